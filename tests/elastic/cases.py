@@ -60,7 +60,7 @@ def drawn(seed: int, count: int) -> list[Case]:
         faults = [f"{s}:{r}:{k}" for s, r, k in zip(steps, gone, kinds)]
         if rng.random() < 0.2:
             faults.append(f"{rng.randrange(3)}:{rng.choice([r for r in range(ranks) if r not in gone])}:slow")
-        if "shard" in mode and rng.random() < 0.6:
+        if ("shard" in mode or mode in ("fit", "arrays")) and rng.random() < 0.6:
             faults += _joined(rng, ranks, gone, steps)
         cases.append(Case(mode, ranks, ",".join(faults)))
         total += len(faults)

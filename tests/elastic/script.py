@@ -5,9 +5,9 @@ MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a chec
 ranks hold parts of variables; these stand beside others: "zero3+save". "large": parts lie where other ranks read them.
 FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs;
 "slow": from that step on it needs longer for each of its rows; "copy": when the step is taken, before its copies are
-sent; "join": one more rank joins, for which the program has to be one of "shard"; "plan": when the ranks next agree on
-a plan; "meet": in their next meeting; "move": a moment after all have what they need to go on from there; "grow": a
-moment after all are ready to take a newcomer in (step -1: of the newcomer itself).
+sent; "join": one more rank joins, for which the program has to be one of "shard" or Keras'; "plan": when the ranks
+next agree on a plan; "meet": in their next meeting; "move": a moment after all have what they need to go on from there;
+"grow": a moment after all are ready to take a newcomer in (step -1: of the newcomer itself).
 """
 
 import contextlib
@@ -193,17 +193,33 @@ def fit(mode: str, faults: Faults) -> tuple[list[float], list[np.ndarray]]:
         def on_epoch_begin(self, epoch, logs=None):
             self.epoch = epoch
 
+    class Count(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.losses = [*self.losses, float(logs["loss"])]
+
     keras.backend.set_floatx("float64")
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(WIDTH, "tanh"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.01), "mse")
-    asked = {"epochs": EPOCHS, "verbose": 0, "callbacks": [Strike()]}
+    slower = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=1e3)
+    count = Count()
+    asked = {"epochs": EPOCHS, "verbose": 0, "callbacks": [Strike(), count, slower]}
+    if joins():
+        faults.strike(-1)
     if mode == "fit":
-        seen = model.fit(data().map(lambda x, _, y: (x, y)), **asked)
+        read = data().map(lambda x, _, y: (x, y))
+        seen = model.fit(read, validation_data=read.take(2), **asked)
     else:
         x, _, y = (np.concatenate(parts) for parts in zip(*data().as_numpy_iterator()))
-        seen = model.fit(x, y, batch_size=BATCH, **asked)  # Keras shuffles
-    return seen.history["loss"], [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+        seen = model.fit(x, y, batch_size=BATCH, validation_data=(x[:30], y[:30]), **asked)  # Keras shuffles
+    assert seen.epoch == list(range(EPOCHS)) and len(count.losses) == EPOCHS * BATCHES, (seen.epoch, count.losses)
+    return [*seen.history["loss"], *seen.history["val_loss"], *count.losses], [
+        v.numpy() for v in (*model.variables, *model.optimizer.variables)
+    ]
 
 
 def main() -> None:

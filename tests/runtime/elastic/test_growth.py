@@ -60,8 +60,8 @@ def test_who_is_there() -> None:
 def test_of_what_was_committed_the_latest_two_calls_are_kept() -> None:
     commits = Commits()
     for calls, state in ((0, b"a"), (1, b"b"), (1, b"c"), (2, b"d")):
-        commits.keep(calls, state)
-    assert commits.held == {1: b"c", 2: b"d"}
+        commits.keep(calls, lambda state=state: state)
+    assert {calls: state() for calls, state in commits.held.items()} == {1: b"c", 2: b"d"}
 
 
 def test_newcomers_have_shares_as_the_others_have_on_average() -> None:

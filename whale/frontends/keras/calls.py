@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from whale.frontends.keras import feeding
+from whale.frontends.keras import feeding, joining
 from whale.frontends.keras.callbacks import as_on_other_ranks
 from whale.frontends.keras.saving import told
 from whale.runtime.ranks.together import call_together
@@ -21,6 +21,29 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
     call_together(context, original.__name__, told(original.__name__, model))
+    with joining.inside(None):
+        return _called(original, given, context)
+
+
+def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``fit`` of a Keras whose calls other processes can take up that join the run."""
+    context = running()
+    assert context is not None
+    given = inspect.signature(original).bind(model, *args, **kwargs)
+    going_on = joining.begin(context, model, given.arguments)
+    if going_on is None:
+        return call(original, model, *args, **kwargs)
+    if (history := going_on.past()) is not None:
+        return history
+    if going_on.taken_up is None:
+        call_together(context, original.__name__, told(original.__name__, model))
+    with joining.inside(going_on):
+        history = _called(original, given, context)
+    going_on.end()
+    return history
+
+
+def _called(original: Callable[..., Any], given: inspect.BoundArguments, context: Context) -> Any:
     for name in _DATA:
         if name in given.arguments:
             given.arguments[name] = feeding.whole(given.arguments[name])

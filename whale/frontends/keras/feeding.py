@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,14 @@ from whale.runtime.input.local_batches import rows_of
 from whale.runtime.run.context import Context
 
 
-def fed(dataset: Any, context: Context, of_script: bool, again: bool = False) -> Fed:
+def fed(dataset: Any, context: Context, of_script: bool, again: bool = False, agreed: bool = False) -> Fed:
     """The batches of a dataset for this rank.
 
     Args:
       dataset: of global batches, or with ``batch.mode="local"`` of the rank's own.
       of_script: whether the script made the dataset, and may want to hear what it costs to read it.
       again: whether it is made of the same arrays as one before.
+      agreed: whether the other ranks have made it before this process joined them.
 
     Raises:
       ProgramError: Keras made the dataset of arrays that differ between the ranks.
@@ -37,11 +38,12 @@ def fed(dataset: Any, context: Context, of_script: bool, again: bool = False) ->
     specs = [s for s in tf.nest.flatten(dataset.element_spec) if isinstance(s, tf.TensorSpec)]
     rows_vary = any(s.shape.rank is None or (s.shape.rank and s.shape[0] is None) for s in specs)
     batches: Any = dataset
-    if context.between_processes and not context.local_batch and not _takes_whole_batches(context):
+    grows = context.elastic is not None and context.elastic.keeps_commits  # where in it a loop is has to be known
+    if grows or (context.between_processes and not context.local_batch and not _takes_whole_batches(context)):
         # Which rows a rank took of the arrays is not known to the others, who take them when it is gone.
         kept = of_script or context.elastic is not None
         found = None if kept else _of_arrays(dataset, context, again)
-        batches = found or ShardedDataset(dataset, context, "row", told=of_script)
+        batches = found or ShardedDataset(dataset, context, "row", of_script, agreed)
     return Fed(batches, rows_vary)
 
 
@@ -51,14 +53,17 @@ class Fed:
 
     Attributes:
       rows_vary: whether plain Keras would not know the rows of a batch when it traces a step.
+      place: has an iteration begin elsewhere than at the first batch, if it is to.
     """
 
     batches: Any
     rows_vary: bool
+    place: Callable[[ShardedIterator], None] = lambda iterator: None
 
     def __iter__(self) -> FedIterator:
         elements = iter(self.batches)
         if isinstance(elements, ShardedIterator):
+            self.place(elements)
             elements.begin()
         return FedIterator(elements, self.rows_vary)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from whale.frontends.keras import callbacks, calls, distribution, feeding, saving, scopes
+from whale.frontends.keras import callbacks, calls, distribution, feeding, joining, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, rows_unknown, takes_over
 from whale.runtime.input.common_seed import common_seed
@@ -41,7 +43,9 @@ def change() -> None:
         replace_method(models, f"make_{name}", make, functools.partial(forget_ended, name=name))
     replace_method(trainer.TFEpochIterator, "__init__", _begin_epochs)
     replace_method(trainer.TFEpochIterator, "_get_iterator", _get_iterator)
-    for name in ("fit", "evaluate", "predict"):
+    replace_method(trainer.TFEpochIterator, "_enumerate_iterator", _steps)
+    replace_method(models, "fit", calls.fit)
+    for name in ("evaluate", "predict"):
         replace_method(models, name, calls.call)
     replace_method(Operation, "__init__", scopes.created)
     for kind in (Operation, Layer):
@@ -69,6 +73,8 @@ def _make_function(what: str, original: Callable[..., Any], model: Any, force: b
     def function(iterator: Iterator[Any]) -> Any:
         outputs, ended = None, True
         rows_vary = getattr(iterator, "rows_vary", False)
+        if what == "train" and (fit := joining.current()) is not None:
+            fit.commit(iterator)
         for batch in itertools.islice(iterator, model.steps_per_execution):
             outputs, ended = step(batch, rows_vary), False
         if ended:
@@ -118,8 +124,22 @@ def _without_rows(update_state: Callable[..., Any], values: Any, sample_weight: 
 
 def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of the constructor of what a loop reads: shuffles without a seed are alike on all ranks."""
-    with common_seed():
+    fit = joining.current()
+    epochs._whale_fit = fit, "" if fit is None else fit.kind()
+    with _as_others(epochs, "begun"), common_seed():
         original(epochs, *args, **kwargs)
+
+
+def _as_others(epochs: Any, what: str, again: bool = False) -> AbstractContextManager[tuple[bool, bool]]:
+    """In a process that has joined, data are made as the others have made them: ``Fit.making``."""
+    fit, kind = epochs._whale_fit
+    return nullcontext((False, again)) if fit is None else fit.making(f"{kind}/{what}", again)
+
+
+def _steps(original: Callable[[Any], Iterator[Any]], epochs: Any) -> Iterator[Any]:
+    """The numbered steps of an epoch."""
+    fit, kind = epochs._whale_fit
+    return fit.steps(epochs, original(epochs)) if kind == joining.TRAINING else original(epochs)
 
 
 def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
@@ -127,14 +147,20 @@ def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
     context = running()
     assert context is not None
     known = getattr(epochs, "_whale_fed", None)
-    again = known is not None
-    if again and context.seeds is not None and _repeats_its_order(epochs.data_adapter):
-        with common_seed():  # another one
-            epochs._distributed_dataset, known = epochs.data_adapter.get_tf_dataset(), None
-    if known is None:
+    again = known is not None and context.seeds is not None and _repeats_its_order(epochs.data_adapter)
+    if known is not None and not again:
+        return known
+    fit, kind = epochs._whale_fit
+    with _as_others(epochs, "read", again) as (agreed, remade):
+        if remade:
+            with common_seed():  # another one
+                epochs._distributed_dataset = epochs.data_adapter.get_tf_dataset()
         of_script = type(epochs.data_adapter).__name__ == "TFDatasetAdapter"
-        known = epochs._whale_fed = feeding.fed(original(epochs), context, of_script, again)
-    return known
+        found = feeding.fed(original(epochs), context, of_script, again, agreed)
+    if kind == joining.TRAINING:
+        found = replace(found, place=fit.place)
+    epochs._whale_fed = found
+    return found
 
 
 def _repeats_its_order(adapter: Any) -> bool:

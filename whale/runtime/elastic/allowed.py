@@ -80,9 +80,19 @@ def nothing_to_go_on_with() -> ClusterError:
     """The error of a process that joins a run and cannot know where the others are."""
     return ClusterError(
         "a process that joins a run has to know where the others are",
-        given="a step, or another call that exchanges something, before wh.State",
-        expected="state = wh.State(...) before the training loop",
-        action="keep in it what the loop has to know: its epoch, what it has counted",
+        given="a step, or another call that exchanges something, before wh.State or Keras 3's fit",
+        expected="state = wh.State(...) before the training loop, or fit as the first such call",
+        action="keep in the state what the loop has to know: its epoch, what it has counted",
+    )
+
+
+def elsewhere(there: str, here: str) -> ClusterError:
+    """The error of a process that joins a run and has come to another place of its script than the others."""
+    return ClusterError(
+        "a process that joins a run has to come to where the others are",
+        given=f"the others are in {there}, and this process in {here}",
+        expected="the same on all",
+        action="let a script that others join train in one way: by fit, or in a loop with wh.State",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,9 +69,9 @@ class Members:
 class Commits:
     """What the script has committed, by the number of calls that it had made then."""
 
-    held: dict[int, bytes] = field(default_factory=dict)
+    held: dict[int, Callable[[], bytes]] = field(default_factory=dict)
 
-    def keep(self, calls: int, state: bytes) -> None:
+    def keep(self, calls: int, state: Callable[[], bytes]) -> None:
         """The script has come to where another process can take it up."""
         self.held.pop(calls, None)
         self.held[calls] = state

@@ -44,15 +44,18 @@ class ShardedDataset:
     Args:
       by: as of ``shard``.
       told: whether the first rank says so where every rank reads all rows.
+      agreed: whether the other ranks have made it before this process joined them.
 
     Attributes:
       report: how the rows come to this rank, in one sentence.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, context: Context, by: str, told: bool = True) -> None:
+    def __init__(
+        self, dataset: tf.data.Dataset, context: Context, by: str, told: bool = True, agreed: bool = False
+    ) -> None:
         self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
-        shares_rows = context.between_processes and by == "row"
+        shares_rows = context.between_processes and by == "row" and not agreed
         self._seed = context.survived(self._common_seed) if shares_rows else self._drawn_seed()
         self._divide()
         gave = context.seeds.gave if context.seeds is not None else lambda *_: False

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from whale.errors import ProgramError
+from whale.runtime.elastic.allowed import elsewhere
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.ranks.plain import pack, unpack
@@ -29,7 +30,7 @@ class State:
       values: numbers, strings, arrays, and lists, tuples and dicts of such.
 
     Raises:
-      ClusterError: called before ``wh.init``.
+      ClusterError: called before ``wh.init``; or the ranks that a process joins are in Keras' ``fit``.
       CommError: a process that joins is not taken in, since another rank is gone.
     """
 
@@ -46,8 +47,11 @@ class State:
         vars(self).update(values)
         said = self._elastic.come_in() if self._elastic is not None else None
         if said is not None:
-            taken_up, self._place = unpack(said)
-            vars(self).update(taken_up)
+            taken_up = unpack(said)
+            if not isinstance(taken_up, tuple):
+                raise elsewhere("Keras' fit", "a loop with wh.State")
+            values, self._place = taken_up
+            vars(self).update(values)
 
     def rest(self, dataset: ShardedDataset) -> Iterator[Any]:
         """The batches of an epoch, or those that are left of it where another process has begun; commits before each.
@@ -82,4 +86,5 @@ class State:
         if self._elastic is not None and self._elastic.keeps_commits:
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             place = self._iterator.place if self._iterator is not None else self._place
-            self._elastic.commit(pack((values, place)))
+            packed = pack((values, place))  # now: the script goes on to change them
+            self._elastic.commit(lambda: packed)

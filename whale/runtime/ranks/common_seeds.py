@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,15 @@ class CommonSeeds:
     def gave(self, seed: int, seed2: int) -> bool:
         """Whether these are seeds of this run, which another run does not have."""
         return (seed, seed2) in self._given
+
+    @property
+    def asked(self) -> dict[str, int]:
+        """How often each line of the script has asked."""
+        return dict(self._asked)
+
+    def go_to(self, asked: Mapping[str, int]) -> None:
+        """Seeds follow as if the lines had asked so often."""
+        self._asked = Counter(asked)
 
     def draw(self) -> int:
         """A positive number of 62 bits for the line that asks; the next one when it asks again."""

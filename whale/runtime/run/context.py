@@ -112,8 +112,8 @@ class GoesOn(Protocol):
         """Whether other processes may come to take up what the script commits."""
         ...
 
-    def commit(self, state: bytes) -> None:
-        """The script has come to where another process can take it up with this."""
+    def commit(self, state: Callable[[], bytes]) -> None:
+        """The script has come to where another process can take it up with what this gives, now or later."""
 
     def come_in(self) -> bytes | None:
         """In a process that joins, what the script has committed in the others, once they take this one in."""

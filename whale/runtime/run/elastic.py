@@ -293,8 +293,8 @@ class Elastic:
         """Whether other processes may come to take up what the script commits."""
         return self._group.door is not None
 
-    def commit(self, state: bytes) -> None:
-        """The script has come to where another process can take it up with this."""
+    def commit(self, state: Callable[[], bytes]) -> None:
+        """The script has come to where another process can take it up with what this gives, now or later."""
         self._commits.keep(self._at.calls, state)
 
     def come_in(self) -> bytes | None:
@@ -318,7 +318,7 @@ class Elastic:
                     raise SystemExit(0) from None
                 if not self._group.hear(_WORD_S):
                     raise
-        return self._commits.held[self._at.calls]
+        return self._commits.held[self._at.calls]()
 
     def _grow(self, welcome: Welcome | None) -> None:
         comm, members, hosts, known = self._group.offer(welcome)
@@ -329,7 +329,7 @@ class Elastic:
         more = len(members) - len(self._group.members)
         self._group.grow(comm, members, hosts, known)
         self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
-        self._commits.keep(known.calls, known.state)
+        self._commits.keep(known.calls, lambda: known.state)
         if self._run.rank == 0:
             log.info(f"{more} ranks join after {known.steps} steps: {len(members)} ranks go on")
 
@@ -348,7 +348,7 @@ class Elastic:
         self._agreements.agree(group.number, WHOLE, meeting, act)
         at, shares = self._at, list(context.config["replica.shares"])
         counted = context.programs, context.elements, group.divisions + 1
-        self._grow(Welcome(at.calls, at.steps, *counted, shares, state))
+        self._grow(Welcome(at.calls, at.steps, *counted, shares, state()))
         return True
 
 

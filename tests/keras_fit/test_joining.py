@@ -1,0 +1,51 @@
+"""What another process is told of callbacks, and which data a process that joins ``fit`` refuses."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.frontends.keras.joining import _OTHER, _changes, _found, _kept, _refuse_unknown
+from whale.runtime.ranks.plain import pack, unpack
+
+pytestmark = pytest.mark.core
+
+
+def test_callbacks_are_told_by_what_has_changed_and_is_plain() -> None:
+    stops = keras.callbacks.EarlyStopping("val_loss", min_delta=0.5)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    stops.set_model(model)
+    stops.on_train_begin()
+
+    def kept() -> dict[str, object]:
+        found = {name: _kept(value) for name, value in vars(stops).items() if name != "_model"}
+        return {name: value for name, value in found.items() if value is not _OTHER}
+
+    before = kept()
+    stops.on_epoch_end(0, {"val_loss": 2.0})
+    told = unpack(pack(_changes(before, kept())))
+    assert {name: _found(value) for name, value in told.items()} == {
+        "best": 2.0,
+        "monitor_op": keras.ops.less,
+        "min_delta": -0.5,
+    }
+
+
+def test_what_is_kept_stays_as_it_was() -> None:
+    small, numbers = np.zeros(3), [1, {"a": (2, 3)}]
+    kept = _kept([small, numbers])
+    small += 1
+    numbers.append(4)
+    assert np.array_equal(kept[0], np.zeros(3)) and kept[1] == [1, {"a": (2, 3)}]
+    assert _kept([1, object()]) is _OTHER and _kept(lambda: 1) is _OTHER
+
+
+def test_a_generator_of_batches_cannot_be_taken_up() -> None:
+    _refuse_unknown({"a": np.zeros(3), "b": tf.zeros(3)})
+    _refuse_unknown(tf.data.Dataset.range(3))
+    with pytest.raises(ProgramError, match="data of generator"):
+        _refuse_unknown(iter_ for iter_ in range(3))
