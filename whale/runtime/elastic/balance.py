@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from whale.ir.layout import proportional_sizes
+from whale.ir.layout import Split, proportional_sizes
 from whale.ir.ops import EXCHANGES
+from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, function_refs
+from whale.log import log
 from whale.runtime.ranks.plain import pack, unpack
-from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 
 GAIN = 1.10  # of the slowest rank's work, for which rows are divided anew
 STEPS, SECONDS = 5, 0.5  # between two looks, at least
@@ -122,6 +124,24 @@ class Balance:
     def __init__(self) -> None:
         self._gain = GAIN
         self._before_s = 0.0  # a step under the division before
+        self._told: set[str] = set()  # why ranks keep their rows
+
+    def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str) -> Watched | None:
+        """What counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
+
+        Args:
+          stays: why they stay in any case, or "".
+        """
+        placement = plan.batch_inputs[0].placement if plan.batch_inputs else None
+        if placement is None:
+            return None
+        if not stays and isinstance(placement, Split) and len(placement.sizes) == ranks.size:
+            return Watched(placement.sizes, program)
+        why = stays or "a batch is not divided among all of them"
+        if ranks.rank == 0 and why not in self._told:
+            log.info(f"ranks that get slower keep their rows: {why}")
+            self._told.add(why)
+        return None
 
     def after(self, watched: Watched, comm: Any) -> tuple[tuple[int, ...], str]:
         """After a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").

@@ -21,7 +21,6 @@ from tensorflow.python.ops import gen_resource_variable_ops
 
 from whale.capture.captured import CapturedVariable
 from whale.errors import CommError, ConfigError
-from whale.ir.layout import Split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
@@ -91,12 +90,11 @@ class Elastic:
 
     def watched(self, plan: Plan, program: Program) -> Watched | None:
         """What counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay so."""
-        run = self._run
-        fixed = run.saved is not None or run.described is not None or self._generations is not None
-        if self._balance is None or not plan.batch_inputs or fixed:
+        run, balance = self._run, self._balance
+        if balance is None:
             return None
-        placement = plan.batch_inputs[0].placement
-        return Watched(placement.sizes, program) if isinstance(placement, Split) else None
+        why = "their plan is given" if run.saved is not None or run.described is not None else ""
+        return balance.watch(plan, program, run, why or "each does another part" * run.stages_seen)
 
     def step(
         self,
@@ -171,6 +169,7 @@ class Elastic:
     def _look(self, balance: Balance, watched: Watched) -> None:
         """After a step: divides rows anew where ranks are faster or slower than their shares."""
         context = self._run
+        self._calls.begin()  # a step that is gone now is one that an earlier call has taken
         try:
             rows, why = balance.after(watched, context.comms[0])
         except CommError as error:
