@@ -48,6 +48,11 @@ def fits(library: Path) -> bool:
     return library.exists() and core_digest().encode() in library.read_bytes()
 
 
+def has_nccl(library: Path) -> bool:
+    """Whether a library of the device was built with NCCL."""
+    return b"libnccl.so" in library.read_bytes()
+
+
 def load_nccl() -> None:
     """Loads this environment's NCCL, if it has one: a library that was built in another one finds it then."""
     if (folder := _nccl()) is not None:

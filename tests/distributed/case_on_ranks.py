@@ -2,7 +2,8 @@
 
 case_on_ranks.py CASE DTYPE OPTIMIZER SHARES FOLDER SCOPE
 
-SHARES: 5,3 or even. SCOPE: replica, split, split:2 (groups of two ranks), zero, or stage:2 (a pipeline of two stages).
+SHARES: 5,3 or even. SCOPE: replica, split, split:2 (groups of two ranks), zero, zero:3 (its level; 1 unless given), or
+stage:2 (a pipeline of two stages).
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from whale.runtime.run.start import check_replicas
 name, dtype, optimizer, shares, folder, scope = sys.argv[1:]
 scope, _, count = scope.partition(":")
 rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
-zero = {"zero.level": 1, "zero.min_bytes": 0} if scope == "zero" else {}
-settings = {"replica.shares": rows, "sync_batch_norm": True, "random": "global", "split.ranks": int(count or 0)}
-if scope == "stage":
-    del settings["split.ranks"]
+zero = {"zero.level": int(count or 1), "zero.min_bytes": 0} if scope == "zero" else {}
+settings = {
+    "replica.shares": rows,
+    "sync_batch_norm": True,
+    "random": "global",
+    "split.ranks": int(count or 0) * (scope == "split"),
+}
 wh.init(wh.Config(settings | zero))
 case = case_named(name)
 inside = in_turns(int(count)) if scope == "stage" else wh.split if scope == "split" else wh.replica

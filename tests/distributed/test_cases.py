@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.distributed.against_one_device import check_processes
 from tests.launcher.helpers import Launcher
-from tests.oracle.execute import load
-from tests.oracle.metric import difference, limit
-from tests.oracle.pool import Pool, flavours
-
-SCRIPT = str(Path(__file__).with_name("case_on_ranks.py"))
+from tests.oracle.pool import Pool
 
 
 @pytest.mark.parametrize(
@@ -32,16 +28,4 @@ SCRIPT = str(Path(__file__).with_name("case_on_ranks.py"))
 def test_processes_compute_what_one_device_computes(
     launcher: Launcher, pool: Pool, tmp_path: Path, case: str, optimizer: str, shares: str, scope: str
 ) -> None:
-    wanted = pool.reference(flavours()[0], case, "float64", optimizer)
-    size = len(shares.split(","))
-    rows = "even" if "even" in shares else shares
-    arguments = [case, "float64", optimizer, rows, str(tmp_path), scope]
-    done = launcher.run("-np", str(size), SCRIPT, *arguments, timeout_s=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [load(tmp_path / f"{rank}.npz") for rank in range(size)]
-    worst = difference(load(wanted["path"]), results[0], wanted["floor"])
-    assert worst.error <= limit("float64", 0.0), worst
-    for rank, other in enumerate(results):
-        assert other.keys() == results[0].keys()
-        for name, value in other.items():
-            assert np.array_equal(value, results[0][name]), f"rank {rank} has another {name} than rank 0"
+    check_processes(launcher, pool, tmp_path, case, optimizer, shares, scope)

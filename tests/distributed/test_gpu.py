@@ -1,4 +1,6 @@
-"""Programs on GPUs that add up their gradients themselves: only where there is a GPU, nvcc and (for NCCL) two GPUs.
+"""Programs on GPUs that exchange themselves what they compute, and the same with the host's memory as device.
+
+On GPUs: only where there is a GPU, nvcc and (for NCCL) a GPU for each rank.
 
 pip install nvidia-nccl-cu12
 python -m pytest -rs tests/whale_ops/device/test_cuda.py tests/distributed/test_gpu.py
@@ -6,14 +8,62 @@ python -m pytest -rs tests/whale_ops/device/test_cuda.py tests/distributed/test_
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.against_one_device import check_backend
-from tests.launcher.helpers import Launcher
+from tests.distributed.against_one_device import check_processes
+from tests.launcher.helpers import ROOT, Launcher
 from tests.oracle.pool import Pool
-from whale_ops import build_cuda
+from tests.whale_ops.device.host_device import build_host_device
+from whale_ops import build, build_cuda
+
+ON_HOST_DEVICE = str(ROOT / "tests/whale_ops/device/on_host_device.py")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case of the zoo on ranks (see case_on_ranks.py)."""
+
+    case: str
+    optimizer: str
+    shares: str
+    scope: str = "replica"
+    micro_batches: int = 1
+
+    @property
+    def size(self) -> int:
+        return len(self.shares.split(","))
+
+    def check(self, launcher: Launcher, pool: Pool, folder: Path, backend: str, under: Sequence[str] = ()) -> str:
+        """Computes what one device does; what the run said."""
+        launcher.environment["WHALE_COMMUNICATION_BACKEND"] = backend
+        launcher.environment["WHALE_PIPELINE_NUM_MICRO_BATCH"] = str(self.micro_batches)
+        launcher.environment["COLUMNS"] = "200"  # keys are in one piece
+        what = self.case, self.optimizer, self.shares, self.scope
+        said = check_processes(launcher, pool, folder, *what, under=("-v", *under), timeout_s=300)
+        assert re.search(r"\bdevice/\w+", said), f"the devices have started nothing: {said}"
+        return said
+
+
+RUNS = {
+    "unequal": Run("mlp_metrics", "sgd", "5,3"),
+    "convolutions": Run("convnet", "adam", "4,4"),
+    "session without rows": Run("tf1_mlp", "adam", "8,0"),
+    "zero 1": Run("tf1_mlp", "adam", "2,6", "zero:1"),
+    "zero 3": Run("mlp", "adam", "5,3", "zero:3"),
+    "stages": Run("tf1_mlp", "adam", "even,even", "stage:2", micro_batches=2),
+    "groups": Run("convnet", "adam", "even,even,even,even", "split:2"),
+    "replicas of stages": Run("mlp", "adam", "even,even,even,even", "stage:2", micro_batches=2),
+}
+# What is always run with the host's memory as device: each takes some seconds.
+SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned")}
+EVERY = "WITH_EVERY_DEVICE"
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +82,34 @@ def gpus() -> int:
 
 
 @pytest.mark.parametrize("backend", ["cuda-ipc", "nccl", "pinned"])
-@pytest.mark.parametrize(
-    ("case", "optimizer", "shares"),
-    [("mlp_metrics", "sgd", "5,3"), ("convnet", "adam", "4,4"), ("tf1_mlp", "adam", "8,0")],
-)
-def test_gradients_from_gpu_to_gpu_are_those_of_one_device(
-    launcher: Launcher, pool: Pool, tmp_path: Path, gpus: int, backend: str, case: str, optimizer: str, shares: str
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_what_gpus_exchange_is_what_one_device_computes(
+    launcher: Launcher, pool: Pool, tmp_path: Path, gpus: int, backend: str, run: Run
 ) -> None:
-    size = len(shares.split(","))
-    if backend == "nccl" and gpus < size:
+    if backend == "nccl" and gpus < run.size:
         pytest.skip(f"NCCL wants a GPU for each rank, and there is {gpus}")
-    check_backend(launcher, pool, tmp_path, backend, case, optimizer, shares, timeout_s=300)
+    if backend == "nccl" and not build_cuda.has_nccl(build_cuda.IN_PLACE / build_cuda.NAME):
+        pytest.skip("the library was built without NCCL: pip install nvidia-nccl-cu12")
+    # Ranks of other tests of this folder see no GPU.
+    del launcher.environment["CUDA_VISIBLE_DEVICES"]
+    launcher.environment |= {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
+    run.check(launcher, pool, tmp_path, backend)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which(build.compiler_command()[0]) is None:
+        pytest.skip("no C++ compiler: the device is not compiled here")
+    return build_host_device(tmp_path_factory.mktemp("device"))
+
+
+@pytest.mark.parametrize(("backend", "without"), [("cuda-ipc", "none"), ("pinned", "1,3")])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_with_the_hosts_memory_as_device(
+    launcher: Launcher, pool: Pool, tmp_path: Path, library: Path, name: str, backend: str, without: str
+) -> None:
+    """With "pinned" every second rank has no device, and takes part as a rank without a GPU does."""
+    if (name, backend) not in SHORT and not os.environ.get(EVERY):
+        pytest.skip(f"{EVERY}=1 runs it, as `make gpu` does")
+    said = RUNS[name].check(launcher, pool, tmp_path, backend, (ON_HOST_DEVICE, str(library), without))
+    assert ("ranks without a GPU compute on their processors: 1" in said) == (without != "none")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.against_one_device import check_backend
+from tests.distributed.against_one_device import check_processes
 from tests.distributed.test_mistakes import STEP
 from tests.launcher.helpers import Launcher
 from tests.oracle.pool import Pool
@@ -29,7 +29,8 @@ with_horovod = pytest.mark.skipif(
 def test_gradients_through_horovod_are_those_of_one_device(
     launcher: Launcher, pool: Pool, tmp_path: Path, case: str, optimizer: str, shares: str
 ) -> None:
-    check_backend(launcher, pool, tmp_path, "horovod", case, optimizer, shares, timeout_s=180)
+    launcher.environment["WHALE_COMMUNICATION_BACKEND"] = "horovod"
+    check_processes(launcher, pool, tmp_path, case, optimizer, shares)
 
 
 @with_horovod

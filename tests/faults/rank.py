@@ -27,11 +27,10 @@ class Steps:
         import tensorflow as tf
 
         import whale as wh
-        from whale.runtime.ranks import device_exchange
+        from tests.whale_ops.device.on_host_device import take_host_device
 
         if library:
-            device_exchange.library = lambda: Path(library)
-            device_exchange.take_gpu = lambda local_rank: device_exchange.Gpu(0)
+            take_host_device(library)
         wh.init(wh.Config({"communication.backend": backend}))
         self.rank = wh.rank()
         self._x, self._y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)

@@ -72,7 +72,7 @@ def library(driver: gpu_driver.Driver) -> Finding:
     except CommError as error:
         action = f"{builds}, with an nvcc of CUDA {driver.cuda[0]}.{driver.cuda[1]} or older"
         return Finding("GPUs' exchanges", "problem", f"{path.name}: {error.message}", action)
-    if b"libnccl.so" not in path.read_bytes():
+    if not build_cuda.has_nccl(path):
         action = f"pip install nvidia-nccl-cu12, then {builds}"
         return Finding("GPUs' exchanges", "warning", f"{path.name} without NCCL, GPUs: {count}", action)
     return Finding("GPUs' exchanges", "ok", f"{path.name} with NCCL, GPUs: {count}")

@@ -107,4 +107,6 @@ def test_ranks_with_a_gpu_each_exchange_through_nccl(library: Path) -> None:
     gpus = devices(library)
     if gpus == 0:
         pytest.skip("no GPU here: the NCCL transport was compiled and not run")
+    if not build_cuda.has_nccl(library):
+        pytest.skip("the library was built without NCCL: pip install nvidia-nccl-cu12")
     check(library, "nccl", min(gpus, 4), gpus)
