@@ -315,7 +315,7 @@ KEYS: tuple[Key, ...] = (
         "int",
         0,
         "memory that each rank's device has for a step; one that is predicted to take more is refused; 0 = the host's "
-        "memory, divided by its ranks; no limit on GPUs",
+        "memory, or the smallest GPU's, divided by its ranks",
         minimum=0,
     ),
     Key(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 LIBRARY = "libcuda.so.1"
 _NAME_BYTES = 256
+_CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,13 @@ class Gpu:
 
     Attributes:
         memory_bytes: all that it has.
+        capability: the major number of its compute capability.
         peers: of every GPU, by number, whether this one can read its memory; itself: yes.
     """
 
     name: str
     memory_bytes: int
+    capability: int
     peers: tuple[bool, ...]
 
 
@@ -75,11 +78,13 @@ def look(library: str | None = None) -> Driver | None:
 
 def _gpu(cuda: ctypes.CDLL, device: ctypes.c_int, devices: list[ctypes.c_int]) -> Gpu:
     name, memory_bytes, can = ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_size_t(), ctypes.c_int()
+    capability = ctypes.c_int()
     cuda.cuDeviceGetName(name, _NAME_BYTES, device)
     cuda.cuDeviceTotalMem_v2(ctypes.byref(memory_bytes), device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(capability), _CAPABILITY_MAJOR, device)
     peers = []
     for other in devices:
         same = other is device
         known = same or cuda.cuDeviceCanAccessPeer(ctypes.byref(can), device, other) == 0
         peers.append(same or (known and bool(can.value)))
-    return Gpu(name.value.decode(), memory_bytes.value, tuple(peers))
+    return Gpu(name.value.decode(), memory_bytes.value, capability.value, tuple(peers))

@@ -61,20 +61,33 @@ class Machine:
 
 
 def measured_machine(table: Table, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0) -> Machine:
-    """So many ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`."""
+    """So many ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`.
+
+    Where it has GPUs the ranks take turns with them, as ``wh.init`` deals them out.
+    """
     known = Measured(table, marks, ranks)
-
-    def exchange_s(what: Exchange) -> float:
-        return known.exchange_s(what.kind, len(what.ranks), what.tensor_bytes, what.is_packed)
-
+    sharing = Sharing([0] * ranks, [table.cores], slice_s=table.slice_s, wake_s=table.wake_s)
+    memory_bytes = [table.memory_gb * 1e9 / ranks] * ranks
+    if table.gpus:
+        at = [rank % len(table.gpus) for rank in range(ranks)]
+        sharing = Sharing(at, [1.0] * len(table.gpus), threads=1, exchanges_compute=False)
+        memory_bytes = [table.gpus[gpu].memory_gb * 1e9 / at.count(gpu) for gpu in at]
     return Machine(
         operations=[known.operation] * ranks,
-        sharing=Sharing([0] * ranks, [table.cores], slice_s=table.slice_s, wake_s=table.wake_s),
-        exchange_s=exchange_s,
-        memory_bytes=[table.memory_gb * 1e9 / ranks] * ranks,
+        sharing=sharing,
+        exchange_s=known.exchange_s,
+        memory_bytes=memory_bytes,
         call_s=table.call_s,
         counted_from_bytes=counted_from_bytes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What an exchange takes that moves next to nothing, and bytes that a rank sends and receives in a second."""
+
+    exchange_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,7 @@ class Rates:
         exchanged_bytes_per_s: bytes that a rank sends and receives in a second.
         origin: where the figures come from, in words.
         exchanges_compute: whether exchanges take the core (or device) that computes; else they run beside it.
+        devices: the same two figures of exchanges that devices carry out; None: they carry out none.
     """
 
     flops_per_s: float
@@ -95,6 +109,13 @@ class Rates:
     exchanged_bytes_per_s: float
     origin: str
     exchanges_compute: bool = True
+    devices: Link | None = None
+
+    def link(self, through: str) -> Link:
+        """What carries exchanges: devices, or the host where ``through`` is ""."""
+        if through and self.devices is not None:
+            return self.devices
+        return Link(self.exchange_s, self.exchanged_bytes_per_s)
 
 
 def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) -> Machine:
@@ -110,7 +131,8 @@ def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) ->
         # What a rank sends of it; of what goes one way, all.
         one_way = what.kind in ("point_to_point", "broadcast")
         sent_bytes = what.tensor_bytes if one_way else what.logical_bytes
-        return max(rates[r].exchange_s + sent_bytes / rates[r].exchanged_bytes_per_s for r in what.ranks)
+        links = (rates[r].link(what.through) for r in what.ranks)
+        return max(link.exchange_s + sent_bytes / link.bytes_per_s for link in links)
 
     return Machine(
         operations=[operation_of(one) for one in rates],

@@ -16,12 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from cost_model.captured.signature import signature
+from cost_model.captured.traffic import Exchange
 from cost_model.ops.work import Work
 from whale.errors import ClusterError
 from whale.ir.ops import CONTRACTIONS
 from whale.ir.program import Node, Program
 
 FORMAT_VERSION = 3
+_GPU = "GPU:"  # in TensorFlow's names of devices
 PACKED = " packed"  # exchanges of that kind whose tensors do not lie in one piece
 Positive = Annotated[float, Meta(gt=0)]
 Amount = Annotated[float, Meta(ge=0)]
@@ -39,11 +41,17 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size."""
+    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size.
+
+    Attributes:
+        through: what carried them from GPU to GPU, as ``communication.backend`` names it; "": the host did, between
+            tensors in its memory.
+    """
 
     kind: str
     ranks: Annotated[int, Meta(ge=2)]
     samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
+    through: str = ""
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +95,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         slice_s: how long a computing thread keeps its core when another waits for it.
         wake_s: what an engine waits for a core when all compute.
         operations, curves, steps: see there.
-        gpus, copies: of a machine that has GPUs, which operations were measured on then; no prediction uses copies yet.
+        gpus, copies: of a machine that has GPUs, which operations were measured on then.
     """
 
     host: str
@@ -176,9 +184,11 @@ class Measured:
         self._by_op: dict[str, list[Operation]] = {}
         for o in table.operations:
             self._by_op.setdefault(o.op, []).append(o)
-        self._curves: dict[str, dict[int, Curve]] = {}
+        self._curves: dict[str, dict[str, dict[int, Curve]]] = {}  # by what carried them, kind, ranks
         for curve in table.curves:
-            self._curves.setdefault(curve.kind, {})[curve.ranks] = curve
+            self._curves.setdefault(curve.through, {}).setdefault(curve.kind, {})[curve.ranks] = curve
+        self._out = [c for c in table.copies if _GPU in c.source and _GPU not in c.target]
+        self._in = [c for c in table.copies if _GPU not in c.source and _GPU in c.target]
         steps = [s for s in table.steps if s.program in marks]
         step = min(steps, key=lambda s: (marks.index(s.program), abs(s.copies - ranks)), default=None)
         # Kernels in a step are not what they are alone: some are fused, others find their operands in a cache, which
@@ -210,28 +220,44 @@ class Measured:
         ratio = does.flops / near.flops if computes else (does.moved_bytes + 4096) / (near.moved_bytes + 4096)
         return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
 
-    def exchange_s(self, kind: str, ranks: int, tensor_bytes: float, packed: bool = False) -> float:
+    def exchange_s(self, what: Exchange) -> float:
         """Seconds of work that an exchange is for each of its ranks.
+
+        Where ranks compute on GPUs, what the host exchanges is copied to it before and back behind.
 
         Raises:
             ClusterError: exchanges of this kind were not measured.
         """
-        curve = self._curve(kind, ranks, packed)
+        ranks, tensor_bytes = len(what.ranks), what.tensor_bytes
+        curve = self._curve(what)
         # Of a tensor, each rank hands on (p-1)/p.
         scale = ((ranks - 1) / ranks) / ((curve.ranks - 1) / curve.ranks)
         more = max(1.0, (ranks - 1) / (curve.ranks - 1)) ** 0.5
-        return _interpolated(curve.samples, tensor_bytes * scale) * more
+        moved_s = _interpolated(curve.samples, tensor_bytes * scale) * more
+        if what.through:
+            return moved_s
+        handed = tensor_bytes / ranks if what.kind == "all_gather" else tensor_bytes
+        taken = tensor_bytes / ranks if what.kind == "reduce_scatter" else tensor_bytes
+        return moved_s + _slowest_s(self._out, handed) + _slowest_s(self._in, taken)
 
-    def _curve(self, kind: str, ranks: int, packed: bool) -> Curve:
-        curves = self._curves.get(kind + PACKED if packed and kind + PACKED in self._curves else kind)
+    def _curve(self, what: Exchange) -> Curve:
+        known = self._curves.get(what.through, {})
+        curves = known.get(what.kind + PACKED if what.is_packed and what.kind + PACKED in known else what.kind)
         if curves is None:
+            through = f" through {what.through}" if what.through else ""
+            set_to = f" with WHALE_COMMUNICATION_BACKEND={what.through}" if what.through else ""
             raise ClusterError(
                 "the profile has no such exchange",
-                given=kind,
-                expected=", ".join(sorted(self._curves)) or "exchanges between two ranks",
-                action="measure again with `whale profile`",
+                given=what.kind + through,
+                expected=", ".join(sorted(known)) or f"exchanges{through} between two ranks",
+                action=f"measure again with `whale profile`{set_to}",
             )
-        return curves[min(curves, key=lambda n: abs(n - ranks))]
+        return curves[min(curves, key=lambda n: abs(n - len(what.ranks)))]
+
+
+def _slowest_s(copies: Sequence[Copies], size: float) -> float:
+    """Seconds of the slowest of some copies of so many bytes; 0 where there are none."""
+    return max((_interpolated(one.samples, size) for one in copies), default=0.0)
 
 
 def _interpolated(samples: list[tuple[float, float]], size: float) -> float:

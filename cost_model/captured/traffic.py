@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.ir.exchanged_bytes import operand_bytes, rank_bytes
 from whale.ir.ops import ALL_REDUCES, POINT_TO_POINT, ROW_EXCHANGES
-from whale.ir.program import Node
+from whale.ir.program import THROUGH, Node
 from whale.ir.values import TensorType
 
 
@@ -27,6 +27,7 @@ class Exchange:
         logical_bytes: this rank's part of the bytes that have to move.
         scratch_bytes: memory for packing, while it is under way.
         staging_bytes: memory that stays with the op from step to step.
+        through: what carries it from device to device, as ``communication.backend`` names it; "": the host does.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Exchange:
     logical_bytes: int
     scratch_bytes: tuple[int, ...] = ()
     staging_bytes: int = 0
+    through: str = ""
 
     @property
     def is_packed(self) -> bool:
@@ -45,6 +47,11 @@ class Exchange:
 
 def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
     """What a communication op of ``rank`` moves, of ``size`` ranks; ``inputs`` are its operands' local types."""
+    found = _moved(node, inputs, rank, size)
+    return replace(found, through=node.attrs[THROUGH]) if THROUGH in node.attrs else found
+
+
+def _moved(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
     ranks = tuple(int(r) for r in node.attrs.get("ranks", ())) or tuple(range(size))
     key = str(node.attrs.get("key", node.name))
     sent = operand_bytes(node, inputs)

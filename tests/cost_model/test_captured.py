@@ -14,10 +14,10 @@ from cost_model.captured.allocator import Allocator
 from cost_model.captured.cores import Clock, Host, Thread
 from cost_model.captured.graph import graph_of
 from cost_model.captured.liveness import peak_bytes
-from cost_model.captured.machine import cluster_machine, measured_machine
+from cost_model.captured.machine import Link, Rates, cluster_machine, measured_machine, rated_machine
 from cost_model.captured.predict import predict_ranks
 from cost_model.captured.signature import signature
-from cost_model.captured.table import Curve, Operation, Step, Table, check_writable, read, write
+from cost_model.captured.table import Copies, Curve, Gpu, Operation, Step, Table, check_writable, read, write
 from cost_model.captured.traffic import Exchange
 from cost_model.machines import cluster
 from cost_model.ops import work
@@ -221,6 +221,38 @@ def test_what_has_to_be_packed_is_an_exchange_of_its_own_kind() -> None:
     machine = measured_machine(packed, 2)
     assert machine.exchange_s(plain) == pytest.approx(1e-3) and machine.exchange_s(slow) == pytest.approx(3e-3)
     assert measured_machine(TABLE, 2).exchange_s(slow) == pytest.approx(1e-3)  # not measured: taken to be alike
+
+
+def test_exchanges_through_devices_have_prices_of_their_own_and_the_hosts_are_copied() -> None:
+    """From GPU to GPU as it was measured there; through the host with copies there and back, whole or of parts."""
+    fast = Curve("all_reduce", 2, [(1e6, 1e-4)], "nccl")
+    cpu, gpu = "/device:CPU:0", "/device:GPU:0"
+    copied = [Copies(gpu, cpu, [(0.0, 0.0), (1e6, 2e-3)]), Copies(cpu, gpu, [(0.0, 0.0), (1e6, 4e-3)])]
+    gpus = msgspec.structs.replace(
+        TABLE, curves=[*TABLE.curves, fast], gpus=[Gpu("A", 80), Gpu("B", 24)], copies=copied
+    )
+    machine = measured_machine(gpus, 3)
+
+    def seconds(kind: str, through: str = "") -> float:
+        return machine.exchange_s(Exchange(kind, "x", (0, 1), 10**6, 0, through=through))
+
+    assert seconds("all_reduce", "nccl") == pytest.approx(1e-4)
+    assert seconds("all_reduce") == pytest.approx(1e-3 + 2e-3 + 4e-3)
+    assert seconds("all_gather") == pytest.approx(1e-3 + 1e-3 + 4e-3)
+    assert seconds("reduce_scatter") == pytest.approx(1e-3 + 2e-3 + 2e-3)
+    with pytest.raises(ClusterError, match=r"all_gather through nccl(.|\n)*WHALE_COMMUNICATION_BACKEND=nccl"):
+        seconds("all_gather", "nccl")
+    # Ranks take turns with the GPUs, and exchanges run beside them.
+    assert list(machine.sharing.hosts) == [0, 1, 0] and not machine.sharing.exchanges_compute
+    assert machine.memory_bytes == [40e9, 24e9, 40e9]
+
+
+def test_rates_of_devices_price_what_devices_exchange() -> None:
+    rate = Rates(1e9, 1e9, 0.0, 1.0, 1e6, "for the test", devices=Link(0.5, 1e9))
+    machine = rated_machine([rate, rate])
+    host, device = (Exchange("all_reduce", "x", (0, 1), 10**6, 10**6, through=by) for by in ("", "nccl"))
+    assert machine.exchange_s(host) == pytest.approx(2.0) and machine.exchange_s(device) == pytest.approx(0.501)
+    assert rated_machine([replace(rate, devices=None)] * 2).exchange_s(device) == pytest.approx(2.0)
 
 
 def test_the_file_of_a_profile(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def driver(library: str, monkeypatch: pytest.MonkeyPatch, *memory_gib: int) -> g
 def test_the_driver_is_asked_for_versions_memory_and_peers(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = driver(library, monkeypatch, 80, 80, 24)
     assert found.cuda == (13, 0)
-    assert [g.memory_bytes >> 30 for g in found.gpus] == [80, 80, 24]
+    assert [(g.memory_bytes >> 30, g.capability) for g in found.gpus] == [(80, 8), (80, 8), (24, 8)]
     assert [g.peers for g in found.gpus] == [(True, True, False), (True, True, False), (False, False, True)]
     monkeypatch.setenv("FAKE_CUDA_ERROR", "803")
     assert driver(library, monkeypatch, 80).failure == "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
@@ -76,10 +76,12 @@ def test_steps_are_planned_for_the_memory_of_the_smallest_gpu(library: str, monk
     def limit(backend: str, sharing: int = 1) -> tuple[float, str]:
         return memory_plan._gpu_limit_bytes(Config({"communication.backend": backend}), there, sharing)
 
-    assert limit("whale") == (24 << 30, "memory of the GPU, NVIDIA Something")
-    assert limit("pinned")[0] == 24 << 30  # its buffers are the host's
+    left = 1536 << 20  # by TensorFlow, on a GPU of capability 8
+    assert limit("whale") == ((24 << 30) - left, "memory of the GPU, NVIDIA Something, without 1.5 GiB for CUDA")
+    assert limit("pinned")[0] == (24 << 30) - left  # its buffers are the host's
     assert limit("cuda-ipc", 2) == (
-        (12 << 30) - (8 << 20),
-        "memory of the GPU, NVIDIA Something, divided by the 2 ranks that share it, without 8.0 MiB for exchanges",
+        (12 << 30) - left - (8 << 20),
+        "memory of the GPU, NVIDIA Something, divided by the 2 ranks that share it, without 1.5 GiB for CUDA and "
+        "8.0 MiB for exchanges",
     )
     assert memory_plan._gpu_limit_bytes(Config({}), None, 1)[0] == math.inf

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from whale.ir.ops import EXCHANGES, ON_DEVICE
-from whale.ir.program import ON_HOST, Node, Program, Ref
+from whale.ir.program import ON_HOST, THROUGH, Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, TensorType
-from whale.passes.exchange.on_devices import host_exchanges, on_devices
+from whale.passes.exchange.on_devices import host_exchanges, on_devices, partners, told_apart
 
 pytestmark = pytest.mark.core
 X = TensorType("float32", (4,))
@@ -94,3 +94,23 @@ def test_micro_batches_go_to_devices_and_loops_do_not() -> None:
     assert after.functions["loop_body"] == body
     (left,) = host_exchanges(before)
     assert (left.graph, left.why) == ("loop_body", "in a loop or a branch")
+
+
+def test_predictions_tell_apart_what_devices_exchange() -> None:
+    reduced, kept = ALL[0], exchange("WhaleAllReduce", "kept", "int32", N=1, reduction="sum")
+    before = program(reduced, kept)
+    after = told_apart(before, "nccl")
+    assert after.by_name["moved"].attrs[THROUGH] == "nccl" and THROUGH not in after.by_name["kept"].attrs
+    assert told_apart(before, "whale") is before
+
+
+def test_groups_and_peers_of_a_device_are_counted() -> None:
+    """A communicator for each group that reduces, gathers or broadcasts; what goes one by one has connections."""
+    whole, pair = (exchange("WhaleAllReduce", f"sum{n}", N=1, ranks=ranks) for n, ranks in enumerate([(), (0, 2)]))
+    again = exchange("WhaleReduceScatter", "again", axis=0, sizes=(2, 2), reduction="sum", ranks=(0, 2))
+    on_host = exchange("WhaleAllReduce", "count", "int32", N=1, ranks=(0, 1))
+    assert partners(program(whole, pair, again, on_host), 0, 4) == (2, 0)
+    routed = exchange("WhaleAllToAll", "routed", ranks=(0, 1, 3))
+    body = replace(program(exchange("WhaleSend", peer=1), exchange("WhaleRecv", "back", peer=2)), inputs=("comm", "x"))
+    call = Node("call", "WhaleCall", (Ref("comm"), Ref("x")), (), {"f": Func("body")}, (X,), "", True)
+    assert partners(program(routed, call, functions={"body": body}), 0, 4) == (0, 3)

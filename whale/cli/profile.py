@@ -16,7 +16,8 @@ def add_to(verbs: Any) -> None:
         "profile",
         help="measure this machine for predictions",
         description="Measures operations and exchanges between ranks on this machine (under a minute), or with a "
-        "script what its step consists of, and keeps the figures for `whale plan`.",
+        "script what its step consists of, and keeps the figures for `whale plan`. With "
+        "WHALE_COMMUNICATION_BACKEND=nccl, cuda-ipc or pinned, exchanges between GPUs as well.",
     )
     verb.add_argument("-np", dest="ranks", type=positive, default=2, metavar="N", help="number of ranks (default 2)")
     verb.add_argument("--threads", type=positive, metavar="K", help="threads per rank; unless given, the cores / ranks")
@@ -38,6 +39,7 @@ def call(given: argparse.Namespace) -> int:
     cores, memory_bytes = discover.host_resources(cpu_quota(), memory_limit_bytes())
     threads = given.threads or max(1, int(cores) // given.ranks)
     os.environ.update({name: str(value) for name, value in thread_variables(threads).items()})
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several processes measure on one GPU
     out = given.out or default_path()
     check_writable(out)
     with without_startup_lines():

@@ -20,6 +20,8 @@ COMPILED = "_XlaMustCompile"
 BACKWARD, CHECKPOINT, RECOMPUTED = "_whale_backward", "_whale_checkpoint", "_whale_recomputed"
 AGAIN = "_whale_again"
 UNSCALED, ALL_FINITE, LOSS_SCALE = "_whale_unscaled", "_whale_all_finite", "_whale_loss_scale"  # whale.capture.scaling
+# Mark of an exchange that devices carry out, in programs that are predicted: the value of communication.backend.
+THROUGH = "_whale_through"
 ON_HOST = "_whale_host"  # mark of a node that is computed in the host's memory: see whale.passes.memory.offload
 
 

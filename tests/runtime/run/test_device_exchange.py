@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ import tensorflow as tf
 
 import whale as wh
 import whale_ops
+from cost_model.captured.machine import Link
 from tests.whale_ops.device.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
-from whale.errors import ClusterError, ConfigError
+from whale.errors import ClusterError, ConfigError, PlanError
 from whale.ir.program import Node
 from whale.ir.values import DType
+from whale.runtime.compile import memory_plan, rates
 from whale.runtime.ranks import device_exchange, gpus
 from whale.runtime.ranks.device_exchange import Gpu
 
@@ -192,7 +195,34 @@ step(tf.ones((8, 4)))
     assert "From device to device: all exchanges but those through the host" in done.stdout
     assert "16 B  1 AllReduce: int64: devices add up floats" in done.stdout, done.stdout
     assert "1 AllReduce: in a loop or a branch" in done.stdout, done.stdout
+    assert "NCCL takes some 864.0 MiB of the first rank's GPU" in done.stdout, done.stdout
     assert ("told by a TensorFlow for GPUs" in done.stdout) != tf.test.is_built_with_cuda()
+
+
+def test_auto_parallel_measures_the_devices_beside_the_host(library: Path) -> None:
+    def measured(comm: whale_ops.Communicator) -> list[Link]:
+        comm.open_device(library, "cuda-ipc", 0, 1 << 20)
+        try:
+            return [rates._link(SimpleNamespace(comms=[comm]), through) for through in ("", "cuda-ipc")]
+        finally:
+            comm.close_device()
+
+    with communicators(2) as comms, ThreadPoolExecutor(2) as pool:
+        for host, devices in pool.map(measured, comms):
+            assert 0 < host.exchange_s < 1 and 0 < devices.exchange_s < 1
+            assert host.bytes_per_s > 1e6 and devices.bytes_per_s > 1e6
+        keys = {counter.key for comm in comms for counter in comm.counters()}
+    for size in (1, 1 << 20):
+        assert f"whale/auto//{size}" in keys and f"device/whale/auto/cuda-ipc/{size}/turn" in keys, keys
+
+
+def test_the_buffers_of_nccl_are_memory_of_a_step(with_devices: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator for all ranks, and one for each axis along which something is summed or gathered."""
+    monkeypatch.setattr(memory_plan, "limit_bytes", lambda config, local: (100 << 20, "memory of the GPU, A"))
+    with_devices(4, **NCCL, mesh="data=2,expert=2")
+    with pytest.raises(PlanError, match=r"NCCL \d\.\d GiB") as refused:
+        trained(wh.function, scope=lambda: wh.split(axis="expert"))
+    assert "memory of the GPU, A" in str(refused.value)
 
 
 @pytest.mark.parametrize(

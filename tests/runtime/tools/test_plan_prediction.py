@@ -20,6 +20,7 @@ from cost_model.captured.signature import signature
 from cost_model.captured.table import Operation, read, write
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.capture.function import capture_function
+from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.passes.order import normalise
@@ -187,6 +188,22 @@ def test_the_planned_program_may_be_planned_otherwise(ranks: Start) -> None:
     wide = replan(planned, size=4)
     assert wide.plan.size == 4 and len(rank_programs(wide)) == 4
     assert replace(wide.settings, size=2) == planned.settings
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_devices_exchange_is_predicted_by_their_own_rates(ranks: Start, micro_batches: int) -> None:
+    """Losses and gradients, in micro-batches as well; a profile without the backend's exchanges is refused."""
+    ranks(2, **{"pipeline.num_micro_batch": micro_batches})
+    planned = planned_here(Model())
+    through = [msgspec.structs.replace(c, samples=[(1e3, 2e-3), (1e6, 5e-3)], through="nccl") for c in TABLE.curves]
+    table = msgspec.structs.replace(TABLE, curves=[*TABLE.curves, *through])
+    on_gpus = replace(planned, settings=planned.settings.but(exchange__backend="nccl"))
+    host, gpus = predict_plan(planned, table), predict_plan(on_gpus, table)
+    assert gpus.ranks[0].exchange_s > 20 * host.ranks[0].exchange_s
+    assert gpus.logical_bytes == host.logical_bytes
+    assert predict_plan(planned, TABLE).step_s == host.step_s
+    with pytest.raises(ClusterError, match="all_reduce through nccl"):
+        predict_plan(on_gpus, TABLE)
 
 
 def test_sliders_and_mesh_of_a_page(ranks: Start) -> None:

@@ -5,6 +5,8 @@ copied there and back. Decided last, for each rank's program by itself, from wha
 kind, dtype, attributes.
 
   on_devices       a rank's program with the ops of devices in the place of Whale's
+  told_apart       the same exchanges marked as theirs, for predictions
+  partners         with how many groups and ranks a rank's device exchanges
   host_exchanges   what stays with the host, and why
   host_lines       the same of all ranks, in words, with its bytes
 """
@@ -15,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whale.ir.exchanged_bytes import rank_bytes
-from whale.ir.ops import CALLS, EXCHANGES, ON_DEVICE, RANK_REDUCTIONS, ROW_EXCHANGES
+from whale.ir.ops import CALLS, EXCHANGES, ON_DEVICE, POINT_TO_POINT, RANK_REDUCTIONS, ROW_EXCHANGES
 from whale.ir.plan_text import human_bytes
-from whale.ir.program import ON_HOST, Node, Program, Ref
+from whale.ir.program import ON_HOST, THROUGH, Node, Program, Ref
 from whale.ir.values import Func
 
 # Values of `communication.backend` that mean accelerators. With the last one ranks that have none take part.
@@ -58,6 +60,14 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
     return _without_handles(replace(of_graph(program), functions=functions), direct)
 
 
+def told_apart(program: Program, backend: str) -> Program:
+    """What a rank runs, its micro-batches written out, with a mark at what ``backend`` has devices exchange."""
+    if backend not in DEVICE_BACKENDS:
+        return program
+    marked = (replace(n, attrs={**n.attrs, THROUGH: backend}) if _why_not(n) == "" else n for n in program.nodes)
+    return program.with_nodes(tuple(marked))
+
+
 def _without_handles(program: Program, direct: frozenset[str]) -> Program:
     """``program`` whose calls pass no handle of a communicator that the function has no use for any more.
 
@@ -90,6 +100,28 @@ def _without_handles(program: Program, direct: frozenset[str]) -> Program:
 
     shorter = replace(of_graph(program), functions={name: of_graph(body) for name, body in functions.items()})
     return _without_handles(shorter, direct) if kept else shorter  # callers may have got them as operands, too
+
+
+def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
+    """What ``rank`` of ``size`` exchanges with by its device: (groups that reduce, gather or broadcast; other ranks).
+
+    Args:
+      program: what it runs, before `on_devices`.
+    """
+    groups: set[tuple[int, ...]] = set()
+    peers: set[int] = set()
+    for graph in (program, *(program.functions[name] for name in _called_directly(program))):
+        for node in graph.nodes:
+            if _why_not(node):
+                continue
+            group = tuple(node.attrs.get("ranks") or range(size))
+            if node.op in POINT_TO_POINT:
+                peers.add(int(node.attrs["peer"]))
+            elif node.op == "WhaleAllToAll":
+                peers.update(group)
+            else:
+                groups.add(group)
+    return len(groups), len(peers - {rank})
 
 
 def host_exchanges(program: Program) -> Iterator[HostExchange]:

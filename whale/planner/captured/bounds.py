@@ -118,5 +118,6 @@ def of_divided_state(
         if handle in sizes and handle not in state and any(r.node in of_state for r in node.inputs if r != Ref(handle))
     }
     sent_bytes = 2 * sum(gathered.values()) * (size - 1) / size
-    exchange_s, bytes_per_s = min(r.exchange_s for r in rates), max(r.exchanged_bytes_per_s for r in rates)
+    links = [rate.link(through) for rate in rates for through in ("", "devices")]
+    exchange_s, bytes_per_s = min(link.exchange_s for link in links), max(link.bytes_per_s for link in links)
     return computed_s + len(gathered) * exchange_s + sent_bytes / bytes_per_s

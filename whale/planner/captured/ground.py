@@ -118,6 +118,7 @@ def _without_waiting(rates: Sequence[Rates]) -> Machine:
             one,
             exchange_s=0.0,
             exchanged_bytes_per_s=max(one.exchanged_bytes_per_s, one.bytes_per_s / PASSES_OF_AN_EXCHANGE),
+            devices=None,
         )
         for one in rates
     ])  # fmt: skip

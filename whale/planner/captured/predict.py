@@ -18,6 +18,7 @@ from cost_model.captured.table import Table
 from whale.ir.mesh import Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.passes.exchange.on_devices import told_apart
 from whale.passes.facts.stages import DATA, TENSOR
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.normalise.inline import inline
@@ -137,7 +138,8 @@ def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> W
     ranks, made = _played(settings, choice, ground), plans.made(choice)
     programs = dict(zip(ranks, plans.lowered(made, ranks)))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
-    played = {rank: inline(one) for rank, one in programs.items()}
+    backend = settings.exchange.backend
+    played = {rank: told_apart(inline(one), backend) for rank, one in programs.items()}
     seconds = step_seconds(played, settings.size, ground.machine(plans.program))
     if seconds >= needed_s:
         return Way(choice, seconds)

@@ -7,12 +7,14 @@ micro-batches, recomputation, mixed precision and `zero.level` are in it by them
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from cost_model.formulas.gpu_memory import nccl_bytes, tensorflow_bytes
 from cost_model.machines.discover import host_resources
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
@@ -20,6 +22,7 @@ from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program
 from whale.ir.values import TensorType
+from whale.passes.exchange.on_devices import partners
 from whale.passes.memory.step_bytes import at_most_bytes, step_bytes
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks.device_exchange import device_buffer_bytes
@@ -50,10 +53,18 @@ def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: 
     if driver is None or not driver.gpus:
         return math.inf, "no limit is known; memory.limit_bytes sets one"
     gpu = min(driver.gpus, key=lambda one: one.memory_bytes)
-    buffers = device_buffer_bytes(config)
+    held = {"CUDA": tensorflow_bytes(gpu.memory_bytes, gpu.capability), "exchanges": device_buffer_bytes(config)}
     among = f", divided by the {sharing} ranks that share it" if sharing > 1 else ""
-    held = f", without {human_bytes(buffers)} for exchanges" if buffers else ""
-    return gpu.memory_bytes / sharing - buffers, f"memory of the GPU, {gpu.name}{among}{held}"
+    without = " and ".join(f"{human_bytes(size)} for {what}" for what, size in held.items() if size)
+    limit = gpu.memory_bytes / sharing - sum(held.values())
+    return limit, f"memory of the GPU, {gpu.name}{among}, without {without}"
+
+
+def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
+    """What NCCL takes of a rank's GPU for the exchanges of what it runs, as a category of its memory."""
+    if settings.exchange.backend != "nccl" or settings.size == 1:
+        return {}
+    return {"NCCL": nccl_bytes(*partners(program, rank, settings.size), os.environ)}
 
 
 class _Rank(msgspec.Struct):
@@ -92,8 +103,9 @@ def refuse_what_does_not_fit(
     mine, most_bytes = [], 0.0
     for rank, program in programs.items():
         limit, source = limit_bytes(context.config, context.local_ranks)
-        bound_bytes = at_most_bytes(program)
-        found = _Rank(limit, source, {} if bound_bytes <= limit else step_bytes(program, rank, settings.size))
+        beside = {} if context.config["memory.limit_bytes"] else nccl_memory(program, rank, settings)
+        bound_bytes = at_most_bytes(program) + sum(beside.values())
+        found = _Rank(limit, source, {} if bound_bytes <= limit else step_bytes(program, rank, settings.size) | beside)
         most_bytes = max(most_bytes, found.bytes or bound_bytes)
         mine.append(found)
     said = dict(zip(programs, mine))

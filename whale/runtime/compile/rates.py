@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
-from cost_model.captured.machine import Rates
+from cost_model.captured.machine import Link, Rates
 from whale.ir.program import Program
+from whale.passes.exchange.on_devices import DEVICE_BACKENDS
 from whale.planner.captured.ground import unequal
+from whale.runtime.ranks.device_exchange import ExchangeOps
 from whale.runtime.ranks.gpus import await_gpus
 from whale.runtime.run.context import Context
 
@@ -48,10 +50,14 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
 
     between = context.between_processes and not dry
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
+    devices: Link | None = None
     pairs = _together(context, "first", measured, 0.4) if between else [measured(0.4)]
     if between:
-        exchange_s, exchanged = _exchanges(context)
-        how = f"exchange {1e6 * exchange_s:.0f} us and {exchanged / 1e9:.2f} GB/s"
+        host = _link(context, "")
+        exchange_s, exchanged, how = host.exchange_s, host.bytes_per_s, f"exchange {_shown(host)}"
+        if (backend := context.config["communication.backend"]) in DEVICE_BACKENDS:
+            devices = _link(context, backend)
+            how += f", through {backend} {_shown(devices)}"
     elif not dry:
         # Ranks of one process exchange through its memory.
         exchanged, how = pairs[0][1] / PASSES_IN_PROCESS, "ranks of one process"
@@ -61,7 +67,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
 
     def of(flops_per_s: float, bytes_per_s: float) -> Rates:
         origin = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
-        return Rates(flops_per_s, bytes_per_s, START_S, exchange_s, exchanged, origin, exchanges_compute)
+        return Rates(flops_per_s, bytes_per_s, START_S, exchange_s, exchanged, origin, exchanges_compute, devices)
 
     if not between:
         return [of(*pairs[0])] * context.planned_size
@@ -97,31 +103,35 @@ def _together(
     return [msgspec.json.decode(one, type=tuple[float, float]) for one in said]
 
 
-def _exchanges(context: Context) -> tuple[float, float]:
-    """(seconds of the smallest all-reduce, bytes that a rank sends in a second of large ones)."""
+def _shown(link: Link) -> str:
+    return f"{1e6 * link.exchange_s:.0f} us and {link.bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _link(context: Context, through: str) -> Link:
+    """Seconds of the smallest all-reduce, and bytes that a rank sends in a second of large ones; collective.
+
+    Of tensors where TensorFlow places them: what the host exchanges between GPUs is copied there and back.
+    """
     import tensorflow as tf
 
-    import whale_ops
-
-    ops, comm = whale_ops.ops(), context.comms[0]
-    found = []
+    comm, found = context.comms[0], []
     for size, calls in ((1, 20), (1 << 20, 6)):
         x = tf.ones([size])
 
         def exchange(x: Any = x, size: int = size) -> Any:
-            handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
-            return ops.whale_all_reduce(handle, [x], key=f"whale/auto/{size}")[0]
+            return ExchangeOps(comm, through)("all_reduce", [x], key=f"whale/auto/{through}/{size}")[0]
 
         step = tf.function(exchange)
         times = []
         for _ in range(calls):
             start_s = time.perf_counter()
             step()
+            await_gpus()
             times.append(time.perf_counter() - start_s)
         found.append(statistics.median(times[2:]))
     small_s, large_s = found
     sent = 2 * (comm.size - 1) / comm.size * 4 * (1 << 20)
-    return small_s, sent / max(1e-6, large_s - small_s)
+    return Link(small_s, sent / max(1e-6, large_s - small_s))
 
 
 def _seconds(call: Callable[[], Any], least_s: float) -> float:

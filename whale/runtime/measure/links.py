@@ -1,13 +1,15 @@
 """Seconds of exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure.links FILE``.
 
 Every rank runs the same exchanges at the same time, one after the other, and does nothing else; at the end it runs
-small ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON.
+small ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`).
+
+The host's exchanges are of tensors in its memory. Where ``communication.backend`` names what carries tensors from GPU
+to GPU, the same are measured through that as well, between the GPUs that ``wh.init`` would give these ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -17,10 +19,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import tensorflow as tf
 
 import whale_ops
+from cost_model.captured.table import Curve
+from whale.config import Config
+from whale.passes.exchange.on_devices import DEVICE_BACKENDS
+from whale.runtime.ranks import device_exchange
+from whale.runtime.ranks.device_exchange import ExchangeOps
+from whale.runtime.ranks.gpus import await_gpus
+from whale.started import process_place
 
 SIZES_BYTES = (1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SECONDS_PER_SIZE = 0.25
@@ -33,22 +43,45 @@ ROWS = 8  # of tensors whose parts do not lie in one piece
 PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
 
 
+Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # of a vector, under a key
+
+
+class Links(msgspec.Struct):
+    """What was measured; ``wake_s``: what an engine waits for a core where all compute."""
+
+    curves: list[Curve]
+    wake_s: float
+
+
 def main() -> None:
-    """Measures all kinds and sizes."""
-    comm = whale_ops.mpi("measure")
-    ops = whale_ops.ops()
-    rank, size = comm.rank, comm.size
-    found: dict[str, list[tuple[float, float]]] = {}
-    for kind, call in _exchanges(ops, rank, size).items():
-        for size_bytes in SIZES_BYTES:
-            found.setdefault(kind, []).append((float(size_bytes), _seconds(comm, kind, call, size_bytes)))
-    small_bytes, idle_s = found["all_reduce"][0]
-    with _computing(max(1, len(os.sched_getaffinity(0)) // size)):
-        loaded_s = _seconds(comm, "all_reduce", _exchanges(ops, rank, size)["all_reduce"], int(small_bytes), "loaded")
-    wake_s = max(0.0, loaded_s - idle_s) / PAUSES
-    if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps({"ranks": size, "curves": found, "wake_s": wake_s}))
+    """Measures all kinds and sizes.
+
+    Raises:
+      ClusterError: ``communication.backend`` asks for GPUs, and a rank has none that it can use.
+    """
+    config, comm = Config(), whale_ops.mpi("measure")
+    backend = config["communication.backend"]
+    device_exchange.start(config, process_place(), comm.size, [comm])
+    with tf.device("CPU:0"):
+        curves = _curves(comm, "")
+        first, (small_bytes, idle_s) = curves[0].kind, curves[0].samples[0]
+        with _computing(max(1, len(os.sched_getaffinity(0)) // comm.size)):
+            call = _exchanges(comm.rank, comm.size)[first]
+            loaded_s = _seconds(comm, "", first, call, int(small_bytes), "loaded")
+    if backend in DEVICE_BACKENDS:
+        curves += _curves(comm, backend)
+    if comm.rank == 0:
+        links = Links(curves, max(0.0, loaded_s - idle_s) / PAUSES)
+        Path(sys.argv[1]).write_bytes(msgspec.json.encode(links))
+    comm.close_device()
     comm.leave()
+
+
+def _curves(comm: whale_ops.Communicator, through: str) -> list[Curve]:
+    return [
+        Curve(kind, comm.size, [(float(n), _seconds(comm, through, kind, call, n)) for n in SIZES_BYTES], through)
+        for kind, call in _exchanges(comm.rank, comm.size).items()
+    ]
 
 
 @contextlib.contextmanager
@@ -72,8 +105,8 @@ def _computing(threads: int) -> Iterator[None]:
             thread.join()
 
 
-def _exchanges(ops: Any, rank: int, size: int) -> dict[str, Callable[[Any, tf.Tensor, str], Any]]:
-    """Kind -> the op on a vector of the whole tensor's bytes."""
+def _exchanges(rank: int, size: int) -> dict[str, Exchange]:
+    """Kind -> the op on a vector of the whole tensor's bytes; all-reduces first."""
 
     def own(x: tf.Tensor) -> tf.Tensor:
         return x[: x.shape[0] // size]
@@ -90,42 +123,42 @@ def _exchanges(ops: Any, rank: int, size: int) -> dict[str, Callable[[Any, tf.Te
     def columns(x: tf.Tensor) -> list[int]:
         return [x.shape[0] // ROWS // size] * size
 
-    def point_to_point(handle: Any, x: tf.Tensor, key: str) -> Any:
+    def point_to_point(do: ExchangeOps, x: tf.Tensor, key: str) -> Any:
         if rank == 0:
-            return ops.whale_send(handle, x, peer=1, key=key)
-        return ops.whale_recv(handle, peer=0, key=key, T=x.dtype, shape=x.shape) if rank == 1 else tf.no_op()
+            return do("send", x, peer=1, key=key)
+        return do("recv", peer=0, key=key, T=x.dtype, shape=x.shape) if rank == 1 else tf.no_op()
 
     return {
-        "all_reduce": lambda h, x, key: ops.whale_all_reduce(h, [x], key=key)[0],
-        "all_reduce packed": lambda h, x, key: ops.whale_all_reduce(h, tf.split(x, 2), key=key)[0],
-        "all_gather packed": lambda h, x, key: ops.whale_all_gather(
-            h, tf.reshape(own(x), (ROWS, -1)), key=key, axis=1, sizes=columns(x)
+        "all_reduce": lambda do, x, key: do("all_reduce", [x], key=key)[0],
+        "all_reduce packed": lambda do, x, key: do("all_reduce", tf.split(x, 2), key=key)[0],
+        "all_gather packed": lambda do, x, key: do(
+            "all_gather", tf.reshape(own(x), (ROWS, -1)), key=key, axis=1, sizes=columns(x)
         ),
-        "reduce_scatter packed": lambda h, x, key: ops.whale_reduce_scatter(
-            h, rows(x), key=key, axis=1, sizes=columns(x)
+        "reduce_scatter packed": lambda do, x, key: do("reduce_scatter", rows(x), key=key, axis=1, sizes=columns(x)),
+        "all_gather": lambda do, x, key: do("all_gather", own(x), key=key, axis=0, sizes=sizes(x)),
+        "reduce_scatter": lambda do, x, key: do("reduce_scatter", x, key=key, axis=0, sizes=sizes(x)),
+        "all_to_all": lambda do, x, key: do(
+            "all_to_all", matrix(x), key=key, split_axis=0, split_sizes=[1] * size, concat_axis=1, concat_sizes=sizes(x)
         ),
-        "all_gather": lambda h, x, key: ops.whale_all_gather(h, own(x), key=key, axis=0, sizes=sizes(x)),
-        "reduce_scatter": lambda h, x, key: ops.whale_reduce_scatter(h, x, key=key, axis=0, sizes=sizes(x)),
-        "all_to_all": lambda h, x, key: ops.whale_all_to_all(
-            h, matrix(x), key=key, split_axis=0, split_sizes=[1] * size, concat_axis=1, concat_sizes=sizes(x)
-        ),
-        "broadcast": lambda h, x, key: ops.whale_broadcast(h, [x], key=key, root=0, shapes=[x.shape])[0],
+        "broadcast": lambda do, x, key: do("broadcast", [x], key=key, root=0, shapes=[x.shape])[0],
         "point_to_point": point_to_point,
     }
 
 
-def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int, when: str = "idle") -> float:
-    ops = whale_ops.ops()
+def _seconds(
+    comm: whale_ops.Communicator, through: str, kind: str, call: Exchange, size_bytes: int, when: str = "idle"
+) -> float:
+    """Seconds of one exchange on the slowest rank."""
     chain = max(CHAIN, min(MOST_CHAIN, COLD_BYTES // (2 * size_bytes)))
     x = [tf.ones(size_bytes // 4) for _ in range(chain)]
 
     @tf.function
     def step(x: list[tf.Tensor]) -> list[Any]:
-        handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
+        do = ExchangeOps(comm, through)
         found: list[Any] = []  # handed on, so that none lies in another one's memory
         for number, operand in enumerate(x):
             with tf.control_dependencies(found[-1:]):
-                found.append(call(handle, tf.identity(operand), f"{key}/{number}"))
+                found.append(call(do, tf.identity(operand), f"{key}/{number}"))
         with tf.control_dependencies(found[-1:]):
             return [tf.identity(one) for one in found if isinstance(one, tf.Tensor)] or [tf.constant(0.0)]
 
@@ -133,10 +166,11 @@ def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int, wh
     def nothing(x: list[tf.Tensor]) -> tf.Tensor:
         return tf.constant(0.0)
 
-    key = f"{kind}/{size_bytes}/{when}"
+    key = f"{through}/{kind}/{size_bytes}/{when}"
     for _ in range(3):  # the first call traces
         started_s = time.perf_counter()
         step(x)
+        await_gpus()
         once_s = time.perf_counter() - started_s
     nothing(x)
     wanted = b"%d" % max(5, min(MOST_CALLS, int(SECONDS_PER_SIZE / once_s)))
@@ -145,10 +179,12 @@ def _seconds(comm: Any, kind: str, call: Callable[..., Any], size_bytes: int, wh
     for _ in range(calls):
         started_s = time.perf_counter()
         nothing(x)
+        await_gpus()
         empty_s.append(time.perf_counter() - started_s)
         comm.barrier(f"start/{key}")
         started_s = time.perf_counter()
         step(x)
+        await_gpus()
         times_s.append(time.perf_counter() - started_s)
     # Under load few take very long, and a step adds up many: there their mean counts.
     middle = statistics.mean if when == "loaded" else statistics.median

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -13,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import tensorflow as tf
 
 from cost_model.captured import table as tables
 from cost_model.captured.machine import measured_machine
 from cost_model.captured.predict import predict_ranks
 from cost_model.captured.signature import dtype_of
-from cost_model.captured.table import Curve, Step, Table
+from cost_model.captured.table import Step, Table
 from whale import python
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
@@ -28,6 +28,7 @@ from whale.lowering.local import localise
 from whale.passes.order import make_plan
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.gpus import copies, found_gpus
+from whale.runtime.measure.links import Links
 from whale.runtime.measure.steps import step_seconds
 from whale.runtime.measure.without_exchanges import apart, talks_inside
 from whale.runtime.spread.mesh import plan_program
@@ -35,7 +36,7 @@ from whale.runtime.tools.dry_run import first_step
 from whale.runtime.tools.plan_prediction import Planned, rank_programs
 
 SECONDS_FOR_OPERATIONS = 25.0
-SECONDS_FOR_LINKS = 60.0
+SECONDS_FOR_LINKS = 120.0
 LEAST_PAUSE_S = 3e-4  # shorter ones are interrupts
 _WATCH = """
 import sys, time
@@ -56,7 +57,8 @@ def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable
     Raises:
       ClusterError: the ranks did not start.
     """
-    curves, wake_s = _links(ranks)
+    links = measured_links(ranks)
+    curves, wake_s = links.curves, links.wake_s
     say(f"{sum(len(c.samples) for c in curves)} exchanges between {ranks} ranks")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     from whale.runtime.measure import samples
@@ -84,22 +86,27 @@ def _slice_s() -> float:
     return statistics.quantiles(found, n=4)[0]  # where others run as well, most stand still for several slices
 
 
-def _links(ranks: int) -> tuple[list[Curve], float]:
-    """(curves of exchanges, seconds that an engine waits for a core where all compute)."""
+def measured_links(ranks: int, backend: str = "") -> Links:
+    """What exchanges between so many ranks take.
+
+    Args:
+      backend: the value of ``communication.backend``; "": as the environment says.
+
+    Raises:
+      ClusterError: the ranks did not start, or have not the GPUs for which ``communication.backend`` asks.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
         command = python.module("whale", "run", "-np", str(ranks), "-m", "whale.runtime.measure.links", str(path))
-        done = subprocess.run(
-            command, env=python.environment(), capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60
-        )
+        variables = {**python.environment(), **({"WHALE_COMMUNICATION_BACKEND": backend} if backend else {})}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60)
         if done.returncode or not path.exists():
             raise ClusterError(
                 "the exchanges between ranks could not be measured",
                 given=python.last_lines(done.stderr.strip() or done.stdout),
                 action="see whether `whale doctor` finds why runs fail here",
             )
-        found = json.loads(path.read_text())
-    return [Curve(kind, found["ranks"], samples) for kind, samples in found["curves"].items()], found["wake_s"]
+        return msgspec.json.decode(path.read_bytes(), type=Links)
 
 
 def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> Table:
@@ -189,5 +196,7 @@ def summary(table: Table) -> str:
         lines.append(f"  {way:<14} copied: {1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s")
     for c in table.curves:
         (_, first_s), (last, last_s) = c.samples[0], c.samples[-1]
-        lines.append(f"  {c.kind:<14} {c.ranks} ranks: {1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s")
+        through = f" through {c.through}" if c.through else ""
+        rate = f"{1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s"
+        lines.append(f"  {c.kind:<14} {c.ranks} ranks{through}: {rate}")
     return "\n".join(lines) + "\n"

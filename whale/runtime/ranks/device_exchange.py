@@ -1,6 +1,6 @@
 """GPUs whose tensors are exchanged where they lie (`communication.backend` "nccl", "cuda-ipc", "pinned").
 
-``wh.init`` opens them.
+``wh.init`` opens them. `ExchangeOps` are the ops through which they, or the host, exchange.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import whale_ops
 from whale.config import Config
@@ -143,3 +144,22 @@ def take_gpu(local_rank: int) -> Gpu:
     with contextlib.suppress(RuntimeError, ValueError):  # TensorFlow has started: its memory is as the script says
         tf.config.experimental.set_memory_growth(gpu, True)
     return Gpu(gpus.index(gpu))
+
+
+class ExchangeOps:
+    """Exchanges of a communicator's ranks by ops of TensorFlow; made inside the function that is traced.
+
+    Args:
+      through: what carries them out: "" is the host, all else the devices that the communicator has opened.
+    """
+
+    def __init__(self, comm: whale_ops.Communicator, through: str) -> None:
+        self._ops, self._prefix = whale_ops.ops(), "whale_device_" if through else "whale_"
+        place = {"communicator": comm.name, "rank": comm.rank}
+        # The devices' ops name the communicator; the host's take its handle.
+        self._attrs: dict[str, Any] = place if through else {}
+        self._handle: tuple[Any, ...] = () if through else (self._ops.whale_communicator(**place),)
+
+    def __call__(self, kind: str, *inputs: Any, **attrs: Any) -> Any:
+        """What an op gives: ``kind`` is "all_reduce", "all_gather", "send", ..."""
+        return getattr(self._ops, self._prefix + kind)(*self._handle, *inputs, **self._attrs, **attrs)

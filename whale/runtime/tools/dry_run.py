@@ -29,7 +29,7 @@ from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
 from whale.planner.report.sliders import captured_sliders
-from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
+from whale.runtime.compile.memory_plan import nccl_memory, options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.ranks.gpus import told_of_processors
 from whale.runtime.run.context import DryRun, process, running
@@ -37,7 +37,15 @@ from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
 from whale.runtime.spread.lower import first_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.as_main import as_main, beside, failures_told, located
-from whale.runtime.tools.plan_prediction import Planned, kept, machine, predict_plan, predicted_on, rank_programs
+from whale.runtime.tools.plan_prediction import (
+    Planned,
+    as_carried,
+    kept,
+    machine,
+    predict_plan,
+    predicted_on,
+    rank_programs,
+)
 from whale.runtime.tools.what_if import compared, read_what_if
 from whale.runtime.variables.outside import Outside
 
@@ -184,7 +192,9 @@ def main(
     sys.stdout.write(format_plan(plan))
     if planned.settings.exchange.backend in DEVICE_BACKENDS:
         programs = rank_programs(planned)
-        sys.stdout.write("\n".join([*host_lines(programs), *told_of_processors(programs), ""]))
+        memory = nccl_memory(programs[0], 0, planned.settings)
+        taken = [f"{name} takes some {human_bytes(size)} of the first rank's GPU" for name, size in memory.items()]
+        sys.stdout.write("\n".join([*host_lines(programs), *taken, *told_of_processors(programs), ""]))
     sys.stdout.write(why)
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)
@@ -227,7 +237,7 @@ def replayed(plan_path: str, prediction: Prediction, with_sliders: bool = False)
     here = machine(on, saved.ranks)
     name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
     slowest = max(range(saved.ranks), key=lambda rank: found.ranks[rank].end_s)
-    sliders = captured_sliders(programs, here, slowest) if with_sliders else None
+    sliders = captured_sliders(as_carried(programs, planned.settings), here, slowest) if with_sliders else None
     return Drawn(planned.plan, planned.program, found, alone_s, here.memory_bytes, name, sliders)
 
 

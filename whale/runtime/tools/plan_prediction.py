@@ -13,6 +13,7 @@ from cost_model.machines.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, Predicted, PredictedRank
 from whale.ir.program import Program
+from whale.passes.exchange.on_devices import told_apart
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.lower import as_run, lower_ranks
@@ -64,9 +65,15 @@ def predict_plan(
       ClusterError: too few devices, or the profile lacks what the program runs.
     """
     programs = programs or rank_programs(planned)
+    carried = as_carried(programs, planned.settings)
     # The ranks' own steps say more than steps of the whole batch, which fill the caches otherwise.
     marks = [fingerprint(programs[0]), fingerprint(planned.program)]
-    return predict_ranks(programs, machine(on, len(programs), marks, counted_from_bytes), with_timelines)
+    return predict_ranks(carried, machine(on, len(programs), marks, counted_from_bytes), with_timelines)
+
+
+def as_carried(programs: Sequence[Program], settings: PlanSettings) -> list[Program]:
+    """What ranks run, with marks at what devices exchange, which tell a machine's prices of exchanges apart."""
+    return [told_apart(program, settings.exchange.backend) for program in programs]
 
 
 def predicted_on(planned: Planned, cluster: Cluster) -> Predicted:

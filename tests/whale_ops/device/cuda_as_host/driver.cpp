@@ -34,6 +34,7 @@ int cuDeviceGetCount(int* count) { return *count = static_cast<int>(gpus().size(
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetName(char* name, int bytes, int) { return std::snprintf(name, static_cast<size_t>(bytes), "NVIDIA Something"), 0; }
 int cuDeviceTotalMem_v2(size_t* bytes, int device) { return *bytes = gpus()[static_cast<size_t>(device)], 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int) { return *value = attribute == 75 ? 8 : 0, attribute == 75 ? 0 : 1; }
 int cuDeviceCanAccessPeer(int* can, int device, int peer) { return *can = device < 2 && peer < 2, 0; }
 
 }  // extern "C"
