@@ -15,11 +15,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from whale.errors import CommError
+from cost_model.captured.table import Curve
+from whale.errors import ClusterError, CommError
 from whale_ops import build, build_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +28,12 @@ PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- measured: python -m tests.gpu -->", "<!-- end -->"
 WAITING = "waiting for a GPU"
 _DEVICE = "tests/whale_ops/device"
+_HEAD = ("| through | where | what | bytes | us | GB/s |", "|---|---|---|---|---|---|")
+# PERFORMANCE.md of NVIDIA/nccl-tests: what a link carries, comparable for all numbers of ranks.
+_BANDWIDTH = (
+    "Bus bandwidth as of nccl-tests: of all-reduces 2(n-1)/n of the bytes, of gathers, scatters and all-to-alls "
+    "(n-1)/n."
+)
 
 
 class Failed(Exception):
@@ -40,6 +47,19 @@ class Machine:
     library: Path | None
     compiled: str
     gpus: tuple[str, ...] = ()
+
+    @property
+    def backends(self) -> dict[str, int]:
+        """Values of ``communication.backend`` that can run here, with a number of ranks."""
+        found = {"cuda-ipc": 2, "pinned": 2}
+        if len(self.gpus) > 1 and self.library is not None and build_cuda.has_nccl(self.library):
+            found["nccl"] = min(len(self.gpus), 8)
+        return found
+
+    def on(self, ranks: int) -> str:
+        """Where so many ranks are, in words."""
+        gpus = min(ranks, len(self.gpus))
+        return f"{ranks} ranks, {gpus} GPU{'s' * (gpus > 1)}"
 
 
 def look() -> Machine:
@@ -76,7 +96,7 @@ def look() -> Machine:
 
 
 def _nccl_of(library: Path) -> str:
-    return "with NCCL" if b"libnccl.so" in library.read_bytes() else "without NCCL (pip install nvidia-nccl-cu12)"
+    return "with NCCL" if build_cuda.has_nccl(library) else "without NCCL (pip install nvidia-nccl-cu12)"
 
 
 def tested(*files: str) -> None:
@@ -86,7 +106,8 @@ def tested(*files: str) -> None:
       Failed: one fails.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-rs", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    every = {**os.environ, "WITH_EVERY_DEVICE": "1"}  # of tests/distributed/test_gpu.py
+    done = subprocess.run(command, cwd=ROOT, env=every, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Failed(done.stdout[-2000:] + done.stderr[-500:])
 
@@ -101,23 +122,56 @@ def rates(machine: Machine) -> str:
 
     assert machine.library is not None
     gpus = len(machine.gpus)
-    kinds = {"cuda-ipc": 2, **({"nccl": min(gpus, 8)} if gpus > 1 else {})}
     rows = []
-    for transport, ranks in kinds.items():
+    for transport, ranks in machine.backends.items():
+        if transport == "pinned":  # the core's, and not the library's
+            continue
         said = run(machine.library, transport, ranks, gpus if transport == "nccl" else 1, "rates")
         try:
             seconds = {int(size): float(s) for size, s in json.loads(said[0]).items()}
         except ValueError as error:
             raise Failed("".join(said)[-2000:]) from error
-        on = f"{ranks} GPUs" if transport == "nccl" else f"{ranks} ranks on one GPU"
-        rows += [_row(transport, on, ranks, size, s) for size, s in seconds.items()]
+        on = machine.on(ranks) if transport == "nccl" else f"{ranks} ranks, 1 GPU"
+        rows += [_row(transport, on, "all_reduce", ranks, size, s) for size, s in seconds.items()]
     date = datetime.datetime.now(datetime.timezone.utc).date()
-    title = (
-        f"All-reduces of float32 on {machine.gpus[0]}, {date}. Bus bandwidth as of nccl-tests: 2(n-1)/n of the bytes."
-    )
-    head = ["| transport | ranks | bytes | us | GB/s |", "|---|---|---|---|---|"]
-    PAGE.write_text(with_table(PAGE.read_text(), [title, "", *head, *rows]))
+    title = f"All-reduces of float32 on {machine.gpus[0]}, {date}, by the library alone. {_BANDWIDTH}"
+    PAGE.write_text(with_table(PAGE.read_text(), [title, "", *_HEAD, *rows]))
     return f"measured on {gpus} {machine.gpus[0]}: docs/gpu.md"
+
+
+def exchanges(machine: Machine) -> str:
+    """Measures exchanges as steps have them, between ranks of `whale run`, and adds them to the page's table.
+
+    Raises:
+      Failed: the ranks do not start.
+    """
+    from whale.runtime.measure.profile import measured_links
+
+    rows = []
+    for backend, ranks in machine.backends.items():
+        try:
+            curves = measured_links(ranks, backend).curves
+        except ClusterError as error:
+            raise Failed(str(error)[-2000:]) from error
+        rows += rows_of(machine.on(ranks), [one for one in curves if one.through])
+    add([f"Exchanges of float32 in steps of TensorFlow. {_BANDWIDTH}", "", *_HEAD, *rows])
+    return f"measured on {len(machine.gpus)} {machine.gpus[0]}: docs/gpu.md"
+
+
+def rows_of(on: str, curves: Sequence[Curve]) -> list[str]:
+    """A row for the smallest and the largest tensor of each kind."""
+    return [
+        _row(curve.through, on, curve.kind, curve.ranks, int(size), seconds)
+        for curve in curves
+        for size, seconds in (curve.samples[0], curve.samples[-1])
+    ]
+
+
+def add(lines: Sequence[str]) -> None:
+    """Adds lines to what the page has measured."""
+    page = PAGE.read_text()
+    before = page.split(BEGIN)[1].split(END)[0].strip().splitlines()
+    PAGE.write_text(with_table(page, [*before, "", *lines]))
 
 
 def steps(machine: Machine) -> str:
@@ -126,9 +180,9 @@ def steps(machine: Machine) -> str:
     Raises:
       Failed: the benchmark does.
     """
-    backend = "nccl" if len(machine.gpus) > 1 else "cuda-ipc"
-    only = "TensorFlow, 1 thread;Horovod, 2 ranks;Whale, 2 ranks"
-    command = [sys.executable, "-m", "benchmarks.step_time", "--models", "resnet50,gpt", "--no-pin", "--only", only]
+    backend = "nccl" if "nccl" in machine.backends else "cuda-ipc"
+    models, only = "resnet50,resnet50-amp,gpt", "TensorFlow, 1 thread;Whale, 1 rank;Horovod, 2 ranks;Whale, 2 ranks"
+    command = [sys.executable, "-m", "benchmarks.step_time", "--models", models, "--no-pin", "--only", only]
     # Groups of processes share the GPUs while they take turns.
     variables = {"WHALE_COMMUNICATION_BACKEND": backend, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     done = subprocess.run(
@@ -137,16 +191,14 @@ def steps(machine: Machine) -> str:
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     if done.returncode != 0 or not rows:
         raise Failed(done.stdout[-2000:] + done.stderr[-2000:])
-    page = PAGE.read_text()
-    before = page.split(BEGIN)[1].split(END)[0].strip().splitlines()
-    title = f"Steps on {len(machine.gpus)} {machine.gpus[0]}, Whale's exchanges through `{backend}`."
-    PAGE.write_text(with_table(page, [*before, "", title, "", *rows]))
+    add([f"Steps on {len(machine.gpus)} {machine.gpus[0]}, Whale's exchanges through `{backend}`.", "", *rows])
     return f"measured on {len(machine.gpus)} {machine.gpus[0]}: docs/gpu.md"
 
 
-def _row(transport: str, on: str, ranks: int, size_bytes: int, seconds: float) -> str:
-    rate = 2 * (ranks - 1) / ranks * size_bytes / seconds * 1e-9
-    return f"| {transport} | {on} | {size_bytes} | {1e6 * seconds:.1f} | {rate:.2f} |"
+def _row(transport: str, on: str, kind: str, ranks: int, size_bytes: int, seconds: float) -> str:
+    times = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0, "point_to_point": 1.0}
+    rate = times.get(kind.partition(" ")[0], (ranks - 1) / ranks) * size_bytes / seconds * 1e-9
+    return f"| {transport} | {on} | {kind} | {size_bytes} | {1e6 * seconds:.1f} | {rate:.2f} |"
 
 
 def with_table(page: str, lines: list[str]) -> str:
@@ -172,15 +224,25 @@ def parts(machine: Machine) -> Iterator[tuple[str, Callable[[], str]]]:
     def on_gpus(run: Callable[[], str]) -> Callable[[], str]:
         return run if machine.gpus else lambda: WAITING
 
-    fake = "tested with the fake device"
+    fake, programs = "tested with the fake device", "tests/distributed/test_gpu.py"
     yield "the library for GPUs", lambda: machine.compiled
     yield "kernels", by_tests("tested as host code, element by element", f"{_DEVICE}/test_kernels.py")
     yield "exchanges of ops in groups, order of starts", by_tests(fake, f"{_DEVICE}/test_device.py")
     yield "pieces through pinned memory, ranks without", by_tests(fake, f"{_DEVICE}/test_staged.py")
     yield "programs: groups, stages, micro-batches, ZeRO", by_tests(fake, "tests/runtime/run/test_device_exchange.py")
+    yield (
+        "the same through `whale run`, profiles",
+        by_tests(
+            fake, "tests/runtime/measure/test_links.py", f"{programs}::test_the_same_with_the_hosts_memory_as_device"
+        ),
+    )
     yield "CUDA IPC and NCCL between ranks", on_gpus(by_tests(where, f"{_DEVICE}/test_cuda.py"))
-    yield "programs on GPUs against one device", on_gpus(by_tests(where, "tests/distributed/test_gpu.py"))
+    yield (
+        "programs on GPUs against one device",
+        on_gpus(by_tests(where, f"{programs}::test_what_gpus_exchange_is_what_one_device_computes")),
+    )
     yield "rates of all-reduces", on_gpus(lambda: rates(machine))
+    yield "rates of exchanges in steps", on_gpus(lambda: exchanges(machine))
     yield "steps of models beside TensorFlow", on_gpus(lambda: steps(machine))
 
 

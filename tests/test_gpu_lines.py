@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cost_model.captured.table import Curve
 from tests import gpu
+from whale.runtime.measure import profile
+from whale.runtime.measure.links import Links
 from whale_ops import build, build_cuda
 
 
@@ -18,15 +21,17 @@ def test_every_part_says_what_was_done(
     ran: list[str] = []
     monkeypatch.setattr(gpu, "look", lambda: gpu.Machine(Path("lib.so"), "compiled by nvcc 1.0, with NCCL", gpus))
     monkeypatch.setattr(gpu, "tested", lambda *files: ran.extend(files))
-    monkeypatch.setattr(gpu, "rates", lambda machine: "measured")
-    monkeypatch.setattr(gpu, "steps", lambda machine: "measured")
+    for measured in ("rates", "exchanges", "steps"):
+        monkeypatch.setattr(gpu, measured, lambda machine: "measured")
     assert gpu.main() == 0
     said = dict(line.split(":  ", 1) for line in capsys.readouterr().out.replace(": ", ":  ").splitlines())
-    assert len(said) == 9 and all((gpu.ROOT / file).exists() for file in ran)
+    assert len(said) == 11
+    for file, _, test in (one.partition("::") for one in ran):
+        assert f"def {test}" in (gpu.ROOT / file).read_text()
     waiting = [what for what, outcome in said.items() if gpu.WAITING in outcome]
-    assert len(waiting) == (0 if gpus else 4)
-    assert sum("fake device" in outcome for outcome in said.values()) == 3
-    assert ("tests/distributed/test_gpu.py" in ran) == bool(gpus)
+    assert len(waiting) == (0 if gpus else 5)
+    assert sum("fake device" in outcome for outcome in said.values()) == 4
+    assert any("test_what_gpus_exchange" in one for one in ran) == bool(gpus)
 
 
 def test_a_part_that_fails_is_told_and_the_others_run(
@@ -40,7 +45,7 @@ def test_a_part_that_fails_is_told_and_the_others_run(
     monkeypatch.setattr(gpu, "tested", tested)
     assert gpu.main() == 1
     out = capsys.readouterr().out
-    assert "FAILED\nelement 7 differs" in out and out.count(gpu.WAITING) == 4
+    assert "FAILED\nelement 7 differs" in out and out.count(gpu.WAITING) == 5
 
 
 def test_without_compilers_the_library_is_the_one_that_is_there(
@@ -56,10 +61,10 @@ def test_without_compilers_the_library_is_the_one_that_is_there(
     monkeypatch.setattr(gpu, "tested", lambda *files: pytest.fail("nothing can be compiled"))
     assert gpu.main() == 0
     out = capsys.readouterr().out
-    assert "compiled elsewhere, without NCCL" in out and out.count("not tested: no C++ compiler") == 4
+    assert "compiled elsewhere, without NCCL" in out and out.count("not tested: no C++ compiler") == 5
 
 
-def test_steps_are_added_to_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_exchanges_and_steps_are_added_to_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     page.write_text(gpu.with_table(gpu.PAGE.read_text(), ["| rates |"]))
     monkeypatch.setattr(gpu, "PAGE", page)
@@ -69,9 +74,17 @@ def test_steps_are_added_to_what_was_measured(monkeypatch: pytest.MonkeyPatch, t
         asked.append(command)
         return subprocess.CompletedProcess(command, 0, "ResNet50\n\n| model | ms |\n|---|---|\n", "")
 
+    machine = gpu.Machine(None, "compiled", ("NVIDIA Whatever",))
+    through = {backend: [Curve("all_gather", 2, [(1e3, 1e-5), (1e6, 1e-3)], backend)] for backend in machine.backends}
+    host = Curve("all_gather", 2, [(1e3, 1.0)])
+    monkeypatch.setattr(profile, "measured_links", lambda ranks, backend: Links([host, *through[backend]], 0.0))
+    assert gpu.exchanges(machine).startswith("measured on 1 NVIDIA")
     monkeypatch.setattr(gpu.subprocess, "run", run)
-    assert gpu.steps(gpu.Machine(Path("lib.so"), "compiled", ("NVIDIA Whatever",))).startswith("measured on 1 NVIDIA")
+    assert gpu.steps(machine).startswith("measured on 1 NVIDIA")
     text = page.read_text()
+    for backend in ("cuda-ipc", "pinned"):
+        assert f"| {backend} | 2 ranks, 1 GPU | all_gather | 1000000 | 1000.0 | 0.50 |" in text
+    assert text.count("all_gather") == 4
     assert "| rates |" in text and "| model | ms |" in text and "through `cuda-ipc`" in text
     assert "benchmarks.step_time" in asked[0]
 
@@ -80,4 +93,7 @@ def test_the_page_has_a_place_for_the_table() -> None:
     page = gpu.PAGE.read_text()
     once = gpu.with_table(page, ["| a |"])
     assert "| a |" in once and gpu.with_table(once, ["| b |"]) == gpu.with_table(page, ["| b |"])
-    assert gpu._row("nccl", "4 GPUs", 4, 1 << 20, 1e-3) == "| nccl | 4 GPUs | 1048576 | 1000.0 | 1.57 |"
+    kinds = {"all_reduce packed": 1.57, "reduce_scatter": 0.79, "broadcast": 1.05, "point_to_point": 1.05}
+    for kind, rate in kinds.items():
+        row = gpu._row("nccl", "4 ranks", kind, 4, 1 << 20, 1e-3)
+        assert row == f"| nccl | 4 ranks | {kind} | 1048576 | 1000.0 | {rate:.2f} |"

@@ -1,6 +1,6 @@
 """Step times of whole models: plain TensorFlow, Horovod and Whale, in one interleaved run (`make bench`).
 
-    python -m benchmarks.step_time [--models resnet50,gpt,fc] [--rounds 9] [--steps 3] [--out docs]
+    python -m benchmarks.step_time [--models resnet50,resnet50-amp,gpt,fc] [--rounds 9] [--steps 3] [--out docs]
 
 Every configuration is a process group that stays alive. In each round every group runs a few steps, one group after
 the other, while the others are stopped: what else the machine does meets all of them. (Where memory does not hold all
@@ -29,13 +29,14 @@ from whale.launcher.worker import thread_variables
 
 TITLES = {
     "resnet50": "ResNet50, 64x64, batch 16",
+    "resnet50-amp": "ResNet50, products in bfloat16",
     "gpt": "GPT-like, 4 x 256, sequence 64, batch 16",
     "fc": "FC 2048-2048-100000, batch 32",
 }
 # (cycle time in ms, fusion threshold in MiB); 5 and 128 are Horovod's own.
 HOROVOD_CANDIDATES = ((5, 128), (1, 128), (1, 16))
 # Memory of one process at its peak (TensorFlow keeps it), and which configurations share a set where not all fit.
-MEMORY_GB = {"resnet50": 1.4, "gpt": 1.0, "fc": 3.8}
+MEMORY_GB = {"resnet50": 1.4, "resnet50-amp": 1.4, "gpt": 1.0, "fc": 3.8}
 PRIORITY = ("horovod", "whale", "whale-split", "plain", "whale-horovod")
 NOT_INSTALLED = "not installed"
 WARM_UP = 2  # rounds that are not counted
@@ -65,6 +66,7 @@ class Configuration:
 CONFIGURATIONS = (
     Configuration("TensorFlow, 2 threads", "plain", threads=2),
     Configuration("TensorFlow, 1 thread", "plain"),
+    Configuration("Whale, 1 rank", "whale", workloads=("resnet50", "resnet50-amp", "gpt")),
     Configuration("Horovod, 2 ranks", "horovod", 2),  # tuned
     Configuration("Whale, 2 ranks", "whale", 2),
     Configuration("Whale, wh.split, 2 ranks", "whale-split", 2, workloads=("fc",)),
@@ -185,7 +187,7 @@ def _say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", default=",".join(TITLES))
+    parser.add_argument("--models", default="resnet50,gpt,fc")
     parser.add_argument("--only", default="", help="parts of titles of configurations, separated by semicolons")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="steps of a round")

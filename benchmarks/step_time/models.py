@@ -22,12 +22,14 @@ class Workload:
         make: gives the model.
         inputs: global batch from a generator: (features, labels).
         optimizer: name of a Keras optimizer.
+        policy: in which types Keras computes.
     """
 
     batch: int
     make: Callable[[], Any]
     inputs: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]
     optimizer: str
+    policy: str = "float32"
 
 
 def resnet50() -> Any:
@@ -75,6 +77,7 @@ def _features(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 WORKLOADS = {
     "resnet50": Workload(16, resnet50, _images, "SGD"),
+    "resnet50-amp": Workload(16, resnet50, _images, "SGD", "mixed_bfloat16"),
     "gpt": Workload(16, gpt, _words, "Adam"),
     "fc": Workload(32, wide, _features, "SGD"),
 }
@@ -98,6 +101,7 @@ def make_step(
         scope: what the model and its loss are called under.
     """
     tf.keras.utils.set_random_seed(1)
+    tf.keras.mixed_precision.set_global_policy(workload.policy)
     model = workload.make()
     optimizer = tf.keras.optimizers.get({"class_name": workload.optimizer, "config": {"learning_rate": LEARNING_RATE}})
     optimizer.build(model.trainable_variables)
@@ -107,7 +111,7 @@ def make_step(
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as recorded:
             with scope():
-                logits = model(x, training=True)
+                logits = tf.cast(model(x, training=True), tf.float32)
                 loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
         gradients = tape(recorded).gradient(loss, weights)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))

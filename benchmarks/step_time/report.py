@@ -52,7 +52,12 @@ def _cell(result: Result | None) -> str:
     if not result.samples_ms:
         return result.note
     low, high = result.quartiles_ms
-    return f"**{result.median_ms:.0f}** ({low:.0f} to {high:.0f}), CPU {result.cpu_ms:.0f}"
+    return f"**{_figures(result.median_ms)}** ({_figures(low)} to {_figures(high)}), CPU {_figures(result.cpu_ms)}"
+
+
+def _figures(value: float) -> str:
+    """Whole numbers, and three figures of what is below a hundred."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
