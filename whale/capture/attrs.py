@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from whale.ir.program import AGAIN, ALL_FINITE, BACKWARD, CHECKPOINT, UNSCALED
+from whale.ir.program import AGAIN, ALL_FINITE, BACKWARD, CHECKPOINT, UNSCALED, WIDE
 from whale.ir.values import DType, Func, Shape, Tensor
 
 SCOPE_ATTR = "_whale_scope"
 # The attributes that TensorFlow adds on its own say nothing about what a node computes, except these.
 _KEPT_INTERNAL = frozenset(
     {"_XlaMustCompile", "_lower_using_switch_merge", "_noinline", "_kernel", "_stateful_parallelism"}
-    | {AGAIN, BACKWARD, CHECKPOINT, UNSCALED, ALL_FINITE}
+    | {AGAIN, BACKWARD, CHECKPOINT, UNSCALED, ALL_FINITE, WIDE}
 )
 
 

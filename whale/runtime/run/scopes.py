@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from whale.errors import PlanError
-from whale.ir.program import AGAIN, CHECKPOINT
+from whale.ir.program import CHECKPOINT
 from whale.passes.facts.scopes import micro_batches_in, ranks_of_scope, split_scope
 from whale.passes.facts.stages import CONTEXT, stage_of
 from whale.runtime.run.context import Context, current
@@ -275,12 +275,12 @@ def held(tensor: Any) -> Any:
 
 
 @contextmanager
-def again() -> Iterator[None]:
-    """Marks what is built inside as what is computed again for the backward pass; outside of a graph nothing is."""
+def marked(mark: str) -> Iterator[None]:
+    """Gives what is built inside a mark of ``whale.ir.program``; outside of a graph nothing is marked."""
     with ExitStack() as stack:
         if not tf.executing_eagerly():
-            mark = {AGAIN: attr_value_pb2.AttrValue(b=True)}
-            stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark))
+            flag = {mark: attr_value_pb2.AttrValue(b=True)}
+            stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(flag))
         yield
 
 
