@@ -89,6 +89,11 @@ AROUND = {
             value="tf.reduce_sum(dispatched)",
         ),
         Around(
+            "wh.init()\nexperts, width = 2, 3",
+            step="tokens, expert = ones(4, 3), tf.zeros(4, tf.int32)",
+            value="tf.reduce_sum(dispatched)",
+        ),
+        Around(
             "wh.init()\ntables = [tf.Variable(tf.ones((8, 2))) for _ in range(2)]",
             step="ids = tf.zeros((4, 2), tf.int32)",
             value="tf.reduce_sum(rows[0])",

@@ -119,7 +119,8 @@ class OverAll(Experts):
     """Top-2 experts whose capacity is one of the whole batch, or that choose their tokens among all of it.
 
     Args:
-      form: "tokens choose", first choices before second ones, or "experts choose".
+      form: "tokens choose", first choices before second ones, "experts choose", or "none dropped": tokens choose, and
+        there are as many slots as the fullest expert needs.
     """
 
     def layer(self, x: tf.Tensor) -> tf.Tensor:
@@ -134,7 +135,9 @@ class OverAll(Experts):
                 gate, chosen = (tf.reshape(tf.transpose(t), [-1]) for t in (gate, chosen))
                 one = tf.one_hot(chosen, self.experts, dtype=self.dtype)
                 place = tf.reduce_sum((tf.cumsum(one, 0) - 1) * one, -1)
-                kept = tf.cast(place < capacity, self.dtype)
+                if self.form == "none dropped":
+                    capacity = tf.cast(tf.reduce_max(tf.reduce_sum(one, 0)), tf.int32)
+                kept = tf.cast(place < tf.cast(capacity, place.dtype), self.dtype)
                 index = tf.stack([chosen, tf.minimum(tf.cast(place, tf.int32), capacity - 1)], -1)
                 into = tf.tile(x, [2, 1]) * kept[:, None]
                 slots = tf.scatter_nd(index, into, [self.experts, capacity, WIDTH])
@@ -242,9 +245,12 @@ def lines() -> list[Line]:
         Layer, experts=EXPERTS, hidden=HIDDEN, each=TOKENS, groups_of_rows=0, capacity_factor=EXPERTS / 2
     )
     found.append(Line("wh.layers.MoE, top-2, none dropped", open_ended, moved))
+    as_many = partial(Layer, experts=EXPERTS, hidden=HIDDEN, each=TOKENS, groups_of_rows=0, capacity_factor=None)
+    small = partial(Layer, experts=EXPERTS, hidden=8, width=16, each=64, groups_of_rows=0, capacity_factor=None)
+    found.append(Line("wh.layers.MoE, top-2, dropless", as_many, moved, small=small))
     for experts in (EXPERTS, 3):
         of, slots = f"{experts} experts, over the whole batch", experts * capacity_of_all(experts)
-        for form, rows in (("tokens choose", 2 * TOKENS), ("experts choose", slots)):
+        for form, rows in (("tokens choose", 2 * TOKENS), ("none dropped", 2 * TOKENS), ("experts choose", slots)):
             over_all = partial(OverAll, form=form, experts=experts)
             found.append(Line(f"{of}, {form}", over_all, wanted_of_all(rows, experts)))
     return [*found, Line("3 experts on 4 ranks", partial(Experts, form="einsum", experts=3), wanted(3))]

@@ -40,6 +40,7 @@ def _set(name: str, *marks: str, limit: float = 1e-10, instead: Iterable[str] = 
 
 
 _ROUNDED = 2e-2  # to 16 bits, in float32
+_CHOSEN_ANEW = 5e-2  # the same, where one of few tokens may choose another expert: what its router reads is rounded
 _IN_STAGES = ("4 stages", "unequal stages", "interleaved")
 FEATURES: tuple[Feature, ...] = (
     _of("tensor", "tensor", tensor=2),
@@ -91,6 +92,14 @@ def clash(features: Iterable[Feature]) -> bool:
     """Whether some of the features say the same thing in two ways."""
     features = list(features)
     return any(one.name in other.instead for one in features for other in features if one is not other)
+
+
+def limit_of(features: Iterable[Feature]) -> float:
+    """Of the difference, of features together."""
+    features = list(features)
+    limit = max(f.limit for f in features)
+    choosing = any(f.marks & {"experts", "none dropped"} for f in features)
+    return _CHOSEN_ANEW if choosing and limit == _ROUNDED else limit
 
 
 def mesh_of(features: Iterable[Feature]) -> str:

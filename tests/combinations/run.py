@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from tests.combinations.features import RANKS, Feature, mesh_of
+from tests.combinations.features import RANKS, Feature, limit_of, mesh_of
 from tests.combinations.program import OF_PROGRAM, Net, batches, rows_of, scopes_of
 from tests.whale_ops.device.host_device import build_host_device, host_devices
 from whale.capture.sharded import ShardedTensor
@@ -35,7 +35,7 @@ def outcome(features: Sequence[Feature], folder: str = "") -> tuple[str, str]:
     Args:
       folder: of all ranks, where this process is one of them.
     """
-    limit = max(f.limit for f in features)
+    limit = limit_of(features)
     try:
         error, where = spread(features, folder)
     except WhaleError as refused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,36 @@ class Emitter:
         return self.add(
             name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),)
         )
+
+    def reshape_to(self, name: str, source: Ref, dtype: str, shape: tuple[int | None, ...], size: Ref | None) -> Ref:
+        """Adds a Reshape to a shape of which one size may be None; it is the int32 ``size``."""
+        if None not in shape or size is None:
+            return self.reshape(name, source, dtype, static_shape(TensorType(dtype, shape)))
+        sizes = [
+            size if n is None else self.const(f"{name}/{self.prefix}_size_{i}", np.array(n, np.int32))
+            for i, n in enumerate(shape)
+        ]
+        kinds = {"T": DType("int32"), "N": len(sizes), "axis": 0}
+        # Not "/shape", which a scatter's own operand may be called.
+        dims = self.add(f"{name}/{self.prefix}_shape", "Pack", sizes, kinds, (TensorType("int32", (len(sizes),)),))
+        attrs = {"T": DType(dtype), "Tshape": DType("int32")}
+        return self.add(name, "Reshape", (source, dims), attrs, (TensorType(dtype, shape),))
+
+    def then(self, node: Node, first: str, op: str, word: str, value: np.ndarray) -> None:
+        """Adds ``node`` under the name ``first``, and in its place what ``op`` makes of its result and a constant."""
+        name, t = node.name, node.outputs[0]
+        self.nodes[f"{name}/{first}"] = replace(node, name=f"{name}/{first}")
+        both = (Ref(f"{name}/{first}"), self.const(f"{name}/{word}", value.astype(numpy_dtype(t.dtype))))
+        self.nodes[name] = Node(name, op, both, (), {"T": DType(t.dtype)}, (t,), node.scope)
+
+    def pick(self, name: str, source: Ref, dtype: str, at: int) -> Ref:
+        """Adds what gives element ``at`` of a vector."""
+        bounds = [
+            self.const(f"{name}/{n}", np.array([v], np.int32)) for n, v in (("from", at), ("to", at + 1), ("by", 1))
+        ]
+        masks = {"begin_mask": 0, "end_mask": 0, "ellipsis_mask": 0, "new_axis_mask": 0, "shrink_axis_mask": 1}
+        kinds = {"T": DType(dtype), "Index": DType("int32"), **masks}
+        return self.add(name, "StridedSlice", (source, *bounds), kinds, (TensorType(dtype, ()),))
 
     # -- communication
 

@@ -13,7 +13,7 @@ from whale.ir.layout import FIRST, B, Partial, Placement, Split, Strategy, local
 from whale.ir.ops import HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
-from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, numpy_dtype, static_shape
+from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, static_shape
 from whale.lowering.attention import emit_attention
 from whale.lowering.emit import Emitter, is_joint, unread_communication
 from whale.lowering.reshard import emit_reshard
@@ -327,12 +327,9 @@ class _Localiser:
                 indices = TensorType(indices.dtype, static_shape(indices)[:-1])
             emit_zeroed(e, name, edit.window, Ref(found_in.name), outputs[0], inside, indices)
         elif edit.divide_by is not None:
-            e.nodes[name + "/whale_sum"] = replace(lowered, name=name + "/whale_sum")
-            t = outputs[0]
-            count = e.const(name + "/whale_count", np.array(edit.divide_by, numpy_dtype(t.dtype)))
-            e.nodes[name] = Node(
-                name, "RealDiv", (Ref(name + "/whale_sum"), count), (), {"T": node.attrs["T"]}, (t,), node.scope
-            )
+            e.then(lowered, "whale_sum", "RealDiv", "whale_count", np.array(edit.divide_by))
+        elif edit.plus is not None:
+            e.then(lowered, "whale_here", "AddV2", "whale_elsewhere", edit.plus)
         else:
             e.nodes[name] = lowered
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from whale.ir.exchanged_bytes import EXPECTED
-from whale.ir.layout import Placement, Split, Strategy
+from whale.ir.layout import Placement, Split, Strategy, local_shape
 from whale.ir.ops import IDENTITIES, RESHAPES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
@@ -104,12 +104,17 @@ class RowExchanges:
             return Ref(read.name)
         row = tuple(n for n in some.shape or () if n is not None)
         rows = route.starts[e.rank + 1] - route.starts[e.rank]
-        table = local.inputs[route.table or 0]
+        table, shape = local.inputs[route.table or 0], self.program.type_of(node.inputs[route.table or 0]).shape or ()
+        many = None
+        if route.unknown is not None:
+            out = {"T": DType(some.dtype), "out_type": DType("int32")}
+            sizes = e.add(f"{name}_sizes", "Shape", (table,), out, (TensorType("int32", (len(shape),)),))
+            size = e.pick(f"{name}_size", sizes, "int32", route.unknown)
+            asked, many = self._counted(name, asked, route, size, ids)
         if route.dim:
-            held = list(static_shape(self.program.type_of(node.inputs[route.table or 0])))
-            held[route.dim] = rows // route.strides[route.dim]
-            table = self._turned(f"{name}_outermost", table, TensorType(some.dtype, tuple(held)), route.dim, 0)
-        table = e.reshape(f"{name}_table", table, some.dtype, (rows, *row))
+            held = local_shape(shape, self.strategies[node.name].inputs[route.table or 0], e.rank)
+            table = self._turned(f"{name}_outermost", table, TensorType(some.dtype, held), route.dim, 0)
+        table = e.reshape_to(f"{name}_table", table, some.dtype, (rows if many is None else None, *row), many)
         kinds = {"Tparams": DType(some.dtype), "Tindices": DType(ids), "Taxis": DType("int32"), "batch_dims": 0}
         first = e.const(f"{name}_axis", np.array(0, np.int32))
         return e.add(f"{name}_read", "GatherV2", (table, asked, first), kinds, (some,))
@@ -117,26 +122,62 @@ class RowExchanges:
     def _add_up(self, node: Node, route: Route, local: Node, asked: Ref, sums: Ref, ids: str) -> None:
         """This rank's rows of a table that is the result: the sums of what came for each, zeros where nothing came."""
         e, found = self.emitter, local.outputs[0]
-        name, rows = f"{node.name}/{e.prefix}", route.starts[e.rank + 1] - route.starts[e.rank]
-        row = static_shape(node.outputs[0])[max(1, len(route.strides)) :]
+        name, row = f"{node.name}/{e.prefix}", (node.outputs[0].shape or ())[max(1, len(route.strides)) :]
         kinds = {"T": DType(found.dtype), "Tindices": DType(ids), "Tnumsegments": DType("int32")}
-        operands = (sums, asked, e.const(f"{name}_rows", np.array(rows, np.int32)))
-        table = e.add(f"{name}_table", "UnsortedSegmentSum", operands, kinds, (TensorType(found.dtype, (rows, *row)),))
+        size = None
+        if route.unknown is None:
+            rows = e.const(f"{name}_rows", np.array(route.starts[e.rank + 1] - route.starts[e.rank], np.int32))
+        else:
+            size = self._given_size(f"{name}_size", node, local, route.unknown)
+            asked, rows = self._counted(name, asked, route, size, ids)
+        types = (TensorType(found.dtype, (None, *row)),)
+        table = e.add(f"{name}_table", "UnsortedSegmentSum", (sums, asked, rows), kinds, types)
+        shape = list(found.shape or ())
+        shape.insert(0, shape.pop(route.dim))
+        table = e.reshape_to(f"{name}_outermost" if route.dim else node.name, table, found.dtype, tuple(shape), size)
         if route.dim:
-            shape = list(static_shape(found))
-            shape.insert(0, shape.pop(route.dim))
-            table = e.reshape(f"{name}_outermost", table, found.dtype, tuple(shape))
             self._turned(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
-            return
-        e.reshape(node.name, table, found.dtype, static_shape(found))
+
+    def _given_size(self, name: str, node: Node, local: Node, at: int) -> Ref:
+        """One size of the shape that a scatter is given last, as an int32."""
+        e, t = self.emitter, self.program.type_of(node.inputs[-1])
+        one = e.pick(name, local.inputs[-1], t.dtype, at)
+        if t.dtype == "int32":
+            return one
+        kinds = {"SrcT": DType(t.dtype), "DstT": DType("int32"), "Truncate": False}
+        return e.add(f"{name}_int32", "Cast", (one,), kinds, (TensorType("int32", ()),))
+
+    def _counted(self, name: str, numbers: Ref, route: Route, size: Ref, dtype: str) -> tuple[Ref, Ref]:
+        """(numbers of this rank's rows, how many it has) where one size is ``size``, and not what strides are of."""
+        e, inner, kind = self.emitter, route.strides[route.unknown or 0], {"T": DType(dtype)}
+        outer = min(n for n in route.strides if n > inner)
+        some, one = TensorType(dtype, (None,)), TensorType(dtype, ())
+        if dtype != "int32":
+            kinds = {"SrcT": DType("int32"), "DstT": DType(dtype), "Truncate": False}
+            size = e.add(f"{name}_size_as_ids", "Cast", (size,), kinds, (one,))
+        by, within = (
+            e.const(f"{name}_{n}", np.array(v, numpy_dtype(dtype))) for n, v in (("by", outer), ("in", inner))
+        )
+        each = e.add(f"{name}_each", "Mul", (size, within), kind, (one,))
+        high = e.add(f"{name}_high", "FloorDiv", (numbers, by), kind, (some,))
+        low = e.add(f"{name}_low", "FloorMod", (numbers, by), kind, (some,))
+        first = e.add(f"{name}_first", "Mul", (high, each), kind, (some,))
+        counted = e.add(f"{name}_counted", "AddV2", (first, low), kind, (some,))
+        blocks = (route.starts[e.rank + 1] - route.starts[e.rank]) // outer
+        many = e.const(f"{name}_blocks", np.array(blocks, numpy_dtype(dtype)))
+        rows = e.add(f"{name}_rows", "Mul", (each, many), kind, (one,))
+        if dtype != "int32":
+            kinds = {"SrcT": DType(dtype), "DstT": DType("int32"), "Truncate": False}
+            rows = e.add(f"{name}_rows_int32", "Cast", (rows,), kinds, (TensorType("int32", ()),))
+        return counted, rows
 
     def _turned(self, name: str, source: Ref, t: TensorType, dim: int, to: int) -> Ref:
         """``source``, of type ``t``, with one dimension at another place."""
-        order = list(range(len(static_shape(t))))
+        order = list(range(len(t.shape or ())))
         order.insert(to, order.pop(dim))
         perm = self.emitter.const(f"{name}/perm", np.array(order, np.int32))
         kinds = {"T": DType(t.dtype), "Tperm": DType("int32")}
-        shape = tuple(static_shape(t)[n] for n in order)
+        shape = tuple((t.shape or ())[n] for n in order)
         return self.emitter.add(name, "Transpose", (source, perm), kinds, (TensorType(t.dtype, shape),))
 
     def finish(self) -> None:

@@ -127,6 +127,7 @@ class Route:
       values: the operand that is added to rows; None: rows are read.
       strides: of the columns of the ids, each a position in one dimension: in rows; empty: an id is a row's number.
       dim: the dimension of the table that is cut; rows are counted with this one outermost.
+      unknown: the dimension of the table whose size only the run knows, if there is one; strides are of a larger one.
     """
 
     starts: tuple[int, ...]
@@ -135,6 +136,7 @@ class Route:
     values: int | None = None
     strides: tuple[int, ...] = ()
     dim: int = 0
+    unknown: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ class Local:
       consts: operand number -> a fresh local constant (shapes, multiples, slice bounds).
       op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
       divide_by: the first output is divided by this afterwards (the global count of a mean).
+      plus: this is added to the first output afterwards (to a rank's shape, what the others have).
       added: operand number -> what is added to it (a seed of the rank's own).
       moved: operand number -> what is added to it, because it counts from the rank's first position.
       window: indices into a dimension that is cut.
@@ -156,6 +159,7 @@ class Local:
     consts: Mapping[int, np.ndarray] = field(default_factory=dict)
     op: str | None = None
     divide_by: float | None = None
+    plus: np.ndarray | None = None
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
     moved: Mapping[int, np.ndarray] = field(default_factory=dict)
     window: Window | None = None

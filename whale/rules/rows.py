@@ -6,6 +6,8 @@ all-to-all of as many (``WhaleReturnRows``), and what is added to rows goes the 
 way to read a table that is cut by rows, zeros for rows of others, moves as many rows to every rank as all have ids.
 
 The table may be a variable, a tensor (what experts made of tokens), or the result (slots into which tokens are put).
+Of the dimensions that ids with columns address, one that is not cut may have a size that only the run knows (as many
+slots as the fullest expert has tokens): rows are numbered as if it were very large, and counted where they are.
 
 ``WhaleSumsById`` makes of ids and rows each id once, and the sums of its rows: what an optimizer does with them
 happens where the table's rows are. How many each rank has only the run knows; such tensors lie as the table does, which
@@ -27,6 +29,7 @@ from whale.rules.base import BLOCKS, OWNED, OpView, Route
 SUMS_BY_ID = "WhaleSumsById"
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MOST_ROWS = {"int32": 1 << 31, "int64": 1 << 63}
+_SOME_ROWS = (1 << 31) - 1  # numbers of rows of a table of which one size only the run knows are below
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,9 @@ def route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
     order = [table.dim, *(n for n in range(len(sizes)) if n != table.dim)]
     strides = tuple(math.prod(sizes[m] for m in order[order.index(n) + 1 :]) for n in range(len(sizes)))
     starts = tuple(first * each for first in (*table.starts, table.run))
-    return Route(starts, rows.ids, rows.table, rows.values, strides, table.dim)
+    shape = rows.table_of(op).shape or ()
+    unknown = shape.index(None) if None in shape else None
+    return Route(starts, rows.ids, rows.table, rows.values, strides, table.dim, unknown)
 
 
 def exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
@@ -164,7 +169,9 @@ def exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
 
 def _addresses_part(op: OpView, rows: Rows, table: Split) -> bool:
     """Whether the table is cut along a dimension that ids address."""
-    return table.blocks == 1 and len(table.sizes) > 1 and table.dim < _depth(op, rows)
+    if table.blocks > 1 or len(table.sizes) < 2 or table.dim >= _depth(op, rows):
+        return False
+    return (rows.table_of(op).shape or ())[table.dim : table.dim + 1] != (None,)
 
 
 def _can(op: OpView, rows: Rows) -> bool:
@@ -174,15 +181,15 @@ def _can(op: OpView, rows: Rows) -> bool:
         return False
     if ids.dtype not in _MOST_ROWS or op.attr("batch_dims", 0) or int(op.attr(BLOCKS, 0)) >= op.parts > 1:
         return False
-    if not rows.once and not all(t.is_static for t in op.outputs):
+    if not rows.once and rows.table is not None and not all(t.is_static for t in op.outputs):
         return False
     if op.node.op == "GatherV2":
         axis = op.const(2)
         if axis is None or int(axis) != 0 or not op.inputs[0].is_static:
             return False
     if rows.columns:
-        table = rows.table_of(op)
-        if not table.is_static or not 0 < _depth(op, rows) <= len(static_shape(table)):
+        shape, depth = rows.table_of(op).shape, _depth(op, rows)
+        if shape is None or not 0 < depth <= len(shape) or shape[:depth].count(None) > 1 or None in shape[depth:]:
             return False
         if math.prod(_addressed(op, rows)) >= _MOST_ROWS[ids.dtype]:
             return False
@@ -202,8 +209,11 @@ def _depth(op: OpView, rows: Rows) -> int:
 
 
 def _addressed(op: OpView, rows: Rows) -> tuple[int, ...]:
-    """The sizes of the dimensions that an id with columns addresses."""
-    return static_shape(rows.table_of(op))[: _depth(op, rows)]
+    """The sizes of the dimensions that an id with columns addresses; one that only the run knows is taken to be as
+    large as the numbers of rows allow."""
+    shape = (rows.table_of(op).shape or ())[: _depth(op, rows)]
+    most = _SOME_ROWS // max(1, math.prod(n for n in shape if n is not None))
+    return tuple(most if n is None else n for n in shape)
 
 
 def _rows_of_each(op: OpView, rows: Rows, table: Split) -> int:

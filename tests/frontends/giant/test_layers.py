@@ -36,11 +36,11 @@ def expert(x: np.ndarray, w: dict[str, np.ndarray], e: int) -> np.ndarray:
     return np.maximum(x @ w["into"][e] + w["into_bias"][e, 0], 0) @ w["out"][e] + w["out_bias"][e, 0]
 
 
-@pytest.mark.parametrize("capacity_factor", [EXPERTS / 2, 0.7])
-def test_tokens_go_to_their_best_experts_until_these_are_full(capacity_factor: float) -> None:
+@pytest.mark.parametrize("capacity_factor", [EXPERTS / 2, 0.7, None])
+def test_tokens_go_to_their_best_experts_until_these_are_full(capacity_factor: float | None) -> None:
     layer, x, w = made(top_k=2, capacity_factor=capacity_factor)
     found, p = np.asarray(layer(x)), chances(x, w)
-    capacity = int(np.ceil(capacity_factor * EACH * 2 / EXPERTS))
+    capacity = EACH if capacity_factor is None else int(np.ceil(capacity_factor * EACH * 2 / EXPERTS))
     expected, lost, load = np.zeros_like(x), 0, np.zeros(EXPERTS)
     for g in range(GROUPS):
         best = np.argsort(-p[g], axis=1)[:, :2]
@@ -59,6 +59,23 @@ def test_tokens_go_to_their_best_experts_until_these_are_full(capacity_factor: f
         capacity < EACH
     )
     np.testing.assert_allclose(np.asarray(layer.load), load / load.sum())
+
+
+@pytest.mark.parametrize("capacity_factor", [EXPERTS / 2, None])
+def test_a_router_beside_16_bits_chooses_in_float32(capacity_factor: float | None) -> None:
+    """Of 600 tokens: in 16 bits logits nearly tie, and slots are not counted beyond 256."""
+    x = tf.cast(np.random.default_rng(1).normal(size=(600, WIDTH)), tf.bfloat16)
+    layers = [
+        wh.layers.MoE(EXPERTS, 5, capacity_factor=capacity_factor, dtype=dtype)
+        for dtype in ("mixed_bfloat16", "float32")
+    ]
+    for layer in layers:
+        layer.build(x.shape)
+        for n, v in enumerate(layer.variables):
+            v.assign(np.random.default_rng(n).normal(size=v.shape))
+    rounded, exact = (np.asarray(tf.cast(layer(tf.cast(x, layer.compute_dtype)), tf.float32)) for layer in layers)
+    np.testing.assert_array_equal(np.asarray(layers[0].load), np.asarray(layers[1].load))
+    np.testing.assert_allclose(rounded, exact, atol=0.03 * np.abs(exact).max())
 
 
 def test_experts_choose_their_tokens() -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant import classifier, experts, stages
 from benchmarks.giant.measure import SPREAD, Line, difference, ranks
+from whale.errors import PlanError
 
 LIMIT = 1e-10
 LINES = {line.name.split(", 200")[0]: line for line in (*experts.lines(), *stages.lines(), *classifier.lines())}
@@ -28,7 +29,8 @@ SPARED = [
     "3 experts, over the whole batch, experts choose",
     "wh.layers.MoE, top-2 and a shared expert",
     "wh.layers.MoE, experts choose",
-    "wh.layers.MoE, top-2, none dropped",
+    "wh.layers.MoE, top-2, dropless",
+    "3 experts, over the whole batch, none dropped",
     "wh.layers.MoE, top-2 with micro-batches",
     "experts, einsum, micro-batches",
     "experts, gather, micro-batches",
@@ -85,3 +87,34 @@ def test_groups_of_data_and_experts() -> None:
     for form in ("scatter", "gather"):
         line = Line(form, partial(experts.Experts, form=form), 0, 4, {"mesh": "data=2,tensor=2"})
         assert difference(line) <= LIMIT
+
+
+def _by_expert(x: tf.Tensor, chosen: tf.Tensor, count: int, form: str) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Parts of the rows, as large as the run finds, and where the parts' rows, one after the other, come from."""
+    order = tf.argsort(chosen, stable=True)
+    if form == "partition":
+        return tf.dynamic_partition(x, chosen, count), order
+    rows = tf.gather(x, order)
+    if form == "sizes":
+        return tf.split(rows, tf.math.bincount(chosen, minlength=count, maxlength=count), num=count), order
+    ragged = tf.RaggedTensor.from_value_rowids(rows, tf.gather(chosen, order), nrows=count)
+    return [ragged[i] for i in range(count)], order
+
+
+@pytest.mark.parametrize("form", ["partition", "sizes", "ragged"])
+def test_tokens_taken_apart_by_expert_are_refused(form: str) -> None:
+    """Where each expert has a product of its own, no layout says which rank computes it."""
+    experts_of = [tf.Variable(tf.ones((8, 8))) for _ in range(3)]
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with wh.replica():
+            parts, order = _by_expert(x, tf.argmax(x[:, :3], -1, output_type=tf.int32), 3, form)
+        with wh.split():
+            made = [part @ w for part, w in zip(parts, experts_of)]
+        with wh.replica():
+            return tf.reduce_sum(tf.scatter_nd(order[:, None], tf.concat(made, 0), [12, 8]) ** 2)
+
+    two = Line("two ranks", experts.Experts, 0, 2)
+    with ranks(two), pytest.raises(PlanError, match="taken apart by expert") as refused:
+        wh.function(step)(tf.random.stateless_normal((12, 8), [1, 2]))
+    assert "wh.layers.MoE(experts, hidden, capacity_factor=None)" in str(refused.value)

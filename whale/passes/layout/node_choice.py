@@ -85,6 +85,9 @@ class NodeChoice:
             options = [*options, *self._by_rows(rule, op, current, options)]
             if rule.routes is not None:
                 options += [o for o in self._exchanging(rule, rule.routes, op, current) if o not in options]
+                if not rule.routes.table_of(op).is_static:
+                    # Of the other ways, whose bytes only the run knows, each moves the whole table.
+                    options = [o for o in options if rule.exchanges_rows(op, o)] or options
         if like is not None:
             divided = self._divided(node, rule, op) if flops else []
             if rule is not None:
@@ -171,7 +174,7 @@ class NodeChoice:
     def _rows_cut(self, rows: int) -> Split:
         """How as many rows lie as the batch does, of which they are several each, or several of which they are."""
         for s in self.state.axis.rows.values():
-            more, less = (rows // s.extent, 1) if rows >= s.extent > 0 else (1, s.extent // max(rows, 1))
+            more, less = (rows // s.extent, 1) if rows >= s.extent > 0 else (1, max(1, s.extent // max(rows, 1)))
             if rows * less == s.extent * more and not any(n % less for n in s.sizes):
                 return split(0, tuple(n * more // less for n in s.sizes), s.blocks)
         return split(0, even_sizes(rows, self.state.parts))

@@ -343,7 +343,7 @@ def broadcast_to(op: OpView) -> str:
 
 def _static_shape(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
     """Shapes are global: a rank must not look at its share."""
-    if not any(isinstance(p, Split) for p in strategy.inputs):
+    if not any(isinstance(p, Split) for p in strategy.inputs) or not all(t.is_static for t in op.inputs):
         return (None,) * len(op.outputs)
     return tuple(_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
 
@@ -356,8 +356,22 @@ def _shape_value(name: str, kind: TensorType, output: TensorType) -> np.ndarray:
 
 def shape_of(op: OpView) -> str:
     """whether the shapes are static; values are not read"""
-    static = all(t.is_static for t in op.inputs)
-    return "{?} -> {.}" if static else "{~.} -> {.}"
+    if all(t.is_static for t in op.inputs):
+        return "{?} -> {.}"
+    shape = op.inputs[0].shape
+    if op.node.op != "Shape" or shape is None:
+        return "{~.} -> {.}"
+    return f"~{term([f'd{i}' + '^' * (n is None) for i, n in enumerate(shape)])} -> =k^"
+
+
+def _sizes_elsewhere(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Of a shape that has sizes only the run knows: what other ranks have of the dimension that is cut."""
+    cut = strategy.inputs[0]
+    if op.inputs[0].is_static or not isinstance(cut, Split):
+        return UNCHANGED
+    elsewhere = np.zeros(len(op.inputs[0].shape or ()), np.int64)
+    elsewhere[cut.dim] = cut.extent - cut.local(coordinate)
+    return Local(plus=elsewhere)
 
 
 RULES = (
@@ -374,7 +388,7 @@ RULES = (
     rule("Tile", tile, copy="0", local=_local_multiples, produces_any=True),
     rule("BroadcastTo", broadcast_to, copy="0", produces_any=True),
     rule("Fill", "[out0], . -> p*", copy="1", produces_any=True),
-    rule("Shape ShapeN Size", shape_of, known=_static_shape),
+    rule("Shape ShapeN Size", shape_of, known=_static_shape, local=_sizes_elsewhere),
     rule("Rank", "? -> ."),
     rule("BroadcastGradientArgs BroadcastArgs ConcatOffset InvertPermutation Range", REPLICATED),
     rule("LinSpace", "., ., . -> .", lin="0&1"),

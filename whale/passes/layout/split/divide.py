@@ -26,6 +26,7 @@ from whale.passes.layout.split.costs import node_costs, tensor_forms
 from whale.passes.layout.split.insist import insist
 from whale.passes.layout.split.region import SplitRegion
 from whale.passes.layout.split.sequence import along_sequence, check_sequences
+from whale.passes.layout.split.taken_apart import refuse_rows_taken_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ def divide(
     }
     if parts > 1 and has_split_scopes(program):
         region = SplitRegion(program, outside, parts, known, at_rest)
+        refuse_rows_taken_apart(region)
         division = _chosen(region, {})
         if any(sequence_of(n.scope) is not None for n in program.nodes):
             shapes = {region.handles[h].type.shape or () for uses in region.weights.values() for _, h in uses}
