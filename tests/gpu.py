@@ -56,9 +56,9 @@ class Machine:
             found["nccl"] = min(len(self.gpus), 8)
         return found
 
-    def on(self, ranks: int) -> str:
+    def on(self, backend: str, ranks: int) -> str:
         """Where so many ranks are, in words."""
-        gpus = min(ranks, len(self.gpus))
+        gpus = 1 if backend == "cuda-ipc" else min(ranks, len(self.gpus))
         return f"{ranks} ranks, {gpus} GPU{'s' * (gpus > 1)}"
 
 
@@ -131,8 +131,9 @@ def rates(machine: Machine) -> str:
             seconds = {int(size): float(s) for size, s in json.loads(said[0]).items()}
         except ValueError as error:
             raise Failed("".join(said)[-2000:]) from error
-        on = machine.on(ranks) if transport == "nccl" else f"{ranks} ranks, 1 GPU"
-        rows += [_row(transport, on, "all_reduce", ranks, size, s) for size, s in seconds.items()]
+        rows += [
+            _row(transport, machine.on(transport, ranks), "all_reduce", ranks, size, s) for size, s in seconds.items()
+        ]
     date = datetime.datetime.now(datetime.timezone.utc).date()
     title = f"All-reduces of float32 on {machine.gpus[0]}, {date}, by the library alone. {_BANDWIDTH}"
     PAGE.write_text(with_table(PAGE.read_text(), [title, "", *_HEAD, *rows]))
@@ -150,12 +151,21 @@ def exchanges(machine: Machine) -> str:
     rows = []
     for backend, ranks in machine.backends.items():
         try:
-            curves = measured_links(ranks, backend).curves
+            curves = measured_links(ranks, variables_of(backend)).curves
         except ClusterError as error:
             raise Failed(str(error)[-2000:]) from error
-        rows += rows_of(machine.on(ranks), [one for one in curves if one.through])
+        rows += rows_of(machine.on(backend, ranks), [one for one in curves if one.through])
     add([f"Exchanges of float32 in steps of TensorFlow. {_BANDWIDTH}", "", *_HEAD, *rows])
     return f"measured on {len(machine.gpus)} {machine.gpus[0]}: docs/gpu.md"
+
+
+def variables_of(backend: str) -> dict[str, str]:
+    """Variables of ranks that exchange so: with CUDA IPC they share a GPU, since others may not read each other."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return {
+        "WHALE_COMMUNICATION_BACKEND": backend,
+        **({"CUDA_VISIBLE_DEVICES": first} if backend == "cuda-ipc" else {}),
+    }
 
 
 def rows_of(on: str, curves: Sequence[Curve]) -> list[str]:
@@ -184,7 +194,7 @@ def steps(machine: Machine) -> str:
     models, only = "resnet50,resnet50-amp,gpt", "TensorFlow, 1 thread;Whale, 1 rank;Horovod, 2 ranks;Whale, 2 ranks"
     command = [sys.executable, "-m", "benchmarks.step_time", "--models", models, "--no-pin", "--only", only]
     # Groups of processes share the GPUs while they take turns.
-    variables = {"WHALE_COMMUNICATION_BACKEND": backend, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    variables = {**variables_of(backend), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )

@@ -77,7 +77,13 @@ def test_exchanges_and_steps_are_added_to_what_was_measured(monkeypatch: pytest.
     machine = gpu.Machine(None, "compiled", ("NVIDIA Whatever",))
     through = {backend: [Curve("all_gather", 2, [(1e3, 1e-5), (1e6, 1e-3)], backend)] for backend in machine.backends}
     host = Curve("all_gather", 2, [(1e3, 1.0)])
-    monkeypatch.setattr(profile, "measured_links", lambda ranks, backend: Links([host, *through[backend]], 0.0))
+
+    def links(ranks: int, variables: dict[str, str]) -> Links:
+        backend = variables["WHALE_COMMUNICATION_BACKEND"]
+        assert ("CUDA_VISIBLE_DEVICES" in variables) == (backend == "cuda-ipc"), "they share a GPU"
+        return Links([host, *through[backend]], 0.0)
+
+    monkeypatch.setattr(profile, "measured_links", links)
     assert gpu.exchanges(machine).startswith("measured on 1 NVIDIA")
     monkeypatch.setattr(gpu.subprocess, "run", run)
     assert gpu.steps(machine).startswith("measured on 1 NVIDIA")

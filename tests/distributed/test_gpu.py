@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.against_one_device import check_processes
+from tests.gpu import variables_of
 from tests.launcher.helpers import ROOT, Launcher
 from tests.oracle.pool import Pool
 from tests.whale_ops.device.host_device import build_host_device
@@ -92,7 +93,7 @@ def test_what_gpus_exchange_is_what_one_device_computes(
         pytest.skip("the library was built without NCCL: pip install nvidia-nccl-cu12")
     # Ranks of other tests of this folder see no GPU.
     del launcher.environment["CUDA_VISIBLE_DEVICES"]
-    launcher.environment |= {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
+    launcher.environment |= {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"} | variables_of(backend)
     run.check(launcher, pool, tmp_path, backend)
 
 

@@ -8,9 +8,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import tensorflow as tf
@@ -86,11 +87,11 @@ def _slice_s() -> float:
     return statistics.quantiles(found, n=4)[0]  # where others run as well, most stand still for several slices
 
 
-def measured_links(ranks: int, backend: str = "") -> Links:
+def measured_links(ranks: int, variables: Mapping[str, str] = MappingProxyType({})) -> Links:
     """What exchanges between so many ranks take.
 
     Args:
-      backend: the value of ``communication.backend``; "": as the environment says.
+      variables: of the ranks, beside this process's environment.
 
     Raises:
       ClusterError: the ranks did not start, or have not the GPUs for which ``communication.backend`` asks.
@@ -98,8 +99,8 @@ def measured_links(ranks: int, backend: str = "") -> Links:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
         command = python.module("whale", "run", "-np", str(ranks), "-m", "whale.runtime.measure.links", str(path))
-        variables = {**python.environment(), **({"WHALE_COMMUNICATION_BACKEND": backend} if backend else {})}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60)
+        whole = {**python.environment(), **variables}
+        done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60)
         if done.returncode or not path.exists():
             raise ClusterError(
                 "the exchanges between ranks could not be measured",
