@@ -161,19 +161,26 @@ def loop(kinds: set[str], folder: str, faults: Faults) -> tuple[list[float], lis
     with contextlib.nullcontext() if kinds & {"stages", "split", "mesh"} else wh.replica():
         net = Net(kinds)
         batches = wh.shard(data()) if "shard" in kinds else data()
-        saved = tf.train.Checkpoint(**{v.name.partition(":")[0]: v for v in (*net.trained, net.mean, net.count)})
+        seen = tf.Variable(np.zeros(EPOCHS * BATCHES), trainable=False, name="seen")
+        named = {v.name.partition(":")[0]: v for v in (*net.trained, net.mean, net.count, seen)}
+        saved = tf.train.Checkpoint(**named, momenta=net.momenta)
         manager = wh.CheckpointManager(saved, folder, 3) if "save" in kinds else None
         if joins():
             faults.strike(-1)
-        state = wh.State(epoch=0, losses=[])
-        losses = state.losses
+        if manager is not None:
+            manager.restore_or_initialize()
+        state = wh.State(epoch=0, losses=list(seen.numpy()[: int(net.count)]))
+        losses, taken = state.losses, int(net.count)
         for epoch in range(state.epoch, EPOCHS):
             state.epoch = epoch
-            for batch in state.rest(batches) if "shard" in kinds else batches:
+            for number, batch in enumerate(state.rest(batches) if "shard" in kinds else batches):
+                if epoch * BATCHES + number < taken:  # before the checkpoint from which the run has started again
+                    continue
                 faults.strike(len(losses))
                 losses.append(float(net.step(*batch)))
                 if manager is not None:
                     faults.strike(100 + len(losses))
+                    seen.assign(losses + [0.0] * (EPOCHS * BATCHES - len(losses)))
                     manager.save()
     if manager is not None:
         assert manager.latest_checkpoint.endswith(f"-{len(losses)}"), manager.latest_checkpoint
@@ -228,7 +235,7 @@ def main() -> None:
     several = "WHALE_RANK" in os.environ
     kinds = set(mode.split("+"))
     wh.init({"elastic": several, **{k: v for kind in kinds & {*CONFIGURED} for k, v in CONFIGURED[kind].items()}})
-    faults = Faults(text if several else "", int(os.environ.get("WHALE_RANK", "0")))
+    faults = Faults(text if several and not wh.restarts() else "", int(os.environ.get("WHALE_RANK", "0")))
     losses, values = fit(mode, faults) if mode in ("fit", "arrays") else loop(kinds, f"{result}.saved", faults)
     if wh.rank() == 0:
         np.savez(result, np.asarray(losses), *values)
