@@ -201,6 +201,14 @@ KEYS: tuple[Key, ...] = (
         "with elastic: rows are divided anew when ranks turn out to be faster or slower than their shares",
     ),
     Key(
+        "elastic.join",
+        "str",
+        "weighed",
+        "with elastic: weighed = newcomers are taken in unless that is known to take longer than what it saves in the "
+        "steps that are left; always = at once",
+        choices=("weighed", "always"),
+    ),
+    Key(
         "fault.notice_s",
         "float",
         0.0,

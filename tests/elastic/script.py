@@ -218,8 +218,8 @@ def fit(mode: str, faults: Faults) -> tuple[list[float], list[np.ndarray]]:
     if joins():
         faults.strike(-1)
     if mode == "fit":
-        read = data().map(lambda x, _, y: (x, y))
-        seen = model.fit(read, validation_data=read.take(2), **asked)
+        read, held_out = (data().map(lambda x, _, y: (x, y)) for _ in range(2))
+        seen = model.fit(read, validation_data=held_out.take(2), **asked)
     else:
         x, _, y = (np.concatenate(parts) for parts in zip(*data().as_numpy_iterator()))
         seen = model.fit(x, y, batch_size=BATCH, validation_data=(x[:30], y[:30]), **asked)  # Keras shuffles
@@ -234,7 +234,13 @@ def main() -> None:
     mode, result, text = sys.argv[1:]
     several = "WHALE_RANK" in os.environ
     kinds = set(mode.split("+"))
-    wh.init({"elastic": several, **{k: v for kind in kinds & {*CONFIGURED} for k, v in CONFIGURED[kind].items()}})
+    wh.init(
+        {
+            "elastic": several,
+            "elastic.join": "always",
+            **{k: v for kind in kinds & {*CONFIGURED} for k, v in CONFIGURED[kind].items()},
+        }
+    )
     faults = Faults(text if several and not wh.restarts() else "", int(os.environ.get("WHALE_RANK", "0")))
     losses, values = fit(mode, faults) if mode in ("fit", "arrays") else loop(kinds, f"{result}.saved", faults)
     if wh.rank() == 0:

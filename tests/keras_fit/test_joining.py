@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.keras.joining import _OTHER, _changes, _found, _kept, _refuse_unknown
+from whale.frontends.keras.joining import _OTHER, _changes, _found, _kept, _refuse_shared, _refuse_unknown
 from whale.runtime.ranks.plain import pack, unpack
 
 pytestmark = pytest.mark.core
@@ -49,3 +49,12 @@ def test_a_generator_of_batches_cannot_be_taken_up() -> None:
     _refuse_unknown(tf.data.Dataset.range(3))
     with pytest.raises(ProgramError, match="data of generator"):
         _refuse_unknown(iter_ for iter_ in range(3))
+
+
+def test_validation_behind_the_same_shuffle_cannot_be_taken_up() -> None:
+    data = tf.data.Dataset.range(9)
+    _refuse_shared(data.skip(3).shuffle(6, seed=1).batch(3), data.take(3).batch(3))
+    _refuse_shared(np.zeros(3), (np.zeros(3), np.zeros(3)))
+    shuffled = data.shuffle(9, seed=1)
+    with pytest.raises(ProgramError, match="behind the same shuffle"):
+        _refuse_shared(shuffled.skip(3).batch(3), shuffled.take(3).batch(3))

@@ -14,7 +14,7 @@ from whale.errors import ClusterError, CommError
 from whale.launcher.growth.hosts_from import HostsFrom, hosts_of
 from whale.launcher.mpirun import Host
 from whale.runtime.elastic.door import Door
-from whale.runtime.elastic.growth import Commits, Members, shares_with
+from whale.runtime.elastic.growth import Commits, Members, Times, pays, shares_with
 from whale.runtime.ranks.watch import Change
 
 pytestmark = pytest.mark.core
@@ -62,6 +62,25 @@ def test_of_what_was_committed_the_latest_two_calls_are_kept() -> None:
     for calls, state in ((0, b"a"), (1, b"b"), (1, b"c"), (2, b"d")):
         commits.keep(calls, lambda state=state: state)
     assert {calls: state() for calls, state in commits.held.items()} == {1: b"c", 2: b"d"}
+
+
+def test_newcomers_are_weighed_where_it_is_known_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    times = Times()
+    for took_s in (5.0, 1.0, 1.0, 9.0):
+        times.begin()
+        clock[0] += took_s
+        times.end(stepped=True)
+    assert times.weighed(12) == (12.0, 5.0) and times.weighed(None) is None
+    assert pays((12.0, 5.0), 1, 2, tell=False) and not pays((12.0, 5.0), 2, 3, tell=False)
+    assert pays(None, 2, 3, tell=False)
+    times.begin()
+    clock[0] += 4.0
+    times.change()
+    clock[0] += 2.0
+    times.end(stepped=True)
+    assert times.moving_s == 2.0 and times.weighed(12) is None
 
 
 def test_newcomers_have_shares_as_the_others_have_on_average() -> None:

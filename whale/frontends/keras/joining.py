@@ -20,9 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from whale.errors import ProgramError
+from whale.frontends.keras.feeding import whole
 from whale.runtime.elastic.allowed import elsewhere
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
+from whale.runtime.input.dataset_rows import reshuffles
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.run.context import Context, GoesOn
 from whale.started import joins
@@ -51,15 +53,17 @@ class Fit:
         given = arguments.get("callbacks") or []
         given = getattr(given, "callbacks", given)  # of a CallbackList
         self._callbacks: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
-        self._told = _told(elastic, arguments.get("x"))
+        self._told = _told(elastic, arguments.get("x"), arguments.get("validation_data"))
         self.taken_up = self._told if self._told is not None and self._told["fit"] == len(self._done) else None
         self._asked: dict[str, Any] = {}  # of data: (how often for seeds before they were made, whether made again)
+        self._data: dict[str, ShardedDataset] = {}
         self._read = self._epochs = self._step = self._seen = 0  # data, epochs; where Keras' iterator is
         self._placed = self.taken_up is None
         self._held_first: list[dict[str, Any]] | None = None  # by callbacks, before the first step of this process
         if self.taken_up is not None:
             arguments["initial_epoch"], self._asked = self.taken_up["epoch"], self.taken_up["asked"]
-        self._first_epoch = arguments.get("initial_epoch", 0)
+        self._first_epoch, self._last_epoch = arguments.get("initial_epoch", 0), arguments.get("epochs", 1)
+        self._batches: int | None = None  # of an epoch, where Keras knows that
 
     def past(self) -> Any:
         """The history of this call, if the others have come to its end already; None: they have not."""
@@ -102,6 +106,13 @@ class Fit:
         finally:
             self._go_to(now)
 
+    def made(self, kind: str, data: Any, agreed: bool) -> None:
+        """Data were made of this kind; ``agreed``: as of ``making``."""
+        if isinstance(data, ShardedDataset):
+            self._data[kind] = data
+            if agreed and self.taken_up is not None:
+                data.begun = self.taken_up["iterations"][kind]
+
     def place(self, iterator: Any) -> None:
         """An iteration over the training data is about to begin."""
         if not self._placed and self.taken_up is not None and isinstance(iterator, ShardedIterator):
@@ -119,7 +130,7 @@ class Fit:
                 if item[0] < told["step"]:
                     continue
                 epochs._steps_seen, told = told["seen"], None
-            self._step, self._seen = item[0], epochs._steps_seen
+            self._step, self._seen, self._batches = item[0], epochs._steps_seen, epochs.num_batches
             yield item
 
     def commit(self, iterator: Any) -> None:
@@ -138,6 +149,7 @@ class Fit:
             "step": self._step,
             "seen": self._seen,
             "place": iterator.elements.place,
+            "iterations": {kind: made.begun for kind, made in self._data.items()},
             "asked": dict(self._asked),
             "seeds": self._seeds_asked(),
         }
@@ -145,7 +157,8 @@ class Fit:
         def packed() -> bytes:
             return pack({**now, "callbacks": [_changes(one, other) for one, other in zip(before, held)]})
 
-        self._elastic.commit(packed)
+        left = self._batches and (self._last_epoch - now["epoch"]) * self._batches - self._step
+        self._elastic.commit(packed, left)
 
     def _held(self) -> list[dict[str, Any]]:
         """By callbacks."""
@@ -195,10 +208,11 @@ def current() -> Fit | None:
     return _fit.get()
 
 
-def _told(elastic: GoesOn, data: Any) -> dict[str, Any] | None:
+def _told(elastic: GoesOn, data: Any, validation: Any) -> dict[str, Any] | None:
     """In a process that has joined, what another one had noted then."""
     if elastic not in _ahead and joins():
         _refuse_unknown(data)
+        _refuse_shared(whole(data), whole(validation))
         said = elastic.come_in()
         _ahead[elastic] = None if said is None else unpack(said)  # None: wh.State has taken it in
     told = _ahead.get(elastic)
@@ -218,6 +232,25 @@ def _refuse_unknown(data: Any) -> None:
             expected="a tf.data.Dataset, or arrays",
             action="make a tf.data.Dataset of it",
         )
+
+
+def _refuse_shared(data: Any, validation: Any) -> None:
+    """Each iteration over either would move the order of both on; those before a process came are not made again."""
+    shared = [one for one in _behind(data) if any(one is other for other in _behind(validation)) and reshuffles(one)]
+    if shared:
+        raise ProgramError(
+            "a process that joins a run has to know which batches of fit the others have had",
+            given="validation data that are part of the data trained with, behind the same shuffle",
+            expected="a shuffle of their own, which this is not, or none",
+            action="divide them before shuffling: take and skip first, then shuffle what is trained with",
+        )
+
+
+def _behind(dataset: Any) -> list[Any]:
+    """A dataset and all of which it is made."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return []
+    return [dataset, *(one for made_of in dataset._inputs() for one in _behind(made_of))]
 
 
 def _kept(value: Any) -> Any:

@@ -157,6 +157,8 @@ def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
                 epochs._distributed_dataset = epochs.data_adapter.get_tf_dataset()
         of_script = type(epochs.data_adapter).__name__ == "TFDatasetAdapter"
         found = feeding.fed(original(epochs), context, of_script, again, agreed)
+    if fit is not None:
+        fit.made(kind, found.batches, agreed)
     if kind == joining.TRAINING:
         found = replace(found, place=fit.place)
     epochs._whale_fed = found

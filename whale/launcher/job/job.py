@@ -22,7 +22,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from whale.errors import ClusterError
@@ -353,7 +353,7 @@ class Job:
                 return 0
             self.say(f"stopped by {ranks.signal_name(self._ending.stopped_by)}")
             return 128 + self._ending.stopped_by
-        ends = [self._links[rank].end for rank in sorted(self._links.keys() - self._ending.left.keys())]
+        ends = _ends(self._links, self._ending.left, self._options.ranks)
         if alone := next((end["alone"] for end in ends if end and end["alone"]), ""):
             self.say(alone)
             return 2
@@ -389,3 +389,9 @@ class Job:
             return 2
         self.say(f"warning: {never}")
         return 0
+
+
+def _ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], started: int) -> list[End | None]:
+    """How the runs of ranks ended that are not gone; newcomers that were never taken in say nothing."""
+    left = [rank for rank in sorted(links) if rank not in gone]
+    return [links[rank].end for rank in left if links[rank].end or rank < started]

@@ -13,7 +13,7 @@ import msgspec
 
 import whale_ops
 from whale.config import Config
-from whale.runtime.elastic.allowed import fitting
+from whale.runtime.elastic.allowed import fitting, hosts_left
 from whale.runtime.elastic.door import Door
 from whale.runtime.elastic.growth import Members, Welcome, shares_with
 from whale.runtime.elastic.meeting import Alone, gathered, sent
@@ -150,6 +150,14 @@ class Group:
             return self.communicator(members, kind, share_memory=False)
         self._watch.look_after(None, self.members, self.number)  # nobody else is left to be looked after
         return Alone()
+
+    def survivors(self, members: Sequence[int]) -> whale_ops.Communicator | None:
+        """Of those that are left, for all that follows; None: this one is alone."""
+        if len(members) == 1:
+            return None
+        config = self._of().config
+        hosts = hosts_left(config["communication.emulate_hosts"], members)
+        return self.communicator(members, 1, share_memory=config["communication.shared_memory"], hosts=hosts)
 
     def offer(self, welcome: Welcome | None) -> tuple[whale_ops.Communicator, tuple[int, ...], list[str], Welcome]:
         """Connects all ranks that are there; (through what, their numbers, their hosts, what newcomers are told).

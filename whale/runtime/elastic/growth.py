@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import whale_ops
+from whale.log import log
 from whale.runtime.elastic.door import Door
 from whale.runtime.ranks.watch import Change, Watch
 
+_STEPS = 9  # of which the median is taken for how long a step takes
 KEPT = 2  # of what the script has committed: ranks are at most one call apart
 
 
@@ -67,16 +72,80 @@ class Members:
 
 @dataclass
 class Commits:
-    """What the script has committed, by the number of calls that it had made then."""
+    """What the script has committed, by the number of calls that it had made then.
+
+    Attributes:
+      steps_left: how many it has still to take, if it knows.
+    """
 
     held: dict[int, Callable[[], bytes]] = field(default_factory=dict)
+    steps_left: int | None = None
 
-    def keep(self, calls: int, state: Callable[[], bytes]) -> None:
+    def keep(self, calls: int, state: Callable[[], bytes], steps_left: int | None = None) -> None:
         """The script has come to where another process can take it up."""
         self.held.pop(calls, None)
-        self.held[calls] = state
+        self.held[calls], self.steps_left = state, steps_left
         while len(self.held) > KEPT:
             del self.held[next(iter(self.held))]
+
+
+class Times:
+    """How long steps take, and how long it takes to become other ranks, as this rank has seen it.
+
+    Attributes:
+      moving_s: from the latest change of ranks, or the first call of all, to the end of the next step, what is compiled
+        for it included.
+      declined: the ranks that were there when newcomers were last not worth it.
+    """
+
+    def __init__(self) -> None:
+        self.moving_s = 0.0
+        self.declined: tuple[int, ...] = ()
+        self._begun_s, self._changed = 0.0, True
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._begun_s = time.perf_counter()
+
+    def change(self) -> None:
+        """The ranks become others now, in the call that goes on."""
+        self._begun_s, self._changed = time.perf_counter(), True
+
+    def end(self, stepped: bool) -> None:
+        """The call has come to its end; whether it took a step."""
+        took_s = time.perf_counter() - self._begun_s
+        if stepped and self._changed:
+            self.moving_s, self._changed = took_s, False
+            self._steps_s.clear()
+        elif stepped:
+            self._steps_s.append(took_s)
+
+    def weighed(self, steps_left: int | None) -> tuple[float, float] | None:
+        """(seconds of all steps that are left, seconds to become others); None: it is not known."""
+        if steps_left is None or not self._steps_s:
+            return None
+        return steps_left * statistics.median(self._steps_s), self.moving_s
+
+
+def pays(weighed: tuple[float, float] | None, ranks: int, there: int, tell: bool) -> bool:
+    """Whether it pays that so many ranks become as many as there are, of whom newcomers are taken to be as fast.
+
+    Args:
+      weighed: as of ``Times.weighed``; None: it does, as far as is known.
+      tell: whether what is known is logged.
+    """
+    if weighed is None:
+        return True
+    left_s, moving_s = weighed
+    saved_s = left_s * (1 - ranks / there)
+    if tell:
+        are = "are taken in" if saved_s > moving_s else "are not taken in"
+        log.info(
+            f"{there - ranks} ranks that have come {are}: it would save {saved_s:.3g} s "
+            f"of {left_s:.3g} s that are left, and take {moving_s:.3g} s"
+        )
+    return saved_s > moving_s
 
 
 @dataclass(frozen=True)

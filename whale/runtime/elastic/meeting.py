@@ -74,6 +74,7 @@ class Said:
     divisions: int
     shares: list[int]
     keeps: bool  # whether what it held before and after its latest steps is known
+    weighed: tuple[float, float] | None  # as of ``Times.weighed``
 
 
 def hear_returned(meeting: Any, said: Sequence[Said], me: int, at: Progress) -> None:

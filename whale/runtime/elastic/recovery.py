@@ -85,6 +85,15 @@ def become_whole(holdings: Sequence[Holding], recovered: Recovered | None) -> No
             holding.be_whole(values[i])
 
 
+def lost(recovered: Recovered | None) -> str:
+    """What is lost with ranks that are gone, in words; None: every rank had everything."""
+    back = recovered is not None and recovered.back
+    what = "the last of which they take again" if back else "none of which is lost"
+    if recovered is not None and recovered.joined:
+        what += f"; {recovered.joined} variables are put together from parts and copies of parts"
+    return what
+
+
 def _available(generations: Generations, steps: int, back: bool) -> tuple[_Found, _Found, Moment]:
     """Pieces after so many steps, this rank's own and copies; and what the script has left on it then."""
     rank = generations.rank

@@ -104,6 +104,15 @@ class ShardedDataset:
         return self._whole
 
     @property
+    def begun(self) -> int:
+        """How many iterations over it have begun; where others have begun them, it is set in a process that joins."""
+        return self._epochs.begun
+
+    @begun.setter
+    def begun(self, count: int) -> None:
+        self._epochs.begun = count
+
+    @property
     def element_spec(self) -> Any:
         """The structure of a whole batch."""
         return self._whole.element_spec

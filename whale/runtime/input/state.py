@@ -53,8 +53,11 @@ class State:
             values, self._place = taken_up
             vars(self).update(values)
 
-    def rest(self, dataset: ShardedDataset) -> Iterator[Any]:
+    def rest(self, dataset: ShardedDataset, epochs: int | None = None) -> Iterator[Any]:
         """The batches of an epoch, or those that are left of it where another process has begun; commits before each.
+
+        Args:
+          epochs: how many are left, with this one. Where it is known, newcomers are taken in if that pays.
 
         Raises:
           ProgramError: it is no dataset of ``wh.shard``.
@@ -71,8 +74,9 @@ class State:
             self._iterator.go_to(self._place)
             self._place = None
         try:
+            count = int(dataset.whole.cardinality())
             while True:
-                self.commit()
+                self.commit(None if epochs is None or count < 0 else epochs * count - self._iterator.place[0])
                 try:
                     batch = next(self._iterator)
                 except StopIteration:
@@ -81,10 +85,14 @@ class State:
         finally:
             self._iterator = None
 
-    def commit(self) -> None:
-        """The loop is where another process could take it up: before whatever the ranks do together next."""
+    def commit(self, steps_left: int | None = None) -> None:
+        """The loop is where another process could take it up: before whatever the ranks do together next.
+
+        Args:
+          steps_left: how many the loop has still to take, if that is known.
+        """
         if self._elastic is not None and self._elastic.keeps_commits:
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             place = self._iterator.place if self._iterator is not None else self._place
             packed = pack((values, place))  # now: the script goes on to change them
-            self._elastic.commit(lambda: packed)
+            self._elastic.commit(lambda: packed, steps_left)

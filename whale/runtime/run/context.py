@@ -112,7 +112,7 @@ class GoesOn(Protocol):
         """Whether other processes may come to take up what the script commits."""
         ...
 
-    def commit(self, state: Callable[[], bytes]) -> None:
+    def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
         """The script has come to where another process can take it up with what this gives, now or later."""
 
     def come_in(self) -> bytes | None:

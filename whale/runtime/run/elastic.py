@@ -27,7 +27,6 @@ from whale.log import log
 from whale.runtime.elastic.allowed import (
     divides,
     host_of,
-    hosts_left,
     nothing_to_go_on_with,
     refuse,
     refuse_plan,
@@ -37,9 +36,9 @@ from whale.runtime.elastic.balance import Balance, Watched
 from whale.runtime.elastic.calls import Calls, in_scopes
 from whale.runtime.elastic.generations import Generations
 from whale.runtime.elastic.group import Group
-from whale.runtime.elastic.growth import Commits, Welcome
+from whale.runtime.elastic.growth import Commits, Times, Welcome, pays
 from whale.runtime.elastic.meeting import GROWN, MET, WHOLE, Agreements, Alone, Said, catch_up, gathered, hear_returned
-from whale.runtime.elastic.recovery import Recovered, become_whole, recover
+from whale.runtime.elastic.recovery import Recovered, become_whole, lost, recover
 from whale.runtime.elastic.rows import rows_again
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
@@ -67,7 +66,7 @@ class Elastic:
         self._balance = Balance() if context.config["elastic.rebalance"] else None
         self._watched: Watched | None = None  # the program of the latest step
         self._group = Group(lambda: self._run)
-        self._commits = Commits()
+        self._commits, self._times = Commits(), Times()
         self._calls = Calls(lambda value: rows_again(self._run, value))
         self._at = self._calls.at
         self.drawn: Callable[[Callable[[], Any]], Any] = self._calls.drawn
@@ -93,8 +92,10 @@ class Elastic:
         run, balance = self._run, self._balance
         if balance is None:
             return None
-        why = "their plan is given" if run.saved is not None or run.described is not None else ""
-        return balance.watch(plan, program, run, why or "each does another part" * run.stages_seen)
+        given = run.saved is not None or run.described is not None
+        return balance.watch(
+            plan, program, run, given * "their plan is given" or run.stages_seen * "each has its stage"
+        )
 
     def step(
         self,
@@ -139,6 +140,7 @@ class Elastic:
             raise nothing_to_go_on_with()
         self._inside = True
         self._calls.begin()
+        self._times.begin()
         calls, steps = self._at.calls, self._at.steps
         try:
             while True:
@@ -161,6 +163,7 @@ class Elastic:
         finally:
             self._inside = False
         self._at.calls = calls + 1
+        self._times.end(self._at.steps > steps)
         self._at.returned = result if self._at.steps == steps else None
         if self._at.steps > steps and self._balance is not None and self._watched is not None and self._run.comms:
             self._look(self._balance, self._watched)
@@ -224,6 +227,7 @@ class Elastic:
     def _meet(self) -> None:
         """All that are there, also if they have not been taken in: who goes on, and from where."""
         context, group = self._run, self._group
+        self._times.change()
         for handle, value in self._kept:
             gen_resource_variable_ops.assign_variable_op(handle, value)
         self._kept = []
@@ -245,12 +249,7 @@ class Elastic:
         if recovered is None:
             catch_up(meeting, said, me, self._at, context.variables.known)
         self._agreements.agree(group.number, MET, meeting, partial(self._become, members, said, recovered))
-        comm = None
-        if len(members) > 1:
-            hosts = hosts_left(context.config["communication.emulate_hosts"], members)
-            share = context.config["communication.shared_memory"]
-            comm = group.communicator(members, 1, share_memory=share, hosts=hosts)
-        group.connect(comm)
+        group.connect(group.survivors(members))
 
     def _said(self, meeting: Any) -> list[Said]:
         """What every rank of a meeting says of itself."""
@@ -259,7 +258,8 @@ class Elastic:
         counted = len(context.variables.known), context.programs, context.elements
         shares = list(context.config["replica.shares"])
         mine = self._at.calls, self._at.steps, *counted, socket.gethostname(), self.divisions, shares, keeps
-        return [Said(*unpack(one)) for one in gathered(meeting, pack(mine))]
+        left = self._commits.steps_left if context.config["elastic.join"] == "weighed" else None
+        return [Said(*unpack(one)) for one in gathered(meeting, pack((*mine, self._times.weighed(left))))]
 
     def _become(self, members: tuple[int, ...], said: Sequence[Said], recovered: Recovered | None) -> None:
         """The run is one of these ranks; what was compiled before is compiled again."""
@@ -278,12 +278,7 @@ class Elastic:
         fewer = len(members) < len(group.members)
         group.members = members
         if context.rank == 0 and fewer:
-            steps = max(one.steps for one in said)
-            back = recovered is not None and recovered.back
-            what = "the last of which they take again" if back else "none of which is lost"
-            if recovered is not None and recovered.joined:
-                what += f"; {recovered.joined} variables are put together from parts and copies of parts"
-            log.info(f"{len(said)} ranks go on after {steps} steps, {what}")
+            log.info(f"{len(said)} ranks go on after {max(one.steps for one in said)} steps, {lost(recovered)}")
 
     # -- ranks have come
 
@@ -292,9 +287,9 @@ class Elastic:
         """Whether other processes may come to take up what the script commits."""
         return self._group.door is not None
 
-    def commit(self, state: Callable[[], bytes]) -> None:
+    def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
         """The script has come to where another process can take it up with what this gives, now or later."""
-        self._commits.keep(self._at.calls, state)
+        self._commits.keep(self._at.calls, state, steps_left)
 
     def come_in(self) -> bytes | None:
         """In a process that joins, waits for the others, and returns what the script has committed there; else None.
@@ -314,6 +309,7 @@ class Elastic:
             except CommError:
                 if self._group.over:
                     log.warning("the others have come to their end, and this process has not joined them")
+                    self._run.outside = None  # it has trained nothing that could be compared
                     raise SystemExit(0) from None
                 if not self._group.hear(_WORD_S):
                     raise
@@ -337,17 +333,21 @@ class Elastic:
         context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
         if state is not None and not context.comms and group.hear(0.0):  # nothing fails here when somebody comes
             self._meet()
-        if state is None or group.ranks.there == group.members:
+        there = group.ranks.there
+        if state is None or there in (group.members, self._times.declined):
             return False
         meeting, recovered = context.comms[0] if context.comms else Alone(), None
         said = self._said(meeting)
+        if not pays(said[0].weighed, len(said), len(there), tell=context.rank == 0):
+            self._times.declined = there
+            return False
+        self._times.change()
         if self._generations is not None and self._generations.begun:
             recovered = recover(meeting, self._generations, self._at.steps, self._at.steps)
         act = partial(self._become, group.members, said, recovered)
         self._agreements.agree(group.number, WHOLE, meeting, act)
-        at, shares = self._at, list(context.config["replica.shares"])
-        counted = context.programs, context.elements, group.divisions + 1
-        self._grow(Welcome(at.calls, at.steps, *counted, shares, state()))
+        counted = self._at.calls, self._at.steps, context.programs, context.elements, group.divisions + 1
+        self._grow(Welcome(*counted, list(context.config["replica.shares"]), state()))
         return True
 
 
