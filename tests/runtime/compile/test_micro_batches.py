@@ -81,6 +81,39 @@ def test_a_micro_batch_costs_a_few_nodes_and_products_are_in_one_function(ranks:
     assert sizes[1] - sizes[0] <= 2 * 2 and sizes[2] - sizes[1] <= 2 * 4 + 2
 
 
+@pytest.mark.parametrize("rows", [7, 8, 9])
+def test_a_table_may_have_as_many_rows_as_the_batch(ranks: Start, rows: int) -> None:
+    """Nothing of its update is taken for rows of the batch."""
+
+    def trained_once(function: Any) -> tuple[float, list[np.ndarray]]:
+        table, mean, weight = (
+            tf.Variable(np.random.default_rng(seed).standard_normal(shape))
+            for seed, shape in enumerate([(rows, 4), (rows, 4), (4, 4)])
+        )
+
+        def step(ids: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                tape.watch(found := tf.gather(table, ids))
+                loss = tf.reduce_mean(tf.square(tf.tanh(found @ weight)))
+            of_found, of_weight = tape.gradient(loss, [found, weight])
+            whole = tf.math.unsorted_segment_sum(of_found, ids, rows)
+            mean.assign_add(0.1 * (whole - mean))
+            table.assign_sub(0.1 * mean / (tf.sqrt(tf.square(mean)) + 1e-3))
+            weight.assign_sub(0.1 * of_weight)
+            return loss
+
+        step = function(step)
+        losses = [float(step(tf.constant([0, 3, 3, 5, 1, 0, 6, 3]))) for _ in range(2)]
+        return losses[-1], [v.numpy() for v in (table, mean, weight)]
+
+    plain_loss, plain = trained_once(tf.function)
+    ranks(1, **{"pipeline.num_micro_batch": 4})
+    loss, found = trained_once(wh.function)
+    assert loss == pytest.approx(plain_loss, abs=1e-13)
+    for value, other in zip(found, plain):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("order", ["F0 F1 F2 B2 B1 B0", "F0 F1 B0 F2 B1 B2"])
 def test_phases_hand_on_what_later_ones_read(
     ranks: Start, rolled: list[Program], monkeypatch: pytest.MonkeyPatch, order: str

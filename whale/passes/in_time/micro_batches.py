@@ -226,7 +226,7 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
         if (
             node.inputs
             and (node.outputs or node.op in HAS_BODIES)
-            and all(r.node in found or strategies[r.node].outputs[r.index] == B for r in node.inputs)
+            and (_takes_whole(strategies[node.name]) or all(_is_whole(r, strategies, found) for r in node.inputs))
         ):
             found[node.name] = _once(node, "of what is whole, or computed once")
             continue
@@ -239,6 +239,16 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
         for ref in _summed_before(program, plan, level, node):
             found.update(_on_whole_batch(program, strategies, ref, node, plan.size))
     return found
+
+
+def _takes_whole(strategy: Strategy) -> bool:
+    """Whether it waits for all micro-batches anyway; its result was divided only because that costs nothing, as the
+    gradient of a table is that has as many rows as the batch has words."""
+    return all(isinstance(p, Broadcast) for p in strategy.inputs)
+
+
+def _is_whole(ref: Ref, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
+    return ref.node in once or strategies[ref.node].outputs[ref.index] == B
 
 
 def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
