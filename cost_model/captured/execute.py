@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cost_model.captured.cores import Clock, Host, Job, Thread
-from cost_model.captured.graph import Graph
+from cost_model.captured.graph import Steps
 from cost_model.captured.traffic import Exchange
 from whale.errors import PlanError
 
@@ -64,7 +64,7 @@ class Sharing:
 @dataclass(slots=True)
 class _Rank:
     number: int
-    graph: Graph
+    graph: Steps
     host: Host
     seconds: Sequence[float]
     waiting: list[int]
@@ -81,7 +81,7 @@ class _Rank:
 
 
 def run(
-    graphs: Sequence[Graph],
+    graphs: Sequence[Steps],
     seconds: Sequence[Sequence[float]],
     exchange_s: Callable[[Exchange], float],
     sharing: Sharing,
@@ -105,7 +105,7 @@ def run(
 class _Run:
     def __init__(
         self,
-        graphs: Sequence[Graph],
+        graphs: Sequence[Steps],
         seconds: Sequence[Sequence[float]],
         exchange_s: Callable[[Exchange], float],
         sharing: Sharing,

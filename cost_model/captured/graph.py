@@ -19,8 +19,8 @@ MAY_BE_FUSED = _FUSED_ACTIVATIONS | {"BiasAdd"}  # what a product in front may c
 
 
 @dataclass(slots=True)
-class Graph:
-    """Nodes by their place in the program; results (outputs of nodes) are numbered through.
+class Steps:
+    """What a rank does in a step, as far as it takes time: nodes by their place in the program.
 
     Attributes:
         program: whose nodes these are.
@@ -28,16 +28,7 @@ class Graph:
         exchanges: node -> what it exchanges, for communication.
         after: how many nodes each waits for.
         followers: the nodes that wait for it.
-        operands, results: numbers of what it reads, an entry per operand, and of what it yields.
-        sizes: bytes that the allocator gives for a result.
-        shared: result -> the result in whose memory it lies, or -1.
-        taken: result -> operands' results whose memory it may take over.
-        held: results that are there before the step and after it: inputs, constants, variables' memory.
-        fetched: results that the caller reads.
         fused: node is computed by the product in front of it.
-        variable_bytes: handle node -> bytes of the variable.
-        resident_sizes: bytes of inputs, and of what communication keeps from step to step.
-        readers: of each result, how many operands and fetches it is.
     """
 
     program: Program
@@ -45,6 +36,30 @@ class Graph:
     exchanges: dict[int, Exchange]
     after: list[int]
     followers: list[list[int]]
+    fused: list[bool]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, in the order in which they are numbered."""
+        return self.program.nodes
+
+
+@dataclass(slots=True)
+class Graph(Steps):
+    """The same with the memory that it takes; results (outputs of nodes) are numbered through.
+
+    Attributes:
+        operands, results: numbers of what it reads, an entry per operand, and of what it yields.
+        sizes: bytes that the allocator gives for a result.
+        shared: result -> the result in whose memory it lies, or -1.
+        taken: result -> operands' results whose memory it may take over.
+        held: results that are there before the step and after it: inputs, constants, variables' memory.
+        fetched: results that the caller reads.
+        variable_bytes: handle node -> bytes of the variable.
+        resident_sizes: bytes of inputs, and of what communication keeps from step to step.
+        readers: of each result, how many operands and fetches it is.
+    """
+
     operands: list[list[int]]
     results: list[list[int]]
     sizes: list[int]
@@ -52,15 +67,44 @@ class Graph:
     taken: list[tuple[int, ...]]
     held: set[int]
     fetched: list[int]
-    fused: list[bool]
     variable_bytes: dict[str, int]
     resident_sizes: list[int]
     readers: list[int]
 
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The nodes, in the order in which they are numbered."""
-        return self.program.nodes
+
+def steps_of(program: Program, rank: int, size: int, strict: bool = True) -> Steps:
+    """What ``rank`` of ``size`` runs; loops are written out.
+
+    Args:
+        strict: else branches, and loops whose turns are not known, are nodes like others.
+
+    Raises:
+        PlanError: how often a loop or branch runs is not known before it does.
+    """
+    return _steps(unrolled(program, strict), rank, size)
+
+
+def _steps(program: Program, rank: int, size: int) -> Steps:
+    place: dict[str, int] = {}
+    outputs: dict[str, tuple[TensorType, ...]] = {}
+    after: list[int] = []
+    followers: list[list[int]] = []
+    does: list[Work] = []
+    exchanges: dict[int, Exchange] = {}
+    copied = buffers.copied_reads(program)
+    for i, node in enumerate(program.nodes):
+        place[node.name], outputs[node.name] = i, node.outputs
+        followers.append([])
+        before = {place[r.node] for r in node.inputs}
+        before.update([place[c] for c in node.controls])
+        for j in before:
+            followers[j].append(i)
+        after.append(len(before))
+        inputs = [outputs[r.node][r.index] for r in node.inputs]
+        does.append(copying(node) if node.name in copied else work(node, inputs))
+        if node.op in EXCHANGES:
+            exchanges[i] = exchange(node, inputs, rank, size)
+    return Steps(program, does, exchanges, after, followers, _fused(program))
 
 
 def graph_of(
@@ -70,21 +114,21 @@ def graph_of(
 
     Args:
         allocated: bytes that the device's allocator takes for a tensor of so many bytes.
-        strict: else branches, and loops whose turns are not known, are nodes like others.
+        strict: see `steps_of`.
 
     Raises:
         PlanError: how often a loop or branch runs is not known before it does.
     """
     program = unrolled(program, strict)
-    place = {node.name: i for i, node in enumerate(program.nodes)}
-    first: list[int] = []
+    steps = _steps(program, rank, size)
+    first: dict[str, int] = {}
     sizes: list[int] = []
     types: list[TensorType] = []
     on_host = [node for node in program.nodes if node.attrs.get(ON_HOST)]
     kept_there = {node.name for node in on_host if not _leaves_host(node)}
     known: dict[TensorType, int] = {}
     for node in program.nodes:
-        first.append(len(sizes))
+        first[node.name] = len(sizes)
         for t in node.outputs:
             if (size_bytes := known.get(t)) is None:
                 size_bytes = known[t] = allocated(t.bytes)
@@ -93,26 +137,14 @@ def graph_of(
     shared = [-1] * len(sizes)
     taken: list[tuple[int, ...]] = [()] * len(sizes)
     held: set[int] = set()
-    after: list[int] = []
-    followers: list[list[int]] = [[] for _ in program.nodes]
     operands: list[list[int]] = []
     results: list[list[int]] = []
-    does: list[Work] = []
-    exchanges: dict[int, Exchange] = {}
     copied = buffers.copied_reads(program)
-    for i, node in enumerate(program.nodes):
-        own = list(range(first[i], first[i] + len(node.outputs)))
-        reads = [first[place[r.node]] + r.index for r in node.inputs]
-        before = dict.fromkeys([place[r.node] for r in node.inputs] + [place[c] for c in node.controls])
-        for j in before:
-            followers[j].append(i)
-        after.append(len(before))
+    for node in program.nodes:
+        own = list(range(first[node.name], first[node.name] + len(node.outputs)))
+        reads = [first[r.node] + r.index for r in node.inputs]
         operands.append(reads)
         results.append(own)
-        inputs = [types[r] for r in reads]
-        does.append(copying(node) if node.name in copied else work(node, inputs))
-        if node.op in EXCHANGES:
-            exchanges[i] = exchange(node, inputs, rank, size)
         if node.op in ("Placeholder", "Const"):
             held.update(own)
         elif node.name in copied:
@@ -123,20 +155,21 @@ def graph_of(
         else:
             for k, mine in enumerate(own):
                 t = node.outputs[k]
-                candidates = [o for o in buffers.forwarded(node, k) if o < len(reads)]
-                alike = [o for o in candidates if inputs[o].dtype == t.dtype and inputs[o].elements == t.elements]
-                taken[mine] = tuple(reads[o] for o in alike)
+                candidates = [reads[o] for o in buffers.forwarded(node, k) if o < len(reads)]
+                taken[mine] = tuple(
+                    r for r in candidates if types[r].dtype == t.dtype and types[r].elements == t.elements
+                )
     elsewhere = {r.node for node in on_host for r in node.inputs}
     variables = {v.node: 0 if v.node in elsewhere else allocated(v.type.bytes) for v in program.variables}
-    resident = [sizes[first[place[name]]] for name in program.inputs if program.by_name[name].outputs]
-    resident += [allocated(e.staging_bytes) for e in exchanges.values()]
-    fetched = [first[place[r.node]] + r.index for r in program.outputs]
+    resident = [sizes[first[name]] for name in program.inputs if program.by_name[name].outputs]
+    resident += [allocated(e.staging_bytes) for e in steps.exchanges.values()]
+    fetched = [first[r.node] + r.index for r in program.outputs]
     readers = [0] * len(sizes)
     for r in itertools.chain(fetched, *operands):
         readers[r] += 1
     return Graph(
-        program, does, exchanges, after, followers, operands, results, sizes, shared, taken, held, fetched,
-        _fused(program), variables, resident, readers,
+        program, steps.work, steps.exchanges, steps.after, steps.followers, steps.fused, operands, results, sizes,
+        shared, taken, held, fetched, variables, resident, readers,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from itertools import product
 from random import Random
 
 from cost_model.captured.execute import Played, run
-from cost_model.captured.graph import Exchange, Graph, graph_of
+from cost_model.captured.graph import Exchange, Graph, Steps, graph_of, steps_of
 from cost_model.captured.liveness import live_bytes, peak_bytes
 from cost_model.captured.machine import Machine
 from whale.ir.program import Program
@@ -109,7 +109,7 @@ def predict_ranks(
     """
     size = len(programs)
     machine.check_holds(size)
-    priced = [_priced(program, rank, size, machine, True) for rank, program in enumerate(programs)]
+    priced = [_priced(program, rank, size, machine) for rank, program in enumerate(programs)]
     graphs, seconds, scratch = [one[0] for one in priced], [one[1] for one in priced], [one[2] for one in priced]
     sharing = machine.sharing
     played = run(graphs, seconds, machine.exchange_s, sharing)
@@ -155,9 +155,9 @@ def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -
     Raises:
         PlanError: the ranks wait for each other.
     """
-    priced = [_priced(program, rank, size, machine, False) for rank, program in programs.items()]
-    graphs, seconds = [one[0] for one in priced], [one[1] for one in priced]
-    played = run(graphs, seconds, machine.exchange_s, machine.sharing, list(programs))
+    steps = [steps_of(program, rank, size, strict=False) for rank, program in programs.items()]
+    seconds = [_seconds(one, _prices(one, machine, rank)) for one, rank in zip(steps, programs)]
+    played = run(steps, seconds, machine.exchange_s, machine.sharing, list(programs))
     return max(one.end_s for one in played) + machine.call_s
 
 
@@ -172,7 +172,7 @@ def what_if_seconds(
     Raises:
         PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
     """
-    priced = [_priced(program, rank, len(programs), machine, True) for rank, program in enumerate(programs)]
+    priced = [_priced(program, rank, len(programs), machine) for rank, program in enumerate(programs)]
     graphs = [one[0] for one in priced]
     found = []
     for faster, pace in product(exchanges, paces):
@@ -186,27 +186,37 @@ def _faster(machine: Machine, times: float, what: Exchange) -> float:
     return machine.exchange_s(what) / times
 
 
-def rank_seconds(program: Program, rank: int, size: int, machine: Machine) -> float:
-    """Seconds of all that ``rank`` of ``size`` does in a step, one after the other, without waiting for anybody."""
-    graph, seconds, _ = _priced(program, rank, size, machine, False)
-    return sum(seconds) + sum(map(machine.exchange_s, graph.exchanges.values()))
-
-
-def _priced(
-    program: Program, rank: int, size: int, machine: Machine, strict: bool
-) -> tuple[Graph, list[float], list[int]]:
-    """What ``rank`` of ``size`` runs, with the seconds and the scratch bytes of each node."""
-    graph = graph_of(program, rank, size, machine.allocated, strict)
-    price = machine.operations[rank]
-    pairs = [
-        (0.0, 0) if i in graph.exchanges or not does.kernels else price(graph.program, node, does)
-        for i, (node, does) in enumerate(zip(graph.nodes, graph.work))
+def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Machine]) -> list[float]:
+    """Seconds of all that ``rank`` of ``size`` does in a step, one after the other, without waiting for anybody, on each
+    of ``machines``."""
+    steps = steps_of(program, rank, size, strict=False)
+    return [
+        sum(_seconds(steps, _prices(steps, one, rank))) + sum(map(one.exchange_s, steps.exchanges.values()))
+        for one in machines
     ]
-    seconds = [0.0 if fused else one[0] for one, fused in zip(pairs, graph.fused)]
-    scratch = [machine.allocated(one[1]) for one in pairs]
+
+
+def _priced(program: Program, rank: int, size: int, machine: Machine) -> tuple[Graph, list[float], list[int]]:
+    """What ``rank`` of ``size`` runs, with the seconds and the scratch bytes of each node."""
+    graph = graph_of(program, rank, size, machine.allocated)
+    prices = _prices(graph, machine, rank)
+    scratch = [machine.allocated(one[1]) for one in prices]
     for i, what in graph.exchanges.items():
         scratch[i] = sum(map(machine.allocated, what.scratch_bytes))
-    return graph, seconds, scratch
+    return graph, _seconds(graph, prices), scratch
+
+
+def _prices(steps: Steps, machine: Machine, rank: int) -> list[tuple[float, int]]:
+    """Seconds and scratch bytes of each node but of exchanges."""
+    price = machine.operations[rank]
+    return [
+        (0.0, 0) if i in steps.exchanges or not does.kernels else price(steps.program, node, does)
+        for i, (node, does) in enumerate(zip(steps.nodes, steps.work))
+    ]
+
+
+def _seconds(steps: Steps, prices: Sequence[tuple[float, int]]) -> list[float]:
+    return [0.0 if fused else one[0] for one, fused in zip(prices, steps.fused)]
 
 
 def _timeline(

@@ -97,12 +97,10 @@ class Ground:
 
     def seconds_of_each(self, program: Program, stands_for: int) -> list[float]:
         """Seconds that each rank would take for what rank ``stands_for`` runs, if nobody waited for another."""
-        size = len(self.rates)
-        kinds = {
-            one: rank_seconds(program, stands_for, size, _without_waiting([one] * size))
-            for one in dict.fromkeys(self.rates)
-        }
-        return [kinds[one] for one in self.rates]
+        size, kinds = len(self.rates), list(dict.fromkeys(self.rates))
+        seconds = rank_seconds(program, stands_for, size, [_without_waiting([one] * size) for one in kinds])
+        of_kind = dict(zip(kinds, seconds))
+        return [of_kind[one] for one in self.rates]
 
 
 def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
