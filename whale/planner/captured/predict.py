@@ -7,8 +7,9 @@ predicted    seconds of a step, and whether it fits
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.exchange.on_devices import told_apart
 from whale.passes.facts.stages import DATA, TENSOR
-from whale.passes.memory.step_bytes import step_bytes
+from whale.passes.memory.step_bytes import at_most_bytes, step_bytes
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ground import Ground, unequal
@@ -37,19 +38,31 @@ class Made:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Way:
-    """A choice with what a step of it is predicted to take: seconds, and bytes of the rank that holds most.
+    """A choice with what a step of it is predicted to take.
 
-    ``lacking_bytes``: of the rank that lacks most memory; 0 or less: all have enough. Both are 0 where nobody asks,
-    since something that fits is faster. ``made``: see `Made`; None: it is made again if it is chosen.
+    Attributes:
+      seconds: of a step.
+      lacking_bytes: of the rank that lacks most memory; 0 or less: all have enough, also where nobody asks, since
+        something that fits is faster.
+      made: see `Made`; None: it is made again if it is chosen.
+      held: rank -> what it holds at most in a step, where that was looked at.
+      programs: rank -> what it runs, where all tensors of a step together fit, so that nobody looked.
     """
 
     choice: Choice
     seconds: float
-    bytes: int = 0
     lacking_bytes: float = 0.0
     made: Made | None = None
+    held: Mapping[int, int] = field(default_factory=dict)
+    programs: Mapping[int, Program] = field(default_factory=dict)
+
+    @cached_property
+    def bytes(self) -> int:
+        """What the rank holds that holds most; 0 where nobody asks."""
+        size = self.made.settings.size if self.made is not None else 0
+        return max((self.held or _held(self.programs, size)).values(), default=0)
 
     @property
     def fits(self) -> bool:
@@ -144,9 +157,14 @@ def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> W
     if seconds >= needed_s:
         return Way(choice, seconds)
     asked = programs if unlike else {0: programs[0]}
-    held = {rank: sum(step_bytes(one, rank, settings.size).values()) for rank, one in asked.items()}
-    chosen = msgspec.structs.replace(choice, predicted_s=seconds, predicted_bytes=max(held.values()))
-    return Way(chosen, seconds, max(held.values()), ground.lacking_bytes(held), made)
+    if ground.lacking_bytes({rank: at_most_bytes(one) for rank, one in asked.items()}) <= 0:
+        return Way(choice, seconds, made=made, programs=asked)
+    held = _held(asked, settings.size)
+    return Way(choice, seconds, ground.lacking_bytes(held), made, held)
+
+
+def _held(programs: Mapping[int, Program], size: int) -> dict[int, int]:
+    return {rank: sum(step_bytes(one, rank, size).values()) for rank, one in programs.items()}
 
 
 def _played(settings: PlanSettings, choice: Choice, ground: Ground) -> Sequence[int]:

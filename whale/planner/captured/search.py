@@ -106,7 +106,7 @@ class Search:
             self.found.append(way)
             best = self.best()
             # Plans of steps are large: only one of them will run.
-            self.found = [one if one is best else replace(one, made=None) for one in self.found]
+            self.found = [one if one is best else replace(one, made=None, programs={}) for one in self.found]
 
     def full(self) -> Iterator[Choice]:
         """What does not fit and is faster than all that fits, fastest first, while that is so."""
@@ -146,8 +146,8 @@ def best_way(
                 search.look(plans, choice)
         _look_at_leaner(search, plans)
     best = _best(search, ground)
-    chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=best.bytes)
     made = best.made or plans.made(best.choice)
+    chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=best.bytes)
     return Found(chosen, made, list(_told(best, search, ground)), search.is_whole)
 
 
