@@ -150,7 +150,15 @@ def _solve(table: _Columns, integral: int) -> np.ndarray:
     lp.integrality_ = [highspy.HighsVarType.kInteger] * integral + [highspy.HighsVarType.kContinuous] * (
         count - integral
     )
-    highs = highspy.Highs()
+
+    class Silent(highspy.Highs):
+        """From 1.16 on the constructor enables callbacks, and says its version when it does."""
+
+        def enableCallbacks(self) -> None:
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    highs = Silent()
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
     highs.setOptionValue("mip_rel_gap", _GAP)
