@@ -187,8 +187,8 @@ def _faster(machine: Machine, times: float, what: Exchange) -> float:
 
 
 def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Machine]) -> list[float]:
-    """Seconds of all that ``rank`` of ``size`` does in a step, one after the other, without waiting for anybody, on each
-    of ``machines``."""
+    """Seconds of all that ``rank`` of ``size`` does in a step, one after the other, waiting for nobody, on each of
+    ``machines``."""
     steps = steps_of(program, rank, size, strict=False)
     return [
         sum(_seconds(steps, _prices(steps, one, rank))) + sum(map(one.exchange_s, steps.exchanges.values()))

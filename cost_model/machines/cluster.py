@@ -123,6 +123,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Devices of all hosts."""
         return sum(host.count * entry.count for host in self.hosts for entry in host.devices)
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of its devices: gpu, cpu."""
+        return frozenset(entry.device.kind for host in self.hosts for entry in host.devices)
+
     def path(self, one: HostEntry, other: HostEntry) -> tuple[str, NetworkEntry, int]:
         """The fastest network between two hosts: its name, entry, and the adapters of the host that has fewer."""
         common = [name for name in one.networks if name in other.networks]

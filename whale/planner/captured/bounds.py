@@ -32,7 +32,9 @@ class Speed:
     start_s: float
 
 
-def of_pipelines(program: Program, kinds: Sequence[Speed], equal_rows: bool) -> Callable[[Choice], float]:
+def of_pipelines(
+    program: Program, whole: Program, kinds: Sequence[Speed], equal_rows: bool
+) -> Callable[[Choice], float]:
     """What pipelines take at least, by the operations that each micro-batch repeats.
 
     Of ``count`` micro-batches a stage does all, after the stages before it have sent it the first one, and they go on
@@ -40,6 +42,7 @@ def of_pipelines(program: Program, kinds: Sequence[Speed], equal_rows: bool) -> 
     others once; so if one micro-batch takes ``t`` in all stages together, a step takes ``t * (1 + (count - 1) / n)``.
 
     Args:
+        whole: the program with its updates as they run.
         kinds: of each rank.
         equal_rows: all ranks of a stage have as many rows, so that it waits for its slowest one.
     """
@@ -51,7 +54,7 @@ def of_pipelines(program: Program, kinds: Sequence[Speed], equal_rows: bool) -> 
     counted = [
         (program.by_name[name], level)
         for name, level in (at.forward | at.backward).items()
-        if name in of_rows and program.by_name[name].op not in MAY_BE_FUSED
+        if name in of_rows and name in whole.by_name and program.by_name[name].op not in MAY_BE_FUSED
     ]
     weights = len(chain(program))
     # Up to a weight of the chain: seconds, and how many operations take any.
@@ -89,7 +92,7 @@ def alone(program: Program, seconds: Callable[[Node], float]) -> float:
 
 
 def of_divided_state(
-    program: Program, seconds: Callable[[Node], float], rates: Sequence[Rates], state: Collection[str]
+    program: Program, whole: Program, seconds: Callable[[Node], float], rates: Sequence[Rates], state: Collection[str]
 ) -> float:
     """What ranks take at least that divide rows and the optimizer's state: all operations divided evenly, and for each
     weight whose new value is computed of such state a gather of it, and what ranks send of it and of its gradient.
@@ -97,11 +100,12 @@ def of_divided_state(
     Sums travel together, but neither their parts nor gathers do (`whale.passes.exchange.fuse_all_reduces`).
 
     Args:
+        whole: the program with its updates as they run.
         seconds: of one node on the whole batch, on the fastest rank.
         state: handles of variables that lie split.
     """
     size, start_s = len(rates), min(one.start_s for one in rates)
-    each = [seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED]
+    each = [seconds(node) for node in whole.nodes if node.op not in MAY_BE_FUSED]
     started_s = start_s * sum(one > 0.0 for one in each)
     computed_s = started_s + max(0.0, sum(each) - started_s) / size
     if not rates[0].exchanges_compute:

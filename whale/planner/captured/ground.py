@@ -29,6 +29,8 @@ PASSES_OF_AN_EXCHANGE = 3
 MakePlan = Callable[[Program, PlanSettings], Plan]
 # What some ranks would run under it: (program, plan, settings, ranks) -> their programs.
 Lower = Callable[[Program, Plan, PlanSettings, Sequence[int]], list[Program]]
+# Ranks' programs as they run, with their updates fused where the settings say so.
+AsRun = Callable[[list[Program], PlanSettings], list[Program]]
 # Which settings would make the step fit into so many bytes of a rank, in words.
 Options = Callable[[float], str]
 # The program as it was captured, normalised under other settings.
@@ -43,7 +45,7 @@ class Ground:
       rates: of each rank.
       on: what then prices operations and exchanges instead of the rates: a file that `whale profile` wrote, or the
         cluster of which these are the first devices; None: nothing.
-      plan: plans a program; lower: makes what ranks would run.
+      plan: plans a program; lower, as_run: make what ranks would run.
       limits_bytes: memory that each rank has for a step.
       options: what would make a step fit.
       again: None: the program cannot be captured with its gradients marked, which recomputation needs.
@@ -53,6 +55,7 @@ class Ground:
     on: Table | Cluster | None
     plan: MakePlan
     lower: Lower
+    as_run: AsRun
     limits_bytes: Sequence[float]
     options: Options
     again: Again | None
@@ -65,6 +68,7 @@ class Ground:
         size: int,
         plan: MakePlan,
         lower: Lower,
+        as_run: AsRun,
         options: Options,
         again: Again | None,
     ) -> Ground:
@@ -78,7 +82,7 @@ class Ground:
         weights = [v.type for v in program.variables if len(v.type.shape or ()) >= 2]
         dtype = max(weights, key=lambda t: t.bytes).dtype if weights else "float32"
         rates, memory_bytes = cluster_rates(cluster, dtype)[:size], machine.memory_bytes[:size]
-        return cls(rates, cluster, plan, lower, memory_bytes, options, again)
+        return cls(rates, cluster, plan, lower, as_run, memory_bytes, options, again)
 
     @property
     def origin(self) -> str:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
 from cost_model.captured.predict import step_seconds
 from cost_model.captured.table import Table
 from whale.ir.mesh import Axis
@@ -97,7 +95,7 @@ class Plans:
 
     def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
         """The programs that these ranks run."""
-        return self.ground.lower(made.program, made.plan, made.settings, ranks)
+        return self.ground.as_run(self.ground.lower(made.program, made.plan, made.settings, ranks), made.settings)
 
 
 def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Program, PlanSettings]:

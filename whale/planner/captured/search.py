@@ -243,8 +243,9 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
         # A table prices what ranks compute at the same time, on cores that they share.
         shared = isinstance(ground.on, Table)
         operations = (rated_machine(ground.rates) if shared else ground.machine(program)).operations
+        (whole,) = ground.as_run([program], settings)
         kinds = {
-            one: _speed(program, operations[ground.rates.index(one)], one.start_s)
+            one: _speed((program, whole), operations[ground.rates.index(one)], one.start_s)
             for one in dict.fromkeys(ground.rates)
         }
 
@@ -255,14 +256,14 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
         asked = settings.time.micro_batches
         every = pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
         if every and not shared:
-            least = bounds.of_pipelines(program, [kinds[one] for one in ground.rates], not settings.batch.shares)
+            least = bounds.of_pipelines(program, whole, [kinds[one] for one in ground.rates], not settings.batch.shares)
             lasting = sorted(((one, least(one)) for one in every), key=lambda one: one[1])
         else:
             lasting = [(one, 0.0) for one in every]
         if not shared:
-            least_s = {one.name: bounds.alone(program, seconds) for one in found if one.alone}
+            least_s = {one.name: bounds.alone(whole, seconds) for one in found if one.alone}
             if state:
-                least_s[found[-1].name] = bounds.of_divided_state(program, seconds, ground.rates, state)
+                least_s[found[-1].name] = bounds.of_divided_state(program, whole, seconds, ground.rates, state)
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting
@@ -278,11 +279,14 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
     return lasting
 
 
-def _speed(program: Program, price: Callable[[Program, Node, Work], tuple[float, int]], start_s: float) -> Speed:
-    """A kind of rank by its price of operations; each is asked for once."""
+def _speed(
+    programs: Sequence[Program], price: Callable[[Program, Node, Work], tuple[float, int]], start_s: float
+) -> Speed:
+    """A kind of rank by its price of the operations of some programs; each is asked for once."""
 
     @cache
     def seconds(name: str) -> float:
+        program = next(one for one in programs if name in one.by_name)
         node = program.by_name[name]
         does = work(node, [program.type_of(r) for r in node.inputs])
         return price(program, node, does)[0] if does.kernels else 0.0

@@ -31,7 +31,7 @@ from whale.runtime.compile.progress import told
 from whale.runtime.compile.rates import measured_rates
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.spread.lower import lower_ranks, make_any_plan
+from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +148,13 @@ def _ground(program: Program, context: Context, options: Options, again: Again |
     """What ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
     size, dry, profile = context.planned_size, context.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
-        ground = Ground.described(dry.cluster, program, size, make_any_plan, lower_ranks, options, again)
+        ground = Ground.described(dry.cluster, program, size, make_any_plan, lower_ranks, as_run, options, again)
         asked = context.config["memory.limit_bytes"]
         return replace(ground, limits_bytes=[asked] * size) if asked else ground
     with eager_mode():  # a session's script has a graph here, which is not to grow
         rates = measured_rates(context, dry is not None, program)
     limit, _ = limit_bytes(context.config, context.local_ranks)
-    return Ground(rates, profile, make_any_plan, lower_ranks, [limit] * size, options, again)
+    return Ground(rates, profile, make_any_plan, lower_ranks, as_run, [limit] * size, options, again)
 
 
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> Choice | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
 from whale.ir.mesh import Axis
 from whale.passes.settings import (
@@ -63,7 +64,12 @@ def settings_of(context: Context) -> PlanSettings:
             wire_dtype=config["communication.wire_dtype"],
         ),
         dump=config["dump"] if context.rank == 0 else "",
-        # The operation has a kernel for processors.
-        fuse_updates=config["fuse.updates"] and not has_compute_device(),
+        fuse_updates=config["fuse.updates"] and fuses_updates(context.dry.cluster if context.dry is not None else None),
         mesh=tuple(Axis(name, size) for name, size in config.mesh.items()),
     )
+
+
+def fuses_updates(cluster: Cluster | None) -> bool:
+    """Whether updates may be fused, on a described cluster or where this process computes: the operation has a kernel
+    for processors."""
+    return not has_compute_device() if cluster is None else "gpu" not in cluster.kinds

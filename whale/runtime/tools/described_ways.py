@@ -27,9 +27,10 @@ from whale.planner.captured.predict import Made, apply
 from whale.planner.captured.search import best_way
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile.memory_plan import options_text
+from whale.runtime.compile.settings import fuses_updates
 from whale.runtime.described import Description, program_of
 from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
-from whale.runtime.spread.lower import first_ranks, lower_ranks, make_any_plan, shown_ranks, with_memory
+from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.plan_prediction import Planned, predicted_on
 
 FAMILIES: dict[str, type[Description]] = {
@@ -76,15 +77,15 @@ def spread(described: Description, cluster: Cluster, budget_s: float | None = No
       PlanError: the model can be spread in no way, or fits in none.
     """
     captured = program_of(described, mark_gradients=True)
-    settings = PlanSettings(size=cluster.device_count)
+    settings = _settings(cluster)
     again = partial(normalise, captured)
-    apart = all(entry.device.kind == "gpu" for host in cluster.hosts for entry in host.devices)
+    apart = cluster.kinds == {"gpu"}
 
     def options(limit_bytes: float) -> str:
         return options_text(settings, limit_bytes, captured, lambda: captured, first_ranks, apart)
 
     program = again(settings)
-    ground = Ground.described(cluster, program, settings.size, make_any_plan, lower_ranks, options, again)
+    ground = Ground.described(cluster, program, settings.size, make_any_plan, lower_ranks, as_run, options, again)
     found = best_way(program, settings, ground, budget_s=budget_s)
     plan = (
         planned_as(found.choice, captured, cluster) if found.made is None else _told(found.choice, found.made, cluster)
@@ -98,11 +99,15 @@ def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
     Raises:
       PlanError: it cannot be spread so.
     """
-    settings = PlanSettings(size=cluster.device_count)
+    settings = _settings(cluster)
     if choice.recompute:
         settings = settings.but(memory__recompute=choice.recompute)
     program, settings = apply(normalise(captured, settings), settings, choice)
     return _told(choice, Made(program, settings, make_any_plan(program, settings)), cluster)
+
+
+def _settings(cluster: Cluster) -> PlanSettings:
+    return PlanSettings(size=cluster.device_count, fuse_updates=fuses_updates(cluster))
 
 
 def _told(choice: Choice, made: Made, cluster: Cluster) -> Plan:
