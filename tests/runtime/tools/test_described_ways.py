@@ -26,7 +26,7 @@ from whale.runtime.described import families as f
 from whale.runtime.described import models
 from whale.runtime.described.program import _step, program_of
 from whale.runtime.run.context import current
-from whale.runtime.spread.lower import lower_ranks, make_any_plan
+from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
 from whale.runtime.tools.described_ways import planned_as, read, spread
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
@@ -128,9 +128,9 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     )
     monkeypatch.setattr(ways, "LEAST_BYTES", 1)
     captured = program_of(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
-    settings = PlanSettings(size=4)
+    settings = PlanSettings(size=4, fuse_updates=True)
     program = normalise(captured, settings)
-    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, lambda _: "", None)
+    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
     plans = predict.Plans(program, settings, ground)
     looked_at = search._looked_at(plans, 0)
     few = [predict.predicted(plans, choice) for choice, _ in looked_at]
@@ -143,4 +143,6 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     for way in few:
         if way.choice in replicas:
             every = predict.predicted(plans, way.choice)
-            assert (way.seconds, way.bytes, way.lacking_bytes) == (every.seconds, every.bytes, every.lacking_bytes)
+            # The first of a group makes no zeros where the others begin their part of a sum.
+            assert way.seconds == pytest.approx(every.seconds, rel=1e-9 if way.choice.stages else 0.03)
+            assert (way.bytes, way.lacking_bytes) == (every.bytes, every.lacking_bytes)
