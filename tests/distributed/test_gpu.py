@@ -60,7 +60,7 @@ RUNS = {
     "zero 3": Run("mlp", "adam", "5,3", "zero:3"),
     "stages": Run("tf1_mlp", "adam", "even,even", "stage:2", micro_batches=2),
     "groups": Run("convnet", "adam", "even,even,even,even", "split:2"),
-    "replicas of stages": Run("mlp", "adam", "even,even,even,even", "stage:2", micro_batches=2),
+    "replicas of stages": Run("tf1_mlp", "adam", "even,even,even,even", "stage:2", micro_batches=2),
 }
 # What is always run with the host's memory as device: each takes some seconds.
 SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned")}
