@@ -171,7 +171,7 @@ def _addresses_part(op: OpView, rows: Rows, table: Split) -> bool:
     """Whether the table is cut along a dimension that ids address."""
     if table.blocks > 1 or len(table.sizes) < 2 or table.dim >= _depth(op, rows):
         return False
-    return (rows.table_of(op).shape or ())[table.dim : table.dim + 1] != (None,)
+    return rows.once or (rows.table_of(op).shape or ())[table.dim : table.dim + 1] != (None,)
 
 
 def _can(op: OpView, rows: Rows) -> bool:
