@@ -289,9 +289,10 @@ class recompute(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> recompute:
-        from whale.runtime.run.scopes import again
+        from whale.ir.program import AGAIN
+        from whale.runtime.run.scopes import marked
 
-        scope = again()
+        scope = marked(AGAIN)
         scope.__enter__()
         self._entered.append(scope)
         return self
