@@ -289,10 +289,9 @@ class recompute(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> recompute:
-        from whale.ir.program import AGAIN
-        from whale.runtime.run.scopes import marked
+        from whale.runtime.run.scopes import again
 
-        scope = marked(AGAIN)
+        scope = again()
         scope.__enter__()
         self._entered.append(scope)
         return self

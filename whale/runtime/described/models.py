@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from whale.ir.program import AGAIN
 from whale.runtime.described import families as f
 from whale.runtime.described.layers import (
     Scope,
@@ -22,7 +20,7 @@ from whale.runtime.described.layers import (
     feed_forward,
     norm,
 )
-from whale.runtime.run.scopes import held, marked, on_path
+from whale.runtime.run.scopes import again, held, on_path
 
 Batch = Mapping[str, tf.Tensor]
 
@@ -87,7 +85,7 @@ def _layers(
     activation: Callable[..., tf.Tensor],
     memory: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    core: Scope = partial(marked, AGAIN) if d.recompute == "selective" else nullcontext
+    core: Scope = again if d.recompute == "selective" else nullcontext
     for i in range(d.layers):
         at = f"{name}/{i}"
         if d.recompute == "full":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from whale.errors import PlanError
-from whale.ir.program import CHECKPOINT
+from whale.ir.program import AGAIN, CHECKPOINT
 from whale.passes.facts.scopes import micro_batches_in, ranks_of_scope, split_scope
 from whale.passes.facts.stages import CONTEXT, stage_of
 from whale.runtime.run.context import Context, current
@@ -282,6 +282,11 @@ def marked(mark: str) -> Iterator[None]:
             flag = {mark: attr_value_pb2.AttrValue(b=True)}
             stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(flag))
         yield
+
+
+def again() -> AbstractContextManager[None]:
+    """Marks what is built inside as what is computed again for the backward pass."""
+    return marked(AGAIN)
 
 
 def joined_path(context: Context, path: str) -> str:
