@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from cost_model.captured import buffers
@@ -81,17 +81,17 @@ def steps_of(program: Program, rank: int, size: int, strict: bool = True) -> Ste
     Raises:
         PlanError: how often a loop or branch runs is not known before it does.
     """
-    return _steps(unrolled(program, strict), rank, size)
+    program = unrolled(program, strict)
+    return _steps(program, rank, size, buffers.copied_reads(program))
 
 
-def _steps(program: Program, rank: int, size: int) -> Steps:
+def _steps(program: Program, rank: int, size: int, copied: Collection[str]) -> Steps:
     place: dict[str, int] = {}
     outputs: dict[str, tuple[TensorType, ...]] = {}
     after: list[int] = []
     followers: list[list[int]] = []
     does: list[Work] = []
     exchanges: dict[int, Exchange] = {}
-    copied = buffers.copied_reads(program)
     for i, node in enumerate(program.nodes):
         place[node.name], outputs[node.name] = i, node.outputs
         followers.append([])
@@ -120,7 +120,8 @@ def graph_of(
         PlanError: how often a loop or branch runs is not known before it does.
     """
     program = unrolled(program, strict)
-    steps = _steps(program, rank, size)
+    copied = buffers.copied_reads(program)
+    steps = _steps(program, rank, size, copied)
     first: dict[str, int] = {}
     sizes: list[int] = []
     types: list[TensorType] = []
@@ -139,7 +140,6 @@ def graph_of(
     held: set[int] = set()
     operands: list[list[int]] = []
     results: list[list[int]] = []
-    copied = buffers.copied_reads(program)
     for node in program.nodes:
         own = list(range(first[node.name], first[node.name] + len(node.outputs)))
         reads = [first[r.node] + r.index for r in node.inputs]

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant import classifier, experts, stages
-from benchmarks.giant.measure import SPREAD, Line, difference, ranks
+from benchmarks.giant.measure import SPREAD, Line, difference, measure, ranks
 from whale.errors import PlanError
 
 LIMIT = 1e-10
@@ -54,6 +54,12 @@ def test_what_moves_is_what_has_to(name: str) -> None:
     line = LINES[name]
     assert planned_bytes(line, line.small or line.make) <= 1.05 * line.wanted
     assert difference(line) <= LIMIT
+
+
+def test_what_moves_in_slots_of_the_runs_number() -> None:
+    """The plan knows no bytes of such slots; the run's are counted."""
+    found = measure(LINES["wh.layers.MoE, top-2, dropless"])
+    assert 0 < found.moved <= 1.05 * found.wanted and found.difference <= LIMIT
 
 
 def test_fewer_groups_than_ranks_are_dispatched_all_the_same() -> None:

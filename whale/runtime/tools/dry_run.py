@@ -148,8 +148,7 @@ class Prediction:
         totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
-            devices = [entry.device for host in on.hosts for entry in host.devices] if on is not None else []
-            beside_host = bool(devices) and all(device.kind == "gpu" for device in devices)
+            beside_host = on is not None and on.kinds == {"gpu"}
             options = options_text(settings, min(limits), planned.program, None, first_ranks, beside_host)
             raise refusal_of_plan(plan.program, plan.memory, limits, options)
 
