@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import whale as wh
 from benchmarks.giant.measure import counted
 from cost_model.captured.machine import cluster_machine
 from cost_model.captured.predict import predict_ranks
+from cost_model.formulas.gpu_memory import nccl_bytes
 from cost_model.machines import cluster
 from tests.cost_model.test_captured import LAB
 from whale.cli import main
@@ -21,7 +23,7 @@ from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured import predict, search, ways
 from whale.planner.captured.ground import Ground
-from whale.planner.captured.ways import choices
+from whale.planner.captured.ways import Choice, choices
 from whale.runtime.described import families as f
 from whale.runtime.described import models
 from whale.runtime.described.program import _step, program_of
@@ -148,3 +150,20 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
             assert way.seconds == pytest.approx(every.seconds, rel=apart)
             assert way.bytes == pytest.approx(every.bytes, rel=apart)
             assert way.lacking_bytes == every.lacking_bytes
+
+
+def test_ways_are_judged_with_what_nccl_takes() -> None:
+    two = cluster.parse("name: two\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]\n")
+    through_host = PlanSettings(size=2)
+    by_nccl = through_host.but(exchange__backend="nccl")
+    program = normalise(program_of(read(CLASSIFIER)), through_host)
+    held = {}
+    for settings in (through_host, by_nccl, by_nccl.but(memory__limit_bytes=1 << 40)):
+        ground = Ground.described(two, program, 2, make_any_plan, lower_ranks, as_run, lambda _: "", None)
+        ground = replace(ground, limits_bytes=[nccl_bytes(1, 0, {})] * 2)
+        way = predict.predicted(predict.Plans(program, settings, ground), Choice("data parallel"))
+        held[settings.exchange.backend, settings.memory.limit_bytes] = way.bytes, way.fits
+    (tensors, fits), (with_nccl, fits_beside) = held["whale", 0], held["nccl", 0]
+    assert with_nccl == tensors + nccl_bytes(1, 0, {})
+    assert fits and not fits_beside
+    assert held["nccl", 1 << 40] == (tensors, True)

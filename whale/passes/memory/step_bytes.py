@@ -1,11 +1,21 @@
-"""What one rank holds at the fullest moment of a step, by category: the one figure by which memory is judged."""
+"""What one rank holds at the fullest moment of a step, by category: the one figure by which memory is judged.
+
+step_bytes      of its tensors
+taken_bytes     and what NCCL takes beside them
+at_most_bytes   more than that, found without a play
+"""
 
 from __future__ import annotations
 
+import os
+
+from cost_model.formulas.gpu_memory import nccl_bytes
 from cost_model.captured.held import held
 from cost_model.ops import executions
 from whale.ir.program import Program, Ref
+from whale.passes.exchange.on_devices import partners
 from whale.passes.memory.footprint import CATEGORIES, tensor_kinds, variable_kinds
+from whale.passes.settings import PlanSettings
 
 _KINDS = ("activations", *(name for name in CATEGORIES if name != "activations"))
 
@@ -28,10 +38,26 @@ def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int =
     return {name: by_name[name] for name in CATEGORIES}
 
 
-def at_most_bytes(program: Program) -> int:
-    """More than a rank can take: all tensors of a step at once, in pieces twice as large. Found without a play."""
+def taken_bytes(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
+    """As `step_bytes`, with what NCCL takes of the rank's GPU for what the program exchanges as a category of its own."""
+    return step_bytes(program, rank, settings.size) | nccl_memory(program, rank, settings)
+
+
+def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
+    """What NCCL takes for what ``rank`` exchanges, as a category; none beside a limit that the user has set."""
+    if settings.exchange.backend != "nccl" or settings.size == 1 or settings.memory.limit_bytes:
+        return {}
+    return {"NCCL": nccl_bytes(*partners(program, rank, settings.size), os.environ)}
+
+
+def at_most_bytes(program: Program, rank: int, settings: PlanSettings) -> int:
+    """More than ``rank`` can take: all tensors of a step at once, in pieces twice as large, and NCCL's memory.
+
+    Found without a play.
+    """
     called = (times * _all_bytes(program.functions[name]) for name, times in executions(program).items())
-    return 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
+    tensors = 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
+    return tensors + sum(nccl_memory(program, rank, settings).values())
 
 
 def _all_bytes(program: Program) -> int:

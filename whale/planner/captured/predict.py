@@ -19,7 +19,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.exchange.on_devices import told_apart
 from whale.passes.facts.stages import DATA, TENSOR
-from whale.passes.memory.step_bytes import at_most_bytes, step_bytes
+from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ground import Ground, unequal
@@ -59,8 +59,8 @@ class Way:
     @cached_property
     def bytes(self) -> int:
         """What the rank holds that holds most; 0 where nobody asks."""
-        size = self.made.settings.size if self.made is not None else 0
-        return max((self.held or _held(self.programs, size)).values(), default=0)
+        held = self.held if self.made is None else self.held or _held(self.programs, self.made.settings)
+        return max(held.values(), default=0)
 
     @property
     def fits(self) -> bool:
@@ -155,14 +155,14 @@ def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> W
     if seconds >= needed_s:
         return Way(choice, seconds)
     asked = programs if unlike else {0: programs[0]}
-    if ground.lacking_bytes({rank: at_most_bytes(one) for rank, one in asked.items()}) <= 0:
+    if ground.lacking_bytes({rank: at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}) <= 0:
         return Way(choice, seconds, made=made, programs=asked)
-    held = _held(asked, settings.size)
+    held = _held(asked, made.settings)
     return Way(choice, seconds, ground.lacking_bytes(held), made, held)
 
 
-def _held(programs: Mapping[int, Program], size: int) -> dict[int, int]:
-    return {rank: sum(step_bytes(one, rank, size).values()) for rank, one in programs.items()}
+def _held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, int]:
+    return {rank: sum(taken_bytes(one, rank, settings).values()) for rank, one in programs.items()}
 
 
 def _played(settings: PlanSettings, choice: Choice, ground: Ground) -> Sequence[int]:

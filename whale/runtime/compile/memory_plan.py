@@ -7,14 +7,13 @@ micro-batches, recomputation, mixed precision and `zero.level` are in it by them
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from cost_model.formulas.gpu_memory import nccl_bytes, tensorflow_bytes
+from cost_model.formulas.gpu_memory import tensorflow_bytes
 from cost_model.machines.discover import host_resources
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
@@ -22,8 +21,7 @@ from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program
 from whale.ir.values import TensorType
-from whale.passes.exchange.on_devices import partners
-from whale.passes.memory.step_bytes import at_most_bytes, step_bytes
+from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks.device_exchange import device_buffer_bytes
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
@@ -58,13 +56,6 @@ def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: 
     without = " and ".join(f"{human_bytes(size)} for {what}" for what, size in held.items() if size)
     limit = gpu.memory_bytes / sharing - sum(held.values())
     return limit, f"memory of the GPU, {gpu.name}{among}, without {without}"
-
-
-def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
-    """What NCCL takes of a rank's GPU for the exchanges of what it runs, as a category of its memory."""
-    if settings.exchange.backend != "nccl" or settings.size == 1:
-        return {}
-    return {"NCCL": nccl_bytes(*partners(program, rank, settings.size), os.environ)}
 
 
 class _Rank(msgspec.Struct):
@@ -103,9 +94,8 @@ def refuse_what_does_not_fit(
     mine, most_bytes = [], 0.0
     for rank, program in programs.items():
         limit, source = limit_bytes(context.config, context.local_ranks)
-        beside = {} if context.config["memory.limit_bytes"] else nccl_memory(program, rank, settings)
-        bound_bytes = at_most_bytes(program) + sum(beside.values())
-        found = _Rank(limit, source, {} if bound_bytes <= limit else step_bytes(program, rank, settings.size) | beside)
+        bound_bytes = at_most_bytes(program, rank, settings)
+        found = _Rank(limit, source, {} if bound_bytes <= limit else taken_bytes(program, rank, settings))
         most_bytes = max(most_bytes, found.bytes or bound_bytes)
         mine.append(found)
     said = dict(zip(programs, mine))
@@ -180,7 +170,7 @@ def options_text(
         other = settings.but(dump="", **option.changes)
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
-            return max(sum(step_bytes(p, r, other.size).values()) for r, p in lower(other, source).items())
+            return max(sum(taken_bytes(p, r, other).values()) for r, p in lower(other, source).items())
         except WhaleError:
             return None  # this program cannot run so
 

@@ -24,12 +24,13 @@ from whale.ir.program import Program
 from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_lines
 from whale.passes.judge.explain import explained
 from whale.passes.lay_out import expand
+from whale.passes.memory.step_bytes import nccl_memory
 from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import trains
 from whale.planner.report.draw_captured import Drawn
 from whale.planner.report.sliders import captured_sliders
-from whale.runtime.compile.memory_plan import nccl_memory, options_text, refusal_of_plan
+from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.ranks.gpus import told_of_processors
 from whale.runtime.run.context import DryRun, process, running
@@ -145,12 +146,16 @@ class Prediction:
         on = self.machines()
         if on is not None and not settings.memory.limit_bytes:
             limits = machine(on, settings.size).memory_bytes
-        totals = [sum(sizes) for sizes in zip(*plan.memory.values())]
+        memory = plan.memory
+        if settings.exchange.backend == "nccl" and (programs := rank_programs(planned)[:ranks]):
+            beside = [nccl_memory(one, rank, settings).get("NCCL", 0) for rank, one in enumerate(programs)]
+            memory = {**memory, "NCCL": tuple(beside)}
+        totals = [sum(sizes) for sizes in zip(*memory.values())]
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
             beside_host = on is not None and on.kinds == {"gpu"}
             options = options_text(settings, min(limits), planned.program, None, first_ranks, beside_host)
-            raise refusal_of_plan(plan.program, plan.memory, limits, options)
+            raise refusal_of_plan(plan.program, memory, limits, options)
 
 
 def main(

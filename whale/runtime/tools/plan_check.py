@@ -13,7 +13,7 @@ from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
-from whale.passes.memory.step_bytes import step_bytes
+from whale.passes.memory.step_bytes import taken_bytes
 from whale.runtime.spread.proof import in_a_line
 from whale.runtime.tools.as_main import located
 from whale.runtime.tools.dry_run import first_step
@@ -44,11 +44,12 @@ def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
     found = []
     try:
         script = located(plan.script, path)
-        programs = rank_programs(first_step(script[0], script[1:], plan.ranks, os.path.abspath(path)))
+        planned = first_step(script[0], script[1:], plan.ranks, os.path.abspath(path))
+        programs = rank_programs(planned)
     except PlanError as error:  # made_plan has proved it
         return [in_a_line(error)]
     for rank, program in enumerate(programs):
-        needed = sum(step_bytes(program, rank, len(programs)).values())
+        needed = sum(taken_bytes(program, rank, planned.settings).values())
         if cluster is not None and needed > devices[rank]:
             lacking = human_bytes(round(needed - devices[rank]))
             found.append(
