@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 
-from cost_model.formulas.gpu_memory import nccl_bytes
 from cost_model.captured.held import held
+from cost_model.formulas.gpu_memory import nccl_bytes
 from cost_model.ops import executions
 from whale.ir.program import Program, Ref
 from whale.passes.exchange.on_devices import partners
@@ -39,7 +39,7 @@ def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int =
 
 
 def taken_bytes(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
-    """As `step_bytes`, with what NCCL takes of the rank's GPU for what the program exchanges as a category of its own."""
+    """As `step_bytes`, with what NCCL takes of the rank's GPU as a category of its own."""
     return step_bytes(program, rank, settings.size) | nccl_memory(program, rank, settings)
 
 
