@@ -80,6 +80,8 @@ def test_no_rule_is_none():
         (view("Tile", ["float32[1,4]", "int32[2]"], ["float32[8,4]"], {1: [8, 1]}), "B B", []),
         (view("Shape", ["float32[?,4]"], ["int32[2]"]), "P(sum)", ["P(sum) -> B"]),
         (view("Shape", ["float32[?,4]"], ["int32[2]"]), "S(0)[2,2]", []),
+        (view("Shape", ["float32[?,4]"], ["int32[2]"]), "S(1)[2,2]", ["S(1)[2,2] -> B"]),
+        (view("Shape", ["float32[3,?,4]"], ["int32[3]"]), "S(0)[3,0]", ["S(0)[3,0] -> B"]),
         (
             view("IdentityN", ["float32[4]", "float32[6]"], ["float32[4]", "float32[6]"]),
             "S(0)[1,3] P(sum)",

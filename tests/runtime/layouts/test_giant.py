@@ -30,7 +30,6 @@ SPARED = [
     "wh.layers.MoE, top-2 and a shared expert",
     "wh.layers.MoE, experts choose",
     "wh.layers.MoE, top-2, dropless",
-    "3 experts, over the whole batch, none dropped",
     "wh.layers.MoE, top-2 with micro-batches",
     "experts, einsum, micro-batches",
     "experts, gather, micro-batches",
@@ -56,9 +55,10 @@ def test_what_moves_is_what_has_to(name: str) -> None:
     assert difference(line) <= LIMIT
 
 
-def test_what_moves_in_slots_of_the_runs_number() -> None:
-    """The plan knows no bytes of such slots; the run's are counted."""
-    found = measure(LINES["wh.layers.MoE, top-2, dropless"])
+@pytest.mark.parametrize("name", ["wh.layers.MoE, top-2, dropless", "3 experts, over the whole batch, none dropped"])
+def test_what_moves_in_slots_of_the_runs_number(name: str) -> None:
+    """The plan knows no bytes of such slots; the run's are counted. Of three experts one rank has none."""
+    found = measure(LINES[name])
     assert 0 < found.moved <= 1.05 * found.wanted and found.difference <= LIMIT
 
 

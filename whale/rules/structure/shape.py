@@ -356,11 +356,13 @@ def _shape_value(name: str, kind: TensorType, output: TensorType) -> np.ndarray:
 
 def shape_of(op: OpView) -> str:
     """whether the shapes are static; values are not read"""
-    if all(t.is_static for t in op.inputs):
-        return "{?} -> {.}"
     shape = op.inputs[0].shape
+    if all(t.is_static for t in op.inputs) or (op.node.op == "Shape" and shape and shape[0] is not None):
+        return "{?} -> {.}"
     if op.node.op != "Shape" or shape is None:
         return "{~.} -> {.}"
+    # Rows of a number that only the run knows may lie with the owners of a table's rows: their split says whose ids are
+    # where, and not how many there are.
     return f"~{term([f'd{i}' + '^' * (n is None) for i, n in enumerate(shape)])} -> =k^"
 
 
