@@ -21,6 +21,7 @@ SPARED = [
     "CosFace, tensor_scatter_nd_update margin",
     "x @ (W * 2)",
     "x @ (W + A @ B)",
+    "x @ W + (x @ A) @ B",
     "weight norm",
     "experts, scatter, routed under replica",
     "experts, gather, routed under replica",

@@ -90,15 +90,15 @@ def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Ma
             if not own and _is_between(program, node, scope[node.name]):
                 continue
             serves = served[node.name]
-            only = next(iter(serves)) if len(serves) == 1 else _between(program, node, scope, serves)
-            scope[node.name] = own or only
+            made = _between(program, node, scope, serves)
+            scope[node.name] = own or made or (next(iter(serves)) if len(serves) == 1 else "")
 
 
 def _between(program: Program, node: Node, scope: Mapping[str, str], serves: Collection[str]) -> str:
     """The split scope that all operands of a node come from, if the node leads to updates only; else "".
 
     The slopes that the parts of a layer send back are added up by nodes of no scope: laid out with what made them,
-    they are added up where they are, and one sum leaves the scope in place of several.
+    they are added up where they are, and one sum leaves the scope in place of several, for updates of one scope too.
     """
     made = {scope[r.node] for r in node.inputs if program.by_name[r.node].inputs}  # constants lie anywhere
     path = next(iter(made)) if len(made) == 1 else ""
