@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.planner.monotone import ROUNDING, compare
 from cost_model.described.stacks import stack
+from cost_model.described.transformer import Transformer
 from cost_model.described.transformer_model import TransformerModel
 from cost_model.machines import cluster
 from cost_model.machines.pools import Machines
@@ -20,6 +21,7 @@ from whale.planner.search import estimate
 from whale.planner.search.candidates import Limits
 from whale.planner.search.infeasible import changes
 from whale.planner.search.rounds import fits, rounds_s, search
+from whale.planner.search.search import Search
 
 TWO = cluster.parse(
     "name: two\nnetworks: {f: {type: ethernet-25g}}\nhosts:\n"
@@ -35,6 +37,23 @@ def _model(text: str, machines: Machines) -> TransformerModel:
 def test_more_devices_and_more_time_are_never_slower(seed: int) -> None:
     """All 200 cases: python -m benchmarks.planner monotone."""
     assert max(compare(seed)) <= ROUNDING
+
+
+def test_what_leaves_devices_idle_gets_a_lesser_stage_on_some() -> None:
+    """Four stages of A100s, and eight T4s of which no equal stage would be any use."""
+    where = cluster.parse(
+        "name: mixed\nnetworks: {f: {type: infiniband-edr-100}}\nhosts:\n"
+        "- {name: fast, count: 4, devices: [{type: a100-sxm-80gb}], networks: {f: {nics: 1}}}\n"
+        "- {name: slow, count: 2, devices: [{type: t4, count: 4}], networks: {f: {nics: 1}}}\n"
+    )
+    machines = Machines(where)
+    model = TransformerModel(Transformer(24, 1024, 16, 256, 30720), stack("megatron-2022"), machines)
+    found = Search(model, machines, 8, Limits()).run()
+    on_fast = [cost.step_s for one, cost in found.others if all(p.pool == 0 for s in one.stages for p in s.parts)]
+    pools = [part.pool for stage in found.spread.stages for part in stage.parts]
+    assert pools.count(0) == 4 and pools.count(1) == 1
+    assert found.evaluation.step_s < 0.98 * min(on_fast)
+    assert sum(stage.count for stage in found.spread.stages) == 24
 
 
 def test_rounds_are_the_same_within_every_budget() -> None:

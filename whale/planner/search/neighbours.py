@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -67,6 +67,27 @@ def _in_order(spread: Spread, order: Sequence[int]) -> Spread:
         stages.append(Stage(((low, low + stage.count),), stage.parts))
         low += stage.count
     return msgspec.structs.replace(spread, stages=tuple(stages))
+
+
+def with_idle(
+    spread: Spread, machines: Machines, tensors: Callable[[int], Sequence[int]]
+) -> Iterator[list[tuple[Part, ...]]]:
+    """The ranks of the stages with another stage, anywhere between them, on devices of one pool that no stage has.
+
+    Args:
+        tensors: pool -> degrees by which tensors may be divided there.
+    """
+    ranks = [stage.parts for stage in spread.stages]
+    rows = sum(part.replicas * part.rows for part in ranks[0])
+    free = [pool.devices for pool in machines.pools]
+    for part in itertools.chain(*ranks):
+        free[part.pool] -= part.ranks
+    for pool in machines.pools:
+        for tensor in tensors(pool.number):
+            most = min(rows, free[pool.number] // tensor, pool.tensor_groups(tensor))
+            for replicas in (n for n in range(1, most + 1) if rows % n == 0):
+                own = (Part(pool.number, tensor, replicas, rows // replicas),)
+                yield from ([*ranks[:at], own, *ranks[at:]] for at in range(len(ranks) + 1))
 
 
 def other_ranks(spread: Spread, machines: Machines, choices: Sequence[StageRanks], more: bool) -> Iterator[Spread]:

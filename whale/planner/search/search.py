@@ -32,7 +32,7 @@ from whale.planner.search.candidates import Candidate, Limits, SearchResult
 from whale.planner.search.cut import Chain
 from whale.planner.search.exact import exact
 from whale.planner.search.families import Families
-from whale.planner.search.neighbours import StageRanks, neighbours, other_ranks
+from whale.planner.search.neighbours import StageRanks, neighbours, other_ranks, with_idle
 from whale.planner.search.recompute_stages import RecomputeChoice
 
 
@@ -55,6 +55,7 @@ THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=8, sim
 # Spreads that are improved: with few devices a simulation costs next to nothing, and of the first ones stages may get
 # other ranks.
 IMPROVED, IMPROVED_FEW, IMPROVED_WIDELY = 4, 100, 40
+WITH_IDLE = 16  # stages of a spread that may get one more, on devices that are idle
 # Parts of the budget after which a step of the search ends: listing candidates, cutting them, simulating the best.
 LISTED, CUT, SIMULATED = 0.6, 0.75, 0.85
 BEHIND = 1.3  # what is estimated at so many times the best is not looked at
@@ -193,6 +194,8 @@ class Search(Families):
             if self.late() or number == (IMPROVED_FEW if few else IMPROVED):
                 break
             self.improve(spread, seconds, few and number < IMPROVED_WIDELY)
+        if not few:
+            self._with_idle()
         self._without_zero()
         assert self.fastest is not None
         spread, evaluation = self.fastest
@@ -284,6 +287,28 @@ class Search(Families):
         """Keeps a spread that does not fit, with what it would take, for the list of what lost; small ones only."""
         if spread.micro_batches * len(spread.stages) < MISFIT_PASSES:
             self.consider(spread)
+
+    def _with_idle(self) -> None:
+        """The best spread with one stage more, on devices that it leaves idle, while that makes its step shorter.
+
+        Families give the stages of a spread equal parts; what leaves devices idle may gain by a lesser stage on some.
+        """
+        while self.fastest is not None and self.limits.stages is None:
+            spread, seconds = self.fastest[0], self.fastest[1].step_s
+            if spread.chunks > 1 or len(spread.stages) > WITH_IDLE:
+                return
+            kinds = self.recompute_kinds(spread.sequence_parallel)
+            settings = msgspec.structs.replace(spread, stages=())
+            for ranks in with_idle(spread, self.machines, self.tensors):
+                if self.late():
+                    return
+                chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
+                if (ends := chain.best()) is not None:
+                    self.consider(chain.spread(ends))
+            best = self.fastest
+            if best[1].step_s >= seconds * (1 - SHORTER):
+                return
+            self.improve(best[0], best[1].step_s, wide=False)
 
     def _without_zero(self) -> None:
         """The best spread with the optimizer's state on every rank, where the user leaves that free."""
