@@ -3,11 +3,12 @@
     python benchmarks/auto_parallel.py --alone           one process with all cores, TensorFlow alone
     whale run -np 2 benchmarks/auto_parallel.py
     whale run -np 2 benchmarks/auto_parallel.py --crossovers    what is chosen as width, depth and classes grow
+    whale run -np 4 benchmarks/auto_parallel.py --describe vit:layers=2,hidden=64,heads=4,image=32,patch=8,batch=32
 
-A classifier with hidden layers of some width, some depth and some classes is trained. On ranks, each way to spread it
-is built and warmed up, and then all take turns, the chosen one among them; figures are medians, and the last column is
-the chosen way's time over that of the fastest way. Where the chosen way is one of the others, it is measured twice, and
-a further line says by how much the two differ.
+A classifier with hidden layers of some width, some depth and some classes is trained, or a described model. On ranks,
+each way to spread it is built and warmed up, and then all take turns, the chosen one among them; figures are medians,
+and the last column is the chosen way's time over that of the fastest way. Where the chosen way is one of the others, it
+is measured twice, and a further line says by how much the two differ.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of measuring each way")
     parser.add_argument("--size", type=int, action="append", help="number of a size to measure (repeatable)")
     parser.add_argument("--crossovers", action="store_true", help="what is chosen for models of growing size")
+    parser.add_argument("--describe", action="append", help="a model as `whale plan` takes it (repeatable)")
     options = parser.parse_args()
+    if options.describe:
+        _described(options.describe, options.seconds)
+        return
     if options.crossovers:
         _crossovers(options.seconds)
         return
@@ -49,6 +54,100 @@ def main() -> None:
             print(f"{size}: {1e3 * _measure(size, tf.function, options.seconds, None):.2f} ms", flush=True)
         return
     _on_ranks(chosen, options.seconds)
+
+
+PIPELINES = 3  # that are measured, of the many that are looked at
+
+
+def _described(texts: list[str], seconds: float) -> None:
+    """Each way that the search looked at, but of pipelines those with the lowest bounds of different depth."""
+    from unittest import mock
+
+    import msgspec
+
+    import whale as wh
+    from whale.errors import WhaleError
+    from whale.planner.captured import search
+    from whale.planner.captured.ways import Choice
+    from whale.runtime.run import context
+
+    wh.init(wh.Config({"auto_parallel": True}))
+    run = context.current()
+    looked_at: list[tuple[Choice, float]] = []
+
+    def noted(*arguments: Any) -> list[tuple[Choice, float]]:
+        looked_at[:] = list_ways(*arguments)
+        return looked_at
+
+    list_ways = search._looked_at
+    for text in texts:
+        run.auto = None
+        steps = {"chosen": _of_description(text, wh.function)}
+        start_s = time.perf_counter()
+        with mock.patch.object(search, "_looked_at", noted):
+            steps["chosen"]()
+        first_s = time.perf_counter() - start_s
+        found = run.auto
+        assert found is not None
+        ways = [choice for choice, _ in looked_at if not choice.stages]
+        by_depth: dict[int, Choice] = {}
+        for choice, _ in sorted(looked_at, key=lambda one: one[1]):
+            if choice.stages:
+                by_depth.setdefault(len(choice.stages), choice)
+        ways += list(by_depth.values())[:PIPELINES]
+        said = run.comms[0].broadcast_bytes(
+            f"benchmark/ways/{run.programs}", msgspec.json.encode(ways) if run.rank == 0 else None
+        )
+        lost: dict[str, str] = {}
+        for way in msgspec.json.decode(said, type=list[Choice]):
+            run.auto = way
+            try:
+                steps[way.name] = _of_description(text, wh.function)
+                steps[way.name]()
+            except WhaleError as error:
+                lost[way.name] = error.message
+                del steps[way.name]
+        times = _in_turns(steps, seconds, run)
+        auto_s = times.pop("chosen")
+        if wh.rank() == 0:
+            best_s = min(auto_s, *times.values())
+            took = f"{1e3 * auto_s:.2f} ms (first step after {first_s:.1f} s)"
+            print(f"{text}, {wh.size()} ranks: chosen {found.name} {took}; chosen / best {auto_s / best_s:.3f}")
+            for name, took_s in sorted(times.items(), key=lambda one: one[1]):
+                print(f"  {name}: {1e3 * took_s:.2f} ms")
+            for name, why in lost.items():
+                print(f"  {name}: cannot run: {why}")
+            sys.stdout.flush()
+        del steps
+        gc.collect()
+    wh.shutdown()
+
+
+def _of_description(text: str, function: Callable[..., Any]) -> Callable[[], float]:
+    """A fresh copy of a described model's training step; a call takes one step and says how many seconds it took."""
+    from whale.runtime.described import models
+    from whale.runtime.described.program import trained_step
+    from whale.runtime.tools.described_ways import read
+
+    described = read(text)
+    step = function(trained_step(described))
+    generator = np.random.default_rng(1)
+    # Ids of tables, and labels.
+    most = min(getattr(described, name, 1 << 20) for name in ("rows", "vocabulary", "classes"))
+
+    def drawn(shape: tuple[int, ...], dtype: str) -> tf.Tensor:
+        if dtype.startswith("int"):
+            return tf.constant(generator.integers(most, size=shape), dtype)
+        return tf.constant(generator.normal(size=shape), dtype)
+
+    batch = [drawn(shape, dtype) for shape, dtype in models.inputs(described).values()]
+
+    def timed() -> float:
+        start_s = time.perf_counter()
+        float(step(*batch))
+        return time.perf_counter() - start_s
+
+    return timed
 
 
 def _on_ranks(sizes: Any, seconds: float) -> None:

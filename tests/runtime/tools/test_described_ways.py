@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from whale.planner.captured.ground import Ground
 from whale.planner.captured.ways import Choice, choices
 from whale.runtime.described import families as f
 from whale.runtime.described import models
-from whale.runtime.described.program import _step, program_of
+from whale.runtime.described.program import program_of, trained_step
 from whale.runtime.run.context import current
 from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
 from whale.runtime.tools.described_ways import planned_as, read, spread
@@ -96,17 +96,8 @@ def test_what_fits_nowhere_says_what_would_help() -> None:
 
 def trained(d: Any) -> tuple[Any, list[tf.Tensor]]:
     """A user's step of a description, and a batch."""
-    made: dict[str, Any] = {}
-
-    def variable(name: str, shape: Sequence[int], dtype: str) -> tf.Variable:
-        with tf.init_scope():
-            return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
-
-    def step(*tensors: tf.Tensor) -> tf.Tensor:
-        return _step(d, dict(zip(models.inputs(d), tensors)), made, variable)[0]
-
     batch = [tf.ones(shape, dtype) for shape, dtype in models.inputs(d).values()]
-    return wh.function(step), batch
+    return wh.function(trained_step(d)), batch
 
 
 def test_the_verb_says_what_each_way_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

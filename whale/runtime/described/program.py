@@ -41,8 +41,8 @@ def program_of(d: Description, mark_gradients: bool = False) -> Program:
     return captured.program
 
 
-def traced(d: Description) -> Program:
-    """The same step captured as a user's function, with weights that exist. For small descriptions."""
+def trained_step(d: Description) -> Callable[..., tf.Tensor]:
+    """The same step as a user's function of the batch's tensors, with weights that exist. For small descriptions."""
     made: dict[str, Any] = {}
 
     def variable(name: str, shape: Sequence[int], dtype: str) -> Any:
@@ -53,8 +53,13 @@ def traced(d: Description) -> Program:
         loss, _ = _step(d, dict(zip(models.inputs(d), tensors)), made, variable)
         return loss
 
+    return step
+
+
+def traced(d: Description) -> Program:
+    """`trained_step`, captured as a user's function is."""
     specs = [tf.TensorSpec(shape, dtype, name) for name, (shape, dtype) in models.inputs(d).items()]
-    return capture_function(step, specs, {}, mark_gradients=d.recompute != "none").program
+    return capture_function(trained_step(d), specs, {}, mark_gradients=d.recompute != "none").program
 
 
 def _step(
