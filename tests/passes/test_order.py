@@ -114,7 +114,17 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
 )
 def test_which_passes_run_when(changes: dict[str, Any], more: list[str]) -> None:
     settings = TWO.but(**changes)
-    usual = ["inline", "fold", "powers", "specialise", "unpack", "look_up_every_id", "mark_blocks", "annotate"]
+    usual = [
+        "inline",
+        "fold",
+        "powers",
+        "specialise",
+        "unpack",
+        "share_scalars",
+        "look_up_every_id",
+        "mark_blocks",
+        "annotate",
+    ]
     usual += ["mark_flattened", "update_by_owner"]
     usual += ["reduce_partial_sums", "make_in_place", "explicit_reshards", "fuse_all_reduces"]
     names = [step.name for step in NORMALISE if step.when(settings)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
 from whale.ir.program import AGAIN, ALL_FINITE, BACKWARD, CHECKPOINT, UNSCALED, WIDE
 from whale.ir.values import DType, Func, Shape, Tensor
 
 SCOPE_ATTR = "_whale_scope"
+_SMALL_BYTES = 64
 # The attributes that TensorFlow adds on its own say nothing about what a node computes, except these.
 _KEPT_INTERNAL = frozenset(
     {"_XlaMustCompile", "_lower_using_switch_merge", "_noinline", "_kernel", "_stateful_parallelism"}
@@ -81,6 +83,16 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 def decode(value: Any) -> Any:
     """An AttrValue proto as a plain value (see whale.ir.values); an empty list is ``()``, an unset value None."""
+    # A graph of thousands of nodes has some dozens of types, shapes and small constants.
+    return _decoded_small(value.SerializeToString()) if value.ByteSize() <= _SMALL_BYTES else _decoded(value)
+
+
+@lru_cache(maxsize=4096)
+def _decoded_small(serialized: bytes) -> Any:
+    return _decoded(AttrValue.FromString(serialized))
+
+
+def _decoded(value: Any) -> Any:
     kind = value.WhichOneof("value")
     if kind == "list":
         for field, items in value.list.ListFields():

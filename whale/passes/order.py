@@ -42,6 +42,7 @@ from whale.passes.normalise.inline import inline
 from whale.passes.normalise.loss_scaling import skip_overflow
 from whale.passes.normalise.mixed_precision import mixed_precision
 from whale.passes.normalise.reads import merge_reads
+from whale.passes.normalise.scalars import share_scalars
 from whale.passes.normalise.specialise import specialise
 from whale.passes.normalise.unpack import unpack
 from whale.passes.settings import PlanSettings
@@ -115,6 +116,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("powers", always, lambda p, s: powers(p)),
     Pass("specialise", always, lambda p, s: specialise(p)),
     Pass("unpack", always, lambda p, s: unpack(p)),
+    Pass("share_scalars", always, lambda p, s: share_scalars(p)),
     Pass("skip_overflow", lambda s: s.precision.matmul_dtype == "float16", lambda p, s: skip_overflow(p)),
     Pass("look_up_every_id", always, lambda p, s: look_up_every_id(p)),
     Pass("mark_blocks", always, lambda p, s: mark_blocks(p)),

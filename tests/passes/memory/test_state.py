@@ -6,8 +6,9 @@ import pytest
 
 from tests.programs import Builder
 from whale.ir.ops import LOOKUPS
+from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType
-from whale.passes.memory.footprint import variable_kinds
+from whale.passes.memory.footprint import tensor_kinds, variable_kinds
 from whale.passes.memory.zero import only_state
 
 
@@ -28,3 +29,20 @@ def test_a_table_that_is_looked_up_is_no_state(op: str) -> None:
     program = b.build([], updates)
     assert {"table", "momentum"} & only_state(program) == {"momentum"}
     assert variable_kinds(program) == {"table": "parameters", "momentum": "slots", "average": "slots"}
+
+
+def test_kinds_of_an_update_of_many_variables_are_found_without_going_from_each_result_to_each_operand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 60
+    b = Builder()
+    handles = [b.variable(f"w{i}", (3,)) for i in range(count)]
+    gradients = [b.op("Tanh", b.input(f"x{i}", (3,))) for i in range(count)]
+    many = b.node("WhaleUpdate", (*handles, *gradients), [TensorType("float64", (3,))] * count, stateful=True)
+    later = [b.update("AssignVariableOp", h, Ref(many.node, i)) for i, h in enumerate(handles)]
+    program, asked = b.build([], later), list[Ref]()
+    kind_of = Program.type_of
+    monkeypatch.setattr(Program, "type_of", lambda self, ref: (asked.append(ref), kind_of(self, ref))[1])
+    kinds = tensor_kinds(program)
+    assert {kinds[ref] for ref in (*gradients, Ref(many.node, count - 1))} == {"gradients"}
+    assert len(asked) < 12 * count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from whale.ir.ops import EXCHANGES
 from whale.ir.program import Node, Program, Ref, rewired
@@ -11,8 +11,7 @@ from whale.ir.values import DType, Shape, in_groups, static_shape
 from whale.lowering.updates.accesses import accesses
 from whale.lowering.updates.arithmetic import Arithmetic, arithmetic
 from whale.lowering.updates.in_place import in_place
-from whale.lowering.updates.scalars import share_scalars
-from whale.lowering.updates.units import Unit, find_units, is_scalar
+from whale.lowering.updates.units import Unit, find_units
 
 UPDATE = "WhaleUpdate"
 # Of the variables that one operation updates. What it reads is held until it has run, and it waits for all of it.
@@ -37,14 +36,8 @@ def _fused(program: Program) -> Program:
     units = find_units(program, found)
     if not units:
         return program
-    members = {node.name for unit in units for node in unit.nodes}
-    operands = {ref: unit.type for unit in units for node in unit.nodes for ref in node.inputs}
-    scalars = [ref for ref, kind in operands.items() if is_scalar(program.type_of(ref), kind)]
-    program = share_scalars(program, found, scalars, members)
-    found = accesses(program)
     groups: dict[tuple[object, ...], list[_Part]] = {}
     for unit in units:
-        unit = replace(unit, nodes=tuple(program.by_name[n.name] for n in unit.nodes))
         does = arithmetic(program, unit, found)
         if does is not None:
             key = (unit.level, unit.type.dtype, does.lines, _came_with(program, does))

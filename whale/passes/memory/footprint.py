@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from whale.ir.ops import BATCH_NORM_GRADIENTS, FILTER_GRADIENTS, MATMULS, RANK_REDUCTIONS, VIEWS
 from whale.ir.program import Program, Ref
+from whale.ir.values import TensorType
 from whale.passes.memory.zero import is_model, leading_to, only_state
 
 CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
@@ -41,6 +42,7 @@ def tensor_kinds(program: Program) -> dict[Ref, str]:
     """
     found: dict[Ref, str] = {}
     waiting: list[Ref] = []
+    passed = set[tuple[str, TensorType | None]]()  # an update of many variables has hundreds of results and operands
     for node in program.nodes:
         if node.op in RANK_REDUCTIONS:
             waiting += [ref for ref in (*node.refs(), *node.inputs) if program.type_of(ref).dtype != "resource"]
@@ -58,9 +60,10 @@ def tensor_kinds(program: Program) -> dict[Ref, str]:
         node = program.by_name[ref.node]
         if node.op != "ReadVariableOp":
             found[ref] = "gradients"
-        if node.op not in _MADE_BY:
-            alike = program.type_of(ref)
-            waiting += [r for r in node.inputs if node.op in VIEWS or program.type_of(r) == alike]
+        alike = None if node.op in VIEWS else program.type_of(ref)
+        if node.op not in _MADE_BY and (node.name, alike) not in passed:
+            passed.add((node.name, alike))
+            waiting += [r for r in node.inputs if alike is None or program.type_of(r) == alike]
     return found
 
 

@@ -1,0 +1,70 @@
+"""Scalars that an optimizer computes for each variable anew, though they are the same for all of them: computed once.
+
+Keras' optimizers read the learning rate and the step's number, and compute the bias corrections, for every variable:
+nearly half of a step's operations. What is one here is looked at once by every pass that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from whale.ir.ops import RANDOM, UPDATES
+from whale.ir.program import Node, Program, Ref, rewired
+from whale.ir.values import UNMOVABLE
+
+
+def share_scalars(program: Program) -> Program:
+    """``program`` in which equal scalars of updates are one: what constants and reads of scalar variables make.
+
+    Values are equal that the same operation makes of equal values, and reads that nothing has to come before: these
+    see what a step begins with. Those of different scopes stay apart, since each belongs to a stage.
+    """
+    behind = _behind_updates(program)
+    known: dict[Hashable, Ref] = {}
+    scalars: set[Ref] = set()
+    moved: dict[Ref, Ref] = {}
+    for node in program.nodes:
+        if node.name not in behind or not _may_be_shared(program, node):
+            continue
+        inputs = tuple([moved.get(ref, ref) for ref in node.inputs])
+        if node.op != "ReadVariableOp" and not scalars.issuperset(inputs):
+            continue
+        own = Ref(node.name)
+        first = known.setdefault((node.op, node.scope, inputs, node.outputs, *sorted(node.attrs.items())), own)
+        scalars.add(first)
+        if first is not own:
+            moved[own] = first
+    if not moved:
+        return program
+    gone = {ref.node for ref in moved}
+    return rewired(program, {n.name: n for n in program.nodes if n.name not in gone}, moved)
+
+
+def _behind_updates(program: Program) -> set[str]:
+    """Names of what updates are computed of element by element, and of the scalars behind it."""
+    found: set[str] = set()
+    for node in reversed(program.nodes):
+        if node.op in UPDATES:
+            found.update([ref.node for ref in node.inputs])
+        elif node.name in found and not node.stateful and len(node.outputs) == 1:
+            shape = node.outputs[0].shape
+            for ref in node.inputs:
+                operand = program.type_of(ref)
+                if operand.is_static and (operand.shape == shape or operand.elements == 1):
+                    found.add(ref.node)
+    return found
+
+
+def _may_be_shared(program: Program, node: Node) -> bool:
+    """Whether it makes one value, of its operands and attributes alone."""
+    if node.controls or len(node.outputs) != 1:
+        return False
+    kind = node.outputs[0]
+    if not kind.is_static or kind.elements != 1 or kind.dtype in UNMOVABLE:
+        return False
+    if node.op == "ReadVariableOp":
+        return node.inputs[0].node in program.variable_of
+    if node.stateful or node.op in RANDOM or not (node.inputs or node.op == "Const"):
+        return False
+    # Attributes that are equal do the same, but for the sign of a zero.
+    return not any(isinstance(value, float) for value in node.attrs.values())
