@@ -21,16 +21,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from machine import busy_s
+from quota import Quota, groups
 
-CPU = Path("/sys/fs/cgroup/cpu")  # version 1
-UNIFIED = Path("/sys/fs/cgroup")
-NAME = "whale_unequal_{}"
 WIDTH, DEPTH, ROWS = 512, 8, 4608
 MOST_CORES = 0.92  # of each core; the rest is for launcher and kernel
 CALIBRATION_STEPS = 8
@@ -49,60 +45,6 @@ class Turn(NamedTuple):
     others: float
     times: dict[str, list[float]]
     worked_s: dict[str, float]
-
-
-class Quota:
-    """A control group of one rank."""
-
-    def __init__(self, rank: int, period_us: int) -> None:
-        self.period_us = period_us
-        self.first = (CPU / "cpu.cfs_quota_us").exists() or CPU.is_dir()
-        self.folder = (CPU if self.first else UNIFIED) / NAME.format(rank)
-        self.cores = 0.0
-
-    def make(self) -> None:
-        """Makes the group.
-
-        Raises:
-            OSError: control groups cannot be written.
-        """
-        if not self.first:
-            (UNIFIED / "cgroup.subtree_control").write_text("+cpu")
-        self.folder.mkdir(exist_ok=True)
-
-    def join(self) -> None:
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    def set(self, cores: float) -> None:
-        quota_us = max(1000, round(cores * self.period_us))
-        self.cores = quota_us / self.period_us
-        if self.first:
-            (self.folder / "cpu.cfs_quota_us").write_text("-1")
-            (self.folder / "cpu.cfs_period_us").write_text(str(self.period_us))
-            (self.folder / "cpu.cfs_quota_us").write_text(str(quota_us))
-        else:
-            (self.folder / "cpu.max").write_text(f"{quota_us} {self.period_us}")
-
-    def remove(self) -> None:
-        self.folder.rmdir()
-
-
-@contextmanager
-def groups(ranks: int, period_us: int) -> Iterator[None]:
-    """Control groups for so many ranks, removed at the end."""
-    made = [Quota(rank, period_us) for rank in range(ranks)]
-    for one in made:
-        one.make()
-    try:
-        yield
-    finally:
-        for one in made:
-            for _ in range(50):
-                try:
-                    one.remove()
-                    break
-                except OSError:  # its last process is about to end
-                    time.sleep(0.1)
 
 
 def main() -> None:

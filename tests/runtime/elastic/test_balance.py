@@ -84,3 +84,19 @@ def test_it_takes_two_looks() -> None:
     ranks, balance = Ranks((0.1, 0.2)), Balance()
     assert _divisions(ranks, balance, (6, 6), 2 * STEPS) == (6, 6)
     assert _divisions(ranks, balance, (6, 6), 2 + 2 * STEPS) == (8, 4)
+
+
+def test_rows_follow_within_twenty_steps_whenever_a_rank_gets_slower() -> None:
+    for taken in range(40, 50):  # 50 ms each: ten steps between looks, and five after one that found better rows
+        ranks, watched, balance = Ranks((0.01, 0.01)), Watched((5, 5), PROGRAM), Balance()
+        ranks.rows, step = watched.rows, 0
+        found: tuple[int, ...] = ()
+        while not found:
+            if step == taken:
+                ranks.row_s = (0.01, 0.02)
+            before_s = watched.seconds
+            watched.take(ranks.step)
+            watched.seconds = (before_s + ranks.times()[0][0]) * (watched.steps > 0)
+            found, _ = balance.after(watched, ranks)
+            step += 1
+        assert found == (7, 3) and step - taken < 20, (taken, step)

@@ -26,6 +26,7 @@ from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 
 GAIN = 1.10  # of the slowest rank's work, for which rows are divided anew
 STEPS, SECONDS = 5, 0.5  # between two looks, at least
+AGAIN_S = 0.1  # and where the first of them found better rows: what is slow costs every step
 SETTLES = 2  # steps after a division that are not looked at: they compile, and fill caches
 LEAST = 0.1  # of a step, that a rank's own work is taken for at least
 PRECISION = 1000  # of shares
@@ -158,13 +159,14 @@ class Balance:
             return (), ""
         said = [unpack(one) for one in comm.allgather_bytes("whale/balance", pack(mine), TURN_TIMEOUT_S, PURPOSE)]
         step_s = max(taken_s for taken_s, _ in said)
-        watched.due = max(STEPS, round(SECONDS / max(step_s, 1e-6)))
         shortest = [min(values) for values in zip(*(exchanges_s for _, exchanges_s in said))]
         work_s = []
         for taken_s, exchanges_s in said:
             waits_s = {key: own - least for key, own, least in zip(watched.keys, exchanges_s, shortest)}
             work_s.append(max(LEAST * taken_s, taken_s - chained_s(watched.program, waits_s)))
-        return self._decided(watched, work_s, step_s)
+        decided = self._decided(watched, work_s, step_s)
+        watched.due = max(STEPS, round((AGAIN_S if watched.found else SECONDS) / max(step_s, 1e-6)))
+        return decided
 
     def _decided(self, watched: Watched, work_s: Sequence[float], step_s: float) -> tuple[tuple[int, ...], str]:
         if self._before_s and step_s > self._before_s:  # the last division was none too good: divide less readily

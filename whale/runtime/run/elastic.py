@@ -202,7 +202,8 @@ class Elastic:
         refuse_plan(uses, {c.node: c.name for c in variables}, context.size, copies)
         if self._generations is None:
             of = host_of(context.config["communication.emulate_hosts"])
-            host = str(of[context.rank]) if of else socket.gethostname()
+            me = self._group.me
+            host = str(of[me]) if me < len(of) else socket.gethostname()
             said = context.comms[0].allgather_bytes("whale/elastic/hosts", host.encode(), TURN_TIMEOUT_S)
             self._generations = Generations(context, context.variables, [one.decode() for one in said], copies)
 
