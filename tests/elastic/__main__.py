@@ -1,4 +1,8 @@
-"""``python -m tests.elastic --count 200 --seed 1``: so many faults; ranks are taken away, get slower, or join."""
+"""Ranks of runs are taken away, get slower, or join; each run has to end with what one device computes.
+
+``python -m tests.elastic --count 200 --seed 1``: so many faults.
+``python -m tests.elastic --cases zero3+hosts/4/5:2:kill,5:3:kill``: these (mode, ranks, faults of script.py).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.elastic.cases import Reference, drawn, run
+from tests.elastic.cases import Case, Reference, drawn, run
 
 
 def main() -> int:
@@ -16,11 +20,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.elastic")
     parser.add_argument("--count", type=int, default=200, help="faults, in all runs together")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", nargs="*", metavar="MODE/RANKS/FAULTS", help="in place of drawn ones")
     asked = parser.parse_args()
+    given = [text.split("/") for text in asked.cases or ()]
     problems, worst, seconds, faults = 0, 0.0, [], 0
     with tempfile.TemporaryDirectory(prefix="whale_elastic_") as folder:
         reference = Reference(Path(folder))
-        for case in drawn(asked.seed, asked.count):
+        for case in [Case(mode, int(ranks), text) for mode, ranks, text in given] or drawn(asked.seed, asked.count):
             outcome = run(case, reference)
             faults += len(case.faults.split(","))
             worst, problems = max(worst, outcome.difference), problems + bool(outcome.problem)

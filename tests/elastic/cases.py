@@ -19,6 +19,7 @@ MODES = ("loop", "shard", "save", "fit", "arrays")
 PARTS = tuple("zero1 zero3 stages split mesh zero3+save stages+save".split())
 PARTS += tuple(f"{kind}+shard" for kind in ("zero1", "zero3", "stages", "split", "mesh"))
 PARTS += tuple(f"{kind}+large" for kind in ("zero1+shard", "zero3", "stages", "split+shard", "mesh"))
+HOSTS = tuple(f"{kind}+hosts" for kind in ("zero1", "zero3", "stages", "split", "zero3+large", "stages+shard"))
 _STEPS = 12
 _LIMIT_S = 300.0
 
@@ -44,6 +45,15 @@ def drawn(seed: int, count: int) -> list[Case]:
     """Cases with ``count`` faults together, of which ranks that join and that are slow are some."""
     rng, cases, total = random.Random(seed), [], 0
     while total < count:
+        if rng.random() < 0.08:  # a host is lost, with all of its ranks
+            step, first, kind = (
+                rng.randrange(_STEPS - 1),
+                rng.choice([0, 2]),
+                rng.choice(["kill", "kill", "late", "stop"]),
+            )
+            cases.append(Case(rng.choice(HOSTS), 4, f"{step}:{first}:{kind},{step}:{first + 1}:{kind}"))
+            total += 2
+            continue
         mode = rng.choice(rng.choice([MODES, PARTS]))
         ranks = 4 if mode.startswith("mesh") else rng.randint(6, 8) if rng.random() < 0.1 else rng.randint(2, 5)
         gone = rng.sample(range(ranks), rng.randint(1, ranks - 1))

@@ -3,6 +3,7 @@
 MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a checkpoint after every step), "fit" and
 "arrays" (Keras, with a dataset or with arrays). In "zero1", "zero3", "stages", "split" and "mesh" (2 x tensor ranks)
 ranks hold parts of variables; these stand beside others: "zero3+save". "large": parts lie where other ranks read them.
+"hosts": two emulated ones, with two ranks each.
 FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs;
 "slow": from that step on it needs longer for each of its rows; "copy": when the step is taken, before its copies are
 sent; "join": one more rank joins, for which the program has to be one of "shard" or Keras'; "plan": when the ranks
@@ -109,6 +110,7 @@ CONFIGURED: dict[str, dict[str, object]] = {
     "zero1": {"zero.level": 1, **SMALL},
     "zero3": {"zero.level": 3, **SMALL},
     "mesh": {"mesh": "data=2"},
+    "hosts": {"communication.emulate_hosts": [2, 2]},
 }
 
 

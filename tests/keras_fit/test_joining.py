@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.keras.joining import _OTHER, _changes, _found, _kept, _refuse_shared, _refuse_unknown
+from whale.frontends.keras.joining import _OTHER, Fit, _changes, _found, _kept, _refuse_shared, _refuse_unknown
 from whale.runtime.ranks.plain import pack, unpack
 
 pytestmark = pytest.mark.core
@@ -59,3 +62,25 @@ def test_validation_behind_the_same_shuffle_cannot_be_taken_up() -> None:
     shuffled = data.shuffle(9, seed=1)
     with pytest.raises(ProgramError, match="behind the same shuffle"):
         _refuse_shared(shuffled.skip(3).batch(3), shuffled.take(3).batch(3))
+
+
+def test_nobody_takes_up_a_fit_whose_callbacks_read_what_is_shuffled_each_time() -> None:
+    class Elastic:
+        commits = 0
+
+        def commit(self, state: object, steps_left: int | None) -> None:
+            self.commits += 1
+
+    data = tf.data.Dataset.range(9)
+    context: Any = SimpleNamespace(seeds=None, rank=0)
+    elastic: Any = Elastic()
+    model: Any = SimpleNamespace(_initial_epoch=0, history=SimpleNamespace())
+    iterator = SimpleNamespace(elements=SimpleNamespace(place=(0, 0)))
+    fit = Fit(context, elastic, model, {"x": data.shuffle(9, seed=1).batch(3)})
+    fit.read_beside(data.shuffle(9, seed=1, reshuffle_each_iteration=False).batch(3), context)
+    fit.read_beside(np.zeros(3), context)
+    fit.commit(iterator)
+    assert elastic.commits == 1
+    fit.read_beside(data.shuffle(9, seed=1).take(3).batch(3), context)
+    fit.commit(iterator)
+    assert elastic.commits == 1

@@ -13,6 +13,7 @@ from whale.runtime.ranks.together import call_together
 from whale.runtime.run.context import Context, running
 
 _DATA = ("x", "validation_data")
+_CACHED = "_use_cached_eval_dataset"  # argument of evaluate where fit calls it
 
 
 def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,6 +22,9 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
     call_together(context, original.__name__, told(original.__name__, model))
+    # What a callback evaluates; validation data have an order that fit keeps count of.
+    if (around := joining.current()) is not None and _CACHED not in given.arguments.get("kwargs", {}):
+        around.read_beside(feeding.whole(given.arguments.get("x")), context)
     with joining.inside(None):
         return _called(original, given, context)
 

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from whale.errors import ProgramError
 from whale.frontends.keras.feeding import whole
+from whale.log import log
 from whale.runtime.elastic.allowed import elsewhere
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
@@ -37,6 +38,7 @@ _FUNCTION = "function of Keras"
 TRAINING, VALIDATION = "training", "validation"
 _fit: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
 _done: weakref.WeakKeyDictionary[GoesOn, list[Any]] = weakref.WeakKeyDictionary()  # (history, epochs) of calls of fit
+_closed: weakref.WeakSet[GoesOn] = weakref.WeakSet()  # where a newcomer could not know the order of data any more
 _ahead: weakref.WeakKeyDictionary[GoesOn, Any] = weakref.WeakKeyDictionary()  # what a process that joins was told
 
 
@@ -119,6 +121,17 @@ class Fit:
             iterator.go_to(self.taken_up["place"])
             self._placed = True
 
+    def read_beside(self, data: Any, context: Context) -> None:
+        """A callback reads data. What shuffles them has gone on to another order then, which a newcomer cannot know."""
+        if not isinstance(data, tf.data.Dataset) or not reshuffles(data) or self._elastic in _closed:
+            return
+        _closed.add(self._elastic)
+        if context.rank == 0:
+            log.warning(
+                "processes that come are not taken in any more: a callback reads data of which each iteration has "
+                "another order, and a newcomer would read other rows than the others; evaluate data without a shuffle"
+            )
+
     # -- steps
 
     def steps(self, epochs: Any, numbered: Iterator[Any]) -> Iterator[Any]:
@@ -141,6 +154,8 @@ class Fit:
                 for callback, changed in zip(self._all_callbacks(), self.taken_up["callbacks"]):
                     vars(callback).update({name: _found(value) for name, value in changed.items()})
                 self._go_to(self.taken_up["seeds"])
+        if self._elastic in _closed:
+            return
         before, held, done = self._held_first, self._held(), list(self._done)
         now = {
             "fit": len(done),
