@@ -1,10 +1,10 @@
 """Ranks whose share of the processor is limited: even parts of the work beside those that the planner gives them.
 
-    python benchmarks/unequal.py                       two ranks, 1 : 0.59, data parallel
-    python benchmarks/unequal.py --ranks 4             two fast ones and two slow ones
-    python benchmarks/unequal.py --what pipeline
-    python benchmarks/unequal.py --what pipeline --ranks 4 --stages 2            two replicas of two stages
-    python benchmarks/unequal.py --what pipeline --ranks 4 --depth 16            four stages
+    python -m benchmarks.unequal                       two ranks, 1 : 0.59, data parallel
+    python -m benchmarks.unequal --ranks 4             two fast ones and two slow ones
+    python -m benchmarks.unequal --what pipeline
+    python -m benchmarks.unequal --what pipeline --ranks 4 --stages 2            two replicas of two stages
+    python -m benchmarks.unequal --what pipeline --ranks 4 --depth 16            four stages
 
 Each rank keeps to a core, and joins a control group with a quota of processor time (Linux, as root). Quotas are such
 that the speeds of ranks which do equal work at the same time differ as asked. Then one program is trained with even
@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from machine import busy_s
-from quota import Quota, groups
+from benchmarks.machine import busy_s
+from benchmarks.quota import Quota, groups
 
 WIDTH, DEPTH, ROWS = 512, 8, 4608
 MOST_CORES = 0.92  # of each core; the rest is for launcher and kernel
@@ -67,8 +67,8 @@ def main() -> None:
         return
     with groups(options.ranks, options.period_us):
         given = [a for a in sys.argv[1:] if a != "--rank"]
-        line = [sys.executable, "-m", "whale", "run", "-np", str(options.ranks), "--threads", "1", __file__]
-        sys.exit(subprocess.run([*line, *given, "--rank"], check=False).returncode)
+        line = [sys.executable, "-m", "whale", "run", "-np", str(options.ranks), "--threads", "1"]
+        sys.exit(subprocess.run([*line, "-m", "benchmarks.unequal", *given, "--rank"], check=False).returncode)
 
 
 def work(options: argparse.Namespace) -> None:
