@@ -118,7 +118,9 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
         whole = emit_reshard(e, replace(r, target=B), t, source)
         return emit_reshard(e, replace(r, source=B), t, lambda: whole)
     runs_of = {p.dim: p.blocks for p in (have, want) if isinstance(p, Split) and p.blocks > 1}
-    whole_shape = static_shape(t)
+    cut = {p.dim: p.extent for p in (have, want) if isinstance(p, Split)}  # known of branches' results, too
+    known = None if t.shape is None else tuple(cut.get(dim, size) for dim, size in enumerate(t.shape))
+    whole_shape = static_shape(replace(t, shape=known))
     shape: tuple[int, ...] = ()
     place: list[int] = []  # of each dimension in the view; of runs, that of what is in one
     for dim, size in enumerate(whole_shape):

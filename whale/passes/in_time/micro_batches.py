@@ -9,7 +9,8 @@ ranks: ``S`` in time are slices, ``P`` is accumulated, ``B`` is computed once. T
 
 A second round is not made. What is summed over the micro-batches and read again by ``each`` is computed on the whole
 batch before, if it depends on inputs only (the number of tokens that a mask leaves); its reader is computed on the
-whole batch after, if no update depends on it (the deviation of a metric); everything else is an error.
+whole batch after, if no update depends on it (the deviation of a metric), or no product of a layer (rows of gradients
+that an optimizer clips by their norm, or divides by sums of squares); everything else is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Collection, Mapping
 from whale.errors import AcrossMicroBatchesError, PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
-from whale.ir.ops import COLLECTIVES, EXCHANGES, HAS_BODIES
+from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType, static_shape
@@ -208,14 +209,14 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
     """
     strategies = plan.strategies[""]
     found: dict[str, Strategy] = {}
-    updating = _leading_to_updates(program)
+    updating, leading = _leading_to_updates(program), _leading_to_products(program)
     for node in program.nodes:
         if level[node.name] == 1 and node.op in HAS_BODIES and (summed := _summed_inside(plan, node)) is not None:
-            if any(
+            if node.name in leading and any(
                 isinstance(p, Split | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
             ):
                 raise _second_round(node, f"has inside {summed}, which is wanted of the whole batch", plan.size)
-            found[node.name] = _once(node, "of what is summed before: an update under a condition")
+            found[node.name] = _once(node, "of what is summed inside: an update under a condition, an assertion")
         if level[node.name] != 3:
             continue
         if not any(
@@ -236,9 +237,30 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
         if node.name not in updating and node.op not in HAS_BODIES:
             found[node.name] = _once(node, "only looked at, after the last micro-batch")
             continue
-        for ref in _summed_before(program, plan, level, node):
-            found.update(_on_whole_batch(program, strategies, ref, node, plan.size))
+        before: dict[str, Strategy] = {}
+        try:
+            for ref in _summed_before(program, plan, level, node):
+                before.update(_on_whole_batch(program, strategies, ref, node, plan.size))
+        except AcrossMicroBatchesError:
+            if node.name in leading:
+                raise
+            before = {node.name: _once(node, "of what an update is, after the last micro-batch")}
+        found.update(before)
     return found
+
+
+def _leading_to_products(program: Program) -> set[str]:
+    """What a layer is computed from, forward or backward; what an optimizer makes of rows of gradients is not."""
+    found: set[str] = set()
+    for node in reversed(program.nodes):
+        if node.name in found or _has_products(program, node):
+            found.update([node.name, *(r.node for r in node.inputs)])
+    return found
+
+
+def _has_products(program: Program, node: Node) -> bool:
+    bodies = [program.functions[f.name] for f in called_functions(node)] if node.op in HAS_BODIES else []
+    return node.op in CONTRACTIONS or any(_has_products(program, inner) for body in bodies for inner in body.nodes)
 
 
 def _takes_whole(strategy: Strategy) -> bool:

@@ -18,13 +18,15 @@ _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name wha
 
 def prepared(program: Program) -> Program:
     """``program`` without order and operands that are of no consequence, which would tie a micro-batch to others: that
-    something without effects waits for something without effects, what ones and zeros are like. What is computed again
-    for the backward pass waits for it. Scopes name no ranks, which were told what they compute already.
+    something without effects waits for something without effects, or for an assertion, which is of the whole batch;
+    what ones and zeros are like. What is computed again for the backward pass waits for it. Scopes name no ranks, which
+    were told what they compute already.
     """
     if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
         program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
     nodes: list[Node] = []
     behind_effects: set[str] = set()
+    asserted: set[str] = set()  # assertions, and what stands for them: updates wait for these
     waits: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for, and with it who waits for it
     for node in program.nodes:
         if node.controls:
@@ -32,11 +34,15 @@ def prepared(program: Program) -> Program:
             node = replace(node, controls=controls)
         if node.op == "NoOp":
             waits[node.name] = node.controls
+        does = acts(program, node)
+        if (does and _asserts(program, node)) or (node.inputs and all(r.node in asserted for r in node.inputs)):
+            asserted.add(node.name)
+        if not does and not asserted.isdisjoint(node.controls):
+            node = replace(node, controls=tuple(c for c in node.controls if c not in asserted))
         if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
             # The order in which weights are gathered for their uses is one of the ranks, within each micro-batch.
             kept = () if USE in node.attrs else tuple(c for c in node.controls if c in behind_effects)
             node = replace(node, controls=kept)
-        does = acts(program, node)
         if does or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
             behind_effects.add(node.name)
         if _is_nothing(node):
@@ -66,3 +72,11 @@ def acts(program: Program, node: Node) -> bool:
         return False
     bodies = [program.functions[f.name] for f in called_functions(node)] if node.op in HAS_BODIES else []
     return not bodies or any(acts(program, inside) for body in bodies for inside in body.nodes)
+
+
+def _asserts(program: Program, node: Node) -> bool:
+    """Whether all that it does is to fail where a condition does not hold."""
+    if node.op == "Assert" or node.op not in HAS_BODIES:
+        return node.op == "Assert"
+    bodies = [program.functions[f.name] for f in called_functions(node)]
+    return all(_asserts(program, inside) or not acts(program, inside) for body in bodies for inside in body.nodes)
