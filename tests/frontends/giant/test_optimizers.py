@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.embeddings import SMALL_DLRM
-from benchmarks.giant.measure import SPREAD, Line, Scopes, counted, difference, ranks, weight
+from benchmarks.giant.measure import ALONE, SPREAD, Line, Scopes, counted, difference, ranks, weight
 from whale.errors import ProgramError
 from whale.ir.layout import Split
 
@@ -118,6 +118,20 @@ def test_tables_by_rows_are_stepped_where_their_rows_are(name: str, count: int, 
         assert [p.dim for p in of_rows if isinstance(p, Split)] == [0] * len(model.tables) * (1 + states)
         kinds = Counter(name.split("/")[-1].partition("_")[0] for name in plan.routed)
         assert kinds == {"embedding": 2, "UnsortedSegmentSum": 2}
+    assert difference(line) <= LIMIT
+
+
+def test_a_number_for_each_row_is_whole_where_tables_lie_by_columns() -> None:
+    """No scope, so ids are those of the whole batch: its sums have no columns to be sharded by."""
+
+    def make(scopes: Scopes, dtype: Any) -> Any:
+        return SMALL_DLRM(ALONE, dtype, tables=2, optimizer="RowWiseAdagrad")
+
+    line = Line("no scope", make, 0, 2, {"zero.level": 3, "zero.min_bytes": 0})
+    with ranks(line):
+        model = make(SPREAD, tf.float64)
+        plan = wh.function(model.step).plan(*model.batch(0))
+        assert [p.dim for v, p in plan.variables.items() if "lookup" in v and isinstance(p, Split)] == [1, 1]
     assert difference(line) <= LIMIT
 
 

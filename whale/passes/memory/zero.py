@@ -77,8 +77,17 @@ def state_at_rest(
         if placement is not None:
             found.update((name, placement) for name in group if name not in known)
         elif is_weight and not later:
-            _refuse_whole(uses, [variables[name] for name in group if name not in known], parts, min_bytes)
+            read = _read_by_layers(program)
+            of_layers = [variables[name] for name in group if name not in known and name in read]
+            _refuse_whole(uses, of_layers, parts, min_bytes)
     return found
+
+
+def _read_by_layers(program: Program) -> set[str]:
+    """What a layer or a fetched tensor is computed from. The rest is state of optimizers, which may be looked up too: a
+    number for each row of a table has no dimension besides the rows, of which ids of the whole batch need all."""
+    fetched = {ref.node for ref in program.outputs}
+    return leading_to(program, lambda n: n.name in fetched or (is_model(program, n) and n.op not in LOOKUPS))
 
 
 def gathered_type(program: Program, handle: Ref, min_bytes: int) -> TensorType | None:
