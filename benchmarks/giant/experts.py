@@ -248,6 +248,10 @@ def lines() -> list[Line]:
     as_many = partial(Layer, experts=EXPERTS, hidden=HIDDEN, each=TOKENS, groups_of_rows=0, capacity_factor=None)
     small = partial(Layer, experts=EXPERTS, hidden=8, width=16, each=64, groups_of_rows=0, capacity_factor=None)
     found.append(Line("wh.layers.MoE, top-2, dropless", as_many, moved, small=small))
+    few = partial(Layer, experts=3, hidden=HIDDEN, each=TOKENS, groups_of_rows=0, choose="experts")
+    small = partial(Layer, experts=3, hidden=8, width=16, each=64, groups_of_rows=0, choose="experts")
+    moved = wanted_of_all(3 * capacity_of_all(3), 3) + 2 * (RANKS - 1) * (3 * 3 + 4) * FLOAT
+    found.append(Line("wh.layers.MoE, 3 experts choose among all tokens", few, moved, small=small))
     for experts in (EXPERTS, 3):
         of, slots = f"{experts} experts, over the whole batch", experts * capacity_of_all(experts)
         for form, rows in (("tokens choose", 2 * TOKENS), ("none dropped", 2 * TOKENS), ("experts choose", slots)):

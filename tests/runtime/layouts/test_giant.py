@@ -30,6 +30,7 @@ SPARED = [
     "3 experts, over the whole batch, experts choose",
     "wh.layers.MoE, top-2 and a shared expert",
     "wh.layers.MoE, experts choose",
+    "wh.layers.MoE, 3 experts choose among all tokens",
     "wh.layers.MoE, top-2, dropless",
     "wh.layers.MoE, top-2 with micro-batches",
     "experts, einsum, micro-batches",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from whale.ir.layout import B, Broadcast, FirstRank, PerRank, Placement, Split, Strategy
-from whale.ir.program import Ref
+from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.cost import change_cost, compute_cost, exchange_cost, fraction
 from whale.passes.facts.scopes import context_of
@@ -68,26 +68,51 @@ def tensor_forms(
                     continue  # whole tensors are cut for nothing
             forms = tuple(o.outputs[ref.index] for o in chosen) if chosen else (region.outside.produced[ref],)
             readers: list[tuple[int | None, tuple[Placement, ...]]] = []
+            alike: set[tuple[Placement, Placement]] = set()  # changes that nodes outside spare
             for reader, i in uses:
                 if reader.name in options:
                     readers.append((number[reader.name], tuple(o.inputs[i] for o in options[reader.name])))
                 elif region.program.type_of(ref).dtype not in UNMOVABLE:
                     wanted = region.outside.strategies[reader.name].inputs[i]
                     readers.append((None, (B if isinstance(wanted, FirstRank | PerRank) else wanted,)))
+                    alike.update((form, wanted) for form in _rows_elsewhere(region, reader, i, forms))
+            if chosen is None:
+                wishes = [form for _, wanted in readers for form in wanted]
+                alike.update((forms[0], form) for form in _rows_elsewhere(region, producer, None, wishes))
             if ref in fetched:
                 readers.append((None, (fetched[ref],)))
             tensor = region.program.type_of(ref)
             owned = any(lies_with_owners(producer, ref.index, form) for form in forms)
-            price = partial(_price, tensor, owned, region.parts, region.unknown_rows)
+            price = partial(_price, tensor, owned, region.parts, region.unknown_rows, frozenset(alike))
             made_by = number[producer.name] if chosen else None
-            found.append(TensorForms(forms, made_by, tuple(readers), price, (tensor, owned)))
+            found.append(TensorForms(forms, made_by, tuple(readers), price, (tensor, owned, frozenset(alike))))
     return found
 
 
+def _rows_elsewhere(
+    region: SplitRegion, node: Node, operand: int | None, forms: Sequence[Placement]
+) -> frozenset[Placement]:
+    """In which of these forms a node outside takes rows that it exchanges by their ids, or yields them (``operand``
+    None), as readily as in the form that it has there: its ids can be cut as any of them."""
+    rule, lies = rule_of(node.op), region.outside.strategies[node.name]
+    op = view(region.program, node, region.parts)
+    if rule is None or rule.routes is None or rule.routes.values != operand or not rule.exchanges_rows(op, lies):
+        return frozenset()
+    found = set[Placement]()
+    for form in {*forms}:
+        current = [form if i == operand else p for i, p in enumerate(lies.inputs)]
+        wanted = [form] * len(lies.outputs) if operand is None else lies.outputs
+        for way in rule.strategies(op, current, wanted) if isinstance(form, Split) else ():
+            if rule.exchanges_rows(op, way) and (way.outputs[0] if operand is None else way.inputs[operand]) == form:
+                found.add(form)
+    return frozenset(found)
+
+
 def _price(
-    tensor: TensorType, owned: bool, parts: int, unknown_rows: int, source: Placement, wanted: Placement
-) -> float:
-    if source == wanted:
+    tensor: TensorType, owned: bool, parts: int, unknown_rows: int, alike: Collection[tuple[Placement, Placement]],
+    source: Placement, wanted: Placement,
+) -> float:  # fmt: skip
+    if source == wanted or (source, wanted) in alike:
         return 0.0
     if owned or tensor.dtype in UNMOVABLE:
         return math.inf
