@@ -54,6 +54,12 @@ def drawn(seed: int, count: int) -> list[Case]:
             cases.append(Case(rng.choice(HOSTS), 4, f"{step}:{first}:{kind},{step}:{first + 1}:{kind}"))
             total += 2
             continue
+        if rng.random() < 0.05:  # stages are planned anew, and a rank goes then, or later
+            ranks, slow = rng.choice([2, 4]), rng.randrange(2)
+            anew = f"0:{1 - slow}:anew" if rng.random() < 0.5 else f"{_STEPS - 2}:{1 - slow}:kill"
+            cases.append(Case("cuts", ranks, f"5:{slow}:slow,{anew}"))
+            total += 2
+            continue
         mode = rng.choice(rng.choice([MODES, PARTS]))
         ranks = 4 if mode.startswith("mesh") else rng.randint(6, 8) if rng.random() < 0.1 else rng.randint(2, 5)
         gone = rng.sample(range(ranks), rng.randint(1, ranks - 1))
@@ -126,7 +132,8 @@ class Reference:
 
     def of(self, mode: str) -> list[np.ndarray]:
         """Losses and values."""
-        kind = mode if mode in ("fit", "arrays") else "loop+large" if "large" in mode else "loop"
+        otherwise = next((kind for kind in ("large", "cuts") if kind in mode), "")
+        kind = mode if mode in ("fit", "arrays") else f"loop+{otherwise}" if otherwise else "loop"
         if kind not in self._known:
             result = self._folder / f"{kind}.npz"
             line = [sys.executable, str(SCRIPT), kind, str(result), ""]

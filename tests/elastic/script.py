@@ -8,6 +8,7 @@ FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is 
 "slow": from that step on it needs longer for each of its rows; "copy": when the step is taken, before its copies are
 sent; "join": one more rank joins, for which the program has to be one of "shard" or Keras'; "plan": when the ranks
 next agree on a plan; "meet": in their next meeting; "move": a moment after all have what they need to go on from there;
+"anew": a moment after all are ready to plan stages anew, which they do where a rank of "cuts" (auto_parallel) is slow;
 "grow": a moment after all are ready to take a newcomer in (step -1: of the newcomer itself).
 """
 
@@ -33,6 +34,7 @@ BATCH, BATCHES, EPOCHS, WIDTH, LARGE = 24, 6, 2, 12, 60_000
 LAST = 100 + EPOCHS * BATCHES  # behind it no step follows
 generations.ALONE_BYTES = 150  # so that some pieces are sent alone, and others together
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
+_AGREED = {"move": {meeting.MET}, "grow": {meeting.WHOLE, meeting.GROWN}, "anew": {meeting.ANEW}}
 
 
 class Faults:
@@ -42,7 +44,7 @@ class Faults:
         parts = [part.split(":") for part in text.split(",") if part]
         self._mine = {int(step): kind for step, of, kind in parts if int(of) == rank}
         if any(kind == "slow" for *_, kind in parts):  # so that it is noticed within these few steps
-            balance.STEPS, balance.SECONDS = 2, 0.0
+            balance.STEPS, balance.SECONDS, balance.AGAIN_S = 2, 0.0, 0.0
 
     def strike(self, step: int) -> None:
         """Does what is to happen in this step."""
@@ -57,8 +59,8 @@ class Faults:
             setattr(compile, "agreed_plan", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind == "meet":
             setattr(elastic.Elastic, "_said", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
-        elif kind in ("move", "grow"):
-            agree_and_die({meeting.MET} if kind == "move" else {meeting.WHOLE, meeting.GROWN})
+        elif kind in _AGREED:
+            agree_and_die(_AGREED[kind])
         elif kind == "copy" and (step == 0 or running().elastic._generations is not None) and step < LAST:
             setattr(generations.Generations, "_copied", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind is not None:
@@ -89,11 +91,11 @@ def agree_and_die(kinds: set[int]) -> None:
 
 
 def slow_down() -> None:
-    """From now on this rank needs 10 ms more for each of its rows."""
+    """From now on this rank needs 10 ms more for each of its rows, or 100 ms for those of its stage."""
     take = balance.Watched.take
 
     def slower(watched, run):
-        return take(watched, lambda: (time.sleep(0.01 * watched.rows[wh.rank()]), run())[1])
+        return take(watched, lambda: (time.sleep(0.01 * watched.rows[wh.rank()] if watched.rows else 0.1), run())[1])
 
     setattr(balance.Watched, "take", slower)  # noqa: B010  # mypy: a method cannot be assigned to
 
@@ -110,6 +112,7 @@ CONFIGURED: dict[str, dict[str, object]] = {
     "zero1": {"zero.level": 1, **SMALL},
     "zero3": {"zero.level": 3, **SMALL},
     "mesh": {"mesh": "data=2"},
+    "cuts": {"auto_parallel": True, "pipeline.num_stages": 2, "plan_cache": ""},
     "hosts": {"communication.emulate_hosts": [2, 2]},
 }
 
@@ -118,6 +121,8 @@ def scopes(kinds: set[str]):
     """(around the first layer, around the second one) of a mode's program."""
     if "stages" in kinds:
         return wh.stage, wh.stage
+    if "cuts" in kinds:
+        return contextlib.nullcontext, contextlib.nullcontext
     return wh.replica, wh.split if kinds & {"split", "mesh"} else wh.replica
 
 
@@ -126,6 +131,7 @@ class Net:
 
     def __init__(self, kinds: set[str]) -> None:
         self.scopes, self.width = scopes(kinds), LARGE if "large" in kinds else WIDTH
+        self.normalised = "cuts" not in kinds  # no pipeline has micro-batches where one needs the values of all
         rng = np.random.default_rng(0)
         self.table = tf.Variable(rng.normal(size=(9, 4)), name="table")
         self.w = tf.Variable(rng.normal(size=(4, self.width)), name="w")
@@ -142,12 +148,13 @@ class Net:
         with tf.GradientTape() as tape:
             with self.scopes[0]():
                 h = (x + tf.gather(self.table, ids)) @ self.w
-                mean = tf.reduce_mean(h, 0)
+                mean = tf.reduce_mean(h, 0) if self.normalised else tf.zeros_like(self.mean)
             with self.scopes[1]():
                 out = tf.tanh(h - mean) @ self.v * (WIDTH / self.width)
             scale = 1 + 1 / tf.cast(self.count.read_value(), tf.float64)
             loss = scale * tf.reduce_mean((out - y) ** 2)
-        self.mean.assign(0.9 * self.mean + 0.1 * mean)
+        if self.normalised:
+            self.mean.assign(0.9 * self.mean + 0.1 * mean)
         for v, momentum, g in zip(self.trained, self.momenta, tape.gradient(loss, self.trained)):
             momentum.assign(0.9 * momentum + tf.convert_to_tensor(g))
             v.assign_sub(0.05 * momentum)
@@ -160,7 +167,7 @@ class Net:
 
 def loop(kinds: set[str], folder: str, faults: Faults) -> tuple[list[float], list[np.ndarray]]:
     """Trains in a loop of the script's."""
-    with contextlib.nullcontext() if kinds & {"stages", "split", "mesh"} else wh.replica():
+    with contextlib.nullcontext() if kinds & {"stages", "split", "mesh", "cuts"} else wh.replica():
         net = Net(kinds)
         batches = wh.shard(data()) if "shard" in kinds else data()
         seen = tf.Variable(np.zeros(EPOCHS * BATCHES), trainable=False, name="seen")

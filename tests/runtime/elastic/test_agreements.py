@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from whale.errors import CommError
-from whale.runtime.elastic.meeting import GROWN, MET, WHOLE, Agreements
+from whale.runtime.elastic.meeting import ANEW, GROWN, MET, WHOLE, Agreements
 
 pytestmark = pytest.mark.core
 
@@ -64,3 +64,17 @@ def test_nobody_acts_where_nobody_has() -> None:
     mine.catch_up(Meeting(told(other)))  # of which this one, a newcomer, knows nothing
     mine.agree(2, MET, Meeting(), lambda: None)
     assert told(mine) > told(other)
+
+
+def test_the_same_ranks_plan_anew_more_than_once() -> None:
+    acted: list[str] = []
+    mine, other = Agreements(), Agreements()
+    for one in (mine, other):
+        one.agree(1, ANEW, Meeting(), lambda: None, 1)
+    with pytest.raises(CommError, match="gone"):
+        mine.agree(1, ANEW, Meeting(gone=True), lambda: acted.append("mine"), 2)
+    mine.catch_up(Meeting(told(mine)))
+    assert not acted
+    other.agree(1, ANEW, Meeting(), lambda: acted.append("other"), 2)
+    mine.catch_up(Meeting(told(other)))
+    assert acted == ["other", "mine"] and told(mine) == told(other)

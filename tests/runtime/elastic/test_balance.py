@@ -100,3 +100,18 @@ def test_rows_follow_within_twenty_steps_whenever_a_rank_gets_slower() -> None:
             found, _ = balance.after(watched, ranks)
             step += 1
         assert found == (7, 3) and step - taken < 20, (taken, step)
+
+
+def test_stages_are_planned_anew_where_steps_stay_longer_and_that_pays() -> None:
+    ranks, watched, balance = Ranks((0.01, 0.01)), Watched((), PROGRAM), Balance()
+    ranks.rows, said = (5, 5), []
+    for step in range(60):
+        if step == 30:
+            ranks.row_s = (0.01, 0.02)
+        watched.take(ranks.step)
+        watched.seconds = watched.steps * ranks.times()[0][0]
+        rows, why = balance.after(watched, ranks)
+        assert not rows
+        said += [(step, why)] if why else []
+    assert said and 35 < said[0][0] < 50 and "stages planned anew" in said[0][1]
+    assert watched.pays_anew(None) and watched.pays_anew((10.0, 4.0)) and not watched.pays_anew((10.0, 6.0))

@@ -112,7 +112,9 @@ def _agreed(
 ) -> tuple[Choice, Made | None]:
     """Rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
     dry = context.dry is not None
-    kept = _kept(program, settings, context, number)
+    # Where speeds have changed within this run, what an earlier one has chosen is for others.
+    changed = context.elastic is not None and context.elastic.divisions > 0
+    kept = None if changed else _kept(program, settings, context, number)
     if kept is not None:
         return kept, None
     ground = _ground(program, context, options, again)
@@ -122,7 +124,7 @@ def _agreed(
             found = best_way(program, settings, ground, context.config["pipeline.num_stages"])
         _say(found.choice, found.lines)
         context.searched_all = found.is_whole
-        if found.is_whole:  # else a later run, on a machine that is less busy, may find a faster one
+        if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
             keep_choice(program, context, settings, found.choice)
         return found.choice, found.made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,7 +98,7 @@ def elsewhere(there: str, here: str) -> ClusterError:
 
 
 def fitting(config: Config, size: int) -> dict[str, Any]:
-    """What is to be changed of a configuration when ``size`` ranks are left: a mesh, or ranks of a split scope.
+    """What is to be changed of a configuration when ``size`` ranks are left: a mesh, ranks of a split scope, stages.
 
     The data axis (the first one, where none is named so) takes the ranks that are left if the others divide them.
     Else axes have no sizes: those that the program names share the ranks.
@@ -105,6 +106,8 @@ def fitting(config: Config, size: int) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if config["split.ranks"] and size % config["split.ranks"]:
         changes["split.ranks"] = 0
+    if config["auto_parallel"] and config["pipeline.num_stages"] and size % config["pipeline.num_stages"]:
+        changes["pipeline.num_stages"] = 0
     if config["mesh"]:
         sizes = dict(config.mesh)
         grows = "data" if "data" in sizes else next(iter(sizes))
@@ -120,6 +123,12 @@ def hosts_left(emulated: Sequence[int], members: Sequence[int]) -> tuple[int, ..
     of = host_of(emulated)
     left = [of[rank] for rank in members] if of else []
     return tuple(left.count(host) for host in dict.fromkeys(left))
+
+
+def host_name(emulated: Sequence[int], rank: int) -> str:
+    """Of the rank that was started as this number, on its host."""
+    of = host_of(emulated)
+    return str(of[rank]) if rank < len(of) else socket.gethostname()
 
 
 def host_of(emulated: Sequence[int]) -> list[int]:

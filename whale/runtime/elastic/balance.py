@@ -5,6 +5,9 @@ a wait for the slowest. Along the longest chain of exchanges of the rank's progr
 the step is the rank's own work, and its rows divided by it the rank's speed. Where rows in proportion to the speeds
 would make the slowest rank's work shorter by more than `GAIN`, twice in a row, they are divided so.
 
+Stages do unlike work, which is not divided by rows. There the step's own time is watched: where it has become
+longer by more than `SLOWER`, twice in a row, the ranks measure their speeds and plan anew.
+
 Watched   one program's steps on this rank
 Balance   compares the ranks now and then, and decides
 divided   rows for speeds
@@ -27,6 +30,7 @@ from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 GAIN = 1.10  # of the slowest rank's work, for which rows are divided anew
 STEPS, SECONDS = 5, 0.5  # between two looks, at least
 AGAIN_S = 0.1  # and where the first of them found better rows: what is slow costs every step
+SLOWER = 1.25  # times the shortest step so far, from which on stages are planned anew
 SETTLES = 2  # steps after a division that are not looked at: they compile, and fill caches
 LEAST = 0.1  # of a step, that a rank's own work is taken for at least
 PRECISION = 1000  # of shares
@@ -38,7 +42,8 @@ class Watched:
     """Steps of one compiled program, as this rank has taken them since the last look.
 
     Attributes:
-      rows: of the batch, on each rank; keys: of its exchanges, sorted.
+      rows: of the batch, on each rank, (): stages divide the work; keys: of its exchanges, sorted.
+      least_s: the shortest time of a step that a look has found; longer: the part of a step now that exceeds it.
     """
 
     def __init__(self, rows: tuple[int, ...], program: Program) -> None:
@@ -53,6 +58,7 @@ class Watched:
         )
         self.steps, self.seconds = 0, 0.0
         self.due = STEPS  # steps until the next look
+        self.least_s, self.longer = float("inf"), 0.0
         self.found: tuple[int, ...] = ()  # the division that the last look found better; (): none
         self._skipped = 0
         self._before: dict[str, float] = {}
@@ -66,6 +72,14 @@ class Watched:
         else:
             self.steps, self.seconds = self.steps + 1, self.seconds + time.perf_counter() - start_s
         return result
+
+    def pays_anew(self, weighed: tuple[float, float] | None) -> bool:
+        """Whether steps as long as the shortest one would save more in those that are left than planning anew takes.
+
+        Args:
+          weighed: seconds of all steps that are left, and to become other ranks; None: it is not known.
+        """
+        return weighed is None or weighed[0] * self.longer > weighed[1]
 
     def look(self, counted_s: Mapping[str, float]) -> tuple[float, list[float]] | None:
         """(seconds of a step since the last look, seconds of each exchange in it); None: too few steps.
@@ -123,16 +137,19 @@ class Balance:
     """Looks at the steps of this run's programs; all ranks decide alike, since they know the same."""
 
     def __init__(self) -> None:
-        self._gain = GAIN
+        self._gain, self._slower = GAIN, SLOWER
         self._before_s = 0.0  # a step under the division before
         self._told: set[str] = set()  # why ranks keep their rows
 
-    def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str) -> Watched | None:
+    def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str, cut: bool) -> Watched | None:
         """What counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
 
         Args:
           stays: why they stay in any case, or "".
+          cut: whether `auto_parallel` has cut the program into stages, and may do it anew.
         """
+        if cut and not stays:
+            return Watched((), program)
         placement = plan.batch_inputs[0].placement if plan.batch_inputs else None
         if placement is None:
             return None
@@ -146,6 +163,8 @@ class Balance:
 
     def after(self, watched: Watched, comm: Any) -> tuple[tuple[int, ...], str]:
         """After a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").
+
+        Where there are stages, ((), why) if all is to be planned anew.
 
         Collective when it is time to look again, which is after as many steps on every rank.
 
@@ -164,9 +183,22 @@ class Balance:
         for taken_s, exchanges_s in said:
             waits_s = {key: own - least for key, own, least in zip(watched.keys, exchanges_s, shortest)}
             work_s.append(max(LEAST * taken_s, taken_s - chained_s(watched.program, waits_s)))
-        decided = self._decided(watched, work_s, step_s)
+        decided = self._decided(watched, work_s, step_s) if watched.rows else self._planned(watched, step_s)
         watched.due = max(STEPS, round((AGAIN_S if watched.found else SECONDS) / max(step_s, 1e-6)))
         return decided
+
+    def _planned(self, watched: Watched, step_s: float) -> tuple[tuple[int, ...], str]:
+        """((), why) where the stages are to be planned anew."""
+        twice, watched.least_s = bool(watched.found), min(watched.least_s, step_s)
+        watched.longer = 1 - watched.least_s / step_s
+        watched.found = (1,) if step_s > self._slower * watched.least_s else ()
+        if not (watched.found and twice):
+            return (), ""
+        self._slower *= SLOWER  # what made steps longer may not be a rank that got slower
+        return (), (
+            f"steps take {1e3 * step_s:.0f} ms, {step_s / watched.least_s:.1f} times as long as before: "
+            "speeds are measured, and stages planned anew"
+        )
 
     def _decided(self, watched: Watched, work_s: Sequence[float], step_s: float) -> tuple[tuple[int, ...], str]:
         if self._before_s and step_s > self._before_s:  # the last division was none too good: divide less readily

@@ -13,6 +13,7 @@ import msgspec
 
 import whale_ops
 from whale.config import Config
+from whale.log import log
 from whale.runtime.elastic.allowed import fitting, hosts_left
 from whale.runtime.elastic.door import Door
 from whale.runtime.elastic.growth import Members, Welcome, shares_with
@@ -126,6 +127,17 @@ class Group:
         context.config = context.config.but({"replica.shares": shares})
         if context.auto is not None:
             context.auto = msgspec.structs.replace(context.auto, shares=())
+
+    def divide_work(self, rows: Sequence[int], why: str) -> None:
+        """The ranks stay, with these rows, or with stages that are planned anew (); nothing is compiled for that."""
+        context = self._of()
+        if rows:
+            self.divisions += 1
+            self.divide(list(rows))
+            context.compiled_for.clear()
+        self.divide_data()
+        if context.place.rank == 0:
+            log.info(why)
 
     def divide_data(self) -> None:
         """Datasets are read by the ranks and the shares that there are now."""

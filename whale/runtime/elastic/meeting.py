@@ -25,8 +25,10 @@ class Alone:
         return [data]
 
 
-# On what ranks agree after one piece of news, in order: from where they go on, that all variables are whole, who is in.
-MET, WHOLE, GROWN, _KINDS = range(4)
+# On what ranks agree after one piece of news, in order: from where they go on, that all variables are whole, who is in,
+# and, any number of times, that the same ranks plan anew.
+MET, WHOLE, GROWN, ANEW, _KINDS = range(5)
+_TIMES = 1 << 20  # that ranks may plan anew after one piece of news
 
 
 class Agreements:
@@ -40,13 +42,17 @@ class Agreements:
         self._number = self._done = 0
         self._act: Callable[[], None] = lambda: None
 
-    def agree(self, news: int, kind: int, meeting: Any, act: Callable[[], None]) -> None:
-        """Acts once all ranks of a meeting are ready to; ``news``: how many pieces there were of ranks gone or come.
+    def agree(self, news: int, kind: int, meeting: Any, act: Callable[[], None], time: int = 0) -> None:
+        """Acts once all ranks of a meeting are ready to.
+
+        Args:
+          news: how many pieces there were of ranks gone or come.
+          time: which of several agreements of this kind it is.
 
         Raises:
           CommError: one of them is gone. What was agreed on is done in the next meeting, or by nobody.
         """
-        self._number, self._act = _KINDS * news + kind + 1, act
+        self._number, self._act = _TIMES * (_KINDS * news + kind + 1) + time, act
         gathered(meeting, b"")
         self._do()
 

@@ -26,7 +26,7 @@ from whale.ir.program import Program
 from whale.log import log
 from whale.runtime.elastic.allowed import (
     divides,
-    host_of,
+    host_name,
     nothing_to_go_on_with,
     refuse,
     refuse_plan,
@@ -37,7 +37,18 @@ from whale.runtime.elastic.calls import Calls, in_scopes
 from whale.runtime.elastic.generations import Generations
 from whale.runtime.elastic.group import Group
 from whale.runtime.elastic.growth import Commits, Times, Welcome, pays
-from whale.runtime.elastic.meeting import GROWN, MET, WHOLE, Agreements, Alone, Said, catch_up, gathered, hear_returned
+from whale.runtime.elastic.meeting import (
+    ANEW,
+    GROWN,
+    MET,
+    WHOLE,
+    Agreements,
+    Alone,
+    Said,
+    catch_up,
+    gathered,
+    hear_returned,
+)
 from whale.runtime.elastic.recovery import Recovered, become_whole, lost, recover
 from whale.runtime.elastic.rows import rows_again
 from whale.runtime.ranks.plain import pack, unpack
@@ -89,13 +100,12 @@ class Elastic:
 
     def watched(self, plan: Plan, program: Program) -> Watched | None:
         """What counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay so."""
-        run, balance = self._run, self._balance
-        if balance is None:
+        run = self._run
+        if self._balance is None:
             return None
-        given = run.saved is not None or run.described is not None
-        return balance.watch(
-            plan, program, run, given * "their plan is given" or run.stages_seen * "each has its stage"
-        )
+        given = (run.saved is not None or run.described is not None) * "their plan is given"
+        cut = run.auto is not None and bool(run.auto.cuts)
+        return self._balance.watch(plan, program, run, given or run.stages_seen * "each has its stage", cut)
 
     def step(
         self,
@@ -175,17 +185,15 @@ class Elastic:
         self._calls.begin()  # a step that is gone now is one that an earlier call has taken
         try:
             rows, why = balance.after(watched, context.comms[0])
+            if why and not rows and self._group.ranks.there == self._group.members:
+                said = self._said(context.comms[0])
+                if watched.pays_anew(said[0].weighed):
+                    self._be_whole(context.comms[0], said, ANEW)
         except CommError as error:
             self._go_on(error)
             return
-        if not rows:
-            return
-        self._group.divisions += 1
-        self._group.divide(list(rows))
-        context.compiled_for.clear()
-        self._group.divide_data()
-        if context.rank == 0:
-            log.info(why)
+        if why:
+            self._group.divide_work(rows, why)
 
     def check(self, uses: Mapping[str, Use], variables: Sequence[CapturedVariable]) -> None:
         """A program is about to divide variables so. Collective where it is the first that does.
@@ -201,9 +209,7 @@ class Elastic:
         refuse_variables(variables)
         refuse_plan(uses, {c.node: c.name for c in variables}, context.size, copies)
         if self._generations is None:
-            of = host_of(context.config["communication.emulate_hosts"])
-            me = self._group.me
-            host = str(of[me]) if me < len(of) else socket.gethostname()
+            host = host_name(context.config["communication.emulate_hosts"], self._group.me)
             said = context.comms[0].allgather_bytes("whale/elastic/hosts", host.encode(), TURN_TIMEOUT_S)
             self._generations = Generations(context, context.variables, [one.decode() for one in said], copies)
 
@@ -256,13 +262,14 @@ class Elastic:
         """What every rank of a meeting says of itself."""
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
-        counted = len(context.variables.known), context.programs, context.elements
-        shares = list(context.config["replica.shares"])
-        mine = self._at.calls, self._at.steps, *counted, socket.gethostname(), self.divisions, shares, keeps
+        counted = self._at.calls, self._at.steps, len(context.variables.known), context.programs, context.elements
+        mine = *counted, socket.gethostname(), self.divisions, list(context.config["replica.shares"]), keeps
         left = self._commits.steps_left if context.config["elastic.join"] == "weighed" else None
         return [Said(*unpack(one)) for one in gathered(meeting, pack((*mine, self._times.weighed(left))))]
 
-    def _become(self, members: tuple[int, ...], said: Sequence[Said], recovered: Recovered | None) -> None:
+    def _become(
+        self, members: tuple[int, ...], said: Sequence[Said], recovered: Recovered | None, divisions: int = 0
+    ) -> None:
         """The run is one of these ranks; what was compiled before is compiled again."""
         context, group, generations = self._run, self._group, self._generations
         if recovered is not None and generations is not None:
@@ -273,13 +280,23 @@ class Elastic:
         context.programs = max(one.programs for one in said)
         context.elements = max(one.elements for one in said)
         last = max(said, key=lambda one: one.divisions)  # some may not have come to divide rows anew
-        group.divisions, self._watched = last.divisions, None
+        group.divisions, self._watched = max(divisions, last.divisions), None
         if last.shares:
             group.divide([share for rank, share in zip(group.members, last.shares) if rank in members])
         fewer = len(members) < len(group.members)
         group.members = members
         if context.rank == 0 and fewer:
             log.info(f"{len(said)} ranks go on after {max(one.steps for one in said)} steps, {lost(recovered)}")
+
+    def _be_whole(self, meeting: Any, said: Sequence[Said], kind: int) -> None:
+        """Every variable is whole on all ranks, which stay the same, and nothing is compiled for them."""
+        self._times.change()
+        group, generations, recovered = self._group, self._generations, None
+        if generations is not None and generations.begun:
+            recovered = recover(meeting, generations, self._at.steps, self._at.steps)
+        divisions = group.divisions + (kind == ANEW)
+        act = partial(self._become, group.members, said, recovered, divisions)
+        self._agreements.agree(group.number, kind, meeting, act, divisions)
 
     # -- ranks have come
 
@@ -337,16 +354,12 @@ class Elastic:
         there = group.ranks.there
         if state is None or there in (group.members, self._times.declined):
             return False
-        meeting, recovered = context.comms[0] if context.comms else Alone(), None
+        meeting = context.comms[0] if context.comms else Alone()
         said = self._said(meeting)
         if not pays(said[0].weighed, len(said), len(there), tell=context.rank == 0):
             self._times.declined = there
             return False
-        self._times.change()
-        if self._generations is not None and self._generations.begun:
-            recovered = recover(meeting, self._generations, self._at.steps, self._at.steps)
-        act = partial(self._become, group.members, said, recovered)
-        self._agreements.agree(group.number, WHOLE, meeting, act)
+        self._be_whole(meeting, said, WHOLE)
         counted = self._at.calls, self._at.steps, context.programs, context.elements, group.divisions + 1
         self._grow(Welcome(*counted, list(context.config["replica.shares"]), state()))
         return True
