@@ -58,6 +58,10 @@ class Emitter:
         self.nodes[name] = Node(name, op, tuple(inputs), (), attrs, tuple(outputs), "", stateful)
         return Ref(name)
 
+    def part(self, name: str, what: str) -> str:
+        """The name of a part of what is added as ``name``: not NAME/shape, as a node's own operands are called."""
+        return f"{name}/{self.prefix}_{what}"
+
     def const(self, name: str, value: np.ndarray) -> Ref:
         """Adds a constant of the array's own type and shape."""
         self.nodes[name] = const_node(name, value)
@@ -82,12 +86,12 @@ class Emitter:
 
     def fill(self, name: str, like: Ref, t: TensorType, op: str) -> Ref:
         """A tensor of the type of ``like`` that holds the identity of reduction ``op``."""
-        scalar = self.const(name + "/value", np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
+        scalar = self.const(self.part(name, "value"), np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
         if t.is_static:
-            dims = self.const(name + "/dims", np.array(t.shape, np.int32))
+            dims = self.const(self.part(name, "dims"), np.array(t.shape, np.int32))
         else:
             dims = self.add(
-                name + "/dims",
+                self.part(name, "dims"),
                 "Shape",
                 (like,),
                 {"T": DType(t.dtype), "out_type": DType("int32")},
@@ -99,7 +103,7 @@ class Emitter:
         """``source`` times ``weight``; zeros, whatever ``source`` holds, where that is 0."""
         if weight == 0:
             return self.fill(name, source, t, "sum")
-        factor = self.const(name + "/weight", np.array(weight, numpy_dtype(t.dtype)))
+        factor = self.const(self.part(name, "weight"), np.array(weight, numpy_dtype(t.dtype)))
         return self.add(name, "Mul", (source, factor), {"T": DType(t.dtype)}, (t,))
 
     def cut(self, name: str, source: Ref, t: TensorType, target: Split) -> Ref:
@@ -110,7 +114,7 @@ class Emitter:
         begin, size = np.zeros(rank_of_tensor, np.int32), np.full(rank_of_tensor, -1, np.int32)
         first, end = target.span(self.rank)
         begin[target.dim], size[target.dim] = first, end - first
-        operands = (source, self.const(name + "/begin", begin), self.const(name + "/size", size))
+        operands = (source, self.const(self.part(name, "begin"), begin), self.const(self.part(name, "size"), size))
         out = TensorType(t.dtype, local_shape(t.shape, target, self.rank))
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
@@ -119,13 +123,13 @@ class Emitter:
         paddings = np.zeros((len(t.shape or ()), 2), np.int32)
         before = layout.offset(self.rank)
         paddings[layout.dim] = before, layout.run - before - layout.sizes[self.rank]
-        value = self.const(name + "/value", np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
-        operands = (source, self.const(name + "/paddings", paddings), value)
+        value = self.const(self.part(name, "value"), np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
+        operands = (source, self.const(self.part(name, "paddings"), paddings), value)
         return self.add(name, "PadV2", operands, {"T": DType(t.dtype), "Tpaddings": DType("int32")}, (t,))
 
     def reshape(self, name: str, source: Ref, dtype: str, shape: tuple[int, ...]) -> Ref:
         """Adds a Reshape to a shape that is known whole."""
-        operands = (source, self.const(name + "/shape", np.array(shape, np.int32)))
+        operands = (source, self.const(self.part(name, "shape"), np.array(shape, np.int32)))
         return self.add(
             name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),)
         )
@@ -135,12 +139,11 @@ class Emitter:
         if None not in shape or size is None:
             return self.reshape(name, source, dtype, static_shape(TensorType(dtype, shape)))
         sizes = [
-            size if n is None else self.const(f"{name}/{self.prefix}_size_{i}", np.array(n, np.int32))
+            size if n is None else self.const(self.part(name, f"size_{i}"), np.array(n, np.int32))
             for i, n in enumerate(shape)
         ]
         kinds = {"T": DType("int32"), "N": len(sizes), "axis": 0}
-        # Not "/shape", which a scatter's own operand may be called.
-        dims = self.add(f"{name}/{self.prefix}_shape", "Pack", sizes, kinds, (TensorType("int32", (len(sizes),)),))
+        dims = self.add(self.part(name, "shape"), "Pack", sizes, kinds, (TensorType("int32", (len(sizes),)),))
         attrs = {"T": DType(dtype), "Tshape": DType("int32")}
         return self.add(name, "Reshape", (source, dims), attrs, (TensorType(dtype, shape),))
 
@@ -206,9 +209,9 @@ class Emitter:
         other = 0 if target.dim != 0 else 1
         if source is None:
             empty = tuple(0 if d == other else n for d, n in enumerate(work))
-            source = self.const(name + "/nothing", np.zeros(empty, numpy_dtype(t.dtype)))
+            source = self.const(self.part(name, "nothing"), np.zeros(empty, numpy_dtype(t.dtype)))
         elif len(shape) == 1:
-            source = self.reshape(name + "/as_matrix", source, t.dtype, work)
+            source = self.reshape(self.part(name, "as_matrix"), source, t.dtype, work)
         sizes = (work[other],) + (0,) * (self.size - 1)
         attrs = {
             "key": key,
@@ -219,7 +222,7 @@ class Emitter:
         }
         mine = tuple(target.sizes[self.rank] if d == target.dim else n for d, n in enumerate(work))
         got = self.comm_op(name, "WhaleAllToAll", (source,), t, attrs, (TensorType(t.dtype, mine),))
-        return self.reshape(name + "/as_vector", got, t.dtype, mine[:1]) if len(shape) == 1 else got
+        return self.reshape(self.part(name, "as_vector"), got, t.dtype, mine[:1]) if len(shape) == 1 else got
 
     def move_shares(self, name: str, source: Ref, t: TensorType, have: Split, want: Split, key: str) -> Ref:
         """Shares of one dimension under other sizes, or with neighbours' indices: each rank gets what it lacks."""
@@ -247,7 +250,7 @@ class Emitter:
             return self.const(name, np.zeros(static_shape(out), numpy_dtype(t.dtype)))
         if len(pieces) == 1:
             return pieces[0]
-        operands = (*pieces, self.const(name + "/axis", np.array(have.dim, np.int32)))
+        operands = (*pieces, self.const(self.part(name, "axis"), np.array(have.dim, np.int32)))
         return self.add(
             name, "ConcatV2", operands, {"T": DType(t.dtype), "Tidx": DType("int32"), "N": len(pieces)}, (out,)
         )
@@ -256,7 +259,7 @@ class Emitter:
         """``count`` positions of dimension ``dim`` of a local tensor, from ``start``."""
         begin, size = np.zeros(len(t.shape or ()), np.int32), np.full(len(t.shape or ()), -1, np.int32)
         begin[dim], size[dim] = start, count
-        operands = (source, self.const(name + "/begin", begin), self.const(name + "/size", size))
+        operands = (source, self.const(self.part(name, "begin"), begin), self.const(self.part(name, "size"), size))
         out = TensorType(t.dtype, _with_size(t, dim, count))
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
