@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.planner.monotone import ROUNDING, compare
+from cost_model.described.spread import Part
 from cost_model.described.stacks import stack
 from cost_model.described.transformer import Transformer
 from cost_model.described.transformer_model import TransformerModel
@@ -17,9 +18,11 @@ from cost_model.machines import cluster
 from cost_model.machines.pools import Machines
 from whale.errors import PlanError
 from whale.planner import ask
+from whale.planner.described.layer_tables import Measured, Table, TableLayer, TableModel
 from whale.planner.search import estimate
 from whale.planner.search.candidates import Limits
 from whale.planner.search.infeasible import changes
+from whale.planner.search.neighbours import other_orders
 from whale.planner.search.rounds import fits, rounds_s, search
 from whale.planner.search.search import Search
 
@@ -54,6 +57,31 @@ def test_what_leaves_devices_idle_gets_a_lesser_stage_on_some() -> None:
     assert pools.count(0) == 4 and pools.count(1) == 1
     assert found.evaluation.step_s < 0.98 * min(on_fast)
     assert sum(stage.count for stage in found.spread.stages) == 24
+
+
+def test_slow_devices_with_less_memory_come_first_where_the_last_layer_is_slow_there() -> None:
+    machines = Machines(cluster.parse(
+        "name: mixed\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
+        "- {name: fast, count: 2, devices: [{type: a100-sxm-40gb, count: 4}], networks: {f: {nics: 4}}}\n"
+        "- {name: slow, count: 2, devices: [{type: v100-sxm2-16gb, count: 4}], networks: {f: {nics: 4}}}\n"
+    ))  # fmt: skip
+    each_s = {("block", 0): 0.01, ("block", 1): 0.03, ("head", 0): 0.02, ("head", 1): 0.2}
+    measured = [
+        Measured(layer, machines.pools[pool].device.name, seconds, 2 * seconds, update_s=0.0)
+        for (layer, pool), seconds in each_s.items()
+    ]
+    layers = [TableLayer("block", 12, 1e6, 1e4), TableLayer("head", 1, 1e6, 1e4)]
+    model = TableModel(Table(layers, measured), stack("megatron-2022"), machines)
+    found = Search(model, machines, 256, Limits(micro_batch=1)).run()
+    assert [part.pool for stage in found.spread.stages for part in stage.parts] == [1, 0]
+    assert [stage.count for stage in found.spread.stages] == [3, 10]
+
+
+def test_orders_of_stages_are_listed_once() -> None:
+    a, b = (Part(0, 1, 2, 1),), (Part(1, 1, 2, 1),)
+    assert list(other_orders([a, a])) == []
+    assert {"".join("ab"[one == b] for one in order) for order in other_orders([a, a, b])} == {"baa", "aba"}
+    assert len(list(other_orders([a, a, b]))) == 2
 
 
 def test_rounds_are_the_same_within_every_budget() -> None:

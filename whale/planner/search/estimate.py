@@ -59,6 +59,12 @@ class Estimates:
         known = self.model.row_choices(pool, tensor)
         return known if known is not None else list(range(1, min(self.batch, MOST_ROWS) + 1))
 
+    def allowed(self, part: Part) -> bool:
+        """Whether a stage may lie on these ranks alone: its rows are known there, and what the user fixed is kept."""
+        known, limits = self.rows_of(part.pool, part.tensor), self.limits
+        fixed = limits.micro_batch in (None, part.rows) and limits.data in (None, part.replicas)
+        return fixed and known[0] <= part.rows <= known[-1]
+
     def recomputes(self) -> list[tuple[Recompute, bool]]:
         """(recompute, sequence parallel) that the model knows and the user leaves free."""
         found = self.model.recomputes()

@@ -1,4 +1,4 @@
-"""Spreads that differ little from one: a cut moved, ranks exchanged, other ranks, one stage more."""
+"""Spreads that differ little from one: a cut moved, ranks exchanged or in another order, one stage more."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import msgspec
 
 from cost_model.described.spread import Part, Spread, Stage
 from cost_model.machines.pools import Machines
+
+MOST_RUNS = 4  # of stages on equal ranks, whose orders are all looked at
 
 StageRanks = tuple[tuple[int, ...], tuple[Part, ...]]  # what a stage may lie on: devices of each pool, parts
 
@@ -69,13 +71,31 @@ def _in_order(spread: Spread, order: Sequence[int]) -> Spread:
     return msgspec.structs.replace(spread, stages=tuple(stages))
 
 
+def other_orders(ranks: Sequence[tuple[Part, ...]]) -> Iterator[list[tuple[Part, ...]]]:
+    """The stages' ranks in other orders: runs of stages on equal ranks permuted, or one stage moved elsewhere."""
+    runs = [list(run) for _, run in itertools.groupby(ranks)]
+    known = {tuple(ranks)}
+    orders: list[list[tuple[Part, ...]]] = []
+    if len(runs) <= MOST_RUNS:
+        orders += [list(itertools.chain(*order)) for order in itertools.permutations(runs)]
+    starts = [0, *itertools.accumulate(map(len, runs[:-1]))] if len(runs) > 1 else []
+    for at in starts:
+        rest = [*ranks[:at], *ranks[at + 1 :]]
+        orders += ([*rest[:to], ranks[at], *rest[to:]] for to in range(len(ranks)))
+    for order in orders:
+        if tuple(order) not in known:
+            known.add(tuple(order))
+            yield order
+
+
 def with_idle(
-    spread: Spread, machines: Machines, tensors: Callable[[int], Sequence[int]]
+    spread: Spread, machines: Machines, tensors: Callable[[int], Sequence[int]], allowed: Callable[[Part], bool]
 ) -> Iterator[list[tuple[Part, ...]]]:
     """The ranks of the stages with another stage, anywhere between them, on devices of one pool that no stage has.
 
     Args:
         tensors: pool -> degrees by which tensors may be divided there.
+        allowed: whether the stage may lie on such ranks.
     """
     ranks = [stage.parts for stage in spread.stages]
     rows = sum(part.replicas * part.rows for part in ranks[0])
@@ -86,8 +106,9 @@ def with_idle(
         for tensor in tensors(pool.number):
             most = min(rows, free[pool.number] // tensor, pool.tensor_groups(tensor))
             for replicas in (n for n in range(1, most + 1) if rows % n == 0):
-                own = (Part(pool.number, tensor, replicas, rows // replicas),)
-                yield from ([*ranks[:at], own, *ranks[at:]] for at in range(len(ranks) + 1))
+                own = Part(pool.number, tensor, replicas, rows // replicas)
+                if allowed(own):
+                    yield from ([*ranks[:at], (own,), *ranks[at:]] for at in range(len(ranks) + 1))
 
 
 def other_ranks(spread: Spread, machines: Machines, choices: Sequence[StageRanks], more: bool) -> Iterator[Spread]:

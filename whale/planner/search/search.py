@@ -32,7 +32,7 @@ from whale.planner.search.candidates import Candidate, Limits, SearchResult
 from whale.planner.search.cut import Chain
 from whale.planner.search.exact import exact
 from whale.planner.search.families import Families
-from whale.planner.search.neighbours import StageRanks, neighbours, other_ranks, with_idle
+from whale.planner.search.neighbours import StageRanks, neighbours, other_orders, other_ranks, with_idle
 from whale.planner.search.recompute_stages import RecomputeChoice
 
 
@@ -55,7 +55,7 @@ THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=8, sim
 # Spreads that are improved: with few devices a simulation costs next to nothing, and of the first ones stages may get
 # other ranks.
 IMPROVED, IMPROVED_FEW, IMPROVED_WIDELY = 4, 100, 40
-WITH_IDLE = 16  # stages of a spread that may get one more, on devices that are idle
+CUT_ANEW = 16  # stages at most of a spread that may get one more, on devices that are idle, or another order
 # Parts of the budget after which a step of the search ends: listing candidates, cutting them, simulating the best.
 LISTED, CUT, SIMULATED = 0.6, 0.75, 0.85
 BEHIND = 1.3  # what is estimated at so many times the best is not looked at
@@ -94,6 +94,7 @@ class Search(Families):
         self.recompute = RecomputeChoice(model, machines, self.ranks)
         # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
         self.choices: dict[tuple[int, bool], list[StageRanks]] = {}
+        self.ordered: set[tuple[Spread, tuple[tuple[Part, ...], ...]]] = set()  # (settings, ranks) that have been cut
 
     def build(self, one: Candidate) -> Spread | None:
         """The candidate's layers cut; None where it does not fit into memory.
@@ -139,7 +140,7 @@ class Search(Families):
         few = self.ranks <= self.limits.exact_devices
         while True:
             best = spread, seconds
-            others = neighbours(spread, few)
+            others = itertools.chain(neighbours(spread, few), () if few else self._reordered(spread))
             if wide:
                 choices = self.choices.get((spread.micro_batches, spread.sequence_parallel), [])
                 more = self.limits.stages is None
@@ -152,6 +153,24 @@ class Search(Families):
             if best[0] is spread:
                 return
             spread, seconds = best
+
+    def _reordered(self, spread: Spread) -> Iterator[Spread]:
+        """The spread's stages in other orders of their ranks, cut anew.
+
+        Families put the devices with the most memory first, which hold the most activations. Where all have room, what
+        the first and the last layer have besides may be cheaper elsewhere.
+        """
+        if len(spread.stages) > CUT_ANEW:
+            return
+        kinds = self.recompute_kinds(spread.sequence_parallel)
+        settings = msgspec.structs.replace(spread, stages=())
+        for ranks in other_orders([stage.parts for stage in spread.stages]):
+            if (key := (settings, tuple(ranks))) in self.ordered or self.late():
+                continue
+            self.ordered.add(key)
+            chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
+            if (ends := chain.best()) is not None:
+                yield chain.spread(ends)
 
     def _beginnings(self) -> list[tuple[float, Spread]]:
         """Spreads to improve: the best of each number of stages and micro-batches, then the others."""
@@ -295,11 +314,11 @@ class Search(Families):
         """
         while self.fastest is not None and self.limits.stages is None:
             spread, seconds = self.fastest[0], self.fastest[1].step_s
-            if spread.chunks > 1 or len(spread.stages) > WITH_IDLE:
+            if spread.chunks > 1 or len(spread.stages) > CUT_ANEW:
                 return
             kinds = self.recompute_kinds(spread.sequence_parallel)
             settings = msgspec.structs.replace(spread, stages=())
-            for ranks in with_idle(spread, self.machines, self.tensors):
+            for ranks in with_idle(spread, self.machines, self.tensors, self.allowed):
                 if self.late():
                     return
                 chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
