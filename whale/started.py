@@ -22,6 +22,8 @@ JOINS_VARIABLE = "WHALE_JOINS"
 PEERS_VARIABLE = "WHALE_PEERS"
 # Set when ranks may join the run while it goes on.
 GROWS_VARIABLE = "WHALE_GROWS"
+# Set when the ranks of each host have an mpirun, and so an MPI, of their own: they connect as those do that join.
+APART_VARIABLE = "WHALE_APART"
 # "<pid>:<file descriptor>" of the socket between a script and the worker of `whale run` beside it: lines of JSON.
 CONTROL_VARIABLE = "WHALE_CONTROL"
 # The same for the pipe that takes the script's trace, when `whale run --trace` asks for one.

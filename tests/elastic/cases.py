@@ -35,7 +35,8 @@ class Case:
     @property
     def count(self) -> int:
         """How many ranks are taken away."""
-        return sum(not fault.endswith(("slow", "join")) for fault in self.faults.split(","))
+        kinds = [fault.split(":")[2] for fault in self.faults.split(",")]
+        return sum(2 if kind == "host" else kind not in ("slow", "join") for kind in kinds)
 
     def __str__(self) -> str:
         return f"{self.mode} on {self.ranks} ranks, {self.faults}"
@@ -51,7 +52,8 @@ def drawn(seed: int, count: int) -> list[Case]:
                 rng.choice([0, 2]),
                 rng.choice(["kill", "kill", "late", "stop"]),
             )
-            cases.append(Case(rng.choice(HOSTS), 4, f"{step}:{first}:{kind},{step}:{first + 1}:{kind}"))
+            apart = f"{step}:{first}:{kind},{step}:{first + 1}:{kind}"
+            cases.append(Case(rng.choice(HOSTS), 4, rng.choice([apart, f"{step}:{first}:host"])))
             total += 2
             continue
         if rng.random() < 0.05:  # stages are planned anew, and a rank goes then, or later
@@ -152,8 +154,10 @@ def run(case: Case, reference: Reference, restarts: int = 0) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="whale_elastic_") as folder:
         result = Path(folder) / "result.npz"
         hosts = Path(folder) / "hosts"
-        hosts.write_text(f"localhost:{case.ranks}\n")
-        started = ["--hosts-from", str(hosts)] if "join" in case.faults else ["-np", str(case.ranks)]
+        several = case.mode.endswith("hosts")
+        hosts.write_text("localhost:2\n127.0.0.1:2\n" if several else f"localhost:{case.ranks}\n")
+        grows = several or "join" in case.faults
+        started = ["--hosts-from", str(hosts)] if grows else ["-np", str(case.ranks)]
         started += ["--max-restarts", str(restarts)] * (restarts > 0)
         line = [sys.executable, "-m", "whale", "run", *started, "--", str(SCRIPT), case.mode, str(result), case.faults]
         start_s = time.monotonic()

@@ -3,8 +3,9 @@
 MODE: "loop" (whole batches), "shard" (each rank reads its rows), "save" (a checkpoint after every step), "fit" and
 "arrays" (Keras, with a dataset or with arrays). In "zero1", "zero3", "stages", "split" and "mesh" (2 x tensor ranks)
 ranks hold parts of variables; these stand beside others: "zero3+save". "large": parts lie where other ranks read them.
-"hosts": two emulated ones, with two ranks each.
+"hosts": two emulated ones, with two ranks and an mpirun each.
 FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is killed, ...; "late": as the step runs;
+"host": all ranks of its host are killed, and their mpirun;
 "slow": from that step on it needs longer for each of its rows; "copy": when the step is taken, before its copies are
 sent; "join": one more rank joins, for which the program has to be one of "shard" or Keras'; "plan": when the ranks
 next agree on a plan; "meet": in their next meeting; "move": a moment after all have what they need to go on from there;
@@ -55,6 +56,8 @@ class Faults:
             slow_down()
         elif kind == "join":
             grow()
+        elif kind == "host":
+            kill_host()
         elif kind == "plan":
             setattr(compile, "agreed_plan", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind == "meet":
@@ -67,15 +70,41 @@ class Faults:
             os.kill(os.getpid(), _SIGNALS.get(kind, signal.SIGKILL))  # where nothing is copied, as by "kill"
 
 
+def kill_host() -> None:
+    """The mpirun of this rank is killed with all that it has started, this process last, as if its host were gone."""
+    mpirun, tree = parent(os.getppid()), []
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, StopIteration):
+            children.setdefault(parent(int(name)), []).append(int(name))
+    waiting = [mpirun]
+    while waiting:
+        tree.append(waiting.pop())
+        waiting += children.get(tree[-1], [])
+    for pid in sorted(tree, key=os.getpid().__eq__):
+        os.kill(pid, signal.SIGKILL)
+
+
+def parent(pid: int) -> int:
+    """The process that has started another."""
+    with open(f"/proc/{pid}/status") as file:
+        return int(next(line for line in file if line.startswith("PPid:")).split()[1])
+
+
 def grow() -> None:
     """The list of hosts has room for one more rank; returns when it has come, before it is taken in."""
     path, watch = os.environ["ELASTIC_HOSTS"], running().watch
     with open(path) as file:
-        name, slots = file.read().strip().split(":")
-    before = len(watch.changes(0, 0.0))
+        first, *others = file.read().split()
+    name, slots = first.split(":")
+    known = watch.changes(0, 0.0)
+    before = sum(change.joined is not None for change in known)
     with open(path, "w") as file:
-        file.write(f"{name}:{int(slots) + 1}\n")
-    assert len(watch.changes(before, 200.0)) > before, "nobody has come"
+        file.write("\n".join([f"{name}:{int(slots) + 1}", *others, ""]))
+    until_s = time.monotonic() + 200.0
+    while sum(change.joined is not None for change in known) <= before:  # others may be gone meanwhile
+        assert time.monotonic() < until_s, "nobody has come"
+        known = watch.changes(len(known), 1.0)
 
 
 def agree_and_die(kinds: set[int]) -> None:

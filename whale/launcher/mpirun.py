@@ -21,15 +21,17 @@ from whale.errors import ClusterError, ConfigError
 from whale.launcher import segments
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
+    FIRST_VARIABLE,
     LOOPBACK_VARIABLE,
     PRELOAD_VARIABLE,
     SEGMENTS_VARIABLE,
     TOKEN_VARIABLE,
+    TOTAL_VARIABLE,
     TRACE_VARIABLE,
 )
 from whale.launcher.worker import THREADS_VARIABLE, thread_variables
 from whale.log import LEVEL_VARIABLE
-from whale.started import COUNTERS_VARIABLE, GROWS_VARIABLE, PROGRESS_VARIABLE, RESTART_VARIABLE
+from whale.started import APART_VARIABLE, COUNTERS_VARIABLE, GROWS_VARIABLE, PROGRESS_VARIABLE, RESTART_VARIABLE
 from whale_ops import _native, build
 
 PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
@@ -98,6 +100,11 @@ class Options:
     def is_local(self) -> bool:
         """Whether all ranks run on this host."""
         return all(host.is_local for host in self.hosts)
+
+    @property
+    def apart(self) -> bool:
+        """Whether each host's ranks have an mpirun of their own."""
+        return self.hosts_from is not None and len(self.hosts) > 1 and self.ranks > self.hosts[0].slots
 
 
 def check_mesh(text: str, ranks: int) -> None:
@@ -238,6 +245,39 @@ def command(options: Options, mpirun: str, environment: Mapping[str, str]) -> li
     return [*line, *python.module("whale.launcher.worker", *as_module, options.target, *options.arguments)]
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An mpirun that starts some of a run's ranks.
+
+    Attributes:
+        line, environment: of its command.
+        ranks: which ones.
+    """
+
+    line: list[str]
+    environment: dict[str, str]
+    ranks: range
+
+
+def starts(options: Options, mpirun: str, environment: dict[str, str]) -> list[Start]:
+    """The mpiruns that start a run: one, or one for each host where the run can go on without a host.
+
+    An mpirun ends all of its ranks when it loses a host.
+    """
+    if not options.apart:
+        return [Start(command(options, mpirun, environment), environment, range(options.ranks))]
+    found: list[Start] = []
+    first = 0
+    for host in options.hosts:
+        ranks = range(first, min(first + host.slots, options.ranks))
+        if ranks:
+            place = {FIRST_VARIABLE: str(first), TOTAL_VARIABLE: str(options.ranks)}
+            own, alone = {**environment, **place}, replace(options, ranks=len(ranks), hosts=(host,))
+            found.append(Start(command(alone, mpirun, own), own, ranks))
+        first = ranks.stop
+    return found
+
+
 def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
     """The options of a run that starts again, and the hosts that it goes without: mpirun can start no process there.
 
@@ -301,6 +341,7 @@ def environment(
         (COUNTERS_VARIABLE, options.verbose),
         (PROGRESS_VARIABLE, progress),
         (GROWS_VARIABLE, options.hosts_from is not None),
+        (APART_VARIABLE, options.apart),
     )
     for name, wanted in asked:
         result.pop(name, None)  # of a run within which this one is started

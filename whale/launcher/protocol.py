@@ -33,6 +33,7 @@ HEARTBEAT_S = 0.5
 DEAF_S = 3.0
 # Of ranks that come while a run goes on: the number of the first one that their mpirun starts.
 FIRST_VARIABLE = "WHALE_LAUNCHER_FIRST"
+TOTAL_VARIABLE = "WHALE_LAUNCHER_TOTAL"
 
 
 class Kind(enum.IntEnum):

@@ -79,12 +79,14 @@ def _attempts(
         ):
             token, port = secrets.token_hex(16), listener.getsockname()[1]
             environment = mpirun.environment(options, f"{address}:{port}", token, restarts, library)
-            line = mpirun.command(options, program, environment)
-            grows = functools.partial(Newcomers, options, program) if options.hosts_from is not None else None
+            starts = mpirun.starts(options, program, environment)
+            grows = (
+                functools.partial(Newcomers, options, program, environment) if options.hosts_from is not None else None
+            )
             job = Job(options, listener, token, config["fault.freeze_s"], trace, progress, grows)
             if progress is not None:
                 progress.begin(options.ranks, restarts)
-            code = job.run(line, environment)
+            code = job.run(starts)
         if not job.failed or restarts == options.max_restarts:
             return code
         restarts += 1

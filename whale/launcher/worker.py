@@ -39,6 +39,7 @@ from whale.launcher.protocol import (
     SEGMENTS_VARIABLE,
     TOKEN_BYTES,
     TOKEN_VARIABLE,
+    TOTAL_VARIABLE,
     TRACE_VARIABLE,
     Kind,
     Unpacker,
@@ -76,8 +77,10 @@ def main() -> None:
     target, *rest = arguments[1:] if as_module else arguments
     # A run started inside another run's rank must not take the outer rank for its own.
     place = process_place({name: text for name, text in os.environ.items() if name not in _PLACE_VARIABLES})
-    first = int(os.environ.pop(FIRST_VARIABLE, "0"))  # this one comes while the run goes on
-    place = replace(place, rank=first + place.rank, size=first + place.size)
+    # Ranks before those of this mpirun, and all of them: it is that of one host, or comes while the run goes on.
+    first = int(os.environ.pop(FIRST_VARIABLE, "0"))
+    total = int(os.environ.pop(TOTAL_VARIABLE, "0")) or first + place.size
+    place = replace(place, rank=first + place.rank, size=total)
     connection = connect(os.environ[TOKEN_VARIABLE])
     os.environ[PEERS_VARIABLE] = f"{connection.getsockname()[0]} {_secret(os.environ[TOKEN_VARIABLE])}"
     segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None

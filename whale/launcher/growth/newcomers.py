@@ -62,6 +62,7 @@ class Newcomers:
         self._at_start = self._next = options.ranks
         self._batches: list[_Batch] = []
         self._coming: dict[int, ranks.RankLink] = {}
+        self._apart = options.apart  # and the ranks of the start wait for each other's addresses
         self._places = dict(enumerate(_filled(options.hosts, options.ranks)))
         self._wanted: tuple[Host, ...] | None = None  # hosts that are to be filled when the run can take ranks in
         self._history: list[dict[str, Any]] = []  # what all ranks were told of who is gone, and who has come
@@ -136,6 +137,8 @@ class Newcomers:
 
     def look(self) -> None:
         """Starts newcomers, or has them come in, when it is time."""
+        if self._apart:
+            self._connect()
         if self._ending.begun or not all(link.elastic or link.exited for link in self._links.values()):
             return
         for batch in self._batches:
@@ -144,6 +147,14 @@ class Newcomers:
         if self._wanted is not None and self._start is not None and not self._coming:
             wanted, self._wanted = self._wanted, None
             self._fill(wanted)
+
+    def _connect(self) -> None:
+        """Tells the ranks of the start where each of them listens, once all do."""
+        addresses = {rank: link.address for rank, link in self._links.items() if link.address}
+        if len(addresses) == self._at_start:
+            self._apart = False
+            for link in self._links.values():
+                link.tell({"rank": None, "all": addresses})
 
     @property
     def _start(self) -> str | None:

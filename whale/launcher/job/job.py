@@ -15,6 +15,7 @@ How a run ends:
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import selectors
@@ -22,7 +23,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from whale.errors import ClusterError
@@ -31,12 +32,12 @@ from whale.launcher.job import ranks
 from whale.launcher.job.door import Door
 from whale.launcher.job.ending import OWN_END_S, Ending
 from whale.launcher.job.lookout import Lookout
-from whale.launcher.job.mpirun_process import MpirunProcess
+from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.reports import Reports
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.mpirun import ASKED_VARIABLES, Options
+from whale.launcher.mpirun import ASKED_VARIABLES, Options, Start
 from whale.launcher.protocol import End, Kind
 from whale.replicas import differing, in_words
 
@@ -124,14 +125,14 @@ class Job:
         self._ending = Ending(self._links, self._printer, trace, options.verbose)
         self._lookout = Lookout(self._links, self._ending, trace, self.say)
         self._reports = Reports(self._printer, self._ending, self._lookout, trace, progress, options.verbose)
-        self._mpirun_gone_s = self._mpirun_stopped_s = math.inf
+        self._mpirun_gone_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
-        self._mpirun: MpirunProcess
+        self._mpiruns: Mpiruns
         self._door: Door
         self._newcomers: Grows | None = None
 
-    def run(self, line: list[str], environment: dict[str, str]) -> int:
-        """Starts the ranks with a command of mpirun, and returns the exit code of the run once all of it has ended.
+    def run(self, starts: Sequence[Start]) -> int:
+        """Starts the ranks by mpirun, and returns the exit code of the run once all of it has ended.
 
         Raises:
             ClusterError: the ranks did not start.
@@ -141,13 +142,14 @@ class Job:
         previous_wake = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         previous = {number: signal.signal(number, lambda *_: None) for number in (*_SIGNALS, signal.SIGCHLD)}
         try:
-            self._mpirun = MpirunProcess(line, environment)
+            self._mpiruns = Mpiruns(starts, self._freeze_s)
             try:
                 self._register(self._wake, self._read_signals)
                 self._door = Door(self._listener, self._token, self._selector, self._welcome)
-                self._register(self._mpirun.output, self._read_mpirun)
+                for process in self._mpiruns.processes:
+                    self._register(process.output, functools.partial(self._read_mpirun, process))
                 if self._grows is not None:
-                    self._newcomers = self._grows(environment, self._links, self._ending, self._printer, self._selector)
+                    self._newcomers = self._grows(self._links, self._ending, self._printer, self._selector)
                 self._loop()
                 return self._conclude()
             except BrokenPipeError:
@@ -192,7 +194,7 @@ class Job:
             deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s, *self._door.deadlines_s]
             if not self._complete:
                 deadlines_s.append(start_by_s)
-            if self._mpirun.ended or self._printer.waits:
+            if self._mpiruns.ended or self._printer.waits:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
             self._look_after_mpirun()  # before the ranks' connections break for the same reason
@@ -210,7 +212,7 @@ class Job:
                 raise self._did_not_start(f"within {START_TIMEOUT_S:g} s")
             # Workers stay until their connection is closed, so mpirun cannot be through before that. What they still
             # have to say is read first.
-            if self._mpirun.ended:
+            if self._mpiruns.ended or (self._mpiruns.any_ended and not self._complete):
                 self._mpirun_gone_s = min(self._mpirun_gone_s, time.monotonic())
                 if not ready or time.monotonic() > self._mpirun_gone_s + OWN_END_S:
                     self._mpirun_is_gone()
@@ -221,23 +223,16 @@ class Job:
         for link in self._links.values():
             link.exited = True
         if not self._ending.begun:
-            self._ending.fail(ranks.mpirun_gone(self._mpirun.returncode))
+            self._ending.fail(ranks.mpirun_gone(self._mpiruns.processes[0].returncode))
 
     def _look_after_mpirun(self) -> None:
-        """Finds that mpirun was stopped or killed: without it no rank comes to its end."""
-        if self._ending.begun:
-            return
-        if self._mpirun.ended:
-            if self._complete and self._mpirun.returncode < 0:
-                self._ending.fail(ranks.mpirun_gone(self._mpirun.returncode))
-            return
-        now_s = time.monotonic()
-        self._mpirun_stopped_s = min(self._mpirun_stopped_s, now_s) if self._mpirun.stopped else math.inf
-        if self._freeze_s and now_s - self._mpirun_stopped_s >= self._freeze_s:
-            self._ending.fail(ranks.mpirun_stopped(now_s - self._mpirun_stopped_s))
+        """Finds that an mpirun was stopped or killed: without it none of its ranks comes to its end."""
+        if not self._ending.begun:
+            for failure in list(self._mpiruns.gone(self._complete, self._links)):
+                self._ending.fail(failure)
 
     def _did_not_start(self, when: str) -> ClusterError:
-        said = self._mpirun.said
+        said = self._mpiruns.said
         return ClusterError(
             f"the ranks did not start: {when}",
             given=f"{self._options.ranks} ranks, {len(self._links)} came up",
@@ -304,10 +299,10 @@ class Job:
             link.send_signal(signal.SIGKILL)
         return True
 
-    def _read_mpirun(self) -> None:
-        data = self._mpirun.read()
+    def _read_mpirun(self, process: MpirunProcess) -> None:
+        data = process.read()
         if not data:
-            self._selector.unregister(self._mpirun.output)
+            self._selector.unregister(process.output)
         elif self._options.verbose:
             self._printer.say(data.decode(errors="replace").rstrip("\n"))
 
@@ -319,7 +314,7 @@ class Job:
             if isinstance(key.fileobj, socket.socket) and key.fileobj not in (self._wake, self._listener):
                 key.fileobj.close()
         # Workers that never connected have nothing to see closed.
-        processes, links = [self._mpirun], list(self._links.values())
+        processes, links = list(self._mpiruns.processes), list(self._links.values())
         if self._newcomers is not None:
             self._newcomers.close()
             processes, links = processes + self._newcomers.processes, links + self._newcomers.links
@@ -365,8 +360,8 @@ class Job:
         if not self._options.verbose and cause.rank is not None:
             self._printer.write_lines(cause.rank, 1, cause.traceback)
             # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.
-            if cause.signal in (signal.SIGTERM, signal.SIGKILL) and self._mpirun.said:
-                self._printer.say(self._mpirun.said)
+            if cause.signal in (signal.SIGTERM, signal.SIGKILL) and self._mpiruns.said:
+                self._printer.say(self._mpiruns.said)
         self.say(f"{cause.who} {cause.reason}")
         return cause.code
 

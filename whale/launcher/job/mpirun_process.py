@@ -1,4 +1,8 @@
-"""The mpirun that holds a run's workers: starts it, listens to what it says, and ends it with all that it started."""
+"""The mpiruns that hold a run's workers.
+
+MpirunProcess   one: starts it, listens to what it says, and ends it with all that it started
+Mpiruns         those of a run's start: one for all ranks, or one for each host, without which the others go on
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
+
+from whale.launcher.job import ranks
+from whale.launcher.mpirun import Start
 
 _READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
@@ -114,6 +121,67 @@ class MpirunProcess:
                     os.rmdir(folder)
             except OSError:
                 continue  # not empty, or gone
+
+
+class Mpiruns:
+    """Starts them.
+
+    Args:
+        starts: their commands.
+        freeze_s: for how long one may be stopped; 0 for as long as it likes.
+    """
+
+    def __init__(self, starts: Sequence[Start], freeze_s: float) -> None:
+        self._starts, self._freeze_s = starts, freeze_s
+        self._stopped_s: dict[int, float] = {}  # which one, and since when
+        self.processes: list[MpirunProcess] = []
+        for start in starts:
+            self.processes.append(MpirunProcess(start.line, start.environment))
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have."""
+        return all(process.ended for process in self.processes)
+
+    @property
+    def any_ended(self) -> bool:
+        """Whether one has."""
+        return any(process.ended for process in self.processes)
+
+    @property
+    def said(self) -> str:
+        """What they have printed, at least the last of it."""
+        return "\n".join(filter(None, (process.said for process in self.processes)))
+
+    def gone(self, complete: bool, links: Mapping[int, ranks.RankLink]) -> Iterator[ranks.Failure]:
+        """The failures of those that were stopped or killed: without one none of its ranks comes to its end.
+
+        Args:
+            complete: whether all ranks have come up.
+            links: of the ranks.
+        """
+        now_s = time.monotonic()
+        for number, (start, process) in enumerate(zip(self._starts, self.processes)):
+            failure = None
+            if process.ended:
+                # One that is alone says by its code how its ranks ended; that of a host is through after them.
+                if complete and (process.returncode < 0 or len(self.processes) > 1):
+                    failure = ranks.mpirun_gone(process.returncode)
+            elif process.stopped:
+                since_s = self._stopped_s.setdefault(number, now_s)
+                if self._freeze_s and now_s - since_s >= self._freeze_s:
+                    failure = ranks.mpirun_stopped(now_s - since_s)
+            else:
+                self._stopped_s.pop(number, None)
+            if failure is None:
+                continue
+            if len(self.processes) == 1:
+                yield failure
+                continue
+            for rank in start.ranks:
+                link = links.get(rank)
+                if link is not None and not link.exited:
+                    yield ranks.lost_with_mpirun(rank, link.host, failure)
 
 
 def _end_with_parent() -> None:

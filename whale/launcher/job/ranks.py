@@ -128,6 +128,11 @@ def mpirun_gone(code: int) -> Failure:
     return Failure(None, 1, how)
 
 
+def lost_with_mpirun(rank: int, host: str, mpirun: Failure) -> Failure:
+    """The failure of a rank whose host's mpirun is gone, or stopped."""
+    return Failure(rank, 1, f"was lost: the mpirun of {host} {mpirun.reason}", gone=True)
+
+
 def silent(rank: int, host: str, seconds: float) -> Failure:
     """The failure of a rank whose worker does not answer."""
     return Failure(rank, 1, f"is frozen: nothing was heard from {host} for {seconds:.1f} s", gone=True)

@@ -15,6 +15,7 @@ import whale_ops
 from whale.config import Config
 from whale.log import log
 from whale.runtime.elastic.allowed import fitting, hosts_left
+from whale.runtime.elastic.apart import Apart
 from whale.runtime.elastic.door import Door
 from whale.runtime.elastic.growth import Members, Welcome, shares_with
 from whale.runtime.elastic.meeting import Alone, gathered, sent
@@ -45,6 +46,7 @@ class Run(Protocol):
     saved: Any
     described: Any
     compiled_for: dict[str, str]
+    apart: Apart | None
     outside: Outside | None
     at_end: list[Callable[[], None]]
 
@@ -69,12 +71,14 @@ class Group:
         self._name = context.comm_name
         self.me = context.place.rank
         started = began_with or context.size
-        self.ranks = Members(started, set(range(started)))
+        apart = context.apart
+        self.ranks = Members(started, set(range(started)), addresses={} if apart is None else apart.addresses)
         self.members = () if began_with else self.ranks.left
         self._made = [(comm, self.members) for comm in context.comms]
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.door = Door(os.environ[PEERS_VARIABLE]) if GROWS_VARIABLE in os.environ else None
-        if self.door is not None:
+        self.door = None if apart is None else apart.door
+        if self.door is None and GROWS_VARIABLE in os.environ:
+            self.door = Door(os.environ[PEERS_VARIABLE])
             self._watch.tell({"address": self.door.address})
             context.at_end.append(self.door.close)
 

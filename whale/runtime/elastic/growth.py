@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,13 @@ class Members:
       started: how many the run has begun with.
       inside: those of them, and of those that have come since, that have been taken in.
       changes: what has been told to all so far.
+      addresses: where those of the start listen, if they have no MPI in common.
     """
 
     started: int
     inside: set[int]
     changes: Sequence[Change] = ()
+    addresses: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def there(self) -> tuple[int, ...]:
@@ -58,11 +60,11 @@ class Members:
         """
         group = 4 * len(self.changes) + kind
         name = f"{name}.{group}"
-        if members[-1] < self.started:
+        if members[-1] < self.started and not self.addresses:
             return whale_ops.survivors(name, members, group, **shared)
         assert door is not None
-        latest = next(change.addresses for change in reversed(self.changes) if change.addresses)
-        addresses = {int(rank): address for rank, address in latest.items()}
+        latest = next((change.addresses for change in reversed(self.changes) if change.addresses), {})
+        addresses = {**self.addresses, **{int(rank): address for rank, address in latest.items()}}
         known = len(self.changes)
         sockets = door.connected(
             group, me, members, addresses, lambda: watch.over or len(watch.changes(0, 0.0)) > known

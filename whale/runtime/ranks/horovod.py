@@ -7,11 +7,13 @@ thread of its own that talks to MPI, on communicators of its own.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError
+from whale.started import APART_VARIABLE
 
 _BUILD = "python -m whale_ops.build_horovod (see docs/guides/horovod.md)"
 
@@ -32,6 +34,13 @@ def start(config: Config, size: int, ranks: Sequence[int]) -> None:
         )
     if size == 1:
         return
+    if APART_VARIABLE in os.environ:
+        raise ConfigError(
+            "Horovod needs an MPI that connects all ranks",
+            given='communication.backend "horovod", and `whale run --hosts-from`: each host has an mpirun of its own',
+            expected="one mpirun for all hosts",
+            action='start the script with --hosts, or set communication.backend to "whale"',
+        )
     if importlib.util.find_spec("horovod") is None:
         raise ClusterError(
             "Horovod is to sum the gradients and is not installed",

@@ -5,6 +5,7 @@ Between the script and the worker of `whale run` beside it goes a socket with li
     worker -> script   {"rank": 1, "what": "was killed by SIGKILL", "goes_on": false}   a rank is gone; null: mpirun
                        {"joined": [3], "addresses": {"0": "127.0.0.1:4321", ...}, "goes_on": true, "rank": null}
                        {"start": ..., "history": [...], "rank": null}   first thing to a newcomer: all of that so far
+                       {"all": {"0": "127.0.0.1:4321", ...}, "rank": null}   where hosts have mpiruns of their own
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5, ...}   before and after connecting
                        {"address": ..., "start": ...}, {"ready": true}   where ranks may join: see Elastic
                        {"members": [0, 2]}      the run goes on with these: it has acted on who is gone or has come
@@ -72,6 +73,7 @@ class Watch:
         self._heard: list[dict[str, Any]] = []  # in the order in which `whale run` has told all ranks
         self._known = 0  # changes that it takes into account
         self._start = ""
+        self._all: dict[int, str] = {}
         self._members: Sequence[int] = ()  # of the communicator, by the ranks that `whale run` has started; (): all
         self._lock = threading.Condition()
         self._tell_lock = threading.Lock()
@@ -131,6 +133,12 @@ class Watch:
                     action="look at the launcher's output",
                 )
             return self._start
+
+    def addresses(self) -> Mapping[int, str]:
+        """Where each rank of the run's start listens, once all have told it; empty if one is gone before."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._all or self._heard)
+            return self._all
 
     def tell(self, message: dict[str, Any]) -> None:
         """Tells `whale run` something of this rank."""
@@ -199,6 +207,10 @@ class Watch:
             self._start = message.get("start", self._start)
             if "start" in message:
                 self._heard += message["history"]
+                self._lock.notify_all()
+                return
+            if "all" in message:
+                self._all = {int(rank): address for rank, address in message["all"].items()}
                 self._lock.notify_all()
                 return
             self._heard.append(message)

@@ -18,6 +18,7 @@ from whale.passes.facts.patterns import Pattern
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.planner.report.planfile import PlanFile
+from whale.runtime.elastic.apart import Apart
 from whale.runtime.elastic.balance import Watched
 from whale.runtime.ranks.notice import Notice
 from whale.runtime.ranks.ranks import Ranks
@@ -140,6 +141,7 @@ class Context(Ranks):
       fed_scale: the same of the graphs of sessions.
       failed: whether a step of this rank has failed; the others are told so at the end.
       dry: what a run is for that only plans; None: it computes.
+      apart: how ranks of hosts are reached that have no MPI in common; None: all have.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       at_once_bytes: of variables that were made before it was known whether they are divided.
       searched_all: whether `auto_parallel` had time for every way, so that its choice may be kept.
@@ -180,6 +182,7 @@ class Context(Ranks):
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False
+    apart: Apart | None = None
     at_once_bytes: int = 0
     searched_all: bool = True
     auto: Choice | None = None

@@ -13,9 +13,10 @@ import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.log import log, set_level
+from whale.runtime.elastic.apart import Apart, connected
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds, number_of, random_state, take_random_state
-from whale.runtime.ranks.connect import as_configured, connect, share_where_possible
+from whale.runtime.ranks.connect import as_configured, share_where_possible
 from whale.runtime.ranks.notice import Notice
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
@@ -216,6 +217,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     ranks: tuple[int, ...]
     comms: Sequence[whale_ops.Communicator]
     watch: Watch | None = None
+    apart: Apart | None = None
     if process.dry is not None:
         size, ranks, comms = 1, (0,), ()
     elif _in_process(config):
@@ -225,7 +227,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     elif place.size > 1 and not joins():
         watch = Watch(config, trace)
         try:
-            comms = connect(name, place, config)
+            comms, apart = connected(name, place, config, watch)
         except BaseException:
             watch.stop()
             raise
@@ -251,7 +253,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
             watch.look_after(None)
     process.context = Context(
         config, place, size, ranks, comms, name, watch, trace,
-        dry=process.dry, meter=process.meter, after_horovod=after_horovod,
+        dry=process.dry, meter=process.meter, after_horovod=after_horovod, apart=apart,
     )  # fmt: skip
     if config["communication.backend"] == "horovod" and process.dry is None:
         horovod.start(config, size, ranks)
