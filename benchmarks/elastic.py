@@ -31,11 +31,12 @@ from typing import Any
 from benchmarks.groups import Answer, Group, serve
 from benchmarks.machine import machine
 from benchmarks.quota import Quota, groups
+from benchmarks.unequal import program
 
 TIMEOUT_S = 300.0
 LEVELS = (0, 3)
 PERIOD_US = 10_000  # in which a quota is used up and given anew
-WIDTH, DEPTH = 512, 4
+DEPTH = 4  # layers of the program whose rows follow
 NEAR, MEDIAN_OF = 1.05, 5  # of the ideal; steps, of which the median has to be so near
 SETTLED, BETWEEN = 40, (40, 55)  # steps before the first change, and between two
 
@@ -74,27 +75,10 @@ def rebalanced(ranks: int, rows: int, cuts: int, cores: float) -> None:
     quota.join()
     here = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {here[rank % len(here)]})
-    import numpy as np
-    import tensorflow as tf
-
     import whale as wh
 
     wh.init({"elastic": True})
-    draw = np.random.default_rng(1)
-    weights = [tf.Variable(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, dtype=tf.float32) for _ in range(DEPTH)]
-    x, y = (tf.constant(draw.normal(size=(rows, WIDTH)), tf.float32) for _ in range(2))
-
-    @wh.function
-    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            h = x
-            for weight in weights:
-                h = tf.nn.relu(tf.linalg.matmul(h, weight))
-            loss = tf.reduce_mean(tf.square(h - y))
-        for weight, gradient in zip(weights, tape.gradient(loss, weights)):
-            weight.assign_sub(0.01 * gradient)
-        return loss
-
+    step, batch = program(DEPTH, wh.function, rows)
     turns = random.Random(1)  # the same on all ranks
     times_s: list[list[float]] = []
     for change in range(2 * cuts + 1):
@@ -102,7 +86,7 @@ def rebalanced(ranks: int, rows: int, cuts: int, cores: float) -> None:
         times_s.append([])
         for _ in range(turns.randint(*BETWEEN) if change else SETTLED):
             begun_s = time.perf_counter()
-            float(step(x, y))
+            float(step(*batch))
             times_s[-1].append(time.perf_counter() - begun_s)
     wh.shutdown()
     if rank == 0:

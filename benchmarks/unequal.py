@@ -202,7 +202,7 @@ def timed(step: Callable[[], float]) -> float:
     return time.perf_counter() - start_s
 
 
-def program(depth: int, function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+def program(depth: int, function: Callable[..., Any], rows: int = ROWS) -> tuple[Callable[..., Any], tuple[Any, Any]]:
     """A chain of equal layers, most of whose time is products."""
     import numpy as np
     import tensorflow as tf
@@ -224,7 +224,7 @@ def program(depth: int, function: Callable[..., Any]) -> tuple[Callable[..., Any
             weight.assign_sub(0.01 * gradient)
         return loss
 
-    x, y = (tf.constant(generator.normal(size=(ROWS, WIDTH)), tf.float32) for _ in range(2))
+    x, y = (tf.constant(generator.normal(size=(rows, WIDTH)), tf.float32) for _ in range(2))
     return step, (x, y)
 
 

@@ -18,14 +18,14 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from cost_model.described.evaluate import Evaluation, evaluate
 from cost_model.described.layer_costs import Model
-from cost_model.described.spread import Part, Spread, live_chunks
+from cost_model.described.spread import Part, Recompute, Spread, live_chunks
 from cost_model.described.stage_costs import stage_cost
 from cost_model.machines.pools import Machines
 from whale.planner.search.candidates import Candidate, Limits, SearchResult
@@ -105,9 +105,22 @@ class Search(Families):
             return self.fitted(one.even(self.model.count))
         kinds = self.recompute_kinds(one.settings.sequence_parallel)
         kinds = kinds[: kinds.index(one.settings.recompute) + 1]
-        chain = Chain(self.model, self.machines, one.ranks, one.settings, self.ranks, kinds)
+        spread = self._cut(one.settings, one.ranks, kinds)
+        return None if spread is None else self.fitted(spread)
+
+    def _cut(
+        self, settings: Spread, ranks: Sequence[tuple[Part, ...]], kinds: Sequence[Recompute] | None = None
+    ) -> Spread | None:
+        """Stages on these ranks, in order, that are as fast as possible; None where they have no room.
+
+        Args:
+            settings: of the spread; its stages, if it has any, count for nothing.
+            kinds: what a stage may compute again; None: all that it may.
+        """
+        kinds = self.recompute_kinds(settings.sequence_parallel) if kinds is None else kinds
+        chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
         ends = chain.best()
-        return None if ends is None else self.fitted(chain.spread(ends))
+        return None if ends is None else chain.spread(ends)
 
     def fitted(self, spread: Spread) -> Spread:
         """The spread, every stage of which computes again as little as its memory lets it."""
@@ -162,15 +175,13 @@ class Search(Families):
         """
         if len(spread.stages) > CUT_ANEW:
             return
-        kinds = self.recompute_kinds(spread.sequence_parallel)
         settings = msgspec.structs.replace(spread, stages=())
         for ranks in other_orders([stage.parts for stage in spread.stages]):
             if (key := (settings, tuple(ranks))) in self.ordered or self.late():
                 continue
             self.ordered.add(key)
-            chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
-            if (ends := chain.best()) is not None:
-                yield chain.spread(ends)
+            if (found := self._cut(settings, ranks)) is not None:
+                yield found
 
     def _beginnings(self) -> list[tuple[float, Spread]]:
         """Spreads to improve: the best of each number of stages and micro-batches, then the others."""
@@ -316,14 +327,11 @@ class Search(Families):
             spread, seconds = self.fastest[0], self.fastest[1].step_s
             if spread.chunks > 1 or len(spread.stages) > CUT_ANEW:
                 return
-            kinds = self.recompute_kinds(spread.sequence_parallel)
-            settings = msgspec.structs.replace(spread, stages=())
             for ranks in with_idle(spread, self.machines, self.tensors, self.allowed):
                 if self.late():
                     return
-                chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
-                if (ends := chain.best()) is not None:
-                    self.consider(chain.spread(ends))
+                if (found := self._cut(spread, ranks)) is not None:
+                    self.consider(found)
             best = self.fastest
             if best[1].step_s >= seconds * (1 - SHORTER):
                 return
