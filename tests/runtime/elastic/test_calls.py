@@ -76,6 +76,19 @@ class _Script:
         self.calls.at.calls += 1
 
 
+def test_a_step_that_was_taken_again_is_still_an_earlier_call_s_when_it_goes_once_more() -> None:
+    script = _Script()
+    script.call()
+    script.calls.begin()  # after the call, as speeds are looked at
+    for _ in range(2):
+        script.calls.go_back(0, list)
+        assert script.calls.undone is not None and script.calls.at.calls == 0
+        script.calls.begin()
+        script.calls.redo()
+        assert script.calls.at.calls == script.calls.at.steps == 1
+    assert script.seen == [1.0] * 3
+
+
 def test_a_step_of_an_earlier_call_is_taken_again_before_the_next_one() -> None:
     script = _Script()
     script.call()

@@ -97,11 +97,11 @@ class Calls:
                 self.at.calls -= 1
             self.at.steps = steps
 
-    def redo(self) -> None:
-        """Takes the step again of which nothing is left, if there is one."""
+    def redo(self) -> tuple[int, int]:
+        """Takes the step again of which nothing is left, if there is one; (calls, steps) so far."""
         step = self.undone
         if step is None:
-            return
+            return self.at.calls, self.at.steps
         if self.at.steps < step.number:
             mine, self._drawn, self._drawn_again = self._drawn, step.drawn, 0
             try:
@@ -111,8 +111,10 @@ class Calls:
                 step.drawn, self._drawn, self._drawn_again = self._drawn, mine, 0
         self.undone, self._last = None, step
         self.at.calls += 1
+        self._steps_before = self.at.steps  # it is an earlier call's
         for variable, value in step.rewritten:
             variable.assign(value)
+        return self.at.calls, self.at.steps
 
 
 def in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

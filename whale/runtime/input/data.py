@@ -58,6 +58,7 @@ class ShardedDataset:
         shares_rows = context.between_processes and by == "row" and not agreed
         self._seed = context.survived(self._common_seed) if shares_rows else self._drawn_seed()
         self._divide()
+        several = context.between_processes or context.elastic is not None  # one that is alone may not stay so
         gave = context.seeds.gave if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
             elements=self._traced,
@@ -66,7 +67,7 @@ class ShardedDataset:
             reshuffles=reshuffles(dataset),
             reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
             parts=context.size if context.between_processes and by == "file" else 0,
-            cut=self._cut if by == "row" and self._own is None and context.between_processes else None,
+            cut=self._cut if by == "row" and self._own is None and several else None,
         )
         if context.elastic is not None:
             context.elastic.share_again(self)
@@ -78,8 +79,6 @@ class ShardedDataset:
         if self._epochs.cut is None:
             self._told = False
             self._divide()
-            if self._by == "row" and self._own is None and self._context.between_processes:  # it was alone so far
-                self._epochs.cut = self._cut
         self._epochs.divided_again()
 
     def _divide(self) -> None:

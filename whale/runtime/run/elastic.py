@@ -157,7 +157,7 @@ class Elastic:
                 try:
                     if self._take_in():
                         args, kwargs = self._calls.once_more(args, kwargs)
-                    self._calls.redo()
+                    calls, steps = self._calls.redo()
                     result = take(args, kwargs)
                     break
                 except CommError as error:
