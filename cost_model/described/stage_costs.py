@@ -6,6 +6,7 @@ asks for many stages, so a stage costs microseconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,8 +93,8 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
     # Of experts only those are summed that several replicas have.
     summed = [own + e * (one.expert_copies > 1) for own, e, one in zip(dense, experts, costs)]
     reduce_s = reduction_s(model, machines, stage.parts, summed, spread.zero)
-    if model.stack.hides_data_parallel:  # behind the last backward pass, but for the last layer's
-        reduce_s = max(reduce_s / max(1, stage.count), reduce_s - min(back))
+    if model.stack.hides_data_parallel:
+        reduce_s = _not_hidden_s(reduce_s, stage.layers, back, min(count, spread.micro_batches))
     memory = stage_memory(spread, stage, costs, live, count)
     slowest = costs[limiting].held_bytes
     return StageCost(
@@ -107,6 +108,26 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
         lacking_bytes=lacking_bytes(machines, spread, stage, costs, memory),
         held_bytes=tuple([slowest[high] - slowest[low] for low, high in stage.layers]),
     )
+
+
+def _not_hidden_s(reduce_s: float, layers: Sequence[tuple[int, int]], back: Sequence[float], group: int) -> float:
+    """What is left of the gradients' sum after the last backward pass, where each layer's begins when its own is there.
+
+    Chunks end one after the other, and after each the next one still has its passes for the last `group` micro-batches
+    (Narayanan et al., "Efficient large-scale language model training", SC 2021, figure 4). Of the last chunk the sums
+    run behind its last pass, but for that of its last layer.
+
+    Args:
+        reduce_s: of all layers; layers, back: of each chunk, its layers and the seconds of one backward pass.
+    """
+    counts = [high - low for low, high in layers]
+    each_s = reduce_s / max(1, sum(counts))
+    free_s, ready_s = -math.inf, -group * sum(back)  # 0: the end of the last pass
+    for number, seconds in zip(reversed(counts[1:]), reversed(back[1:])):
+        ready_s += group * seconds
+        free_s = max(free_s, ready_s) + each_s * number
+    own_s = each_s * counts[0]
+    return max(min(each_s, own_s), own_s + max(free_s, -back[0]))
 
 
 def _sends_s(model: Model, machines: Machines, spread: Spread, index: int) -> tuple[float, float]:

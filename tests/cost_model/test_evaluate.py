@@ -167,3 +167,32 @@ def test_a_job_may_have_experts(tmp_path: Path) -> None:
             predicted(experts)
     with pytest.raises(PlanError, match="do not divide the experts"):
         predict(GPT, Parallel(data=2, global_batch=2, experts=2), SOFTWARE, LAB)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 12])
+@pytest.mark.parametrize("slow", [0.5, 4.0, 30.0])
+def test_sums_of_gradients_run_behind_the_passes_of_other_chunks(chunks: int, slow: float) -> None:
+    """As if each chunk's sum began when its last backward pass has ended, one after the other."""
+    machines = Machines(hosts("{type: a100, count: 8}", count=8))
+    software = msgspec.structs.replace(SOFTWARE, hides_data_parallel=True, gradient_bytes=slow)
+    model = TransformerModel(GPT, software, machines)
+    stages = tuple(Stage(ranges, (Part(0, 8, 4, 2),)) for ranges in even_chunks(GPT.layers, 2, chunks))
+    spread = Spread(stages, 16)
+    found = evaluate(model, machines, spread)
+    unhidden = TransformerModel(GPT, msgspec.structs.replace(software, hides_data_parallel=False), machines)
+    whole = evaluate(unhidden, machines, spread)
+    _, timeline = played(spread, found)
+    passes = itertools.chain(*schedule("1f1b", 2, chunks, 16))
+    stage_ends: list[dict[int, float]] = [{}, {}]
+    for number, (chunk, _, backward) in enumerate(passes):
+        if backward:  # the last one of a chunk comes last
+            stage_ends[number // (2 * chunks * 16)][chunk] = timeline.end_s[number]
+    ready = []
+    for stage, ends in enumerate(stage_ends):
+        each_s, free = whole.stages[stage].reduce_s / chunks, 0.0
+        for chunk in reversed(range(1, chunks)):
+            free = max(free, ends[chunk]) + each_s
+        of_last_layer = ends[0] + each_s * chunks / (GPT.layers // 2)
+        ready.append(max(of_last_layer, each_s + max(free, ends[0] - found.stages[stage].backward_s[0])))
+    assert found.passes_s + found.reduce_s == pytest.approx(max(ready), abs=0.2 * whole.reduce_s)
+    assert found.reduce_s < whole.reduce_s

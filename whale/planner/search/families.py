@@ -15,7 +15,7 @@ from whale.planner.search.row_shares import row_shares
 MOST_SETS = 31  # sets of pools that pure spreads are listed for: those of five pools
 MOST_POOLS = 5  # of which all sets are looked at for mixed spreads
 NEAR = 4  # factor by which tensor degrees of three pools may differ; of more pools they are alike
-CHUNKS = (1, 2, 4, 8)  # of a stage, where the schedule interleaves them
+CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of a stage, where the schedule interleaves them
 LEAST_FILLED = 4  # a pipeline of more than so many stages for each micro-batch is never full
 
 
