@@ -93,7 +93,7 @@ def _during_another(
         if ranks < 4:
             return
         del gone[2:], steps[2:], kinds[2:]
-        gone[1] = (gone[0] + 2) % ranks
+        gone[1] = gone[0] ^ 1 if mode.startswith("mesh") else (gone[0] + 2) % ranks  # on a mesh, two apart are replicas
     steps[1] = steps[0]
     kinds[0], kinds[1] = rng.choice(["kill", "late", "stop"]), rng.choice(["meet", "move", "plan"])
 
