@@ -94,7 +94,8 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
     summed = [own + e * (one.expert_copies > 1) for own, e, one in zip(dense, experts, costs)]
     reduce_s = reduction_s(model, machines, stage.parts, summed, spread.zero)
     if model.stack.hides_data_parallel:
-        reduce_s = _not_hidden_s(reduce_s, stage.layers, back, min(count, spread.micro_batches))
+        counts = [high - low for low, high in stage.layers]
+        reduce_s = not_hidden_s(reduce_s, counts, back, min(count, spread.micro_batches))
     memory = stage_memory(spread, stage, costs, live, count)
     slowest = costs[limiting].held_bytes
     return StageCost(
@@ -110,7 +111,7 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
     )
 
 
-def _not_hidden_s(reduce_s: float, layers: Sequence[tuple[int, int]], back: Sequence[float], group: int) -> float:
+def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], group: int) -> float:
     """What is left of the gradients' sum after the last backward pass, where each layer's begins when its own is there.
 
     Chunks end one after the other, and after each the next one still has its passes for the last `group` micro-batches
@@ -118,9 +119,8 @@ def _not_hidden_s(reduce_s: float, layers: Sequence[tuple[int, int]], back: Sequ
     run behind its last pass, but for that of its last layer.
 
     Args:
-        reduce_s: of all layers; layers, back: of each chunk, its layers and the seconds of one backward pass.
+        reduce_s: of all layers; counts, back: of each chunk, its layers and the seconds of one backward pass.
     """
-    counts = [high - low for low, high in layers]
     each_s = reduce_s / max(1, sum(counts))
     free_s, ready_s = -math.inf, -group * sum(back)  # 0: the end of the last pass
     for number, seconds in zip(reversed(counts[1:]), reversed(back[1:])):

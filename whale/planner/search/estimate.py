@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from cost_model.described.layer_costs import LayerCosts, Model
 from cost_model.described.memory import BASE_BYTES, states
 from cost_model.described.spread import Offload, Part, Recompute, Spread
-from cost_model.described.stage_costs import reduction_s
+from cost_model.described.stage_costs import not_hidden_s, reduction_s
 from cost_model.machines.pools import Machines
 from whale.planner.search.candidates import Candidate, Limits
 
 KEPT_PER_SHAPE = 40  # candidates
 MOST_ROWS = 128  # of a rank's micro-batch, where all sizes are known
+BACKWARD = 2 / 3  # of both passes
 
 
 def divisors(n: int) -> list[int]:
@@ -85,8 +86,8 @@ class Estimates:
         recompute, sequence_parallel = how
         return Spread((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
 
-    def after_s(self, parts: tuple[Part, ...], how: tuple[str, bool], stages: int) -> float:
-        """Seconds of the reduction and the update of one of so many equal stages."""
+    def after_s(self, parts: tuple[Part, ...], how: tuple[str, bool], stages: int) -> tuple[float, float]:
+        """Seconds of the reduction, with what passes hide of it, and of the update, of one of so many like stages."""
         costs = [self.whole(p.pool, p.tensor, p.rows, how)[0] for p in parts]
         own = [(one.parameters[-1] - one.twice) / stages for one in costs]
         reduce_s = reduction_s(self.model, self.machines, parts, own, self.zero)
@@ -99,7 +100,14 @@ class Estimates:
             device = self.machines.pools[part.pool].device
             rate = device.memory_bytes_per_s * self.machines.pools[part.pool].entry.share
             update_s = max(update_s, self.model.stack.optimizer_bytes * parameters / replicas / rate)
-        return reduce_s + update_s
+        return reduce_s, update_s
+
+    def reduced_s(self, reduce_s: float, passes_s: float, stages: int, chunks: int, micro_batches: int) -> float:
+        """What equal stages' passes leave of the reduction; `passes_s`: of one micro-batch on a stage."""
+        if not self.model.stack.hides_data_parallel:
+            return reduce_s
+        counts = [max(1, self.model.count // (stages * chunks))] * chunks
+        return not_hidden_s(reduce_s, counts, [BACKWARD * passes_s / chunks] * chunks, min(stages, micro_batches))
 
     def sends_s(self, parts: Sequence[Part], how: tuple[str, bool]) -> float:
         """Seconds of a micro-batch's sends to a stage on like ranks and back, on the slowest of the pools' ways."""

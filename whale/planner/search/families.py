@@ -88,7 +88,7 @@ class Families(Estimates):
                 settings = self.settings(micro_batches, how)
                 ranks = [Part(k, t, data, rows) for k, t in zip(chosen, tensors)]
                 sends_s = max(self.sends_s(pair, how) for pair in zip(ranks, ranks[1:] or ranks))
-                after_s: dict[int, float] = {}
+                after_s: dict[int, tuple[float, float]] = {}
                 for stages in self.counts(sum(most)):
                     if limits.stages not in (None, stages) or (len(chosen) > 1 and stages <= sum(most) - min(most)):
                         continue
@@ -108,7 +108,9 @@ class Families(Estimates):
                     for chunks in self._chunks(stages, micro_batches, len(chosen)):
                         passes_s = slowest + (sends_s * chunks if stages > 1 else 0.0)
                         wait_s = (stages - 1) * passes_s / chunks
-                        estimate_s = micro_batches * passes_s + wait_s + after_s[stages]
+                        reduce_s, update_s = after_s[stages]
+                        reduce_s = self.reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
+                        estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s
                         if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
                             kinds = tuple(
                                 ((Part(chosen[i], tensors[i], data, rows),), own[i]) for i in self._by_memory(chosen)
@@ -176,9 +178,10 @@ class Families(Estimates):
                 if limits.micro_batch is not None and any(p.rows != limits.micro_batch for p in parts):
                     continue
                 slowest = max(self.whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
-                after_s = self.after_s(parts, how, stages)
+                reduce_s, update_s = self.after_s(parts, how, stages)
+                reduce_s = self.reduced_s(reduce_s, slowest, stages, 1, micro_batches)
                 slowest += self.sends_s(parts, how) if stages > 1 else 0.0
-                estimate_s = (micro_batches + stages - 1) * slowest + after_s
+                estimate_s = (micro_batches + stages - 1) * slowest + reduce_s + update_s
                 shape = how[0], stages.bit_length(), max(k[1] for k in kinds), tuple(k[0] for k in kinds), "mixed"
                 if not self.keeps(estimate_s, shape):
                     continue

@@ -246,7 +246,8 @@ class Search(Families):
     def _try(self, candidates: list[Candidate]) -> None:
         """Cuts in the order of the estimate, until estimates are far behind the best; simulates the best of those.
 
-        Of each shape the best one is cut, wherever it stands.
+        Of each shape the best one is cut, wherever it stands; of interleaved stages, which are not cut but divided
+        evenly, all that may be faster than the best.
         """
         effort = HURRIED if self.limits.hurried else THOROUGH
         failed = 0
@@ -259,7 +260,7 @@ class Search(Families):
             if one.estimate_s > min(BEHIND * best, self.limits.faster_than_s):
                 break
             shape = one.shape
-            if len(built) >= effort.cut and (shape in known or one.estimate_s > best):
+            if len(built) >= effort.cut and (one.estimate_s > best or (shape in known and one.chunks == 1)):
                 continue
             spread = self.build(one) if self.roomy(one) else None
             if spread is None:
