@@ -15,7 +15,8 @@ from whale.ir.program import ON_HOST, Node, Program, Ref
 from whale.ir.values import TensorType
 
 _FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
-MAY_BE_FUSED = _FUSED_ACTIVATIONS | {"BiasAdd"}  # what a product in front may compute
+BIAS = "BiasAdd"
+MAY_BE_FUSED = _FUSED_ACTIVATIONS | {BIAS}  # what a product in front may compute: biases, and activations behind them
 
 
 @dataclass(slots=True)
@@ -194,10 +195,10 @@ def _fused(program: Program) -> list[bool]:
 
     for node in program.nodes:
         fused[node.name] = False
-        if node.op == "BiasAdd":
+        if node.op == BIAS:
             product = program.by_name[node.inputs[0].node]
             fused[node.name] = product.op in ("MatMul", "Conv2D") and read_once(product)
         elif node.op in _FUSED_ACTIVATIONS:
             bias = program.by_name[node.inputs[0].node]
-            fused[node.name] = bias.op == "BiasAdd" and fused[bias.name] and read_once(bias)
+            fused[node.name] = bias.op == BIAS and fused[bias.name] and read_once(bias)
     return list(fused.values())

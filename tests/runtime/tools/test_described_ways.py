@@ -129,6 +129,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     few = [predict.predicted(plans, choice) for choice, _ in looked_at]
     assert all(least_s <= way.seconds for way, (_, least_s) in zip(few, looked_at))
     assert any(0 < least_s for choice, least_s in looked_at if choice.stages)
+    assert all(0 < least_s for choice, least_s in looked_at if choice.weights)
     replicas = [choice for choice, _ in looked_at if choice.group or len(choice.stages) == 2]
     assert len(replicas) > 3
     assert all(len(predict._played(settings, choice, ground)) == 2 for choice in replicas)
@@ -141,6 +142,37 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
             assert way.seconds == pytest.approx(every.seconds, rel=apart)
             assert way.bytes == pytest.approx(every.bytes, rel=apart)
             assert way.lacking_bytes == every.lacking_bytes
+
+
+def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot_win(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    four = cluster.parse("name: four\nhosts: [{name: a, devices: [{type: v100, count: 4}]}]")
+    monkeypatch.setattr(ways, "LEAST_BYTES", 1)
+    program = normalise(program_of(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4))
+    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
+    looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), ground), 0)
+    splits = {choice.name: least_s for choice, least_s in looked_at if choice.weights}
+    planned: dict[str, float] = {}
+    predict_way = search.predicted
+
+    def predicted(plans: predict.Plans, choice: Choice, needed_s: float) -> search.Way:
+        planned[choice.name] = 0.0
+        way = predict_way(plans, choice, needed_s)
+        planned[choice.name] = way.seconds
+        return way
+
+    monkeypatch.setattr(search, "predicted", predicted)
+    found = search.best_way(program, PlanSettings(size=4), ground, budget_s=1e3)
+    assert found.choice.name == "data parallel" and splits and not planned.keys() & splits.keys()
+    assert sum("pipeline" in name for name in planned) == 1  # which needs what all micro-batches make
+    said = "\n".join(found.lines)
+    assert all(f"{name}: {1e3 * least_s:.2f} ms at least" in said for name, least_s in splits.items())
+    bounded, _ = dict(planned), planned.clear()
+    monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.stages])
+    assert search.best_way(program, PlanSettings(size=4), ground, budget_s=1e3).choice == found.choice
+    assert all(least_s <= planned[name] for name, least_s in splits.items())
+    assert planned["data parallel"] == bounded["data parallel"]
 
 
 def test_ways_are_judged_with_what_nccl_takes() -> None:

@@ -1,22 +1,28 @@
 """What ways to spread a captured program take at least, by its operations: what cannot be fastest is not planned.
 
-Speed                   a kind of rank
+Speed, speed_of         a kind of rank, by its prices
+Shares                  how much of an operation a rank has at least
 alone                   every rank does everything
 of_pipelines            stages and micro-batches
 of_divided_state        rows divided, and the optimizer's state
+of_splits               tensors divided from a weight on, by all ranks or in groups
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 
-from cost_model.captured.graph import MAY_BE_FUSED
+from cost_model.captured.graph import BIAS, MAY_BE_FUSED
 from cost_model.captured.machine import Rates
+from cost_model.ops.work import Work, work
+from whale.ir.ops import CONTRACTIONS, CONVOLUTIONS, FILTER_GRADIENTS, LOOKUPS, READS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref
+from whale.ir.values import TensorType
 from whale.planner.captured.pipelines import chain, levels
-from whale.planner.captured.ways import Choice, trained_weights, updates
+from whale.planner.captured.ways import Choice, divisible, products, scoped, trained_weights, updates
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,46 @@ class Speed:
     """
 
     seconds: Callable[[Node], float]
+    part: Callable[[Node, float, bool], float]
     start_s: float
+
+
+def speed_of(
+    programs: Sequence[Program], price: Callable[[Program, Node, Work], tuple[float, int]], start_s: float
+) -> Speed:
+    """A kind of rank by its price of the operations of some programs; each is asked for once."""
+
+    @cache
+    def does(name: str) -> tuple[Program, Node, Work]:
+        program = next(one for one in programs if name in one.by_name)
+        node = program.by_name[name]
+        return program, node, work(node, [program.type_of(r) for r in node.inputs])
+
+    @cache
+    def seconds(name: str) -> float:
+        return price(*does(name))[0] if does(name)[2].kernels else 0.0
+
+    @cache
+    def part(name: str, share: float, by_rows: bool) -> float:
+        program, node, every = does(name)
+        if not every.kernels:
+            return 0.0
+        some = Work(share * every.flops, share * every.read_bytes, share * every.written_bytes, every.kernels)
+        nodes = [node]  # less to add up for each element of the result
+        if node.op in CONTRACTIONS and not (by_rows and node.op in FILTER_GRADIENTS):
+            out = node.outputs[0]
+            columns = (out.shape or (1,))[-1] or 1
+            rows = out.elements // columns
+            fewer = [(int(share * rows), columns)] + [(rows, int(share * columns))] * (not by_rows)
+            smaller = [TensorType(out.dtype, (max(1, m), max(1, n))) for m, n in fewer]
+            nodes = [node] * (not by_rows or node.op not in CONVOLUTIONS)
+            nodes += [replace(node, outputs=(one, *node.outputs[1:])) for one in smaller]
+        return min(price(program, one, some)[0] for one in nodes)
+
+    def part_of(node: Node, share: float, by_rows: bool) -> float:
+        return part(node.name, share, by_rows)
+
+    return Speed(lambda node: seconds(node.name), part_of, start_s)
 
 
 def of_pipelines(
@@ -46,10 +91,7 @@ def of_pipelines(
         kinds: of each rank.
         equal_rows: all ranks of a stage have as many rows, so that it waits for its slowest one.
     """
-    of_rows = {*program.inputs}
-    for node in program.nodes:
-        if any(ref.node in of_rows for ref in node.inputs):
-            of_rows.add(node.name)
+    of_rows = _depending(program, program.inputs)
     at = levels(program)
     counted = [
         (program.by_name[name], level)
@@ -91,29 +133,75 @@ def alone(program: Program, seconds: Callable[[Node], float]) -> float:
     return sum(seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED)
 
 
-def of_divided_state(
-    program: Program, whole: Program, seconds: Callable[[Node], float], rates: Sequence[Rates], state: Collection[str]
+@dataclass(frozen=True)
+class Shares:
+    """How much of an operation a rank has at least.
+
+    Attributes:
+        rows: of what is divided by rows of the batch.
+        parts: into how many parts other things are divided evenly.
+        whole: on every rank of one that has as much as any other, one part of so many.
+    """
+
+    rows: float
+    parts: int
+    whole: bool
+
+    def of(self, program: Program, node: Node, by_rows: bool) -> float:
+        """Of a node that is divided along any of its dimensions, or by rows."""
+        if self.whole:
+            return 1 / self.parts
+        if by_rows:
+            return self.rows
+        types = (*(program.type_of(r) for r in node.inputs), *node.outputs)
+        sizes = {size for t in types for size in t.shape or () if size is not None and size >= self.parts}
+        return min((size // self.parts / size for size in sizes), default=0.0)
+
+
+def _divided(
+    program: Program, kinds: Collection[Speed], shares: Shares, rows: Collection[str], own: Mapping[str, float]
 ) -> float:
-    """What ranks take at least that divide rows and the optimizer's state: all operations divided evenly, and for each
-    weight whose new value is computed of such state a gather of it, and what ranks send of it and of its gradient.
+    """What the slowest kind of rank takes at least for its part of all operations of a program.
+
+    Args:
+        rows: nodes that are divided by rows.
+        own: how much of a node every rank does itself, where that is something.
+    """
+    found_s = dict.fromkeys(kinds, 0.0)
+    for node in program.nodes:
+        if node.op in MAY_BE_FUSED and (node.op == BIAS or program.by_name[node.inputs[0].node].op == BIAS):
+            continue
+        by_rows, mine = node.name in rows, own.get(node.name, 0.0)
+        share = mine + (1 - mine) * shares.of(program, node, by_rows)
+        for kind in found_s:
+            found_s[kind] += kind.part(node, share, by_rows)
+    return max(found_s.values())
+
+
+def of_divided_state(
+    program: Program,
+    whole: Program,
+    kinds: Collection[Speed],
+    shares: Shares,
+    rates: Sequence[Rates],
+    state: Collection[str],
+) -> float:
+    """What ranks take at least that divide rows and the optimizer's state: all operations divided, and for each weight
+    whose new value is computed of such state a gather of it, and what ranks send of it and of its gradient.
 
     Sums travel together, but neither their parts nor gathers do (`whale.passes.exchange.fuse_all_reduces`).
 
     Args:
-        whole: the program with its updates as they run.
-        seconds: of one node on the whole batch, on the fastest rank.
+        whole: the program with its updates as they run, and what ways with rows need in simple operations.
+        kinds: of ranks; rates: of each.
         state: handles of variables that lie split.
     """
-    size, start_s = len(rates), min(one.start_s for one in rates)
-    each = [seconds(node) for node in whole.nodes if node.op not in MAY_BE_FUSED]
-    started_s = start_s * sum(one > 0.0 for one in each)
-    computed_s = started_s + max(0.0, sum(each) - started_s) / size
+    updated = {node.name for node in whole.nodes if any(r.node in whole.variable_of for r in node.inputs)}
+    computed_s = _divided(whole, kinds, shares, {node.name for node in whole.nodes} - updated, {})
     if not rates[0].exchanges_compute:
         return computed_s
-    of_state = set(state)
-    for node in program.nodes:
-        if any(ref.node in of_state for ref in node.inputs):
-            of_state.add(node.name)
+    size = len(rates)
+    of_state = _depending(program, state)
     sizes = trained_weights(program)
     gathered = {
         handle: sizes[handle]
@@ -125,3 +213,57 @@ def of_divided_state(
     links = [rate.link(through) for rate in rates for through in ("", "devices")]
     exchange_s, bytes_per_s = min(link.exchange_s for link in links), max(link.bytes_per_s for link in links)
     return computed_s + len(gathered) * exchange_s + sent_bytes / bytes_per_s
+
+
+def of_splits(
+    program: Program, whole: Program, kinds: Collection[Speed], shares: Shares, rates: Sequence[Rates]
+) -> Callable[[Choice], float]:
+    """What ranks take at least that divide tensors from a weight on: all operations divided, but updates of what lies
+    outside of the scope, whose variables every rank has whole. What a rank exchanges itself, it exchanges in that time:
+    of each weight outside, the gradient or its parts.
+
+    Args:
+        whole: the program with its updates as they run, and what ways with rows need in simple operations.
+        kinds: of ranks; rates: of each.
+    """
+    sizes = {v.node: v.type.bytes for v in program.variables}
+    written = {  # what writes variables, of which several are updated together
+        node.name: [r.node for r in node.inputs if r.node in sizes]
+        for node in whole.nodes
+        if node.op not in READS | LOOKUPS
+    }
+    of_rows = _depending(program, program.inputs)
+    sent = {
+        handle: sizes[handle]
+        for handle, readers in products(program).items()
+        if not any(node.op in ROW_LOOKUPS for node in readers)
+        and any(handle in updates(program, node) and node.name in of_rows for node in program.nodes)
+    }
+    bytes_per_s = max(one.link(through).bytes_per_s for one in rates for through in ("", "devices"))
+    known: dict[tuple[str, ...], float] = {}
+
+    def own(handles: Sequence[str], divided: Collection[str]) -> float:
+        total = sum(sizes[h] for h in handles)
+        return sum(sizes[h] for h in handles if h not in divided) / total if total else 0.0
+
+    def least(choice: Choice) -> float:
+        if choice.weights not in known:
+            inside = scoped(program, choice)
+            divided = divisible(inside)
+            by_rows = {node.name for node in inside.nodes if not node.scope}
+            mine = {name: own(handles, divided) for name, handles in written.items()}
+            outside_bytes = sum(size for handle, size in sent.items() if handle not in divided)
+            sent_s = outside_bytes * (1 - 1 / len(rates)) / bytes_per_s if rates[0].exchanges_compute else 0.0
+            known[choice.weights] = _divided(whole, kinds, shares, by_rows, mine) + sent_s
+        return known[choice.weights]
+
+    return least
+
+
+def _depending(program: Program, names: Iterable[str]) -> set[str]:
+    """The named nodes, and all that reads what they make."""
+    found = {*names}
+    for node in program.nodes:
+        if any(ref.node in found for ref in node.inputs):
+            found.add(node.name)
+    return found

@@ -14,11 +14,13 @@ from typing import Any
 
 from cost_model.captured.predict import step_seconds
 from cost_model.captured.table import Table
+from whale.errors import WhaleError
 from whale.ir.mesh import Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.exchange.on_devices import told_apart
 from whale.passes.facts.stages import DATA, TENSOR
+from whale.passes.lay_out import expand
 from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
@@ -92,6 +94,16 @@ class Plans:
             if by_rows:
                 self._of_rows[choice.shares] = found
         return found
+
+    def expanded(self, choice: Choice) -> Program:
+        """The program, of which those operations are taken apart that the plan of a choice needs in simple ones.
+
+        All ways that divide rows need these so. Where the choice cannot be planned, it is the program as it is.
+        """
+        try:
+            return expand(self.program, frozenset(self.made(choice).plan.expanded), self.settings)
+        except WhaleError:
+            return self.program
 
     def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
         """The programs that these ranks run."""

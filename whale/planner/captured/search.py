@@ -8,15 +8,13 @@ plan that was predicted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import msgspec
 
 from cost_model.captured.machine import rated_machine
 from cost_model.captured.table import Table
-from cost_model.ops.work import Work, work
 from whale.errors import AcrossMicroBatchesError, PlanError, WhaleError
 from whale.ir.layout import Split, proportional_sizes
 from whale.ir.plan_text import human_bytes
@@ -27,7 +25,6 @@ from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
 from whale.planner.captured import bounds
 from whale.planner.captured.balance import balanced
-from whale.planner.captured.bounds import Speed
 from whale.planner.captured.ground import Ground, unequal
 from whale.planner.captured.pipelines import pipelines, why_none, work_of_chain
 from whale.planner.captured.predict import Made, Plans, Way, predicted
@@ -69,8 +66,8 @@ class Search:
     found: list[Way] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     is_whole: bool = True
-    # Stages that need something of all micro-batches, however many these are.
-    _needs_all: set[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]] = field(default_factory=set)
+    # A way that needs something of all micro-batches: others do too, however many these are and where stages begin.
+    _needs_all: str = ""
 
     def to_beat_s(self) -> float:
         """What takes as long or longer is not taken."""
@@ -91,14 +88,13 @@ class Search:
             self.lost.append(f"{choice.name}: not looked at, the time is over")
             self.is_whole = False
             return
-        stages = choice.stages, choice.cuts
-        if stages in self._needs_all:
-            self.lost.append(f"{choice.name}: cannot run: as with another number of micro-batches")
+        if self._needs_all and choice.stages:
+            self.lost.append(f"{choice.name}: cannot run: as {self._needs_all}")
             return
         try:
             way = predicted(plans, choice, self.to_beat_s())
         except AcrossMicroBatchesError as error:
-            self._needs_all.add(stages)
+            self._needs_all = self._needs_all or choice.name
             self.lost.append(f"{choice.name}: cannot run: {error.message}")
         except WhaleError as error:
             self.lost.append(f"{choice.name}: cannot run: {error.message}")
@@ -245,7 +241,7 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
         operations = (rated_machine(ground.rates) if shared else ground.machine(program)).operations
         (whole,) = ground.as_run([program], settings)
         kinds = {
-            one: _speed((program, whole), operations[ground.rates.index(one)], one.start_s)
+            one: bounds.speed_of((program, whole), operations[ground.rates.index(one)], one.start_s)
             for one in dict.fromkeys(ground.rates)
         }
 
@@ -260,10 +256,21 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
             lasting = sorted(((one, least(one)) for one in every), key=lambda one: one[1])
         else:
             lasting = [(one, 0.0) for one in every]
-        if not shared:
+        if not shared and not stages:
             least_s = {one.name: bounds.alone(whole, seconds) for one in found if one.alone}
+            as_divided = plans.expanded(found[0])
+            (whole,) = ground.as_run([as_divided], settings)
+            of_parts = [
+                bounds.speed_of((as_divided, whole), operations[ground.rates.index(one)], one.start_s) for one in kinds
+            ]
+            sizes = batch[0].placement.sizes if rows and isinstance(batch[0].placement, Split) else (0,)
+            even = len(kinds) == 1 and not settings.batch.shares
+            shares = bounds.Shares(min(sizes) / max(rows, 1), settings.size, even)
             if state:
-                least_s[found[-1].name] = bounds.of_divided_state(program, whole, seconds, ground.rates, state)
+                least_s[found[-1].name] = bounds.of_divided_state(program, whole, of_parts, shares, ground.rates, state)
+            if rows >= settings.size and not (settings.zero.level or settings.split.tiles):
+                least_of_split = bounds.of_splits(program, whole, of_parts, shares, ground.rates)
+                least_s.update((one.name, least_of_split(one)) for one in found if one.weights)
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting
@@ -277,21 +284,6 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
             action="leave pipeline.num_stages out, or change the number of stages, micro-batches or rows",
         )
     return lasting
-
-
-def _speed(
-    programs: Sequence[Program], price: Callable[[Program, Node, Work], tuple[float, int]], start_s: float
-) -> Speed:
-    """A kind of rank by its price of the operations of some programs; each is asked for once."""
-
-    @cache
-    def seconds(name: str) -> float:
-        program = next(one for one in programs if name in one.by_name)
-        node = program.by_name[name]
-        does = work(node, [program.type_of(r) for r in node.inputs])
-        return price(program, node, does)[0] if does.kernels else 0.0
-
-    return Speed(lambda node: seconds(node.name), start_s)
 
 
 def _speeds(plans: Plans) -> list[float]:

@@ -173,6 +173,16 @@ def scoped(program: Program, choice: Choice) -> Program:
     return annotate(replace(program, nodes=nodes, variables=variables))
 
 
+def divisible(program: Program) -> set[str]:
+    """Handles of the variables that a program's split scopes may divide: theirs, and what nothing else uses."""
+    inside = {n.name for n in program.nodes if n.scope}
+    return {
+        v.node
+        for v in program.variables
+        if v.scope or all(node.name in inside for node, _ in program.consumers.get(Ref(v.node), ()))
+    }
+
+
 def _between(program: Program, products: list[Node], handle: str) -> set[str]:
     first = products[0]
     targets = {n.name for n in products} | {n.name for n in program.nodes if handle in updates(program, n)}
