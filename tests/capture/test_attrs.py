@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -133,3 +135,23 @@ def test_const_round_trip() -> None:
     value = Tensor.of(np.array([1, 2], np.int64))
     made = to_node_def(Node("c", "Const", attrs={"dtype": DType("int64"), "value": value}), "c", [])
     assert NodeAttrs(made)["value"] == value
+
+
+def test_nodes_with_equal_attributes_share_what_is_decoded_but_for_large_values() -> None:
+    one, other = NodeAttrs(_node_def()), NodeAttrs(_node_def())
+    assert one.shared is not None
+    assert one.shared is other.shared
+    value = Tensor.of(np.arange(1000))
+    attrs = {"dtype": DType("int64"), "value": value}
+    large = NodeAttrs(to_node_def(Node("c", "Const", attrs=attrs), "c", []))
+    assert large.shared is None
+    assert large["value"] == large.get("value") == value
+    assert dict(large) == attrs
+
+
+def test_nodes_with_the_same_attributes_are_encoded_once() -> None:
+    attrs, known = {"T": DType("float32")}, dict[int, Any]()
+    nodes = [Node(f"n{i}", op, attrs=attrs) for i, op in enumerate(("Relu", "Relu", "Relu6"))]
+    made = [to_node_def(node, node.name, [f"x{i}"], known) for i, node in enumerate(nodes)]
+    assert [m.op for m in made] == ["Relu", "Relu", "Relu6"]
+    assert made == [to_node_def(node, node.name, [f"x{i}"]) for i, node in enumerate(nodes)]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
 from whale.ir.program import AGAIN, ALL_FINITE, BACKWARD, CHECKPOINT, UNSCALED, WIDE
-from whale.ir.values import DType, Func, Shape, Tensor
+from whale.ir.values import DType, Func, Shape, SharedAttrs, Tensor
 
 SCOPE_ATTR = "_whale_scope"
 _SMALL_BYTES = 64
@@ -104,50 +104,71 @@ def _decoded(value: Any) -> Any:
 
 
 class NodeAttrs(Mapping[str, Any]):
-    """The attributes of ``node_def``, decoded on access.
+    """The attributes of ``node_def``, decoded when the first of them is looked at; large values, when they are.
 
     Internal attributes (leading underscore) that do not change what the node computes are left out. The NodeDef is
-    shared with the graph it came from: nobody writes to it.
+    shared with the graph it came from: nobody writes to it. Nodes with equal attributes share what is decoded.
     """
 
-    __slots__ = ("_decoded", "_names", "node_def")
+    __slots__ = ("_known", "node_def")
 
     def __init__(self, node_def: Any) -> None:
         self.node_def = node_def
-        self._decoded: dict[str, Any] = {}
-        self._names: tuple[str, ...] | None = None
+        self._known: SharedAttrs | None = None
+
+    @property
+    def shared(self) -> SharedAttrs | None:
+        """What nodes with equal attributes have in common; None: a value is large, and the node's own."""
+        known = self._all()
+        return None if known.large else known
 
     def __getitem__(self, key: str) -> Any:
-        try:
-            return self._decoded[key]
-        except KeyError:
-            # A look-up of a missing key would add it to the proto's map.
-            if key not in self:
-                raise
-        value = self._decoded[key] = decode(self.node_def.attr[key])
+        known = self._known or self._all()
+        value = known[key]
+        if value is _LARGE:
+            value = known[key] = _decoded(self.node_def.attr[key])
         return value
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys()
+        return key in (self._known or self._all())
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of an attribute that the node may lack."""
-        if key in self._decoded:
-            return self._decoded[key]
-        return self[key] if key in self._keys() else default
+        value = (self._known or self._all()).get(key, default)
+        return self[key] if value is _LARGE else value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys())
+        return iter(self._known or self._all())
 
     def __len__(self) -> int:
-        return len(self._keys())
+        return len(self._known or self._all())
 
-    def _keys(self) -> tuple[str, ...]:
-        """Read once: passes go through the attributes of all nodes many times."""
-        if self._names is None:
-            kept = (key for key in self.node_def.attr if not key.startswith("_") or key in _KEPT_INTERNAL)
-            self._names = tuple(kept)
-        return self._names
+    def _all(self) -> SharedAttrs:
+        known = self._known
+        if known is None:
+            known = self._known = _known_of(self.node_def)
+        return known
 
     def __repr__(self) -> str:
         return f"NodeAttrs({dict(self)!r})"
+
+
+_LARGE = object()  # stands for a value that is not decoded yet
+
+
+def _known_of(node_def: Any) -> SharedAttrs:
+    """The attributes of a node, which are kept; passes go through those of all nodes many times."""
+    items = [
+        (key, value.SerializeToString() if value.ByteSize() <= _SMALL_BYTES else None)
+        for key, value in node_def.attr.items()
+        if key[0] != "_" or key in _KEPT_INTERNAL
+    ]
+    if all(data is not None for _, data in items):
+        return _shared(tuple(items))
+    found = {key: _LARGE if data is None else _decoded_small(data) for key, data in items}
+    return SharedAttrs(found, large=True)
+
+
+@lru_cache(maxsize=4096)
+def _shared(items: tuple[tuple[str, Any], ...]) -> SharedAttrs:
+    return SharedAttrs({key: _decoded_small(data) for key, data in items})

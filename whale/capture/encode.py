@@ -109,27 +109,33 @@ def encode(value: Any, kind: str = "") -> Any:
     return proto
 
 
-def to_node_def(node: Node, name: str, inputs: Sequence[str]) -> Any:
+def to_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, Any] | None = None) -> Any:
     """The NodeDef that computes ``node`` under another name and on other operands; on no device, or on the host's.
 
     Args:
       inputs: operands as GraphDefs spell them (``a``, ``a:1``), then controls (``^a``).
+      known: NodeDefs that were made of attributes which several nodes have, by the number of the object; added to.
     """
-    if isinstance(node.attrs, NodeAttrs) and node.attrs.node_def.op == node.op:
-        node_def = node_def_pb2.NodeDef()
-        node_def.CopyFrom(node.attrs.node_def)
+    node_def = node_def_pb2.NodeDef()
+    attrs = node.attrs
+    if isinstance(attrs, NodeAttrs) and attrs.node_def.op == node.op:
+        node_def.CopyFrom(attrs.node_def)
         for key in _DROPPED:
             node_def.attr.pop(key, None)
-        node_def.name = name
         node_def.device = ""
-        del node_def.input[:]
+    elif known is not None and id(attrs) in known and known[id(attrs)].op == node.op:
+        node_def.CopyFrom(known[id(attrs)])
     else:
-        node_def = node_def_pb2.NodeDef(name=name, op=node.op)
+        node_def.op = node.op
         kinds = attr_types(node.op)
-        for key, value in node.attrs.items():
+        for key, value in attrs.items():
             if key != ON_HOST:
                 node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
-        node_def.device = HOST_DEVICE if node.attrs.get(ON_HOST) else ""
+        node_def.device = HOST_DEVICE if attrs.get(ON_HOST) else ""
+        if known is not None:
+            known[id(attrs)] = node_def
+    node_def.name = name
+    del node_def.input[:]
     node_def.input.extend(inputs)
     return node_def
 
@@ -172,10 +178,11 @@ def to_function_def(program: Program, name: str) -> Any:
     def operand(ref: Ref) -> str:
         return texts[ref.node] if ref.node in texts else f"{ref.node}:{spelled[ref.node][ref.index]}"
 
+    known: dict[int, Any] = {}
     for node in program.nodes:
         if node.name not in texts:
             controls = (f"^{texts.get(c, c)}" for c in node.controls)
-            function.node_def.append(to_node_def(node, node.name, [*map(operand, node.inputs), *controls]))
+            function.node_def.append(to_node_def(node, node.name, [*map(operand, node.inputs), *controls], known))
             signature.is_stateful = signature.is_stateful or node.stateful
     for i, ref in enumerate(program.outputs):
         result = f"result_{i}"

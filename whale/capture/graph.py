@@ -297,8 +297,9 @@ def _operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[
                     continue
                 node, _, index = text.partition(":")
                 ref = refs_of[text] = Ref(node, int(index) if index else 0)
+                if node not in found:
+                    stack.append(node)
             refs.append(ref)
-        stack += [r.node for r in refs if r.node not in found]
         stack += controls
         found[name] = (tuple(refs), tuple(controls))
     return found
@@ -312,7 +313,10 @@ def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     """
     done: dict[str, Node] = {}
     waiting: dict[str, None] = {}
-    for first in nodes:
+    for first, one in nodes.items():
+        if all(before in done for before, _ in one.inputs) and all(before in done for before in one.controls):
+            done[first] = one
+            continue
         stack = [first]
         while stack:
             name = stack[-1]

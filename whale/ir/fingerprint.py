@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from whale.ir.program import Node, Program
-from whale.ir.values import DType, Func, Shape, Tensor
+from whale.ir.values import DType, Func, Shape, SharedAttrs, Tensor
 
 # Attributes that are a process's own: TensorFlow draws the names of tables, queues, iterators and Python functions anew
 # in each.
@@ -32,18 +33,34 @@ def _feed(value: Any) -> bytes:
     return type(value).__name__.encode() + repr(value).encode()
 
 
-def node_digest(node: Node) -> bytes:
-    """Eight bytes that identify a node: name, op, operands, control edges, attributes, types."""
-    h = hashlib.blake2b(digest_size=8)
+def node_digest(node: Node, known: dict[int, str]) -> bytes:
+    """Eight bytes that identify a node: name, op, operands, control edges, attributes, types.
+
+    Args:
+      known: texts of types that were met before, by the number of the object, which has to outlive it.
+    """
     own = _OWN.get(node.op, "shared_name" if node.stateful else "")
-    attrs = _attrs({k: v for k, v in node.attrs.items() if k != own} if own in node.attrs else node.attrs)
-    h.update(f"{node.name}\0{node.op}\0{node.inputs}\0{sorted(node.controls)}\0{node.outputs}\0{node.scope}".encode())
-    h.update(attrs)
-    return h.digest()
+    shared = getattr(node.attrs, "shared", None)
+    attrs = _attrs(node.attrs, own) if shared is None else _of_shared(shared, own)
+    inputs = _tuple_text([f"Ref(node={name!r}, index={index!r})" for name, index in node.inputs])
+    outputs = _tuple_text([known.get(id(t)) or known.setdefault(id(t), repr(t)) for t in node.outputs])
+    controls = sorted(node.controls) if node.controls else "[]"
+    text = f"{node.name}\0{node.op}\0{inputs}\0{controls}\0{outputs}\0{node.scope}"
+    return hashlib.blake2b(text.encode() + attrs, digest_size=8).digest()
 
 
-def _attrs(attrs: Mapping[str, Any]) -> bytes:
-    return b";".join(k.encode() + b"=" + _feed(attrs[k]) for k in sorted(attrs))
+def _tuple_text(items: list[str]) -> str:
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+@lru_cache(maxsize=4096)
+def _of_shared(attrs: SharedAttrs, own: str) -> bytes:
+    """A program of thousands of nodes has some dozens of combinations of attributes."""
+    return _attrs(attrs, own)
+
+
+def _attrs(attrs: Mapping[str, Any], own: str = "") -> bytes:
+    return b";".join(k.encode() + b"=" + _feed(attrs[k]) for k in sorted(attrs) if not own or k != own)
 
 
 def fingerprint(program: Program) -> str:
@@ -60,8 +77,9 @@ def fingerprint(program: Program) -> str:
 
 
 def _update(h: Any, program: Program) -> None:
+    known: dict[int, str] = {}
     for node in program.nodes:
-        h.update(node_digest(node))
+        h.update(node_digest(node, known))
     variables = [(v.node, str(v.type)) for v in program.variables]
     h.update(repr((program.inputs, variables, program.outputs, program.effects)).encode())
     for name in sorted(program.functions):
@@ -72,7 +90,8 @@ def _update(h: Any, program: Program) -> None:
 def node_digests(program: Program) -> list[tuple[str, bytes]]:
     """(what, digest) for each node in canonical order, then what goes in and out, then functions: equal programs and no
     others have equal lists."""
-    rows = [(f"{n.name} ({n.op})", node_digest(n)) for n in program.nodes]
+    known: dict[int, str] = {}
+    rows = [(f"{n.name} ({n.op})", node_digest(n, known)) for n in program.nodes]
     rows += [(f"variable {v.name}", _digest(v.node, str(v.type))) for v in program.variables]
     fetches = _digest(program.inputs, program.outputs, program.effects)
     rows.append(("the fetches " + ", ".join(map(str, program.outputs)), fetches))

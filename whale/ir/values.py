@@ -87,6 +87,26 @@ class Func:
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
+class SharedAttrs(dict[str, Any]):
+    """Attributes that several nodes share, equal to themselves alone: what is made of them is found by them.
+
+    Attributes:
+      large: they have a value that is looked at late, and belong to one node.
+    """
+
+    __slots__ = ("large",)
+
+    def __init__(self, values: Mapping[str, Any], large: bool = False) -> None:
+        super().__init__(values)
+        self.large = large
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """Element type and static shape of a tensor (global, unless a text says local)."""

@@ -104,14 +104,18 @@ def _calls_by_name(graph: Program) -> Program:
     TensorFlow's passes look into the function of every node that holds one.
     """
     held: set[str] = set()
+    others: dict[int, dict[str, Any]] = {}  # number of attributes that calls share -> those of all but the first
 
     def of_node(node: Node) -> Node:
         if node.op != CALL:
             return node
         function = node.attrs["f"]
-        bodies = () if function.name in held else (function,)
-        held.add(function.name)
-        return replace(node, attrs={**node.attrs, "f": function.name, "bodies": bodies})
+        if function.name not in held:
+            held.add(function.name)
+            return replace(node, attrs={**node.attrs, "f": function.name, "bodies": (function,)})
+        if id(node.attrs) not in others:
+            others[id(node.attrs)] = {**node.attrs, "f": function.name, "bodies": ()}
+        return replace(node, attrs=others[id(node.attrs)])
 
     return replace(graph, nodes=tuple(map(of_node, graph.nodes)))
 
@@ -138,14 +142,18 @@ def _rename_functions(program: Program, tag: str) -> Program:
     def of_value(value: Any) -> Any:
         if isinstance(value, Func):
             return replace(value, name=names.get(value.name, value.name))
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and value and isinstance(value[0], Func):
             return tuple(map(of_value, value))
         return value
+
+    changed: dict[int, dict[str, Any]] = {}  # attributes that several nodes share stay shared
 
     def of_node(node: Node) -> Node:
         if not _carries_functions(node.op):
             return node
-        return replace(node, attrs={k: of_value(v) for k, v in node.attrs.items()})
+        if id(node.attrs) not in changed:
+            changed[id(node.attrs)] = {k: of_value(v) for k, v in node.attrs.items()}
+        return replace(node, attrs=changed[id(node.attrs)])
 
     def of_graph(graph: Program, functions: Mapping[str, Program]) -> Program:
         return replace(graph, nodes=tuple(map(of_node, graph.nodes)), functions=functions)

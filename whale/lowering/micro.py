@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -175,6 +176,7 @@ class _Roller:
         sums: dict[Ref, Ref] = {}
         pieces: dict[Ref, dict[int, Ref]] = {}
         handed: dict[tuple[int, Ref], Ref] = {}
+        attrs_of: dict[str, dict[str, Any]] = {}
         previous = ""
         for call in self.order:
             kind, function = made[call.phase, call.micro_batch]
@@ -190,15 +192,16 @@ class _Roller:
                 else:
                     operands.append(of)
             controls = [previous] if previous else []
-            attrs = {
-                "Tin": tuple(DType(t.dtype) for t in function.inputs),
-                "Tout": tuple(DType(t.dtype) for t in function.types),
-                "f": Func(function.name),
-                "shapes": tuple(Shape(t.shape) for t in function.types),
-            }
+            if function.name not in attrs_of:
+                attrs_of[function.name] = {
+                    "Tin": tuple(DType(t.dtype) for t in function.inputs),
+                    "Tout": tuple(DType(t.dtype) for t in function.types),
+                    "f": Func(function.name),
+                    "shapes": tuple(Shape(t.shape) for t in function.types),
+                }
             self.nodes[name] = Node(
                 name, CALL, tuple(operands), tuple(dict.fromkeys(controls + function.behind)),
-                attrs, tuple(function.types), "", True,
+                attrs_of[function.name], tuple(function.types), "", True,
             )  # fmt: skip
             for i, (what, of) in enumerate(function.results):
                 result = Ref(name, i)

@@ -6,10 +6,11 @@ nearly half of a step's operations. What is one here is looked at once by every 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 from whale.ir.ops import RANDOM, UPDATES
-from whale.ir.program import Node, Program, Ref, rewired
+from whale.ir.program import Node, Program, Ref, Variable, rewired
 from whale.ir.values import UNMOVABLE
 
 
@@ -20,17 +21,22 @@ def share_scalars(program: Program) -> Program:
     see what a step begins with. Those of different scopes stay apart, since each belongs to a stage.
     """
     behind = _behind_updates(program)
+    handles = program.variable_of
     known: dict[Hashable, Ref] = {}
     scalars: set[Ref] = set()
     moved: dict[Ref, Ref] = {}
+    attrs: dict[Hashable, int] = {}
     for node in program.nodes:
-        if node.name not in behind or not _may_be_shared(program, node):
+        if node.name not in behind or not _may_be_shared(node, handles):
             continue
         inputs = tuple([moved.get(ref, ref) for ref in node.inputs])
         if node.op != "ReadVariableOp" and not scalars.issuperset(inputs):
             continue
+        what = _values(node.attrs, attrs)
+        if what < 0:
+            continue
         own = Ref(node.name)
-        first = known.setdefault((node.op, node.scope, inputs, node.outputs, *sorted(node.attrs.items())), own)
+        first = known.setdefault((node.op, node.scope, inputs, node.outputs, what), own)
         scalars.add(first)
         if first is not own:
             moved[own] = first
@@ -43,19 +49,20 @@ def share_scalars(program: Program) -> Program:
 def _behind_updates(program: Program) -> set[str]:
     """Names of what updates are computed of element by element, and of the scalars behind it."""
     found: set[str] = set()
+    nodes = program.by_name
     for node in reversed(program.nodes):
         if node.op in UPDATES:
             found.update([ref.node for ref in node.inputs])
         elif node.name in found and not node.stateful and len(node.outputs) == 1:
             shape = node.outputs[0].shape
-            for ref in node.inputs:
-                operand = program.type_of(ref)
+            for name, index in node.inputs:
+                operand = nodes[name].outputs[index]
                 if operand.is_static and (operand.shape == shape or operand.elements == 1):
-                    found.add(ref.node)
+                    found.add(name)
     return found
 
 
-def _may_be_shared(program: Program, node: Node) -> bool:
+def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
     """Whether it makes one value, of its operands and attributes alone."""
     if node.controls or len(node.outputs) != 1:
         return False
@@ -63,8 +70,22 @@ def _may_be_shared(program: Program, node: Node) -> bool:
     if not kind.is_static or kind.elements != 1 or kind.dtype in UNMOVABLE:
         return False
     if node.op == "ReadVariableOp":
-        return node.inputs[0].node in program.variable_of
-    if node.stateful or node.op in RANDOM or not (node.inputs or node.op == "Const"):
-        return False
-    # Attributes that are equal do the same, but for the sign of a zero.
-    return not any(isinstance(value, float) for value in node.attrs.values())
+        return node.inputs[0].node in handles
+    return not (node.stateful or node.op in RANDOM) and bool(node.inputs or node.op == "Const")
+
+
+def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
+    """A number that is equal for attributes with which nodes do the same; -1: that cannot be told of these.
+
+    Args:
+      known: the numbers of values, and of attributes that nodes share.
+    """
+    shared = getattr(attrs, "shared", None)
+    number = known.get(shared) if shared is not None else None
+    if number is None:
+        # Attributes that are equal do the same, but for the sign of a zero.
+        unsure = any(isinstance(value, float) for value in attrs.values())
+        number = -1 if unsure else known.setdefault(tuple(sorted(attrs.items())), len(known))
+        if shared is not None:
+            known[shared] = number
+    return number
