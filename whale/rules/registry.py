@@ -188,6 +188,14 @@ def rule_of(op_type: str) -> LineRule | None:
     return all_rules().get(op_type)
 
 
+@cache
+def by_types(one: LineRule) -> bool:
+    """Whether what a rule allows follows from types and placements alone, of operands and results."""
+    asked = (one.spec, one.lin, one.mono, one.copy, one.reduce)
+    more = one.local or one.halo or one.routes or one.local_stream
+    return not more and not any(map(callable, asked))
+
+
 @lru_cache(maxsize=65536)
 def _bound(line: str, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], hint: int | None) -> Binding:
     return bind(parse(line), inputs, outputs, hint)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from tests.programs import Builder, body, mlp, planned
-from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, split
-from whale.ir.program import Program, Ref
-from whale.ir.values import TensorType
+from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, Strategy, split
+from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.values import DType, Shape, TensorType
 from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.node_choice import NodeChoice
 from whale.passes.layout.propagate import propagate
 
 ROWS = split(0, (5, 3))
@@ -269,3 +273,42 @@ def test_lists_that_lie_differently_are_made_whole() -> None:
     assert _main(program, {"x": ROWS, "y": ROWS}).strategies["added"].inputs == (ROWS, ROWS)
     layout = _main(program, {"x": ROWS, "y": split(0, (3, 5))})
     assert _texts(layout, "list_x", "list_y", "added") == ["B B -> B", "B B -> B", "B B -> B"]
+
+
+def test_updates_that_are_alike_are_decided_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    choose = NodeChoice.choose
+
+    def counted(self: NodeChoice, node: Node, *others: Any) -> Strategy:
+        chosen.append(node.name)
+        return choose(self, node, *others)
+
+    monkeypatch.setattr(NodeChoice, "choose", counted)
+    counts: list[list[str]] = []
+    for variables in (3, 30):
+        chosen.clear()
+        program = _updates(variables)
+        layout = propagate(program, 2, {"x": split(0, (4, 4))})[""]
+        counts.append([name for name in chosen if not name.startswith("grad")])  # what these do depends on a constant
+        for i in range(variables):
+            assert layout.strategies[f"grad{i}"].outputs == (P_SUM,)
+            assert layout.strategies[f"update{i}"].inputs == (B, B)
+    assert counts[0] == counts[1]
+
+
+def _updates(variables: int) -> Program:
+    """Steps of variables by sums over the rows of a batch."""
+    b = Builder("updates")
+    held, rows, dtype = TensorType("float64", (4,)), TensorType("float64", (8, 4)), DType("float64")
+    x, effects = b.input("x", (8, 4)), []
+    axis = b.ints(0)
+    resource = TensorType("resource", ())
+    for i in range(variables):
+        b.variables.append(Variable(f"w{i}", f"w{i}:0", held))
+        handle = b.node("VarHandleOp", (), (resource,), f"w{i}", stateful=True, dtype=dtype, shape=Shape((4,)))
+        read = b.node("ReadVariableOp", (handle,), (held,), f"read{i}", stateful=True, dtype=dtype)
+        made = b.node("Mul", (x, read), (rows,), f"made{i}", T=dtype)
+        slope = b.node("Sum", (made, axis), (held,), f"grad{i}", T=dtype, Tidx=DType("int32"), keep_dims=False)
+        effects.append(f"update{i}")
+        b.node("AssignSubVariableOp", (handle, slope), (), effects[-1], (f"read{i}",), True, dtype=dtype)
+    return b.build([], effects)

@@ -67,6 +67,7 @@ def moves(r: Reshard) -> bool:
 def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> dict[str, int]:
     """Reshard key -> number of moving collectives on the longest path that ends with it."""
     by_target = {(r.ref, r.target): r for r in reshards}
+    changed = {r.ref for r in reshards}
     tensor_depth: dict[str, int] = {}
     result: dict[str, int] = {}
 
@@ -81,9 +82,9 @@ def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> d
         return result[r.key]
 
     for node in program.nodes:
-        depth = max((tensor_depth[c] for c in node.controls), default=0)
+        depth = max([tensor_depth[c] for c in node.controls], default=0) if node.controls else 0
         for ref, placement in zip(node.inputs, layout.strategies[node.name].inputs):
-            depth = max(depth, through(ref, placement))
+            depth = max(depth, through(ref, placement) if ref in changed else tensor_depth[ref.node])
         tensor_depth[node.name] = depth
     for ref, placement in zip(program.outputs, layout.outputs):
         through(ref, placement)

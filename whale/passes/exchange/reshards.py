@@ -20,15 +20,18 @@ def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], part
     for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
         wanted: dict[Ref, dict[Placement, str]] = {}
+        produced = layout.produced
         for node in body.nodes:
             for ref, placement in zip(node.inputs, layout.strategies[node.name].inputs):
-                if placement != layout.produced[ref]:
+                lies = produced[ref]
+                if lies is not placement and lies != placement:
                     wanted.setdefault(ref, {}).setdefault(placement, node.name)
         for ref, placement in zip(body.outputs, layout.outputs):
             if placement != layout.produced[ref]:
                 wanted.setdefault(ref, {}).setdefault(placement, "fetched" if graph == "" else "returned")
+        read = {ref.node for ref in wanted}
         for node in body.nodes:
-            for ref in node.refs():
+            for ref in node.refs() if node.name in read else ():
                 if ref in wanted:
                     found.extend(reshards_of_tensor(graph, body, ref, layout.produced[ref], wanted[ref], parts))
             if node.op in RINGS:

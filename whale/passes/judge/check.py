@@ -8,7 +8,7 @@ return, and no collective waits for itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
@@ -22,10 +22,11 @@ from whale.ir.values import UNMOVABLE
 from whale.passes.exchange.horovod import horovod_can
 from whale.passes.exchange.wire_dtype import can_narrow, reshard_bytes
 from whale.rules import rule_of
-from whale.rules.base import as_whole, with_per_rank
+from whale.rules.base import OWNED, as_whole, with_per_rank
 from whale.rules.graph import called_functions, handles_lists, holds_variable, recreatable, view
 from whale.rules.nn.attention import RINGS, ring_bytes
 from whale.rules.nn.norm import per_rank_moments
+from whale.rules.registry import by_types
 from whale.rules.rows import lies_with_owners
 
 _AGAIN = "make the plan again with `whale plan`"
@@ -71,26 +72,31 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
         )
     produced: dict[Ref, Placement] = {}
     given = dict(zip(program.inputs, arguments))
+    handles = program.variable_of if graph == "" else {}
+    known: set[Hashable] = set()
     for node in program.nodes:
         strategy = strategies.get(node.name)
         if strategy is None:
             raise _fail(node, "no strategy", "one strategy per node")
         if len(strategy.inputs) != len(node.inputs) or len(strategy.outputs) != len(node.outputs):
             raise _fail(node, strategy, f"{len(node.inputs)} operands and {len(node.outputs)} outputs")
-        passed = given.get(node.name) or (plan.variables.get(node.name, B) if graph == "" else B)
-        handle = graph == "" and node.name in program.variable_of
-        if (node.op == "Placeholder" or handle) and strategy.outputs != (passed,):
-            raise _fail(node, strategy, f"{passed}, as it is passed in")
+        handle = node.name in handles
+        if handle or node.op == "Placeholder":
+            passed = given.get(node.name) or (plan.variables.get(node.name, B) if graph == "" else B)
+            if strategy.outputs != (passed,):
+                raise _fail(node, strategy, f"{passed}, as it is passed in")
+            if handle:
+                _check_variable(handles[node.name], node, passed, plan.size)
         for ref, placement in zip(node.inputs, strategy.inputs):
-            _check_available(program, graph, node, ref, placement, produced, plan)
-        if handle:
-            _check_variable(program.variable_of[node.name], node, passed, plan.size)
-        else:
-            _check_legal(program, node, strategy, plan)
-        if any(isinstance(p, PerRank) for p in strategy.inputs):
+            if produced[ref] is not placement:
+                _check_available(program, graph, node, ref, placement, produced, plan)
+        if not handle:
+            _check_legal(program, node, strategy, plan, known)
+        if PerRank in map(type, strategy.inputs):
             _check_contributed(program, graph, node, plan)
         for ref, placement in zip(node.refs(), strategy.outputs):
-            _check_sizes(program, node, ref, placement, plan.size)
+            if type(placement) is Split:
+                _check_sizes(program, node, ref, placement, plan.size)
             produced[ref] = placement
         if node.op in HAS_BODIES and not strategy.once:
             _check_bodies(root, node, strategy, plan)
@@ -227,7 +233,33 @@ def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> 
             stack += zip(made.inputs, strategies[made.name].inputs)
 
 
-def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
+def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, known: set[Hashable]) -> None:
+    """A node runs as its rule allows.
+
+    Args:
+      known: what was found legal in this graph: the updates of many variables are alike.
+    """
+    if (key := _what_is_legal(program, node, strategy)) is None:
+        _check_strategy(program, node, strategy, plan)
+    elif key not in known:
+        _check_strategy(program, node, strategy, plan)
+        known.add(key)
+
+
+def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable | None:
+    """From what it follows whether a strategy is legal, where that is no more than types; None: it is more.
+
+    Strategies and types are told apart by their numbers: plan and program keep them.
+    """
+    rule = rule_of(node.op)
+    if rule is None or not by_types(rule) or OWNED in node.attrs or PerRank in map(type, strategy.inputs):
+        return None
+    by_name = program.by_name
+    types = [id(by_name[name].outputs[index]) for name, index in node.inputs]
+    return (node.op, id(strategy), *types, *map(id, node.outputs))
+
+
+def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
     parts = plan.size
     if node.op in LOOPS:
         if strategy.inputs != strategy.outputs and not strategy.once:
@@ -296,27 +328,41 @@ def _check_order(program: Program, graph: str, plan: Plan) -> None:
     """No fused collective waits, through other nodes, for its own result."""
     strategies = plan.strategies[graph]
 
+    moved = {r.ref for r in plan.reshards if r.graph == graph}
+
     def behind(ref: Ref, placement: Placement) -> str | int:
         """What an operand waits for: its producer, or the group that reduces it."""
+        if ref not in moved:
+            return ref.node
         r = plan.reshard_of.get((graph, ref, placement))
         while r is not None and r.group < 0:
             r = plan.reshard_of.get((graph, ref, r.source))
         return ref.node if r is None else r.group
 
-    waits: dict[str | int, set[str | int]] = {}
     left = {number: {m.ref.node for m in members} for number, members in plan.groups.items()}
-    groups_of: dict[str, list[int]] = {}
+    groups_of: dict[str | int, list[int]] = {}
     for number, names in left.items():
         for name in names:
             groups_of.setdefault(name, []).append(number)
-    in_order = True  # each group is read behind all its members, so that it has a place among the nodes
+    waits: dict[str | int, set[str | int]] = {}
+    done: set[str | int] = set()
+    waiting: dict[str | int, list[str | int]] = {}
     for node in program.nodes:
         operands = zip(node.inputs, strategies[node.name].inputs)
-        before = waits[node.name] = {behind(r, p) for r, p in operands}.union(node.controls)
-        in_order = in_order and not any(type(b) is int and left[b] for b in before)
-        for number in groups_of.get(node.name, ()):
-            left[number].discard(node.name)
-    if in_order:
+        waits[node.name] = {behind(r, p) for r, p in operands}.union(node.controls)
+        ready: list[str | int] = [node.name]
+        while ready:
+            one = ready.pop()
+            missing = next((other for other in waits.get(one, ()) if other not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(one)
+                continue
+            done.add(one)
+            ready += waiting.pop(one, ())
+            for number in groups_of.get(one, ()):
+                left[number].discard(str(one))
+                ready += () if left[number] else (number,)
+    if not waiting:
         return
     for number, members in plan.groups.items():
         if members[0].graph == graph:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from cost_model.ops import executions
 from whale.ir.layout import PerRank, Split
+from whale.ir.ops import CONTRACTIONS
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
 from whale.passes.facts.cost import matmul_flops
@@ -65,6 +66,8 @@ def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) 
     for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
         for node in body.nodes:
+            if node.op not in CONTRACTIONS:
+                continue
             flops = matmul_flops(node, [body.type_of(r) for r in node.inputs]) * (often[graph] if graph else 1)
             strategy = layout.strategies[node.name]
             total += flops

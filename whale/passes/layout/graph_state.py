@@ -110,6 +110,8 @@ class GraphState:
         Not only right behind such an op: two halves of the batch that are joined again, or the rows that a loop
         stacked, are the batch once more.
         """
+        if not self.origins and Split not in map(type, current):
+            return
         found: dict[Split, None] = {}
         summed = any(type(p) is Partial for p in chosen.outputs)
         for ref, placement, wanted in zip(node.inputs, current, chosen.inputs):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
+from whale.ir.ops import CONTRACTIONS
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, static_shape
 from whale.passes.facts.cost import compute_cost, exchange_cost, matmul_flops, move_cost
 from whale.passes.layout.graph_state import INFINITE, GraphState
 from whale.passes.layout.model import same_kind
 from whale.rules import rule_of
-from whale.rules.base import OpView, replicated
+from whale.rules.base import OWNED, OpView, replicated
 from whale.rules.graph import handles_lists, holds_variable, view
-from whale.rules.registry import LineRule
+from whale.rules.registry import LineRule, by_types
 from whale.rules.rows import Rows
+
+_WHOLE = frozenset({Broadcast})
+_MOST_IN_KEY = 4  # operands of nodes of which several are alike
 
 
 class NodeChoice:
@@ -28,6 +32,7 @@ class NodeChoice:
         """
         self.state, self.fixed = state, fixed
         self._replicated: dict[tuple[int, int], Strategy] = {}
+        self._chosen: dict[Hashable, Strategy] = {}
 
     def strategy(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
         """How the node runs whose operands lie as ``current``.
@@ -38,10 +43,39 @@ class NodeChoice:
         Raises:
           NeededWhole: an operand cannot be brought to where the node needs it.
         """
-        whole = not node.stateful and all(type(p) is Broadcast for p in current)
+        whole = not node.stateful and _WHOLE.issuperset(map(type, current))
         if whole and (not self._may_be_divided(node) if like is None else _is_whole(like)):
             return self.all_broadcast(node)
-        return self.choose(node, current, like)
+        key = self._key(node) if like is None else None
+        if key is None:
+            return self.choose(node, current, like)
+        found = self._chosen.get(key)
+        if found is None:
+            found = self._chosen[key] = self.choose(node, current)
+        return found
+
+    def _key(self, node: Node) -> Hashable | None:
+        """What the choice for a node follows from, where it is no more than types and how its operands lie.
+
+        The updates of many variables are alike. Types are told apart by their numbers, which is cheaper than by what
+        they are: the program keeps them.
+        """
+        state = self.state
+        if state.axis.whole or state.axis.groups.active:
+            return None
+        rule = rule_of(node.op)
+        if rule is None or not by_types(rule) or rule.produces_any or node.op in CONTRACTIONS or OWNED in node.attrs:
+            return None
+        inputs = node.inputs
+        if len(inputs) > _MOST_IN_KEY or len(set(inputs)) < len(inputs) or handles_lists(node):
+            return None
+        produced, preferred, by_name = state.layout.produced, state.layout.preferred, state.program.by_name
+        key: list[object] = [node.op]
+        for ref in inputs:
+            kind = by_name[ref.node].outputs[ref.index]
+            key += (id(kind), produced[ref], preferred.get(ref), kind.dtype in UNMOVABLE and ref in state.remakable)
+        key += [id(kind) for kind in node.outputs]
+        return tuple(key)
 
     def all_broadcast(self, node: Node) -> Strategy:
         """Of whole operands what is whole, on every rank."""

@@ -125,6 +125,8 @@ class Propagation:
         """Decides about every node that has no strategy yet, in topological order."""
         state, per_rank = self.state, self.state.per_rank
         produced, preferred, strategies = state.layout.produced, state.layout.preferred, state.layout.strategies
+        known = per_rank.semantics.statistics
+        statistics = known is not None and bool(known.statistic)
         for node in state.program.nodes:
             if node.name in strategies:
                 continue
@@ -136,7 +138,7 @@ class Propagation:
                 current, given = list(given.inputs), None  # bodies are gone through all the same
             if given is not None:
                 strategy = given
-            elif (spread := per_rank.spread(node, [produced[r] for r in node.inputs])) is not None:
+            elif statistics and (spread := per_rank.spread(node, [produced[r] for r in node.inputs])) is not None:
                 strategy = spread
             elif node.op in LOOPS:
                 strategy = loop(state, node, current, self._walk)
@@ -152,9 +154,10 @@ class Propagation:
                 state.track_batch(node, strategy, current)
             if node.name in self.sliced and strategy.outputs == (B,):
                 preferred[Ref(node.name)] = self.sliced[node.name]
-            if given is None:
+            if given is None and statistics:
                 preferred.update(per_rank.kept(node, strategy))
-            preferred.update((ref, B) for ref in node.refs() if ref in self.leaving)
+            if self.leaving:
+                preferred.update((ref, B) for ref in node.refs() if ref in self.leaving)
             if self.gathered and self._is_gathered(node, given is not None):
                 preferred[Ref(node.name)] = B
 
