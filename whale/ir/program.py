@@ -181,7 +181,7 @@ def topological(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     """
     seen: set[str] = set()
     for name, node in nodes.items():  # most graphs arrive sorted, and a check is much cheaper than a sort
-        if any(r.node not in seen for r in node.inputs) or any(c not in seen for c in node.controls):
+        if not seen.issuperset([before for before, _ in node.inputs]) or not seen.issuperset(node.controls):
             break
         seen.add(name)
     else:
@@ -194,26 +194,27 @@ def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
     Dictionaries keep order where sets do not: all processes have to sort alike.
     """
-    before = {n.name: dict.fromkeys([*[r.node for r in n.inputs], *n.controls]) for n in nodes.values()}
     waits_for: dict[str, int] = {}
-    after: dict[str, list[str]] = {}
-    for name, names in before.items():
+    after: dict[str, list[str]] = {name: [] for name in nodes}
+    for name, node in nodes.items():
+        names = dict.fromkeys([*[before for before, _ in node.inputs], *node.controls])
         waits_for[name] = len(names)
         for other in names:
-            waits_for.setdefault(other, 0)
-            after.setdefault(other, []).append(name)
+            if other not in waits_for:
+                waits_for[other] = 0
+            after[other].append(name)
     order: list[str] = []
     ready = [name for name, count in waits_for.items() if not count]
     while ready:
         order += ready
         done, ready = ready, []
         for name in done:
-            for other in after.get(name, ()):
+            for other in after[name]:
                 waits_for[other] -= 1
                 if not waits_for[other]:
                     ready.append(other)
     if len(order) < len(waits_for):
-        _refuse_cycle(before)
+        _refuse_cycle({n.name: [*[before for before, _ in n.inputs], *n.controls] for n in nodes.values()})
     return tuple([nodes[name] for name in order])
 
 
@@ -246,7 +247,7 @@ def rewired(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref
 
     def of_node(node: Node) -> Node:
         inputs, controls = node.inputs, node.controls
-        if any(r.node in from_nodes for r in inputs):
+        if not from_nodes.isdisjoint([before for before, _ in inputs]):
             inputs = tuple([moved.get(r, r) for r in inputs])
         if not names.keys().isdisjoint(controls):
             controls = renamed(controls)
@@ -283,8 +284,8 @@ def waited_for(program: Program, names: Iterable[str]) -> set[str]:
             continue
         found.add(name)
         node = by_name[name]
-        stack.extend(r.node for r in node.inputs)
-        stack.extend(node.controls)
+        stack += [before for before, _ in node.inputs if before not in found]
+        stack += node.controls
     return found
 
 

@@ -26,6 +26,7 @@ from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 
 COMMUNICATOR = "whale/communicator"
 _HOROVOD_SUM = 1  # horovod.tensorflow.Sum
+_TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables of linear congruential generators", 1999)
 
 
 @dataclass
@@ -298,8 +299,9 @@ def unread_communication(
             name = stack.pop()
             if name not in live:
                 live.add(name)
-                stack.extend(r.node for r in nodes[name].inputs)
-                stack.extend(nodes[name].controls)
+                node = nodes[name]
+                stack.extend([before for before, _ in node.inputs if before not in live])
+                stack.extend(node.controls)
 
     mark([*read, *effects])
     added = []
@@ -318,3 +320,15 @@ def is_joint(r: Reshard) -> bool:
     if PerRank in (have, want):
         return False
     return have is not Broadcast and want is not FirstRank and not (have is Split and want is Partial)
+
+
+def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
+    """The node by which ranks find out that they run different things."""
+    attrs = {"key": "whale/check", "fingerprint": fingerprint, "what": what, "ranks": ()}
+    return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
+
+
+def seed_of_rank(value: np.ndarray, in_time: bool) -> np.ndarray:
+    """What is added to a seed for a rank's stream; those of micro-batches are others."""
+    with np.errstate(over="ignore"):
+        return value * np.array(_TIME_STREAM, value.dtype) if in_time else value

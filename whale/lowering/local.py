@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from whale.errors import PlanError
-from whale.ir.layout import FIRST, B, Partial, Placement, Split, Strategy, local_shape
+from whale.ir.layout import FIRST, B, Broadcast, Partial, Placement, Split, Strategy, local_shape
 from whale.ir.ops import HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, static_shape
 from whale.lowering.attention import emit_attention
-from whale.lowering.emit import Emitter, is_joint, unread_communication
+from whale.lowering.emit import Emitter, emit_check, is_joint, seed_of_rank, unread_communication
 from whale.lowering.reshard import emit_reshard
-from whale.lowering.rows import RowExchanges, emit_sums, sums_of
+from whale.lowering.rows import RowExchanges, emit_sums, sums_of, without_owners
 from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
 from whale.rules.base import OWNED, UNCHANGED, Local, as_whole
@@ -26,10 +26,8 @@ from whale.rules.graph import USE, called_functions, handles_lists, recreatable,
 from whale.rules.nn.attention import RINGS
 from whale.rules.rows import SUMS_BY_ID, is_owned
 
-_ENDS = frozenset(
-    {"Placeholder", STAGE_INPUT, STAGE_OUTPUT}
-)  # where tensors come in and go out, in parts if they are cut
-_TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables of linear congruential generators", 1999)
+_ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
+_OTHERWISE = HAS_BODIES | RINGS | {SUMS_BY_ID}  # what a rank runs in their place is not what stands in the program
 
 
 def localise(program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale") -> Program:
@@ -93,6 +91,8 @@ class _Localiser:
         self.emitter = Emitter(rank, plan.size, comm, prefix)
         self.rows = RowExchanges(self.emitter, program, strategies, plan, graph)
         self.local: dict[tuple[Ref, Placement], Ref | None] = {}
+        self.whole: set[Ref] = set()  # of nodes whose operands and results are; they are not in ``local``
+        self.plain: dict[int, bool] = {}  # number of a strategy's object -> whether all lies whole on all ranks
         self.grouped: dict[int, list[Ref | None]] = {}
 
     def run(self, what: str | None) -> tuple[Program, bool]:
@@ -106,8 +106,8 @@ class _Localiser:
         effects = [n for n in self.program.effects if n in self.emitter.nodes]
         effects += self._unread(outputs, effects)
         if what is not None and self.plan.size > 1:
-            effects.append(_check(self.emitter, self.plan, what))
-        nodes = tuple(map(_of_this_axis, topological(self.emitter.nodes)))
+            effects.append(emit_check(self.emitter, self.plan.fingerprint, what))
+        nodes = tuple(map(without_owners, topological(self.emitter.nodes)))
         communicates = self.emitter.communicates
         variables = tuple(self._variable(v) for v in self.program.variables if v.node in self.emitter.nodes)
         result = Program(self.program.name, nodes, self.program.inputs, variables, outputs, tuple(effects))
@@ -165,6 +165,8 @@ class _Localiser:
 
     def get(self, ref: Ref, wanted: Placement) -> Ref | None:
         """``ref`` as ``wanted`` on this rank; None when this rank does not have it."""
+        if type(wanted) is Broadcast and ref in self.whole:
+            return ref
         key = (ref, wanted)
         if key in self.local:
             return self.local[key]
@@ -237,8 +239,15 @@ class _Localiser:
 
     def _node(self, node: Node) -> None:
         strategy = self.strategies[node.name]
+        if self._is_plain(strategy) and node.op not in _OTHERWISE:  # most are: optimizers, whole tensors
+            if self.whole.issuperset(node.inputs) and not any(map(self._absent, node.controls)):
+                self.emitter.nodes[node.name] = node
+            else:
+                self._emit(node, strategy, node.name)
+            self.whole.update(node.refs())
+            return
         for ref, placement in zip(node.refs(), strategy.outputs):
-            self.local[(ref, placement)] = Ref(node.name, ref.index)
+            self.local[(ref, placement)] = ref
         if strategy.once and self.rank != 0:
             for ref, placement in zip(node.refs(), strategy.outputs):
                 self.local[(ref, placement)] = None
@@ -247,6 +256,13 @@ class _Localiser:
             self._go_round(node, strategy)
         else:
             self._emit(node, strategy, node.name)
+
+    def _is_plain(self, strategy: Strategy) -> bool:
+        found = self.plain.get(id(strategy))
+        if found is None:
+            lie = set(map(type, strategy.inputs + strategy.outputs))
+            found = self.plain[id(strategy)] = not strategy.once and lie <= {Broadcast}
+        return found
 
     def _go_round(self, node: Node, strategy: Strategy) -> None:
         """What stands in the place of an attention whose keys and values go round."""
@@ -288,7 +304,7 @@ class _Localiser:
             if i in edit.added:
                 operand = f"{name}/whale_operand_{i}"
                 t = self.program.type_of(ref)
-                both = (found, e.const(f"{operand}/added", _added(edit.added[i], self.plan.in_time)))
+                both = (found, e.const(f"{operand}/added", seed_of_rank(edit.added[i], self.plan.in_time)))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             if i in edit.moved:
                 operand = f"{name}/{e.prefix}_from_first_{i}"
@@ -334,8 +350,8 @@ class _Localiser:
             e.nodes[name] = lowered
 
     def _unchanged(self, node: Node, strategy: Strategy) -> bool:
-        """Whether this rank runs the node as it stands in the program (most do: optimizers, whole tensors)."""
-        if node.op in HAS_BODIES or (self.rank != 0 and any(map(self._absent, node.controls))):
+        """Whether this rank runs the node as it stands in the program."""
+        if node.op in HAS_BODIES or any(map(self._absent, node.controls)):
             return False
         return all(self.get(r, p) == r for r, p in zip(node.inputs, strategy.inputs))
 
@@ -369,25 +385,6 @@ class _Localiser:
                 changed["parallel_iterations"] = 1
             return changed, node.op.removeprefix("Stateless")
         return changed, node.op
-
-
-def _check(e: Emitter, plan: Plan, what: str) -> str:
-    """The node by which ranks find out that they run different things."""
-    attrs = {"key": "whale/check", "fingerprint": plan.fingerprint, "what": what, "ranks": ()}
-    return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
-
-
-def _added(value: np.ndarray, in_time: bool) -> np.ndarray:
-    """Streams of micro-batches are others than those of ranks."""
-    with np.errstate(over="ignore"):
-        return value * np.array(_TIME_STREAM, value.dtype) if in_time else value
-
-
-def _of_this_axis(node: Node) -> Node:
-    """The node without the mark by which its rows could lie with owners along this axis."""
-    if OWNED not in node.attrs:
-        return node
-    return replace(node, attrs={name: value for name, value in node.attrs.items() if name != OWNED})
 
 
 def _as_whole(strategy: Strategy) -> Strategy:

@@ -18,7 +18,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType, item_bytes, numpy_dtype, static_shape
 from whale.lowering.emit import Emitter
-from whale.rules.base import Route
+from whale.rules.base import OWNED, Route
 from whale.rules.graph import view
 from whale.rules.registry import rule_of
 from whale.rules.rows import SUMS_BY_ID
@@ -332,3 +332,10 @@ def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, gr
 def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
     rule = rule_of(node.op)
     return rule is not None and rule.routes is not None and rule.exchanges_rows(view(program, node, parts), strategy)
+
+
+def without_owners(node: Node) -> Node:
+    """The node without the mark by which its rows could lie with owners along this axis."""
+    if OWNED not in node.attrs:
+        return node
+    return replace(node, attrs={name: value for name, value in node.attrs.items() if name != OWNED})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 from whale.ir.ops import ADDS, IDENTITIES
 from whale.ir.program import Node, Program, Ref
@@ -32,19 +34,21 @@ class Arithmetic:
     replaced: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Value(NamedTuple):
     """A value in a unit: the ``number``-th result of its instructions ("="), or an operand of kind v, s or o."""
 
     kind: str
     number: int
 
 
+_Step = tuple[str, tuple[_Value, ...]]
+
+
 @dataclass
 class _Code:
     """Instructions on values, before these have places: (operation, operands); the result is its number's."""
 
-    steps: list[tuple[str, tuple[_Value, ...]]] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
 
     def add(self, op: str, *operands: _Value) -> _Value:
         self.steps.append((op, operands))
@@ -67,12 +71,12 @@ def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | No
         for ref in reading.computed
         if ref.node in outputs or any(c.name not in members for c, _ in program.consumers.get(ref, ()))
     ]
-    lines = _placed(reading.code, list(final.values()), [reading.computed[ref] for ref in results])
+    lines = _placed(tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results]))
     counts = (final, reading.tensors, reading.scalars, results)
     if lines is None or any(len(c) > _MOST_OF_A_KIND for c in counts):
         return None
     return Arithmetic(
-        tuple(lines), tuple(final), tuple(reading.tensors), tuple(reading.scalars), tuple(results), frozenset(members)
+        lines, tuple(final), tuple(reading.tensors), tuple(reading.scalars), tuple(results), frozenset(members)
     )
 
 
@@ -161,12 +165,13 @@ class _Reading:
         return kept
 
 
-def _placed(code: _Code, final: list[_Value], results: list[_Value]) -> list[str] | None:
+@lru_cache(maxsize=256)
+def _placed(steps: tuple[_Step, ...], final: tuple[_Value, ...], results: tuple[_Value, ...]) -> tuple[str, ...] | None:
     """The instructions with places for their results; None where there are too many temporary ones."""
     last: dict[_Value, int] = {}
-    for i, (_, operands) in enumerate(code.steps):
+    for i, (_, operands) in enumerate(steps):
         last.update(dict.fromkeys(operands, i))
-    last.update({value: len(code.steps) for value in results})  # they are copied at the end, if not computed in place
+    last.update({value: len(steps) for value in results})  # they are copied at the end, if not computed in place
     places: dict[_Value, str] = {}
     copies: list[str] = []
     # A result can be read again where it lies; a variable can be written once nobody reads what it was.
@@ -181,7 +186,7 @@ def _placed(code: _Code, final: list[_Value], results: list[_Value]) -> list[str
     lines: list[str] = []
     unused: list[int] = []
     count = 0
-    for i, (op, operands) in enumerate(code.steps):
+    for i, (op, operands) in enumerate(steps):
         read = [_text(o, places) for o in operands]
         for one in dict.fromkeys(operands):
             if last[one] == i and one not in ends and places.get(one, "").startswith("t"):
@@ -199,7 +204,7 @@ def _placed(code: _Code, final: list[_Value], results: list[_Value]) -> list[str
         for i, value in enumerate(values):
             if places.get(value) != f"{letter}{i}" and (letter, value) != ("n", _Value("o", i)):
                 copies.append(f"Copy {letter}{i} {_text(value, places)}")
-    return None if count > _MOST_OF_A_KIND else lines + copies
+    return None if count > _MOST_OF_A_KIND else (*lines, *copies)
 
 
 def _text(value: _Value, places: Mapping[_Value, str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from whale.ir.ops import ASSIGNS, IDENTITIES
-from whale.ir.program import COMPILED, Node, Program
+from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.lowering.updates.accesses import Accesses, is_read
 
@@ -29,6 +29,7 @@ BINARY = {
     "Maximum": "Max",
     "Minimum": "Min",
 }
+_ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
 _MOST_ADDED = 8  # of AddN's operands: so many are added from left to right
 _DTYPES = ("float32", "float64")
 
@@ -71,26 +72,28 @@ def is_scalar(given: TensorType, whole: TensorType) -> bool:
 
 
 def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
-    """The nodes that belong to updates -> the type of the tensors that they are about.
+    """The nodes that belong to updates -> the type of the tensors that they are about, one object for equal types.
 
     These are writes, what is computed from them or assigned by them, and what is computed for nothing else.
     """
     by_name, consumers = program.by_name, program.consumers
     returned = {ref.node for ref in program.outputs}
+    known: dict[TensorType, TensorType] = {}  # equal types are one object in what follows, and told apart as such
     simple: dict[str, TensorType] = {}
     for node in program.nodes:
-        kind = _arithmetic_type(program, node)
-        if kind is None and is_read(node, found) and _fits(node.outputs[0]):
-            kind = node.outputs[0]
+        if node.op in _ARITHMETIC:
+            kind = _arithmetic_type(program, node)
+        else:
+            kind = node.outputs[0] if is_read(node, found) and _fits(node.outputs[0]) else None
         if kind is not None:
-            simple[node.name] = kind
+            simple[node.name] = known.setdefault(kind, kind)
     types: dict[str, TensorType] = {}
     for node in program.nodes:
         if node.op not in ASSIGNS or found.handle.get(node.name) not in found.seen:
             continue
         value = node.inputs[1]
-        kind = program.type_of(value)
-        arithmetic = simple.get(value.node) == kind and by_name[value.node].op not in IDENTITIES | {"ReadVariableOp"}
+        kind = known.setdefault(program.type_of(value), program.type_of(value))
+        arithmetic = simple.get(value.node) is kind and by_name[value.node].op not in IDENTITIES | {"ReadVariableOp"}
         # A tensor that is only assigned becomes the variable's, which costs nothing.
         if _fits(kind) and (node.op != "AssignVariableOp" or arithmetic):
             types[node.name] = kind
@@ -105,16 +108,16 @@ def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
         if node.op == "ReadVariableOp":
             handle = found.handle[node.name]
             written = any(c in types and found.handle.get(c) == handle for c in node.controls)
-            if written and all(simple.get(c.name) == kind for c, _ in consumers.get(node.refs()[0], ())):
+            if written and all(simple.get(c.name) is kind for c, _ in consumers.get(node.refs()[0], ())):
                 types[node.name] = kind
-        elif any(types.get(ref.node) == kind for ref in node.inputs):
+        elif any(types.get(name) is kind for name, _ in node.inputs):
             types[node.name] = kind
     for node in reversed(program.nodes):
         kind = simple.get(node.name)
         if kind is None or node.name in types or node.name in returned:
             continue
-        readers = consumers.get(node.refs()[0], ())
-        if readers and all(types.get(c.name) == kind for c, _ in readers):
+        readers = consumers.get(Ref(node.name), ())
+        if readers and all(types.get(c.name) is kind for c, _ in readers):
             types[node.name] = kind
     return types
 
@@ -125,12 +128,10 @@ def _fits(kind: TensorType) -> bool:
 
 def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
     """The result's type of arithmetic that goes element by element, if a unit can do it."""
-    many = node.op == "AddN"
     if len(node.outputs) != 1 or node.attrs.get(COMPILED) or not _fits(node.outputs[0]):
         return None
     kind = node.outputs[0]
-    doubles = node.op in UNARY_OF_DOUBLES and kind.dtype == "float64"
-    if not (many or doubles or node.op in IDENTITIES or node.op in UNARY or node.op in BINARY):
+    if node.op in UNARY_OF_DOUBLES and kind.dtype != "float64":
         return None
     operands = [program.type_of(ref) for ref in node.inputs]
     if any(t.dtype != kind.dtype or not t.is_static for t in operands) or len(operands) > _MOST_ADDED:
@@ -147,9 +148,11 @@ def _levels(program: Program, types: Mapping[str, TensorType]) -> dict[str, int]
         kind = types.get(node.name)
         level = 0
         for name in _before(node):
-            # On from a unit, either within it or out of it.
-            leaves = name in types and types[name] != kind
-            level = max(level, levels.get(name, 0) + leaves)
+            before = levels.get(name, 0)
+            if before >= level:
+                # On from a unit, either within it or out of it.
+                left = types.get(name)
+                level = before + (left is not None and left is not kind)
         levels[node.name] = level
     return levels
 
@@ -167,11 +170,10 @@ def _joined(program: Program, types: Mapping[str, TensorType], levels: Mapping[s
         if node.name not in types:
             continue
         for name in _before(node):
-            if types.get(name) == types[node.name] and levels[name] == levels[node.name]:
+            if types.get(name) is types[node.name] and levels[name] == levels[node.name]:
                 parent[top(node.name)] = top(name)
     return top
 
 
 def _before(node: Node) -> Iterable[str]:
-    yield from (ref.node for ref in node.inputs)
-    yield from node.controls
+    return (*[name for name, _ in node.inputs], *node.controls)

@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
-from whale.ir.ops import BRANCHES, HAS_BODIES, LOOKUPS
+from whale.ir.ops import BRANCHES, CONTRACTIONS, HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.facts.cost import matmul_flops
@@ -162,7 +162,7 @@ def is_model(program: Program, node: Node) -> bool:
         return True
     if node.op == "WhaleCall":  # a micro-batch
         return True
-    return matmul_flops(node, [program.type_of(r) for r in node.inputs]) > 0
+    return node.op in CONTRACTIONS and matmul_flops(node, [program.type_of(r) for r in node.inputs]) > 0
 
 
 def _common(
