@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 
 import msgspec
@@ -72,7 +72,7 @@ class Compiled:
     whole: str
     most_bytes: float
 
-    @property
+    @cached_property
     def kinds(self) -> dict[str, str]:
         """Handle node -> parameters, slots or buffers."""
         return variable_kinds(self.program)

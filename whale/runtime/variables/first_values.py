@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tensorflow.python.ops import gen_resource_variable_ops
+
 import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.errors import CommError
@@ -67,11 +69,11 @@ def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> No
     for dtype, variables in by_dtype.items():
         values = ops.whale_broadcast(
             comm=comm,
-            inputs=[v.read_value() for v in variables],
+            inputs=[gen_resource_variable_ops.read_variable_op(v.handle, v.dtype) for v in variables],
             key=f"whale/first_values/{dtype}",
             root=0,
             shapes=[v.shape for v in variables],
             ranks=[],
         )
-        for variable, value in zip(variables, values):
-            variable.assign(value)
+        for variable, value in zip(variables, values) if context.rank else ():
+            gen_resource_variable_ops.assign_variable_op(variable.handle, value)
