@@ -27,6 +27,7 @@ from whale.rules.nn.attention import RINGS
 from whale.rules.rows import SUMS_BY_ID, is_owned
 
 _ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
+_WHOLE = frozenset({Broadcast})
 _OTHERWISE = HAS_BODIES | RINGS | {SUMS_BY_ID}  # what a rank runs in their place is not what stands in the program
 
 
@@ -92,7 +93,6 @@ class _Localiser:
         self.rows = RowExchanges(self.emitter, program, strategies, plan, graph)
         self.local: dict[tuple[Ref, Placement], Ref | None] = {}
         self.whole: set[Ref] = set()  # of nodes whose operands and results are; they are not in ``local``
-        self.plain: dict[int, bool] = {}  # number of a strategy's object -> whether all lies whole on all ranks
         self.grouped: dict[int, list[Ref | None]] = {}
 
     def run(self, what: str | None) -> tuple[Program, bool]:
@@ -109,14 +109,10 @@ class _Localiser:
             effects.append(emit_check(self.emitter, self.plan.fingerprint, what))
         nodes = tuple(map(without_owners, topological(self.emitter.nodes)))
         communicates = self.emitter.communicates
-        variables = tuple(self._variable(v) for v in self.program.variables if v.node in self.emitter.nodes)
+        held = [v for v in self.program.variables if v.node in self.emitter.nodes]
+        variables = tuple(_part_of(v, self.strategies[v.node], self.rank) for v in held)
         result = Program(self.program.name, nodes, self.program.inputs, variables, outputs, tuple(effects))
         return result, communicates
-
-    def _variable(self, variable: Variable) -> Variable:
-        """What this rank holds of it."""
-        (placement,) = self.strategies[variable.node].outputs
-        return replace(variable, type=TensorType(variable.type.dtype, self._local_shape(variable.type, placement)))
 
     def _local_shape(self, t: TensorType, placement: Placement) -> Dims | None:
         return local_shape(t.shape, placement, self.rank)
@@ -239,7 +235,7 @@ class _Localiser:
 
     def _node(self, node: Node) -> None:
         strategy = self.strategies[node.name]
-        if self._is_plain(strategy) and node.op not in _OTHERWISE:  # most are: optimizers, whole tensors
+        if _is_plain(strategy) and node.op not in _OTHERWISE:  # most are: optimizers, whole tensors
             if self.whole.issuperset(node.inputs) and not any(map(self._absent, node.controls)):
                 self.emitter.nodes[node.name] = node
             else:
@@ -256,13 +252,6 @@ class _Localiser:
             self._go_round(node, strategy)
         else:
             self._emit(node, strategy, node.name)
-
-    def _is_plain(self, strategy: Strategy) -> bool:
-        found = self.plain.get(id(strategy))
-        if found is None:
-            lie = set(map(type, strategy.inputs + strategy.outputs))
-            found = self.plain[id(strategy)] = not strategy.once and lie <= {Broadcast}
-        return found
 
     def _go_round(self, node: Node, strategy: Strategy) -> None:
         """What stands in the place of an attention whose keys and values go round."""
@@ -385,6 +374,17 @@ class _Localiser:
                 changed["parallel_iterations"] = 1
             return changed, node.op.removeprefix("Stateless")
         return changed, node.op
+
+
+def _is_plain(strategy: Strategy) -> bool:
+    """Whether all lies whole on all ranks."""
+    return not strategy.once and _WHOLE.issuperset(map(type, strategy.inputs + strategy.outputs))
+
+
+def _part_of(variable: Variable, strategy: Strategy, rank: int) -> Variable:
+    """What a rank holds of it."""
+    (placement,) = strategy.outputs
+    return replace(variable, type=TensorType(variable.type.dtype, local_shape(variable.type.shape, placement, rank)))
 
 
 def _as_whole(strategy: Strategy) -> Strategy:
