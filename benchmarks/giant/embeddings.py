@@ -132,14 +132,16 @@ class Bags:
       optimizer: made when the variables are; None: plain gradient descent.
       folder: where tables lie in files.
       dynamic: ids are any numbers, and ``words`` the slots; `slots` has who has which.
+      hot: how many of the first rows lie on every rank; 0: the table has no such rows.
     """
 
     def __init__(
         self, scopes: Scopes, dtype: Any, form: str = "dense", combiner: str | None = "mean", weighted: bool = False,
         sharded: str | None = "rows", optimizer: Callable[[], Any] | None = None, tables: int = 3, words: int = 40,
         width: int = 8, batch: int = 16, each: int = 3, dynamic: bool = False, evict: str = "lru",
-        folder: str | None = None,
+        folder: str | None = None, hot: int = 0,
     ) -> None:  # fmt: skip
+        self.hot = hot
         self.form, self.combiner, self.weighted, self.words, self.dynamic = form, combiner, weighted, words, dynamic
         self.rows, self.each, self.width = batch, each, width
         self.layers = [
@@ -153,14 +155,17 @@ class Bags:
                 dynamic=dynamic,
                 evict=evict,
                 folder=folder,
+                hot=hot or None,
             )
             for _ in range(tables)
         ]
         for i, layer in enumerate(self.layers):
             layer.build()
             layer.embeddings.assign(weight(i, *layer.embeddings.shape, dtype=dtype))
+            if hot:
+                layer.hot_rows.assign(weight(i, hot, width, dtype=dtype))
         self.out = weight(9, width * tables * (1 if combiner else each), 1, dtype=dtype)
-        self.trained = [*(layer.embeddings for layer in self.layers), self.out]
+        self.trained = [*(v for layer in self.layers for v in layer.trainable_weights), self.out]
         self.optimizer = None if optimizer is None else optimizer()
         self.variables = [_tensorflow(v) for v in self.trained]
         self.slots = [_tensorflow(v) for layer in self.layers for v in layer.non_trainable_weights]
@@ -200,14 +205,28 @@ class Bags:
         return loss
 
     def wanted(self, number: int) -> int:
-        """As of ``Dlrm``; the ids are int64, and the absent ones are others of their bags."""
+        """As of ``Dlrm``; ids are int64, absent ones are others of their bags, and one stands for all hot ones."""
         asked = 0
         for ids in self.batch(number):
             bags = ids.numpy()
             filled = np.where(bags < 0, np.maximum(bags.max(1, keepdims=True), 0), bags)
-            asked += asked_for(filled.reshape(-1), self.words)
-        dense = int(np.prod(self.out.shape)) + 1
+            asked += asked_for(np.where(filled < self.hot, 0, filled).reshape(-1), self.words)
+        dense = int(np.prod(self.out.shape)) + 1 + len(self.layers) * self.hot * self.width
         return asked * (8 + 2 * self.width * FLOAT) + 2 * (RANKS - 1) * dense * FLOAT
+
+
+class Whole(Bags):
+    """The same, each table whole on one rank, as cost says: bags are added up there."""
+
+    def __init__(self, scopes: Scopes, dtype: Any, **form: Any) -> None:
+        super().__init__(scopes, dtype, sharded=None, **form)
+
+    def wanted(self, number: int) -> int:
+        """Ids, who of them is there, and the weights go to tables; a row of each bag, and its slope, go between."""
+        ids = sum(int(np.prod(one.shape)) * 9 for one in self.batch(number))
+        rows = 2 * len(self.layers) * self.rows * self.width * FLOAT
+        dense = int(np.prod(self.out.shape)) + 1
+        return (ids + rows) * (RANKS - 1) // RANKS + 2 * (RANKS - 1) * dense * FLOAT
 
 
 def _tensorflow(variable: Any) -> tf.Variable:
@@ -245,9 +264,13 @@ def lines() -> list[Line]:
     """The rows about a table."""
     dlrm = partial(Dlrm, batch=4096, rows=100_000)
     bags = partial(Bags, tables=8, words=50_000, width=16, batch=1024, each=8)
+    one = partial(Whole, tables=8, words=50_000, width=16, batch=1024, each=8)
+    hot, few = partial(bags, hot=64), partial(Bags, hot=5)
     return [
         Line("DLRM, 26 tables, Zipf 1.05, batch 4,096", dlrm, dlrm(ALONE, tf.float32).wanted(1), small=SMALL_DLRM),
         Line("wh.layers.Embedding, 8 tables of bags", bags, bags(ALONE, tf.float32).wanted(1), small=Bags),
+        Line("wh.layers.Embedding, 8 tables of bags, 64 hot rows", hot, hot(ALONE, tf.float32).wanted(1), small=few),
+        Line("wh.layers.Embedding, 8 tables of bags, a rank each", one, one(ALONE, tf.float32).wanted(1), small=Whole),
         Line("embedding_lookup_sparse", partial(Table, form="sparse"), wanted(ROWS * EACH)),
         Line("lookup of tf.unique ids", partial(Table, form="unique"), wanted(ROWS * EACH)),
     ]

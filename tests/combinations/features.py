@@ -69,8 +69,8 @@ FEATURES: tuple[Feature, ...] = (
     _of("branch", "branch"),
     _of("experts", "experts", instead=["none dropped", "session"]),  # sessions have no layers of Keras 3
     _of("none dropped", "none dropped", instead=["session"]),
-    _of("table", "table", instead=["growing table"]),
-    _of("growing table", "growing", instead=["session"]),
+    _of("table", "table", instead=["growing table", "hot table"]),
+    _of("growing table", "growing", instead=["session", "hot table"]),
     _of("classes", "classes", instead=["sampled classes"]),
     _of("sampled classes", "sampled classes"),
     _of("session", "session"),
@@ -84,6 +84,7 @@ FEATURES: tuple[Feature, ...] = (
     _set("horovod", "processes", communication__backend="horovod"),
     _set("auto_parallel", "auto", auto_parallel=True),
     _of("7 rows", "uneven"),  # that divide neither by the ranks nor by the micro-batches
+    _of("hot table", "hot", instead=["session"]),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 

@@ -1,7 +1,7 @@
 """Giant layers in the program: tables of embeddings before its layers, experts after the fifth, classes at its end.
 
 They enter their scopes themselves, as ``wh.layers`` do; the marks are "experts", "none dropped", "table", "growing",
-"classes" and "sampled classes".
+"hot", "classes" and "sampled classes".
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import tensorflow as tf
 import whale as wh
 from whale.runtime.run.context import running
 
-OF_GIANT = frozenset({"experts", "none dropped", "table", "growing", "classes", "sampled classes"})
+OF_GIANT = frozenset({"experts", "none dropped", "table", "growing", "hot", "classes", "sampled classes"})
 BEHIND = 4  # the layer that experts follow
 EXPERTS, WORDS, EACH, CLASSES, BLOCKS, RATE = 4, 50, 3, 16, 8, 0.5
+HOT = (2, 3, 5, 7, 11)
 IN_A_BLOCK = 40  # more than a batch has rows, so that some classes are left out
 
 
@@ -53,6 +54,13 @@ class Giant(tf.Module):
             self.bag.embeddings.assign(draw.normal(size=self.bag.embeddings.shape) * 0.4)
             self.tables.append(getattr(self.bag.embeddings, "value", self.bag.embeddings))
             self.state = [getattr(v, "value", v) for v in self.bag.non_trainable_variables]
+        if "hot" in marks:
+            self.bag = wh.layers.Embedding(WORDS, width, combiner="mean", hot=HOT, dtype=dtype)
+            self.bag.build()
+            for v in self.bag.trainable_variables:
+                v.assign(draw.normal(size=v.shape) * 0.4)
+            self.tables.append(getattr(self.bag.embeddings, "value", self.bag.embeddings))
+            self.weights.append(getattr(self.bag.hot_rows, "value", self.bag.hot_rows))
         if "classes" in marks:
             self.weights.append(variable("classes", width, CLASSES))
         if "sampled classes" in marks:
@@ -74,7 +82,7 @@ class Giant(tf.Module):
             flat = tf.reshape(x, [-1, x.shape[-1]])[:, :EACH]
             ids = tf.cast(tf.abs(flat) * 30, tf.int32) % WORDS
         if self.bag is not None:
-            rows = self.bag(tf.cast(ids, tf.int64) * 1000, training=True)
+            rows = self.bag(tf.cast(ids, tf.int64) * (1000 if "growing" in self.marks else 1), training=True)
         else:
             with _scope(wh.split, dim=0):
                 rows = tf.reduce_sum(tf.gather(self.tables[0], ids), 1)

@@ -43,10 +43,11 @@ SAMPLE = [
     ("tensor", "2 stages", "zb-h1", "experts", "table"),
     ("none dropped", "growing table", "classes", "unequal shares"),
     ("tensor", "zero 3", "table", "sampled classes", "7 rows"),
+    ("2 stages", "micro-batches", "hot table", "zero 1"),
 ]
 
 
-LAZY = {"table", "growing table"}  # their optimizers are those of Keras 3
+LAZY = {"table", "growing table", "hot table"}  # their optimizers are those of Keras 3
 
 
 @pytest.mark.parametrize("names", SAMPLE, ids=" + ".join)

@@ -90,6 +90,7 @@ def test_absent_ids_touch_no_row_but_their_bags() -> None:
         (2, {}, {"combiner": None, "sharded": None}),
         (2, {}, {"form": "sparse", "sharded": "columns"}),
         (2, {}, {"sharded": "whole"}),
+        (3, {"replica.shares": [2, 1, 1]}, {"hot": 5, "weighted": True}),
         pytest.param(
             2, {}, {"weighted": True, "optimizer": lazy_adam},
             marks=pytest.mark.skipif(not KERAS_3, reason="lazy optimizers are those of Keras 3"),
@@ -132,7 +133,18 @@ def test_models_have_it_and_make_it_again() -> None:
     np.testing.assert_allclose(again(x), model(x))
 
 
-@pytest.mark.parametrize("options", [{"combiner": "max"}, {"sharded": "both"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"combiner": "max"},
+        {"sharded": "both"},
+        {"hot": WORDS},
+        {"hot": [3, 3]},
+        {"hot": [WORDS]},
+        {"hot": 2, "dynamic": True},
+        {"hot": 2, "sharded": "columns"},
+    ],
+)
 def test_what_is_no_table_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ProgramError, match="no table is like that"):
         made(**options)

@@ -4,23 +4,27 @@ The layer enters ``wh.split`` itself where a run has begun. Bags are dense insid
 absent (negative), so that shapes are known, and what is divided is what any lookup's rows are.
 
 ``Embedding``: the layer. ``_Bags``: ids and weights, dense. ``_combined``: rows of bags to a row for each bag.
-``_first_rows``: what rows of new ids begin with. Which slot an id has is in ``whale.frontends.giant.vocabulary``.
+``_first_rows``: what rows of new ids begin with. Which slot an id has is in ``whale.frontends.giant.vocabulary``, rows
+that lie on every rank are in ``whale.frontends.giant.hot``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from whale.annotations import replica, split
 from whale.errors import ProgramError
+from whale.frontends.giant.hot import checked, found, like
 from whale.frontends.giant.vocabulary import ABSENT, EVICTS, Vocabulary, drawn, tensor_of, write
 from whale.runtime.run.context import running
 from whale.runtime.variables.in_files import keep_in_files
 
-_ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict folder"
+_ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict folder hot"
 _HASHES = (1 << 63) - 1
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 _SHARDED = {None: None, "rows": 0, "columns": -1}  # the dimension of what is looked up that is divided
@@ -64,6 +68,10 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
       evict: who makes room: "lru" (last used longest ago) or "lfu" (used least often).
       folder: of a local disk; over ranks a sharded table, and a lazy optimizer's state of its shape, lie in files there
         instead of memory.
+      hot: ids whose rows lie on every rank (``wh.layers.hot_ids`` finds them), or how many of the first rows do: their
+        gradients are all-reduced, and the ids are not sent. The other rows lie by rows. They are `hot_rows`, of ids
+        `hot_ids`, which a checkpoint brings along; the rows of these ids in `embeddings` are not used. A lazy
+        optimizer changes all of them in each step.
 
     Raises:
       ProgramError: arguments or inputs that fit no table.
@@ -72,7 +80,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
     def __init__(
         self, input_dim: int, output_dim: int, combiner: str | None = None, max_ids: int | None = None,
         sharded: str | None = None, embeddings_initializer: Any = "uniform", dynamic: bool = False,
-        evict: str = "lru", folder: str | None = None, **more: Any,
+        evict: str = "lru", folder: str | None = None, hot: int | Sequence[int] | None = None, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(**more)
         _check(input_dim > 0 < output_dim, f"input_dim={input_dim}, output_dim={output_dim}", "positive sizes")
@@ -83,6 +91,9 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         _check(evict in EVICTS, f"evict={evict!r}", " or ".join(EVICTS))
         _check(folder is None or sharded != "whole", f"folder={folder!r}, sharded='whole'", "rows, columns or None")
         self.max_ids, self.sharded, self.grows, self.evict, self.folder = max_ids, sharded, dynamic, evict, folder
+        _check(hot is None or sharded in (None, "rows"), f"hot={hot!r:.80}, sharded={sharded!r}", "rows or None")
+        _check(hot is None or not dynamic, f"hot={hot!r:.80}, dynamic=True", "one of them")
+        self.hot = checked(hot, input_dim)
         self.embeddings_initializer = tf.keras.initializers.get(embeddings_initializer)
         self._starts = _first_rows(self.embeddings_initializer) if dynamic else None
         self.vocabulary: Vocabulary | None = None
@@ -91,7 +102,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         """Makes the table."""
         rows = self.input_dim
         if self.grows:
-            self.vocabulary = Vocabulary(self._add_state, self.input_dim, self.evict)
+            self.vocabulary = Vocabulary(self._add_slots, self.input_dim, self.evict)
             rows = self.vocabulary.slots + 1
         with self._table_scope():  # a run then makes the parts only
             self.embeddings = self.add_weight(
@@ -100,19 +111,31 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
                 initializer=self.embeddings_initializer,
                 autocast=False,
             )
+        if self.hot is not None:
+            ids = np.sort(np.asarray(self.hot, np.int64))  # a variable: a checkpoint's rows come with their own
+            self.hot_ids = self._add_state("hot_ids", ids.shape, "int64", ids)
+            self.hot_rows = self.add_weight(
+                name="hot_rows",
+                shape=(len(ids), self.output_dim),
+                initializer=like(self.embeddings_initializer),
+                autocast=False,
+            )
         if self.folder is not None:
             keep_in_files(tensor_of(self.embeddings), self.folder)
         if self.vocabulary is not None:
             tensor_of(self.embeddings)._whale_fresh = self.vocabulary.fresh  # for lazy optimizers
         self.built = True
 
-    def _add_state(self, name: str, shape: tuple[int, ...], dtype: str, first: int) -> Any:
-        def initial(shape: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
-            return tf.fill(shape, tf.constant(first, dtype))
-
-        variable = self.add_weight(name=name, shape=shape, dtype=dtype, initializer=initial, trainable=False)
+    def _add_slots(self, name: str, shape: tuple[int, ...], dtype: str, first: int) -> Any:
+        variable = self._add_state(name, shape, dtype, first)
         setattr(self, f"slot_{name}", variable)  # checkpoints and exported models go by attributes of layers
         return variable
+
+    def _add_state(self, name: str, shape: tuple[int, ...], dtype: str, first: Any) -> Any:
+        def initial(shape: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
+            return tf.broadcast_to(tf.constant(first, dtype), shape)
+
+        return self.add_weight(name=name, shape=shape, dtype=dtype, initializer=initial, trainable=False)
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> tf.Tensor:
         """A row for each id, or for each bag."""
@@ -127,8 +150,12 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
             shape, flat = tf.shape(ids), tf.reshape(ids, [-1])
             if self.vocabulary is not None:
                 flat = self._slots(self.vocabulary, flat, tf.reshape(bags.present, [-1]), bool(training))
+            if self.hot is not None:
+                of_hot, is_hot, flat = found(tensor_of(self.hot_ids), tensor_of(self.hot_rows), flat)
         with self._table_scope():
             rows = tf.gather(tensor_of(self.embeddings), flat)
+            if self.hot is not None:
+                rows = tf.where(is_hot[:, None], of_hot, rows)
             rows = tf.cast(tf.reshape(rows, tf.concat([shape, [self.output_dim]], 0)), self.compute_dtype)
             if self.combiner is not None:
                 rows = _combined(rows, bags, self.combiner)
@@ -172,7 +199,8 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
     def _table_scope(self) -> AbstractContextManager[Any]:
         if self.sharded == "whole":
             return _scope(replica)
-        return split(dim=_SHARDED[self.sharded]) if running() is not None else nullcontext()
+        sharded = "rows" if self.hot is not None else self.sharded
+        return split(dim=_SHARDED[sharded]) if running() is not None else nullcontext()
 
     def compute_output_shape(self, inputs_shape: Any, weights_shape: Any = None) -> Any:
         """That of the ids, the last size or one more being ``output_dim``."""

@@ -12,6 +12,7 @@ import tensorflow as tf
 from whale.annotations import replica, split
 from whale.errors import ProgramError
 from whale.frontends.giant.embedding import Embedding as Embedding
+from whale.frontends.giant.hot import hot_ids as hot_ids
 from whale.ir.program import WIDE
 from whale.runtime.run.context import running
 from whale.runtime.run.scopes import marked

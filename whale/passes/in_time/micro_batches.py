@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from whale.errors import AcrossMicroBatchesError, PlanError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
-from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES
+from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType, static_shape
@@ -320,7 +320,7 @@ def _on_whole_batch(
     """``ref`` and all that it is made from, computed on the whole batch before the first micro-batch.
 
     Raises:
-      PlanError: it depends on more than inputs.
+      PlanError: it depends on more than inputs, and variables that the step does not write.
     """
     found: dict[str, Strategy] = {}
     stack, seen = [ref.node], {ref.node}
@@ -332,7 +332,8 @@ def _on_whole_batch(
         carries = any(program.type_of(r).dtype in UNMOVABLE for r in node.inputs) or any(
             t.dtype in UNMOVABLE for t in node.outputs
         )
-        if node.op not in EXCHANGES and (node.stateful or carries or node.op in HAS_BODIES):
+        kept = node.op == "ReadVariableOp" and _is_kept(program, node.inputs[0])
+        if node.op not in EXCHANGES and not kept and (node.stateful or carries or node.op in HAS_BODIES):
             made = program.by_name[ref.node]
             _refuse_joined_rows(program, ref, parts)
             raise _second_round(
@@ -340,11 +341,16 @@ def _on_whole_batch(
             )
         if _is_each(strategy):
             found[node.name] = _once(node, "of the whole batch, before the micro-batches")
-        for operand in node.inputs:
+        for operand in () if kept else node.inputs:
             if operand.node not in seen:
                 seen.add(operand.node)
                 stack.append(operand.node)
     return found
+
+
+def _is_kept(program: Program, handle: Ref) -> bool:
+    """Whether nothing in a step may write a variable: what is read of it is known before the first micro-batch."""
+    return all(reader.op in READS for reader, _ in program.consumers.get(handle, ()))
 
 
 def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:

@@ -1,0 +1,128 @@
+"""Rows of a table that lie on every rank: the same results, what is not sent, and which rows it pays for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from benchmarks.giant.embeddings import Bags, zipf
+from benchmarks.giant.measure import RANKS, SPREAD, Line, counted, difference, ranks
+from whale.errors import ProgramError
+from whale.ir.layout import Split
+
+LIMIT = 1e-10
+BATCH, EACH, WORDS, WIDTH = 16, 3, 10, 4
+HOT = [7, 2, 4]
+
+
+def layer_with(hot: list[int] | None) -> Any:
+    layer = wh.layers.Embedding(WORDS, WIDTH, "sum", hot=hot, dtype="float64")
+    layer.build()
+    return layer
+
+
+def rows_of(layer: Any) -> np.ndarray:
+    """The table that a layer with hot rows stands for."""
+    table = np.array(layer.embeddings.numpy())
+    table[layer.hot_ids.numpy()] = layer.hot_rows.numpy()
+    return table
+
+
+def test_lookups_and_gradients_are_those_of_one_table() -> None:
+    hot, plain = layer_with(HOT), layer_with(None)
+    plain.embeddings.assign(rows_of(hot))
+    ids = np.random.default_rng(0).integers(-1, WORDS, (BATCH, EACH))
+    with tf.GradientTape(persistent=True) as tape:
+        found, expected = hot(ids), plain(ids)
+        losses = [tf.reduce_sum(tf.sin(y)) for y in (found, expected)]
+    np.testing.assert_array_equal(found, expected)
+    of_cold, of_hot = tape.gradient(losses[0], hot.trainable_variables)
+    whole = tf.convert_to_tensor(tape.gradient(losses[1], plain.trainable_variables)[0]).numpy()
+    mine = tf.convert_to_tensor(of_cold).numpy()
+    assert not mine[np.sort(HOT)].any()
+    mine[np.sort(HOT)] = of_hot
+    np.testing.assert_allclose(mine, whole, atol=1e-14)
+
+
+@pytest.mark.core
+def test_hot_rows_are_all_reduced_and_their_ids_not_sent() -> None:
+    make = partial(Bags, hot=8)
+    with ranks(Line("hot", make, 0)):
+        model = make(SPREAD, tf.float32)
+        step = wh.function(model.step)
+        plan = step.plan(*model.batch(1))
+        step(*model.batch(0))
+        before = counted()
+        step(*model.batch(1))
+        sizes = sum(c.logical_bytes for c in _counters() if "sizes" in c.key) // 2
+        assert counted() - before == model.wanted(1) + sizes
+    assert [p.dim for p in plan.variables.values() if isinstance(p, Split)] == [0] * 3
+    reduced = [r for r in plan.reshards if str(r.source) == "P(sum)" and r.group >= 0]
+    assert len(reduced) >= 3  # of each table, with what else is summed
+
+
+def test_adagrad_with_micro_batches() -> None:
+    if tf.__version__ < "2.16":
+        pytest.skip("lazy optimizers are those of Keras 3")
+
+    def adagrad() -> Any:
+        before = tf.keras.backend.floatx()
+        tf.keras.backend.set_floatx("float64")  # of its variables
+        optimizer = wh.optimizers.lazy(tf.keras.optimizers.Adagrad(0.05))
+        tf.keras.backend.set_floatx(before)
+        return optimizer
+
+    make = partial(Bags, hot=5, optimizer=adagrad, form="dense")
+    assert difference(Line("hot", make, 0, 2, {"pipeline.num_micro_batch": 2})) <= LIMIT
+
+
+def test_a_checkpoint_has_the_ids_of_its_rows(tmp_path: Any) -> None:
+    def saved(layer: Any) -> Any:
+        return wh.CheckpointManager(tf.train.Checkpoint(layer=layer), str(tmp_path), 1)
+
+    def stepped(hot: list[int]) -> Any:
+        layer = layer_with(hot)
+
+        @wh.function
+        def step(ids: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.sin(layer(ids)))
+            for v, slope in zip(layer.trainable_variables, tape.gradient(loss, layer.trainable_variables)):
+                getattr(v, "value", v).assign_sub(tf.convert_to_tensor(slope))
+            return loss
+
+        step(tf.constant(np.random.default_rng(0).integers(WORDS, size=(BATCH, EACH))))
+        return layer
+
+    with ranks(Line("hot", layer_with, 0, 3)):
+        layer = stepped(HOT)
+        expected = rows_of(layer)
+        saved(layer).save()
+    with ranks(Line("hot", layer_with, 0, 2)):
+        layer = stepped([0, 1, 9])
+        saved(layer).restore_or_initialize()
+        np.testing.assert_array_equal(rows_of(layer), expected)
+
+
+def test_rows_are_hot_that_more_than_two_ranks_ask_for() -> None:
+    draw = np.random.default_rng(0)
+    batches = [zipf(draw, 1000, 256).reshape(64, 4) for _ in range(8)]
+    found = wh.layers.hot_ids(batches, RANKS)
+    parts = [set(part.flat) for batch in batches for part in np.split(batch, RANKS)]
+    expected = {i for i in range(1000) if sum(i in part for part in parts) > 2 * len(batches)}
+    assert set(found) == expected and 0 < len(expected) < 100 and found[0] == 0
+    assert wh.layers.hot_ids([np.full((4, 2), -1)], 4) == wh.layers.hot_ids(batches, 2) == []
+    for wrong in ([], [np.zeros((3, 2), int)], [np.zeros((4, 2))]):
+        with pytest.raises(ProgramError, match="no batch of ids"):
+            wh.layers.hot_ids(wrong, 4)
+
+
+def _counters() -> list[Any]:
+    from whale.runtime.run.context import current
+
+    return [c for comm in current("the test").comms for c in comm.counters()]

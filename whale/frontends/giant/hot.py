@@ -1,0 +1,99 @@
+"""Rows of a table that nearly every part of a batch asks for: they lie on every rank, the others stay where they are.
+
+By rows, the owner of such a row sends it to every rank, and adds up what comes back from each: with a skewed access
+pattern the ranks that have the hot rows send most of what is sent. Where these lie on every rank, their gradients are
+all-reduced, which costs all ranks the same.
+
+``found``: what a lookup takes of them. ``hot_ids``: which rows of a table it pays for, by a sample of batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.errors import ProgramError
+
+
+def hot_ids(batches: Iterable[Any], ranks: int) -> list[int]:
+    """The ids of a table whose rows are better on every rank, by a sample of batches; those used most come first.
+
+    The owner of a row sends it to each other rank whose part of a batch has its id, and gets as many gradients. An
+    all-reduce has each rank send 2 (ranks - 1) / ranks of a row and get as much. So the busiest rank has less to do
+    where more than two parts of a batch have the id, on average; on two ranks that is no row.
+
+    Args:
+      batches: of ids of the table [batch, ...], negative ones absent, as arrays.
+      ranks: among which a batch is divided.
+
+    Raises:
+      ProgramError: there is no batch, or one has fewer rows than ranks.
+    """
+    asked: Counter[int] = Counter()
+    count = 0
+    for batch in batches:
+        ids = np.asarray(batch)
+        if ids.ndim == 0 or len(ids) < ranks or not np.issubdtype(ids.dtype, np.integer):
+            raise ProgramError(
+                "no batch of ids",
+                given=f"{ids.dtype}{list(ids.shape)}, {ranks} ranks",
+                expected="integers [batch, ...] with a row for each rank",
+                action="give batches as large as in training",
+            )
+        count += 1
+        for part in np.array_split(ids, ranks):
+            asked.update(np.unique(part[part >= 0]).tolist())
+    if not count:
+        raise ProgramError(
+            "no batch of ids", given="none", expected="a sample of batches", action="give batches as in training"
+        )
+    return [i for i, times in sorted(asked.items(), key=lambda item: (-item[1], item[0])) if times > 2 * count]
+
+
+def found(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Of ids [n]: their hot rows [n, width] (some row where an id is not hot), whether each is hot, and ids for the
+    table's other rows, where one stands for all hot ones.
+
+    Args:
+      hot_ids: sorted [k]; hot_rows: their rows [k, width].
+    """
+    count, width = hot_rows.shape
+    known = tf.cast(tf.convert_to_tensor(hot_ids), ids.dtype)
+    place = tf.minimum(tf.searchsorted(known, ids), count - 1)
+    hot = tf.gather(known, place) == ids
+    # A reshape's gradient is dense: it is summed over the ranks as those of other layers are, whatever the ids.
+    rows = tf.reshape(tf.convert_to_tensor(hot_rows), [count, width])
+    return tf.gather(rows, tf.where(hot, place, 0)), hot, tf.where(hot, known[0], ids)
+
+
+def like(initializer: Any) -> Any:
+    """An initializer of the same kind that draws other numbers: hot rows do not begin as other ids' rows do."""
+    if not hasattr(initializer, "get_config"):
+        return initializer
+    config = initializer.get_config()
+    if isinstance(config.get("seed"), int):
+        config["seed"] += 1
+    return type(initializer).from_config(config)
+
+
+def checked(hot: Any, rows: int) -> list[int] | None:
+    """The argument ``hot`` of a layer: ids of a table of so many rows, the first ``hot`` of them, or None.
+
+    Raises:
+      ProgramError: it names no such rows.
+    """
+    if hot is None:
+        return None
+    ids = list(range(hot)) if isinstance(hot, int) else [int(i) for i in hot]
+    if not 0 < len(ids) < rows or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= rows:
+        raise ProgramError(
+            "no table is like that",
+            given=f"hot={hot!r:.80} of {rows} rows",
+            expected="some of the rows' numbers, each once, or how many of the first rows",
+            action="change it",
+        )
+    return ids
