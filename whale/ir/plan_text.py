@@ -81,8 +81,12 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     out.append("Tensors  " + ", ".join(shown + more))
     out += _legend(layouts)
     if plan.variables:
-        ways = Counter(f"dimension {p.dim}" for p in plan.variables.values() if isinstance(p, Split))
-        out.append(f"Split variables  {', '.join(f'{n} along {way}' for way, n in sorted(ways.items()))}")
+        ways = Counter(
+            "whole on one rank" if len(p.holders) == 1 < len(p.sizes) else f"along dimension {p.dim}"
+            for p in plan.variables.values()
+            if isinstance(p, Split)
+        )
+        out.append(f"Split variables  {', '.join(f'{n} {way}' for way, n in sorted(ways.items()))}")
     if plan.offloaded:
         out.append(f"In the host's memory  {len(plan.offloaded)} variables")
     if plan.updates[0]:

@@ -13,7 +13,7 @@ from whale.ir.ops import COLLECTIVES
 from whale.ir.plan import Reshard
 from whale.ir.program import Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.lowering.emit import Emitter, reshard_name
+from whale.lowering.emit import Emitter, Move, reshard_name
 from whale.rules.math.linear import ROUNDS
 from whale.rules.structure.communication import RUNS
 
@@ -57,7 +57,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
             return e.all_gather(name, local, t, have, r.key)
         assert isinstance(want, Split)
         if want.dim == have.dim:
-            return e.move_shares(name, local, t, have, want, r.key)
+            return e.move_shares(name, r.key, [Move(name, local, t, have, want)])[0]
         attrs = {
             "key": r.key,
             "split_axis": want.dim,

@@ -71,7 +71,9 @@ def lay_out(program: Program, settings: PlanSettings) -> Draft:
     while True:
         expanded = expand(program, composites | losses, settings)
         layouts = layouts_of(expanded, batch, settings)
-        division = divide(expanded, layouts[""], settings.size, settings.split.known, not settings.split.state_only)
+        tables = settings.split.tables and settings.time.micro_batches == 1  # micro-batches are an axis as well
+        at_rest = not settings.split.state_only
+        division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest, tables)
         whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
         if not whole:
             break

@@ -43,6 +43,7 @@ class SplitSettings:
       scopes: tensors are divided under ``wh.split``; else rows, as elsewhere.
       tiles: how the run's variables lie already, over all axes, by handle node.
       known: of that, what concerns the axis that is planned.
+      tables: they may lie whole on ranks: not where another axis follows, which does not cut what goes to them.
       state_only: of variables that are not known yet only what optimizers keep may lie split between steps.
     """
 
@@ -50,6 +51,7 @@ class SplitSettings:
     scopes: bool = True
     tiles: Mapping[str, Tiles] = field(default_factory=dict)
     known: Mapping[str, Placement] = field(default_factory=dict)
+    tables: bool = True
     state_only: bool = False
 
 

@@ -12,6 +12,8 @@ slots as the fullest expert has tokens): rows are numbered as if it were very la
 ``WhaleSumsById`` makes of ids and rows each id once, and the sums of its rows: what an optimizer does with them
 happens where the table's rows are. How many each rank has only the run knows; such tensors lie as the table does, which
 says who has the row of which id, and their ids count from the owner's first row. Only nodes with ``OWNED`` read them.
+
+Where one rank has the table, and all its ids, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -91,9 +93,17 @@ def exchanged(
 def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
     """Whether a strategy of a lookup, or of an addition to rows, is one of ``exchanged``."""
     table, ids = rows.lie(strategy)
-    if not isinstance(ids, Split) or not isinstance(table, Split):
+    if not isinstance(ids, Split) or not isinstance(table, Split) or stays(rows, strategy):
         return False
     return _addresses_part(op, rows, table) and _can(op, rows)
+
+
+def stays(rows: Rows, strategy: Strategy) -> bool:
+    """Whether one rank has a table whole, and all its ids: it runs the op as it is, and others have nothing to do."""
+    table, ids = rows.lie(strategy)
+    if not isinstance(ids, Split) or not isinstance(table, Split) or rows.columns or len(table.sizes) < 2:
+        return False
+    return len(table.holders) == 1 and table.holders == ids.holders
 
 
 def owned(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()) -> list[Strategy]:

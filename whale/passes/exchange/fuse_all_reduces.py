@@ -1,4 +1,5 @@
-"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time.
+"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time. So travels what goes to tables
+that lie whole on one rank, and what comes back: to all tables together, whichever ranks have them.
 
 Members of a group are ready at about the same time and none waits for another: the *depth* of a collective is the
 number of collectives on the longest path into it, and only equal depths join (a member that needed another's result
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from whale.ir.layout import Broadcast, Partial, PerRank, Placement
+from whale.ir.layout import Broadcast, Partial, PerRank, Placement, Split
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.facts.uses import taken_by_updates
@@ -39,13 +40,14 @@ def fuse_all_reduces(
         mine = [r for r in reshards if r.graph == graph]
         depth = _depths(body, layouts[graph], mine)
         position = {node.name: i for i, node in enumerate(body.nodes)}
-        reductions = [r for r in mine if isinstance(r.source, Partial) and isinstance(r.target, Broadcast)]
-        for r in sorted(reductions, key=lambda r: position[r.ref.node]):
+        fusable = [r for r in mine if is_all_reduce(r) or is_of_whole_table(r)]
+        for r in sorted(fusable, key=lambda r: position[r.ref.node]):
             tensor = body.type_of(r.ref)
-            kind = (graph, depth[r.key], tensor.dtype, r.source, r.backend, r.wire_dtype)
+            what = r.source if is_all_reduce(r) else "parts"
+            kind = (graph, depth[r.key], tensor.dtype, what, r.backend, r.wire_dtype)
             if not tensor.is_static or tensor.bytes > group_bytes:
                 continue
-            if in_time and not taken_by_updates(body, r.ref):
+            if in_time and not (is_all_reduce(r) and taken_by_updates(body, r.ref)):
                 continue
             _, used, members = open_groups.get(kind, (0, 0, []))
             if members and used + tensor.bytes > group_bytes:
@@ -57,6 +59,20 @@ def fuse_all_reduces(
     for number, members in enumerate(m for m in closed if len(m) > 1):
         numbers.update((key, number) for key in members)
     return tuple(replace(r, group=numbers.get(r.key, -1)) for r in reshards)
+
+
+def is_all_reduce(r: Reshard) -> bool:
+    """Whether a sum, or another reduction, is wanted whole."""
+    return isinstance(r.source, Partial) and isinstance(r.target, Broadcast)
+
+
+def is_of_whole_table(r: Reshard) -> bool:
+    """Whether what all ranks have parts of goes to one rank, or comes from there."""
+    have, want = r.source, r.target
+    if not isinstance(have, Split) or not isinstance(want, Split) or have.dim != want.dim:
+        return False
+    alone = len(have.holders) == 1 or len(want.holders) == 1
+    return alone and all(cut is cut.plain and cut.blocks == 1 for cut in (have, want))
 
 
 def moves(r: Reshard) -> bool:

@@ -41,13 +41,14 @@ def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
     return (touched_bytes * PER_BYTE_TOUCHED + flops * PER_FLOP) * fraction(strategy.inputs + strategy.outputs)
 
 
-def exchange_cost(moved: int, parts: int, reads: bool) -> float:
+def exchange_cost(moved: int, parts: int, reads: bool, together: int = 1) -> float:
     """Cost of rows that a node exchanges between ranks itself, of ``moved`` bytes in all.
 
     Args:
       reads: numbers of ids, the ids, and rows travel one after the other; what is added to rows takes the same route.
+      together: nodes that do so at once.
     """
-    return (3 if reads else 1) * LATENCY + moved / parts if moved else 0.0
+    return (3 if reads else 1) * LATENCY / together + moved / parts if moved else 0.0
 
 
 @lru_cache(maxsize=1 << 16)

@@ -19,6 +19,7 @@ from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
+from whale.passes.exchange.fuse_all_reduces import is_all_reduce, is_of_whole_table
 from whale.passes.exchange.horovod import horovod_can
 from whale.passes.exchange.wire_dtype import can_narrow, reshard_bytes
 from whale.rules import rule_of
@@ -307,17 +308,18 @@ def _check_groups(program: Program, plan: Plan) -> None:
     for number, members in plan.groups.items():
         body = program if members[0].graph == "" else program.functions[members[0].graph]
         one_graph = len({m.graph for m in members}) == 1
-        kinds = (
-            {(m.source, m.target, body.type_of(m.ref).dtype, m.backend, m.wire_dtype) for m in members}
+        sums = all(is_all_reduce(m) for m in members)
+        alike = {
+            (m.source if sums else "parts", body.type_of(m.ref).dtype, m.backend, m.wire_dtype)
+            for m in members
             if one_graph
-            else set()
-        )
+        }
         given = f"group {number}: {', '.join(f'{m.ref} {m.source} -> {m.target}' for m in members)}"
-        if len(kinds) != 1 or type(members[0].source) is not Partial or type(members[0].target) is not Broadcast:
+        if len(alike) != 1 or not (sums or all(is_of_whole_table(m) for m in members)):
             raise PlanError(
                 "a fused collective mixes unlike reshards",
                 given=given,
-                expected="all-reduces of one kind, dtype and backend in one graph",
+                expected="all-reduces of one kind, or parts of tensors, of one dtype and backend in one graph",
                 action=_AGAIN,
             )
     for graph in {m.graph for members in plan.groups.values() for m in members}:

@@ -45,8 +45,8 @@ def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     if op.node.op == "GatherV2" and op.inputs[0].shape is not None:
         found = axis(op, 2, len(op.inputs[0].shape))
         at = -1 if found is None else found
-    if not isinstance(cut, Split) or cut.dim != at or op.attr("batch_dims", 0):
-        return UNCHANGED
+    if not isinstance(cut, Split) or cut.dim != at or op.attr("batch_dims", 0) or isinstance(strategy.inputs[1], Split):
+        return UNCHANGED  # with ids that are cut, one rank has all
     return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=-1, at=at, runs=cut.blocks))
 
 

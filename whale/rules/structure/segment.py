@@ -47,6 +47,8 @@ def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
         return Local(attrs=apart) if apart else UNCHANGED
     offset, count = cut.offset(coordinate), cut.local(coordinate)
     consts = {2: np.array(count, numpy_dtype(op.inputs[2].dtype))}
+    if isinstance(strategy.inputs[1], Split) and len(cut.holders) == 1:
+        return Local(attrs=apart, consts=consts)  # one rank has all
     if isinstance(strategy.inputs[1], Split):
         blocks = int(op.attr(BLOCKS))
         rows, segments = op.inputs[1].elements // blocks, cut.extent // blocks

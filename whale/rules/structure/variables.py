@@ -41,8 +41,8 @@ def scatter(op: OpView) -> str:
 
 def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     cut = strategy.inputs[0]
-    if not isinstance(cut, Split) or cut.dim != 0:
-        return UNCHANGED
+    if not isinstance(cut, Split) or cut.dim != 0 or isinstance(strategy.inputs[1], Split):
+        return UNCHANGED  # with ids that are cut, one rank has all
     return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=2, runs=cut.blocks))
 
 

@@ -231,7 +231,11 @@ class Levels:
         if level:
             changes |= {"batch__local_statistics": False, "batch__local_streams": False}
         if not last:
-            changes |= {"zero__level": self.settings.zero.level if divides else 0, "exchange__group_bytes": 0}
+            changes |= {
+                "zero__level": self.settings.zero.level if divides else 0,
+                "exchange__group_bytes": 0,
+                "split__tables": False,
+            }
         return self.settings.but(**changes)
 
     def _of_ranks(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
 from whale.ir.program import Node, Ref
+from whale.ir.values import static_shape
 from whale.passes.facts.rank_groups import sizes_within
 from whale.passes.facts.scopes import context_of
 from whale.passes.layout.split.region import SplitRegion
 from whale.rules import rule_of
+from whale.rules.base import OWNED
 from whale.rules.graph import takes, view
 from whale.rules.rows import Rows
 
@@ -28,18 +30,19 @@ class Candidates:
       forms: tensor -> placements that it may have beside being whole.
     """
 
-    def __init__(self, region: SplitRegion, sequences: Mapping[Ref, Split]):
+    def __init__(self, region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int]):
         """
         Args:
           sequences: how activations between products are to lie (see ``whale.passes.layout.split.sequence``).
+          tables: that may lie whole on a rank, by handle node (see ``whale.passes.layout.split.tables``).
         """
-        self.region, self.sequences = region, sequences
+        self.region, self.sequences, self.tables = region, sequences, tables
         self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*region.handles, *region.nodes)}
         self.forms: dict[Ref, dict[Placement, None]] = {}
         self._around: dict[Ref, list[str]] = {}  # tensor -> the nodes of the region that make or read it
         self._waiting: set[str] = set()  # nodes around tensors that have got candidates
         self._views = {n.name: view(region.program, n, region.parts) for n in region.nodes.values()}
-        self._few: set[frozenset[int]] = set()  # ranks that have experts where there are fewer than ranks
+        self._few: set[frozenset[int]] = set()  # ranks that have experts where there are fewer than ranks, or a table
         self._seed()
         self._spread()
         self._settle_handles()
@@ -72,6 +75,10 @@ class Candidates:
                         few = split(dim, sizes_within(size, frozenset(sorted(group)[:size]), self.region.parts))
                         self._few.add(few.holders)
                         self._note(Ref(name), few)
+        for name, uses in self.region.weights.items():
+            for _, handle in uses:
+                if handle in self.tables and OWNED not in self.region.nodes[name].attrs:
+                    self._seed_whole(self.region.nodes[name], handle)
         for name, node in self.region.nodes.items():
             if context_of(node.scope) is not None and name not in self.region.read and self.region.flops(node):
                 self._seed_result(node)  # heads of an attention
@@ -85,6 +92,16 @@ class Candidates:
                 if ref.node not in self.options:
                     self._note(ref, self.region.outside.place(ref))
                     self._note(ref, self.region.outside.produced[ref])
+
+    def _seed_whole(self, lookup: Node, handle: str) -> None:
+        """A table, and ids, on one rank."""
+        alone = frozenset({self.tables[handle]})
+        self._few.add(alone)
+        for ref, t in (
+            (Ref(handle), self.region.handles[handle].type),
+            (lookup.inputs[1], self.region.program.type_of(lookup.inputs[1])),
+        ):
+            self._note(ref, split(0, sizes_within(static_shape(t)[0], alone, self.region.parts)))
 
     def _seed_result(self, node: Node) -> None:
         """Parts of the sequence are not given for rows, which micro-batches would cut again."""

@@ -9,11 +9,12 @@ from functools import partial
 from whale.ir.layout import B, Broadcast, FirstRank, PerRank, Placement, Split, Strategy
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.facts.cost import change_cost, compute_cost, exchange_cost, fraction
+from whale.passes.facts.cost import LATENCY, change_cost, compute_cost, exchange_cost, fraction
 from whale.passes.facts.scopes import context_of
 from whale.passes.layout.split.context import whole_activations
 from whale.passes.layout.split.region import SplitRegion
 from whale.passes.layout.split.sequence import surcharge
+from whale.passes.layout.split.tables import is_whole
 from whale.passes.layout.split.tensor_forms import TensorForms
 from whale.rules import rule_of
 from whale.rules.graph import view
@@ -24,9 +25,14 @@ _WORK = 0.01  # weight of work against movement: it decides among layouts that m
 
 
 def node_costs(
-    region: SplitRegion, sequences: Mapping[Ref, Split], name: str, options: Sequence[Strategy]
-) -> list[float]:
-    """What each option of a node, or of a variable's handle, costs by itself, in the unit of ``facts.cost``."""
+    region: SplitRegion, sequences: Mapping[Ref, Split], name: str, options: Sequence[Strategy],
+    tables: Collection[str] = (),
+) -> list[float]:  # fmt: skip
+    """What each option of a node, or of a variable's handle, costs by itself, in the unit of ``facts.cost``.
+
+    Args:
+      tables: handles of those that may lie whole on a rank: what is exchanged for them travels together.
+    """
     node = region.nodes.get(name)
     if node is None:
         return [0.0 if isinstance(o.outputs[0], Split) else _WHOLE_VARIABLE for o in options]
@@ -36,8 +42,10 @@ def node_costs(
     rule, op = rule_of(node.op), view(region.program, node, region.parts)
     assert rule is not None, node
     reads = bool(node.outputs)
+    together = len(tables) if any(r.node in tables for r in node.inputs) else 1
     found = [
-        _WORK * compute_cost(o, touched, flops) + exchange_cost(rule.exchanged_bytes(op, o), region.parts, reads)
+        _WORK * _work(o, touched, flops, region.parts)
+        + exchange_cost(rule.exchanged_bytes(op, o), region.parts, reads, together)
         for o in options
     ]
     if context_of(node.scope) is not None:
@@ -47,13 +55,20 @@ def node_costs(
     return found
 
 
+def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
+    """Of the rank that has most to do; where one has all of a table, others have other tables."""
+    work = compute_cost(option, touched, flops)
+    return work / parts if any(map(is_whole, option.inputs + option.outputs)) else work
+
+
 def tensor_forms(
-    region: SplitRegion, number: Mapping[str, int], options: Mapping[str, Sequence[Strategy]]
+    region: SplitRegion, number: Mapping[str, int], options: Mapping[str, Sequence[Strategy]], together: int = 1
 ) -> list[TensorForms]:
     """The tensors that nodes of the region make or read.
 
     Args:
       number: node or handle -> its number in the choice.
+      together: how many tables may lie whole on a rank: what goes there, or comes back, travels together.
     """
     found = []
     fetched = dict(zip(region.program.outputs, region.outside.outputs))
@@ -83,7 +98,7 @@ def tensor_forms(
                 readers.append((None, (fetched[ref],)))
             tensor = region.program.type_of(ref)
             owned = any(lies_with_owners(producer, ref.index, form) for form in forms)
-            price = partial(_price, tensor, owned, region.parts, region.unknown_rows, frozenset(alike))
+            price = partial(_price, tensor, owned, region.parts, region.unknown_rows, frozenset(alike), together)
             made_by = number[producer.name] if chosen else None
             found.append(TensorForms(forms, made_by, tuple(readers), price, (tensor, owned, frozenset(alike))))
     return found
@@ -110,10 +125,18 @@ def _rows_elsewhere(
 
 def _price(
     tensor: TensorType, owned: bool, parts: int, unknown_rows: int, alike: Collection[tuple[Placement, Placement]],
-    source: Placement, wanted: Placement,
+    together: int, source: Placement, wanted: Placement,
 ) -> float:  # fmt: skip
     if source == wanted or (source, wanted) in alike:
         return 0.0
     if owned or tensor.dtype in UNMOVABLE:
         return math.inf
-    return change_cost(tensor, source, wanted, parts, unknown_rows)
+    cost = change_cost(tensor, source, wanted, parts, unknown_rows)
+    if together > 1 and (is_whole(source) or is_whole(wanted)) and cost >= LATENCY and _is_of_parts(source, wanted):
+        return cost - LATENCY * (1 - 1 / together)
+    return cost
+
+
+def _is_of_parts(source: Placement, wanted: Placement) -> bool:
+    """Whether parts along one dimension come to lie otherwise."""
+    return isinstance(source, Split) and isinstance(wanted, Split) and source.dim == wanted.dim

@@ -4,6 +4,7 @@ Outside of split scopes the batch is divided, by propagation. The nodes of split
 may be divided along any dimension that their rules allow:
 
     region       the nodes and variables that the choice is about
+    tables       which of the variables may lie whole on one rank, and on which
     candidates   options of these, which spread from where weights can be cut and from how tensors arrive at the border
     insist       what is not left to cost: a weight (a variable of rank 2 or more that a product or an embedding reads)
                  is split, and what reads it takes it split; every product that can be divided is
@@ -26,6 +27,7 @@ from whale.passes.layout.split.costs import node_costs, tensor_forms
 from whale.passes.layout.split.insist import insist
 from whale.passes.layout.split.region import SplitRegion
 from whale.passes.layout.split.sequence import along_sequence, check_sequences
+from whale.passes.layout.split.tables import is_whole, whole_tables
 from whale.passes.layout.split.taken_apart import refuse_rows_taken_apart
 
 
@@ -43,6 +45,7 @@ def divide(
     parts: int,
     known: Mapping[str, Placement],
     at_rest: bool,
+    tables: bool = True,
 ) -> Division:
     """Strategies for the nodes of split scopes.
 
@@ -50,6 +53,7 @@ def divide(
       outside: how the program lies when no scope is split: tells what arrives at the scopes' borders, and is wanted.
       known: placements of variables (by handle node) that earlier programs of the run have fixed.
       at_rest: whether variables that are not known yet may lie split between steps.
+      tables: whether tables may lie whole on one rank.
 
     Raises:
       PlanError: nothing under a scope can be divided as asked.
@@ -60,7 +64,7 @@ def divide(
         if isinstance(known.get(v.node), Split)
     }
     if parts > 1 and has_split_scopes(program):
-        region = SplitRegion(program, outside, parts, known, at_rest)
+        region = SplitRegion(program, outside, parts, known, at_rest, tables)
         refuse_rows_taken_apart(region)
         division = _chosen(region, {})
         if any(sequence_of(n.scope) is not None for n in program.nodes):
@@ -74,14 +78,43 @@ def divide(
 
 
 def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
-    """The choice for all split scopes, where ``sequences`` says how activations between products are to lie."""
-    candidates = Candidates(region, sequences)
+    """The choice for all split scopes, where ``sequences`` says how activations between products are to lie.
+
+    On which ranks tables lie that are best whole is said before it is known which these are, so it is said again.
+    """
+    tables = whole_tables(region)
+    division = _among(region, sequences, tables)
+    whole = {name for name in tables if is_whole(division.variables.get(name))}
+    if whole and len(whole) < len(tables):
+        division = _among(region, sequences, whole_tables(region, whole))
+    return division
+
+
+def _among(region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int]) -> Division:
+    """The cheapest choice, in which ``tables`` may lie whole on these ranks."""
+    candidates = Candidates(region, sequences, tables)
     insist(region, candidates)
     names = list(candidates.options)
     number = {name: i for i, name in enumerate(names)}
     options = {name: list(candidates.options[name].values()) for name in names}
-    costs = [node_costs(region, sequences, name, options[name]) for name in names]
-    chosen = choose(costs, tensor_forms(region, number, options))
+    costs = [node_costs(region, sequences, name, options[name], tables) for name in names]
+    chosen = choose(costs, tensor_forms(region, number, options, len(tables)))
     strategies = {name: options[name][i] for name, i in zip(names, chosen)}
     variables = {name: strategies[name].outputs[0] for name in region.handles}
+    strategies.update(_behind_tables(region, strategies))
     return Division(strategies, {name: p for name, p in variables.items() if isinstance(p, Split)})
+
+
+def _behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
+    """How nodes outside lie that read what one rank has of a table: over all ranks, as they would without.
+
+    Left to follow what they read, they and all behind them would be on that rank.
+    """
+    found: dict[str, Strategy] = {}
+    for node in region.nodes.values():
+        for ref, placement in zip(node.refs(), strategies[node.name].outputs):
+            for reader, i in region.program.consumers.get(ref, ()) if is_whole(placement) else ():
+                outside = region.outside.strategies[reader.name]
+                if reader.name not in strategies and not reader.stateful and isinstance(outside.inputs[i], Split):
+                    found[reader.name] = outside
+    return found

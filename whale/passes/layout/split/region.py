@@ -26,6 +26,7 @@ class SplitRegion:
       parts: number of ranks.
       known: placements of variables, by handle node, that earlier programs of the run have fixed.
       at_rest: whether variables that are not known yet may lie split between steps.
+      tables: whether tables may lie whole on one rank.
       nodes: whose layouts are chosen, by name; handles: the variables whose placements are, by handle node.
       weights: products and lookups -> (operand that is a weight, or is made from weights alone; the handle of one).
       layers: the like under scopes that divide every layer along the sequence and leave weights whole -> the dimension.
@@ -37,9 +38,11 @@ class SplitRegion:
     """
 
     def __init__(
-        self, program: Program, outside: GraphLayout, parts: int, known: Mapping[str, Placement], at_rest: bool
-    ):
+        self, program: Program, outside: GraphLayout, parts: int, known: Mapping[str, Placement], at_rest: bool,
+        tables: bool = True,
+    ):  # fmt: skip
         self.program, self.outside, self.parts, self.known, self.at_rest = program, outside, parts, known, at_rest
+        self.tables = tables
         self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
         lying_split = {name for name, placement in known.items() if isinstance(placement, Split)}
         self.handles = {v.node: v for v in program.variables if v.node in lying_split or self._belongs(v)}
