@@ -22,31 +22,11 @@ from whale.ir.layout import (
 from whale.ir.ops import EXCHANGES, HOROVOD_ALL_REDUCE
 from whale.ir.plan import Reshard
 from whale.ir.program import Node, Ref, const_node
-from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
+from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 
 COMMUNICATOR = "whale/communicator"
 _HOROVOD_SUM = 1  # horovod.tensorflow.Sum
 _TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables of linear congruential generators", 1999)
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Parts of a tensor of a global type that come to lie otherwise along a dimension; nodes begin with ``name``."""
-
-    name: str
-    source: Ref
-    type: TensorType
-    have: Split
-    want: Split
-
-    def common(self, owner: int, to: int) -> tuple[int, int]:
-        """What a rank has that another one wants: the first position, and one past the last."""
-        mine, theirs = self.have.span(owner), self.want.span(to)
-        return max(mine[0], theirs[0]), min(mine[1], theirs[1])
-
-    def piece(self, count: int) -> TensorType:
-        """The type of so many positions."""
-        return TensorType(self.type.dtype, _with_size(self.type, self.have.dim, count))
 
 
 @dataclass
@@ -245,102 +225,17 @@ class Emitter:
         got = self.comm_op(name, "WhaleAllToAll", (source,), t, attrs, (TensorType(t.dtype, mine),))
         return self.reshape(self.part(name, "as_vector"), got, t.dtype, mine[:1]) if len(shape) == 1 else got
 
-    def fused(self, name: str, members: Sequence[Reshard], sources: Sequence[Ref], types: Sequence[TensorType]) -> None:
-        """Changes of several tensors that travel together; ``fused_result`` says where each is then."""
-        if isinstance(members[0].source, Partial):
-            self.all_reduce(name, sources, types, members[0], name)
-            return
-        moves = [
-            Move(reshard_name(self.prefix, r.ref, r.target), source, t, r.source, r.target)
-            for r, source, t in zip(members, sources, types)
-            if isinstance(r.source, Split) and isinstance(r.target, Split)
-        ]
-        for move, found in zip(moves, self.move_shares(name, name, moves)):
-            if found.node != move.name:
-                t = TensorType(move.type.dtype, local_shape(move.type.shape, move.want, self.rank))
-                self.add(move.name, "Identity", (found,), {"T": DType(t.dtype)}, (t,))
-
-    def move_shares(self, name: str, key: str, moves: Sequence[Move]) -> list[Ref]:
-        """Shares of one dimension under other sizes, or with neighbours' indices: each rank gets what it lacks.
-
-        What a rank sends another one of all tensors, which are of one type, is one message.
-        """
-        for peer in range(self.size):
-            sent = [(m, m.common(self.rank, peer)) for m in moves if peer != self.rank]
-            pieces = [
-                (self._slice(f"{m.name}/to_{peer}", m, low, high), m.piece(high - low))
-                for m, (low, high) in sent
-                if low < high
-            ]
-            if pieces:
-                piece = pieces[0][0] if len(pieces) == 1 else self._packed(f"{name}/to_{peer}", pieces)
-                attrs = {"key": f"{key}/{self.rank}to{peer}", "peer": peer}
-                self.comm_op(f"{name}/send_{peer}", "WhaleSend", (piece,), moves[0].type, attrs, ())
-        found: list[list[Ref]] = [[] for _ in moves]
-        for peer in range(self.size):
-            got = [(i, m, *m.common(peer, self.rank)) for i, m in enumerate(moves)]
-            got = [one for one in got if one[2] < one[3]]
-            if peer == self.rank:
-                for i, m, low, high in got:
-                    found[i].append(self._slice(f"{m.name}/kept", m, low, high))
-            elif got:
-                shapes = [m.piece(high - low) for _, m, low, high in got]
-                whole = shapes[0] if len(got) == 1 else TensorType(shapes[0].dtype, (sum(t.elements for t in shapes),))
-                attrs = {"key": f"{key}/{peer}to{self.rank}", "peer": peer, "shape": Shape(whole.shape)}
-                received = self.comm_op(f"{name}/recv_{peer}", "WhaleRecv", (), whole, attrs, (whole,))
-                names = [f"{m.name}/from_{peer}" for _, m, _, _ in got]
-                parts = [received] if len(got) == 1 else self._unpacked(names, received, whole, shapes)
-                for (i, *_), part in zip(got, parts):
-                    found[i].append(part)
-        return [self._joined(m, pieces) for m, pieces in zip(moves, found)]
-
-    def _slice(self, name: str, m: Move, low: int, high: int) -> Ref:
-        return self.rows(name, m.source, m.type, m.have.dim, low - m.have.span(self.rank)[0], high - low)
-
-    def _packed(self, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Ref:
-        """Tensors behind each other, as one vector."""
-        flat = [self.reshape(f"{name}/flat_{i}", p, t.dtype, (t.elements,)) for i, (p, t) in enumerate(pieces)]
-        operands = (*flat, self.const(self.part(name, "axis"), np.array(0, np.int32)))
-        dtype = pieces[0][1].dtype
-        kinds = {"T": DType(dtype), "Tidx": DType("int32"), "N": len(flat)}
-        return self.add(name, "ConcatV2", operands, kinds, (TensorType(dtype, (sum(t.elements for _, t in pieces),)),))
-
-    def _unpacked(self, names: Sequence[str], vector: Ref, t: TensorType, shapes: Sequence[TensorType]) -> list[Ref]:
-        """The tensors of ``_packed``."""
-        found, first = [], 0
-        for name, shape in zip(names, shapes):
-            flat = self.rows(f"{name}/flat", vector, t, 0, first, shape.elements)
-            found.append(self.reshape(name, flat, shape.dtype, static_shape(shape)))
-            first += shape.elements
-        return found
-
-    def _joined(self, m: Move, pieces: Sequence[Ref]) -> Ref:
-        """What a rank has of a tensor, of what it kept and got."""
-        out = TensorType(m.type.dtype, local_shape(m.type.shape, m.want, self.rank))
-        if not pieces:
-            return self.const(m.name, np.zeros(static_shape(out), numpy_dtype(out.dtype)))
-        if len(pieces) == 1:
-            return pieces[0]
-        operands = (*pieces, self.const(self.part(m.name, "axis"), np.array(m.have.dim, np.int32)))
-        kinds = {"T": DType(out.dtype), "Tidx": DType("int32"), "N": len(pieces)}
-        return self.add(m.name, "ConcatV2", operands, kinds, (out,))
-
     def rows(self, name: str, source: Ref, t: TensorType, dim: int, start: int, count: int) -> Ref:
         """``count`` positions of dimension ``dim`` of a local tensor, from ``start``."""
         begin, size = np.zeros(len(t.shape or ()), np.int32), np.full(len(t.shape or ()), -1, np.int32)
         begin[dim], size[dim] = start, count
         operands = (source, self.const(self.part(name, "begin"), begin), self.const(self.part(name, "size"), size))
-        out = TensorType(t.dtype, _with_size(t, dim, count))
+        out = TensorType(t.dtype, with_size(t, dim, count))
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
 
-def fused_result(prefix: str, r: Reshard, place: int) -> Ref:
-    """The tensor of ``r`` in its new form, where it travels at a place of a group."""
-    whole = isinstance(r.source, Partial)
-    return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(reshard_name(prefix, r.ref, r.target))
-
-
-def _with_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
+def with_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
+    """The shape of ``t`` with another size of one dimension."""
     return tuple(size if d == dim else n for d, n in enumerate(t.shape or ()))
 
 

@@ -15,8 +15,8 @@ from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, static_shape
 from whale.lowering.attention import emit_attention
-from whale.lowering.emit import Emitter, emit_check, fused_result, is_joint, seed_of_rank, unread_communication
-from whale.lowering.reshard import emit_reshard
+from whale.lowering.emit import Emitter, emit_check, is_joint, seed_of_rank, unread_communication
+from whale.lowering.reshard import emit_fused, emit_reshard, fused_result
 from whale.lowering.rows import RowExchanges, emit_sums, sums_of, without_owners
 from whale.lowering.window import emit_window, emit_zeroed
 from whale.rules import rule_of
@@ -212,7 +212,7 @@ class _Localiser:
             sources = [self.get(m.ref, m.source) for m in members]
             types = [self.program.type_of(m.ref) for m in members]
             name = f"{self.emitter.prefix}/group_{r.group}"
-            self.emitter.fused(name, members, [s for s in sources if s is not None], types)
+            emit_fused(self.emitter, name, members, [s for s in sources if s is not None], types)
 
     def _output(self, ref: Ref, i: int) -> Ref:
         returned = self.plan.returned.get(self.graph)

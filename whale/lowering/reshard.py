@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,9 +13,29 @@ from whale.ir.ops import COLLECTIVES
 from whale.ir.plan import Reshard
 from whale.ir.program import Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.lowering.emit import Emitter, Move, reshard_name
+from whale.lowering.emit import Emitter, reshard_name, with_size
 from whale.rules.math.linear import ROUNDS
 from whale.rules.structure.communication import RUNS
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Parts of a tensor of a global type that come to lie otherwise along a dimension; nodes begin with ``name``."""
+
+    name: str
+    source: Ref
+    type: TensorType
+    have: Split
+    want: Split
+
+    def common(self, owner: int, to: int) -> tuple[int, int]:
+        """What a rank has that another one wants: the first position, and one past the last."""
+        mine, theirs = self.have.span(owner), self.want.span(to)
+        return max(mine[0], theirs[0]), min(mine[1], theirs[1])
+
+    def piece(self, count: int) -> TensorType:
+        """The type of so many positions."""
+        return TensorType(self.type.dtype, with_size(self.type, self.have.dim, count))
 
 
 def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
@@ -57,7 +77,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
             return e.all_gather(name, local, t, have, r.key)
         assert isinstance(want, Split)
         if want.dim == have.dim:
-            return e.move_shares(name, r.key, [Move(name, local, t, have, want)])[0]
+            return move_shares(e, name, r.key, [Move(name, local, t, have, want)])[0]
         attrs = {
             "key": r.key,
             "split_axis": want.dim,
@@ -160,3 +180,97 @@ def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorT
     if isinstance(want, Partial):
         return whole if e.rank == 0 else e.fill(name + "/fill", whole, t, want.op)
     return whole
+
+
+def emit_fused(
+    e: Emitter, name: str, members: Sequence[Reshard], sources: Sequence[Ref], types: Sequence[TensorType]
+) -> None:
+    """Changes of several tensors that travel together; ``fused_result`` says where each is then."""
+    if isinstance(members[0].source, Partial):
+        e.all_reduce(name, sources, types, members[0], name)
+        return
+    moves = [
+        Move(reshard_name(e.prefix, r.ref, r.target), source, t, r.source, r.target)
+        for r, source, t in zip(members, sources, types)
+        if isinstance(r.source, Split) and isinstance(r.target, Split)
+    ]
+    for move, found in zip(moves, move_shares(e, name, name, moves)):
+        if found.node != move.name:
+            t = TensorType(move.type.dtype, local_shape(move.type.shape, move.want, e.rank))
+            e.add(move.name, "Identity", (found,), {"T": DType(t.dtype)}, (t,))
+
+
+def move_shares(e: Emitter, name: str, key: str, moves: Sequence[Move]) -> list[Ref]:
+    """Shares of one dimension under other sizes, or with neighbours' indices: each rank gets what it lacks.
+
+    What a rank sends another one of all tensors, which are of one type, is one message.
+    """
+    for peer in range(e.size):
+        sent = [(m, m.common(e.rank, peer)) for m in moves if peer != e.rank]
+        pieces = [
+            (_slice(e, f"{m.name}/to_{peer}", m, low, high), m.piece(high - low))
+            for m, (low, high) in sent
+            if low < high
+        ]
+        if pieces:
+            piece = pieces[0][0] if len(pieces) == 1 else _packed(e, f"{name}/to_{peer}", pieces)
+            attrs = {"key": f"{key}/{e.rank}to{peer}", "peer": peer}
+            e.comm_op(f"{name}/send_{peer}", "WhaleSend", (piece,), moves[0].type, attrs, ())
+    found: list[list[Ref]] = [[] for _ in moves]
+    for peer in range(e.size):
+        got = [(i, m, *m.common(peer, e.rank)) for i, m in enumerate(moves)]
+        got = [one for one in got if one[2] < one[3]]
+        if peer == e.rank:
+            for i, m, low, high in got:
+                found[i].append(_slice(e, f"{m.name}/kept", m, low, high))
+        elif got:
+            shapes = [m.piece(high - low) for _, m, low, high in got]
+            whole = shapes[0] if len(got) == 1 else TensorType(shapes[0].dtype, (sum(t.elements for t in shapes),))
+            attrs = {"key": f"{key}/{peer}to{e.rank}", "peer": peer, "shape": Shape(whole.shape)}
+            received = e.comm_op(f"{name}/recv_{peer}", "WhaleRecv", (), whole, attrs, (whole,))
+            names = [f"{m.name}/from_{peer}" for _, m, _, _ in got]
+            parts = [received] if len(got) == 1 else _unpacked(e, names, received, whole, shapes)
+            for (i, *_), part in zip(got, parts):
+                found[i].append(part)
+    return [_joined(e, m, pieces) for m, pieces in zip(moves, found)]
+
+
+def _slice(e: Emitter, name: str, m: Move, low: int, high: int) -> Ref:
+    return e.rows(name, m.source, m.type, m.have.dim, low - m.have.span(e.rank)[0], high - low)
+
+
+def _packed(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Ref:
+    """Tensors behind each other, as one vector."""
+    flat = [e.reshape(f"{name}/flat_{i}", p, t.dtype, (t.elements,)) for i, (p, t) in enumerate(pieces)]
+    operands = (*flat, e.const(e.part(name, "axis"), np.array(0, np.int32)))
+    dtype = pieces[0][1].dtype
+    kinds = {"T": DType(dtype), "Tidx": DType("int32"), "N": len(flat)}
+    return e.add(name, "ConcatV2", operands, kinds, (TensorType(dtype, (sum(t.elements for _, t in pieces),)),))
+
+
+def _unpacked(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shapes: Sequence[TensorType]) -> list[Ref]:
+    """The tensors of ``_packed``."""
+    found, first = [], 0
+    for name, shape in zip(names, shapes):
+        flat = e.rows(f"{name}/flat", vector, t, 0, first, shape.elements)
+        found.append(e.reshape(name, flat, shape.dtype, static_shape(shape)))
+        first += shape.elements
+    return found
+
+
+def _joined(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
+    """What a rank has of a tensor, of what it kept and got."""
+    out = TensorType(m.type.dtype, local_shape(m.type.shape, m.want, e.rank))
+    if not pieces:
+        return e.const(m.name, np.zeros(static_shape(out), numpy_dtype(out.dtype)))
+    if len(pieces) == 1:
+        return pieces[0]
+    operands = (*pieces, e.const(e.part(m.name, "axis"), np.array(m.have.dim, np.int32)))
+    kinds = {"T": DType(out.dtype), "Tidx": DType("int32"), "N": len(pieces)}
+    return e.add(m.name, "ConcatV2", operands, kinds, (out,))
+
+
+def fused_result(prefix: str, r: Reshard, place: int) -> Ref:
+    """The tensor of ``r`` in its new form, where it travels at a place of a group."""
+    whole = isinstance(r.source, Partial)
+    return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(reshard_name(prefix, r.ref, r.target))
