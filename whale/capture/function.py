@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from hashlib import blake2b
 from typing import Any
@@ -49,6 +49,7 @@ def trace_function(
     mark_gradients: bool = False,
     loss_scale: LossScale | None = None,
     drawing: Drawing | None = None,
+    creator: Callable[..., Any] | None = None,
 ) -> Trace:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
@@ -63,6 +64,7 @@ def trace_function(
       mark_gradients: nodes that compute gradients carry a mark.
       loss_scale: what losses are multiplied by before they are differentiated, and how it adapts; None: nothing.
       drawing: takes the batches that ``fn`` reads of iterators: the program's first inputs. None: ``fn`` reads them.
+      creator: of the variables that ``fn`` creates, as TensorFlow asks one. None: TensorFlow's own.
 
     Raises:
       CaptureError: an argument's shape is unknown, or the trace fails to be static.
@@ -82,10 +84,15 @@ def trace_function(
         if drawing is not None:
             drawing.enter()
         positional, keywords = arguments.rebuild(tensors)
-        results = called(*positional, **keywords)
+        with created(tf.compat.v1.get_default_graph()):
+            results = called(*positional, **keywords)
         if loss_scale is not None:
             loss_scale.update()
         return results
+
+    def created(graph: Any) -> AbstractContextManager[None]:
+        # Asked after the user's own (100), and before tf.function's (50).
+        return nullcontext() if creator is None else graph._variable_creator_scope(creator, priority=60)
 
     # Of what is called "<lambda>" AutoGraph looks for a lambda's source.
     call.__name__ = program_name if program_name.isidentifier() else "step"

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from tests.runtime.compile.test_stages import Chain, Tied, assert_equals_one_device, batch, trained, weight
+from tests.runtime.compile.test_stages import Chain, Tied, Towers, assert_equals_one_device, batch, trained, weight
 from whale.errors import PlanError
 from whale.ir.plan_text import format_plan
 from whale.ir.schedule import schedule
@@ -92,12 +92,21 @@ def test_a_graph_grows_little_with_micro_batches(ranks: Start) -> None:
         assert (many - few) / 2 <= 40 * edges
 
 
-def test_a_loss_over_the_whole_batch_is_refused(ranks: Start) -> None:
-    from tests.runtime.compile.test_stages import Towers
+class BothTrained(Towers):
+    """What each row is compared with depends on a variable that the step writes."""
 
+    def step(self, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        results = super().step(x, y)
+        self.weights[1].assign_sub(0.1 * self.weights[1])
+        return results
+
+
+def test_a_loss_over_the_whole_batch_is_refused_unless_no_step_writes_what_it_is_made_of(ranks: Start) -> None:
+    assert_equals_one_device(ranks, Towers, 3, **setting("1f1b", 4))
+    wh.shutdown()
     ranks(3, **setting("1f1b", 4))
     with pytest.raises(PlanError, match="before the last one is through"):
-        trained(Towers(wh.stage), wh.function)
+        trained(BothTrained(wh.stage), wh.function)
 
 
 class Scoped(Chain):

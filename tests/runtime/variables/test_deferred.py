@@ -141,6 +141,34 @@ def test_no_rank_ever_holds_a_split_variable_whole(ranks: Start) -> None:
     assert float(step(batch())) == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.core
+def test_slots_that_a_step_creates_are_born_split_and_the_step_is_traced_once(
+    ranks: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, loss = alone()
+    ranks(3)
+    with wh.split():
+        net = Net()
+    net.optimizer = tf.keras.optimizers.Adam(0.01, epsilon=1e-3)
+    born, traces, defer = [], [], deferred.defer
+    monkeypatch.setattr(deferred, "defer", lambda variable, initial: (born.append(variable), defer(variable, initial)))
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        traces.append(x)
+        with wh.split():
+            return net.step(x)
+
+    step(batch())
+    assert len(traces) == 1
+    slots = [v for v in net.large() if all(v is not tf_variable(k) for k in net.kernels)]
+    assert len(slots) == 4 and all(any(v is one for one in born) for v in slots)
+    for slot in slots:
+        assert max(p.shape.num_elements() for p in slot._whale_parts._parts.values()) <= 17 / 47 * INPUTS * OUTPUTS
+    assert float(step(batch())) == pytest.approx(loss, rel=1e-12)
+    assert len(traces) == 1
+
+
 def test_what_is_needed_before_a_step_is_made_whole(ranks: Start) -> None:
     first, _ = alone()
     ranks(2, **{"zero.level": 1})

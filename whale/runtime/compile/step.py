@@ -37,7 +37,7 @@ from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.writes import with_equal_replicas
 from whale.runtime.spread.micro_batches import keeps_own_rows
 from whale.runtime.spread.stage_groups import uses_of
-from whale.runtime.variables.deferred import capturing
+from whale.runtime.variables.deferred import capturing, creator_in_traces
 from whale.runtime.variables.given_tiles import refuse_other_tiles
 from whale.runtime.variables.in_files import folder_of
 from whale_ops.memory import trim
@@ -122,6 +122,7 @@ def _compiled(
                 mark_gradients=mark_gradients,
                 loss_scale=loss_scale_of(context),
                 drawing=drawing,
+                creator=creator_in_traces(context.defers),
             )
 
     with span(context.trace, "capture", "compile"):

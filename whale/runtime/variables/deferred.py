@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
 from whale.runtime.variables.checkpoint_regions import restores_by_regions
@@ -52,23 +53,62 @@ def install(wanted: Callable[[int | None], bool]) -> None:
     """Variables that this thread creates eagerly from now on are deferred, where that is ``wanted``.
 
     The hook stays when the run ends (creators are a stack, of which only the top can be taken away), and does nothing
-    until the next run puts its own in its place.
+    until the next run puts its own in its place. Functions that are traced have creators of their own.
 
     Args:
       wanted: is asked for each variable that is not little, with its bytes, or None where these are not known yet.
     """
+    ours = creator(wanted)
+    setattr(ours, _OURS, True)
+    graph = tf.compat.v1.get_default_graph()
+    others = [entry for entry in graph._variable_creator_stack if not getattr(entry[1], _OURS, False)]
+    graph._variable_creator_stack = [(0, ours), *others]  # asked last, after the user's own
 
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
+
+def creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
+    """A creator of variables, as TensorFlow asks them: defers what is ``wanted``, and passes the others on."""
+
+    def create(next_creator: Any, **kwargs: Any) -> Any:
         size_bytes = _known_bytes.get()
         little = size_bytes is not None and size_bytes <= LITTLE_BYTES
         if little or not tf.executing_eagerly() or not wanted(size_bytes):
             return next_creator(**kwargs)
         return _created(next_creator, kwargs)
 
-    setattr(creator, _OURS, True)
-    graph = tf.compat.v1.get_default_graph()
-    others = [entry for entry in graph._variable_creator_stack if not getattr(entry[1], _OURS, False)]
-    graph._variable_creator_stack = [(0, creator), *others]  # asked last, after the user's own
+    return create
+
+
+def creator_in_traces(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
+    """The same for functions that are traced, where what begins with constants (an optimizer's state) is made outside.
+
+    tf.function would take such a variable in, hold its first value as long as itself, and trace once more. What begins
+    with random numbers stays with it, so that these are those of plain TensorFlow.
+    """
+    eagerly = creator(wanted)
+
+    def create(next_creator: Any, **kwargs: Any) -> Any:
+        def plain(**given: Any) -> Any:
+            return next_creator(**{**given, "experimental_enable_variable_lifting": False})
+
+        if not tf.executing_eagerly() and not _of_constants(kwargs.get("initial_value"), kwargs.get("dtype")):
+            return next_creator(**kwargs)
+        with tf.init_scope():
+            return eagerly(plain, **kwargs)
+
+    return create
+
+
+def _of_constants(value: Any, dtype: Any) -> bool:
+    """Whether an initial value depends on nothing that is random, or that a function's tensors say."""
+    if not callable(value):
+        return value is not None and not isinstance(value, tf.Variable) and not tf.is_symbolic_tensor(value)
+    graph = func_graph.FuncGraph("whale_constants")
+    try:
+        with tf.init_scope(), graph.as_default():
+            tf.convert_to_tensor(value(), dtype=dtype)
+    except Exception:  # whatever is wrong with it, running it shows
+        return False
+    return not graph.captures and not any(op.op_def.is_stateful for op in graph.get_operations())
 
 
 def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:
