@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
+from whale.launcher import worker
 from whale.launcher.job import ranks
 from whale.launcher.protocol import Raised
 
@@ -65,6 +66,16 @@ def test_a_rank_that_closes_what_it_has_not_opened_ends_the_run(launcher: Launch
     last = done.stderr.splitlines()[-1]
     assert last.startswith("whale run: rank 1 cannot be reached: its script goes on, and has closed"), done.stderr
     assert len(done.stderr) < 100_000
+
+
+def test_a_process_that_gives_its_memory_back_has_ended() -> None:
+    assert not worker.is_ending(os.getpid())
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert worker.is_ending(child)
+    os.waitpid(child, 0)
 
 
 def test_a_rank_that_goes_on_in_time_is_not_frozen(launcher: Launcher) -> None:

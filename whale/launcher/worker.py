@@ -66,6 +66,7 @@ _READ_BYTES = 1 << 16
 _TRACE_BYTES = 1 << 20  # what a pipe may hold without privileges
 _TRACE_EVERY_S = 0.1
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4  # linux/sched.h
 _PLACE_VARIABLES = (RANK_VARIABLE, SIZE_VARIABLE, LOCAL_RANK_VARIABLE, LOCAL_SIZE_VARIABLE)
 _STREAMS = (Kind.STDOUT, Kind.STDERR)
 
@@ -137,6 +138,12 @@ def main() -> None:
     _Relay(connection, script_pid, [reader for reader, _ in pipes], control, trace).run()
     shutil.rmtree(segments, ignore_errors=True)
     os._exit(0)
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the kernel takes a process apart, whose descriptors are closed while much memory is still given back."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return bool(int(stat.read().rpartition(")")[2].split()[6]) & _PF_EXITING)
 
 
 def _secret(token: str) -> str:
@@ -250,8 +257,10 @@ class _Relay:
                 self._beat()
                 self._relay_trace()
                 if time.monotonic() >= self._deaf_from_s:
-                    self._deaf_from_s = math.inf
-                    self._connection.sendall(pack(Kind.DEAF, {}))
+                    ending = is_ending(self._script)
+                    self._deaf_from_s = time.monotonic() + DEAF_S if ending else math.inf
+                    if not ending:
+                        self._connection.sendall(pack(Kind.DEAF, {}))
                 if wake in ready:
                     os.read(wake, _READ_BYTES)
                 for reader in self._open.intersection(ready):
