@@ -3,7 +3,7 @@
     whale run -np 4 benchmarks/giant/classes.py --classes 1000000
 
 ArcFace over features of 512 elements. Weights and the optimizer's state have a quarter on each of 4 ranks; beside these
-a rank holds its part of the logits and their slopes, the weights' normalised form, and its part of the gradient.
+a rank holds its part of the logits and their slopes, and of the gradient.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ base = resident()[0]
 classes, ranks = options.classes, wh.size()
 with wh.replica():
     features = tf.Variable(tf.random.stateless_normal([INPUTS, WIDTH], [1, 2], stddev=0.1))
+adam = tf.keras.optimizers.Adam(1e-3)
 with wh.split():
     weights = tf.Variable(lambda: tf.random.stateless_normal([WIDTH, classes], [3, 4], stddev=0.1))
-    moments = [tf.Variable(lambda: tf.zeros([WIDTH, classes]), trainable=False) for _ in range(2)]
 
 
 @wh.function
 def train(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """One step of Adam of the classes, as if it were always the first, and of SGD of the features."""
+    """One step of Adam of the classes, and of SGD of the features."""
     with tf.GradientTape() as tape:
         with wh.replica():
             h = tf.tanh(x @ features)
@@ -53,18 +53,7 @@ def train(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
             loss = tf.reduce_mean(wh.losses.arcface(h, weights, y))
     into, out = tape.gradient(loss, [features, weights])
     with wh.split():
-        tf.raw_ops.ResourceApplyAdam(
-            var=weights.handle,
-            m=moments[0].handle,
-            v=moments[1].handle,
-            beta1_power=0.9,
-            beta2_power=0.999,
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            epsilon=1e-7,
-            grad=out,
-        )
+        adam.apply_gradients([(out, weights)])
     features.assign_sub(0.1 * into)
     return loss
 

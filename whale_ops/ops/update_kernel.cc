@@ -58,9 +58,10 @@ class UpdateOp : public tensorflow::OpKernel {
     const int64_t handles = std::count(ctx->input_types().begin(), ctx->input_types().end(), tensorflow::DT_RESOURCE);
     values_ = ctx->num_inputs() - handles;
     const bool inside = std::all_of(operands_.begin(), operands_.end(), [&](int64_t i) { return 0 <= i && i < values_; });
-    OP_REQUIRES(ctx, inside && static_cast<int64_t>(operands_.size()) == all(OperandKind::kTensor) + all(OperandKind::kScalar),
+    OP_REQUIRES(ctx, inside && static_cast<int64_t>(operands_.size()) ==
+                                  all(OperandKind::kTensor) + all(OperandKind::kScalar) + all(OperandKind::kRow),
                 absl::InvalidArgumentError(absl::StrCat("operands are ", operands_.size(), " numbers of ", values_,
-                                                        " values; expected each variable's tensors, then its scalars")));
+                                                        " values; expected each variable's tensors, its scalars, then its rows")));
     OP_REQUIRES(ctx, handles == all(OperandKind::kOld) && ctx->num_outputs() == all(OperandKind::kResult),
                 absl::InvalidArgumentError(absl::StrCat(handles, " variables and ", ctx->num_outputs(), " results; expected ",
                                                         all(OperandKind::kOld), " and ", all(OperandKind::kResult))));
@@ -106,6 +107,18 @@ class UpdateOp : public tensorflow::OpKernel {
     });
   }
 
+  // Whether a tensor has the last sizes of a shape, of which there may be ones before.
+  static bool is_row(const TensorShape& row, const TensorShape& shape) {
+    int64_t elements = 1;
+    int dim = shape.dims();
+    while (dim > 0 && elements < row.num_elements()) elements *= shape.dim_size(--dim);
+    const int own = shape.dims() - dim, before = row.dims() - own;
+    for (int i = 0; i < own && before >= 0; ++i) {
+      if (row.dim_size(before + i) != shape.dim_size(dim + i)) return false;
+    }
+    return before >= 0 && elements == row.num_elements() && elements > 0;
+  }
+
   static void* data_of(const Tensor& tensor) { return const_cast<char*>(tensor.tensor_data().data()); }
 
   // Where the operands of one variable's update lie. `fresh`: what variables get whose memory somebody else reads still.
@@ -114,9 +127,19 @@ class UpdateOp : public tensorflow::OpKernel {
     const auto places = [&](OperandKind kind) -> std::vector<void*>& { return found->places[static_cast<int>(kind)]; };
     const TensorShape& shape = shapes_[unit];
     const int handles = ctx->num_inputs() - values_, tensors = program_.count(OperandKind::kTensor);
-    const int each = tensors + program_.count(OperandKind::kScalar);
+    const int one_by_one = tensors + program_.count(OperandKind::kScalar);
+    const int each = one_by_one + program_.count(OperandKind::kRow);
     for (int i = 0; i < each; ++i) {
       const Tensor& value = ctx->input(handles + operands_[unit * each + i]);
+      if (i >= one_by_one) {
+        if (!is_row(value.shape(), shape)) {
+          return absl::InvalidArgumentError(absl::StrCat("a row of shape ", value.shape().DebugString(), " in the update of a ",
+                                                         "variable of shape ", shape.DebugString(), "; expected its last sizes"));
+        }
+        places(OperandKind::kRow).push_back(data_of(value));
+        found->row_elements.push_back(value.NumElements());
+        continue;
+      }
       const bool scalar = i >= tensors;
       if (scalar ? value.NumElements() != 1 : value.shape() != shape) {
         return absl::InvalidArgumentError(absl::StrCat("an operand of shape ", value.shape().DebugString(), " in the update of a ",
@@ -203,8 +226,8 @@ REGISTER_OP("WhaleUpdate")
       return absl::OkStatus();
     })
     .Doc("Updates many variables by the same arithmetic. program: its instructions, an operation each, with what is written and what is "
-         "read: v tensors, s scalars, o variables before, n variables after, t temporary elements, y results. shapes: of each update. "
-         "variables, results: each update's, one after the other; operands: which of the values its tensors and then its scalars are.");
+         "read: v tensors, s scalars, r rows (of the last sizes), o variables before, n variables after, t temporary elements, y results. "
+         "shapes: of each update. variables, results: each update's, one after the other; operands: which of the values its tensors, its scalars and its rows are.");
 
 #define REGISTER_UPDATE(type) \
   REGISTER_KERNEL_BUILDER(Name("WhaleUpdate").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), UpdateOp<type>)

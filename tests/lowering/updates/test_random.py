@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from whale.lowering.updates import in_place
+from whale.lowering.updates import in_place, units
 from whale.lowering.updates.fuse import UPDATE
 
 Tensor = Any
@@ -43,7 +43,7 @@ def statements(seed: int, variables: list[tf.Variable], x: Tensor) -> Tensor:
 
     def arithmetic(shape: tuple[int, ...]) -> Tensor:
         left = draw.choice([*known[shape], *(v.read_value() for v in variables if v.shape == shape)])
-        kind = draw.randrange(8)
+        kind = draw.randrange(12)
         if kind == 0:
             return tf.sqrt(tf.abs(left))
         if kind == 1:
@@ -53,7 +53,8 @@ def statements(seed: int, variables: list[tf.Variable], x: Tensor) -> Tensor:
         if kind == 3:
             return left / (tf.abs(draw.choice(known[shape])) + tf.constant(1.0, x.dtype))
         op = draw.choice([tf.add, tf.subtract, tf.multiply, tf.maximum, tf.minimum])
-        pair = [left, operand(shape)]
+        row = kind > 7 and len(shape) == 2
+        pair = [left, draw.choice(known[shape])[draw.randrange(shape[0])] if row else operand(shape)]
         return tf.tanh(op(*(pair if draw.random() < 0.7 else pair[::-1]))) if draw.random() < 0.2 else op(*pair)
 
     for _ in range(draw.randrange(10, 40)):
@@ -80,13 +81,40 @@ def values_after(function: Callable[..., Any], seed: int, dtype: str) -> tuple[l
 
 @pytest.mark.core
 def test_values_are_those_of_the_program_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = 0
-    for seed in range(10):
+    together = with_rows = 0
+    for seed in range(12):
         monkeypatch.setattr(in_place, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
+        monkeypatch.setattr(units, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
+        monkeypatch.setattr(units, "LONG", 2)
         dtype = ("float64", "float32")[seed % 2]
         expected, _ = values_after(lambda step: step, seed, dtype)
         found, step = values_after(wh.function, seed, dtype)
         assert found == expected, f"seed {seed}"
         program = step._step((tf.zeros((2, 3), dtype),), {}).compiled.ranks[0]
-        together += sum(node.op == UPDATE for node in program.nodes)
-    assert together > 10
+        written = [node for node in program.nodes if node.op == UPDATE]
+        together += len(written)
+        with_rows += any(" r" in line for node in written for line in node.attrs["program"])
+    assert together > 10 and with_rows > 1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_long_rows_are_read_again_for_each_row_of_a_large_variable(dtype: str) -> None:
+    generator = np.random.default_rng(0)
+    first, row, short = (generator.normal(size=s) for s in ((3, 70, 1300), (1, 1300), (70, 1)))
+    found = []
+    for function in (tf.function, wh.function):
+        variable = tf.Variable(first, dtype=dtype)
+
+        @function
+        def step(row: Tensor, short: Tensor, variable: tf.Variable = variable) -> None:
+            slope = row * variable + short * variable
+            variable.assign_sub(tf.constant(0.1, dtype) * slope / (tf.abs(row) + tf.constant(1.0, dtype)))
+
+        for _ in range(3):
+            step(tf.constant(row, dtype), tf.constant(short, dtype))
+        found.append(variable.numpy().tobytes())
+    assert found[0] == found[1]
+    program = step._step((tf.constant(row, dtype), tf.constant(short, dtype)), {}).compiled.ranks[0]
+    (written,) = (node for node in program.nodes if node.op == UPDATE)
+    assert [line for line in written.attrs["program"] if " r" in line] == ["Mul t0 r0 o0", "Div t0 t0 r1"]

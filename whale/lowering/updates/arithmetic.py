@@ -10,7 +10,7 @@ from typing import NamedTuple
 from whale.ir.ops import ADDS, IDENTITIES
 from whale.ir.program import Node, Program, Ref
 from whale.lowering.updates.accesses import Accesses
-from whale.lowering.updates.units import BINARY, UNARY, UNARY_OF_DOUBLES, Unit, is_scalar
+from whale.lowering.updates.units import BINARY, UNARY, UNARY_OF_DOUBLES, Unit, is_row
 
 _MOST_OF_A_KIND = 64  # operands that the text of an update can name
 
@@ -21,7 +21,7 @@ class Arithmetic:
 
     Attributes:
       lines: its program; units with equal ones can be one operation.
-      handles: of the variables that it writes, in the program's numbering; so are ``tensors`` and ``scalars``.
+      handles: of the variables that it writes, in the program's numbering; so are ``tensors``, ``scalars``, ``rows``.
       results: its values that other nodes read.
       replaced: names of the nodes that it stands for. Reads of variables that others need stay.
     """
@@ -30,12 +30,13 @@ class Arithmetic:
     handles: tuple[str, ...]
     tensors: tuple[Ref, ...]
     scalars: tuple[Ref, ...]
+    rows: tuple[Ref, ...]
     results: tuple[Ref, ...]
     replaced: frozenset[str]
 
 
 class _Value(NamedTuple):
-    """A value in a unit: the ``number``-th result of its instructions ("="), or an operand of kind v, s or o."""
+    """A value in a unit: the ``number``-th result of its instructions ("="), or an operand of kind v, s, r or o."""
 
     kind: str
     number: int
@@ -72,12 +73,11 @@ def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | No
         if ref.node in outputs or any(c.name not in members for c, _ in program.consumers.get(ref, ()))
     ]
     lines = _placed(tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results]))
-    counts = (final, reading.tensors, reading.scalars, results)
+    counts = (final, reading.tensors, reading.scalars, reading.rows, results)
     if lines is None or any(len(c) > _MOST_OF_A_KIND for c in counts):
         return None
-    return Arithmetic(
-        lines, tuple(final), tuple(reading.tensors), tuple(reading.scalars), tuple(results), frozenset(members)
-    )
+    operands = tuple(reading.tensors), tuple(reading.scalars), tuple(reading.rows)
+    return Arithmetic(lines, tuple(final), *operands, tuple(results), frozenset(members))
 
 
 class _Reading:
@@ -89,6 +89,7 @@ class _Reading:
         self.code = _Code()
         self.tensors: dict[Ref, _Value] = {}
         self.scalars: dict[Ref, _Value] = {}
+        self.rows: dict[Ref, _Value] = {}
         self.computed: dict[Ref, _Value] = {}
         self.external: set[str] = set()  # its own reads that it takes as tensors
         # Handle -> the versions of the variable before its first and after its last write here.
@@ -134,8 +135,10 @@ class _Reading:
         inside = self._inside(ref)
         if inside is not None:
             return inside
-        table, kind = self.tensors, "v"
-        if is_scalar(self.program.type_of(ref), self.unit.type):
+        table, kind, given = self.tensors, "v", self.program.type_of(ref)
+        if is_row(given, self.unit.type):
+            table, kind = self.rows, "r"
+        elif given.shape != self.unit.type.shape:
             table, kind = self.scalars, "s"
         if ref.node in self.names:
             self.external.add(ref.node)

@@ -83,7 +83,7 @@ def _replaced(program: Program, operations: list[list[_Part]]) -> Program:
 def _operation(name: str, parts: list[_Part], nodes: Mapping[str, Node]) -> Node:
     replaced = {name for part in parts for name in part.does.replaced}
     handles = [Ref(handle) for part in parts for handle in part.does.handles]
-    operands = [ref for part in parts for ref in (*part.does.tensors, *part.does.scalars)]
+    operands = [ref for part in parts for ref in (*part.does.tensors, *part.does.scalars, *part.does.rows)]
     values = list(dict.fromkeys(operands))
     place = {ref: i for i, ref in enumerate(values)}
     results = [part.unit.type for part in parts for _ in part.does.results]

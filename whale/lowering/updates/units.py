@@ -1,9 +1,9 @@
 """Which nodes update a variable element by element.
 
 A unit is what becomes a part of one operation: writes of variables, and the arithmetic around them that takes tensors
-of the variable's shape and scalars. No way leads out of a unit and back into it: nodes have levels, which rise where a
-way leaves a unit, and a unit's nodes have one level. Units of one level do not wait for each other either, so any of
-them may run together.
+of the variable's shape, scalars, and long rows of its last sizes. No way leads out of a unit and back into it: nodes
+have levels, which rise where a way leaves a unit, and a unit's nodes have one level. Units of one level do not wait for
+each other either, so any of them may run together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from whale.ir.ops import ASSIGNS, IDENTITIES
 from whale.ir.program import COMPILED, Node, Program, Ref
-from whale.ir.values import TensorType
+from whale.ir.values import TensorType, static_shape
 from whale.lowering.updates.accesses import Accesses, is_read
+from whale.lowering.updates.in_place import LARGE_BYTES
 
 # Operations on elements -> their name in the text of an update (whale_ops/core/update). They round as TensorFlow's do.
 UNARY = {"Neg": "Neg", "Abs": "Abs", "Sign": "Sign", "Square": "Square", "Sqrt": "Sqrt"}
@@ -31,6 +32,7 @@ BINARY = {
 }
 _ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
 _MOST_ADDED = 8  # of AddN's operands: so many are added from left to right
+LONG = 512  # elements of a row: one goes through the processor's cache in blocks of as many
 _DTYPES = ("float32", "float64")
 
 
@@ -40,7 +42,7 @@ class Unit:
 
     Attributes:
       level: units of one level do not wait for each other.
-      type: of all its tensors but scalars.
+      type: of all its tensors but scalars and rows.
     """
 
     nodes: tuple[Node, ...]
@@ -66,9 +68,13 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
     ]
 
 
-def is_scalar(given: TensorType, whole: TensorType) -> bool:
-    """Whether an operand of arithmetic on tensors like ``whole`` is the same for all elements."""
-    return given.shape != whole.shape
+def is_row(given: TensorType, whole: TensorType) -> bool:
+    """Whether an operand has the last sizes of ``whole``, so long and so often that it matters not to repeat it."""
+    sizes, own = static_shape(whole), static_shape(given)
+    while own and own[0] == 1:
+        own = own[1:]
+    large = whole.bytes >= LARGE_BYTES and LONG <= given.elements < whole.elements
+    return large and own == sizes[len(sizes) - len(own) :]
 
 
 def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
@@ -138,7 +144,8 @@ def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
         return None
     whole = sum(t.shape == kind.shape for t in operands)
     if node.op in BINARY:
-        return kind if whole and all(t.shape == kind.shape or t.elements == 1 for t in operands) else None
+        fit = whole and all(t.shape == kind.shape or t.elements == 1 or is_row(t, kind) for t in operands)
+        return kind if fit else None
     return kind if whole == len(operands) else None
 
 

@@ -30,7 +30,7 @@ bool parse_operand(const std::string& word, Operand* operand) {
   return operand->index < kMostOfAKind;
 }
 
-bool can_be_written(const Operand& operand) { return operand.kind >= OperandKind::kNew; }
+bool can_be_written(const Operand& operand) { return operand.kind >= OperandKind::kNew && operand.kind != OperandKind::kRow; }
 
 bool parse_line(const std::string& line, Instruction* found) {
   std::istringstream words(line);

@@ -1,6 +1,7 @@
 // The arithmetic of an update as a little program: what is computed of each element of a variable, and where it goes.
 //
-//   Operand        a tensor, a scalar, a variable before or after the update, a block of temporary elements, or a result
+//   Operand        a tensor, a scalar, a variable before or after the update, a block of temporary elements, a result, or a row
+//                  (a tensor of fewer dimensions, of the variable's last sizes, which is read again and again)
 //   Instruction    one operation on operands
 //   UpdateProgram  instructions in order, and how many operands of each kind they name
 //   parse_update   an UpdateProgram of its text
@@ -13,10 +14,11 @@
 
 namespace whale {
 
-// One letter in the text: v0 is the first tensor, s1 the second scalar, o0 the first variable as it was, n0 as it will be.
-enum class OperandKind : int { kTensor, kScalar, kOld, kNew, kTemporary, kResult };
-constexpr int kOperandKinds = 6;
-constexpr char kOperandLetters[] = "vsonty";
+// One letter in the text: v0 is the first tensor, s1 the second scalar, r0 the first row, o0 the first variable as it was, n0 as it
+// will be.
+enum class OperandKind : int { kTensor, kScalar, kOld, kNew, kTemporary, kResult, kRow };
+constexpr int kOperandKinds = 7;
+constexpr char kOperandLetters[] = "vsontyr";
 
 struct Operand {
   OperandKind kind = OperandKind::kTensor;

@@ -88,11 +88,14 @@ Apply<T> best() {
 }
 #endif
 
-// Where an operand's elements begin, and whether it has one for each place.
+// Where an operand's elements begin, whether it has one for each place, and after how many it begins again (0: never).
 template <typename T>
 struct Place {
   T* data = nullptr;
   bool moves = false;
+  size_t period = 0;
+
+  T* at(size_t element) const { return moves ? data + (period != 0 ? element % period : element) : data; }
 };
 
 template <typename T>
@@ -111,20 +114,21 @@ void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size
   const auto place = [&](const Operand& operand) -> Place<T> {
     if (operand.kind == OperandKind::kTemporary) return {temporary.get() + operand.index * kBlock, false};
     T* data = static_cast<T*>(buffers.places[static_cast<int>(operand.kind)][operand.index]);
-    return {data, operand.kind != OperandKind::kScalar};
+    return {data, operand.kind != OperandKind::kScalar,
+            operand.kind == OperandKind::kRow ? buffers.row_elements[operand.index] : 0};
   };
   std::vector<Step<T>> steps;
   steps.reserve(program.instructions.size());
   for (const Instruction& one : program.instructions) {
     steps.push_back({one.op, place(one.to), place(one.a), is_binary(one.op) ? place(one.b) : Place<T>{}});
   }
-  for (size_t at = begin; at < end; at += kBlock) {
-    const size_t n = std::min(kBlock, end - at);
+  for (size_t at = begin, n = 0; at < end; at += n) {
+    n = std::min(kBlock, end - at);
+    for (const size_t period : buffers.row_elements) n = std::min(n, period - at % period);
     for (size_t i = 0; i < steps.size(); ++i) {
       const Step<T>& step = steps[i];
       const Instruction& one = program.instructions[i];
-      const auto data = [&](const Place<T>& p) { return p.moves ? p.data + at : p.data; };
-      apply_best(step.op, data(step.to), data(step.a), one.a.kind == OperandKind::kScalar, data(step.b),
+      apply_best(step.op, step.to.at(at), step.a.at(at), one.a.kind == OperandKind::kScalar, step.b.at(at),
                  is_binary(one.op) && one.b.kind == OperandKind::kScalar, n);
     }
   }

@@ -10,9 +10,11 @@
 namespace whale {
 
 // Where the operands of one variable's update lie, by kind and number; temporary ones have no place. All have as many elements
-// but scalars. A variable before and after the update may be the same memory, and nothing else that is written is read elsewhere.
+// but scalars, and rows, of which it is a multiple. A variable before and after the update may be the same memory, and nothing
+// else that is written is read elsewhere.
 struct UpdateBuffers {
   std::vector<void*> places[kOperandKinds];
+  std::vector<size_t> row_elements;  // of each row
 };
 
 // Elements [begin, end) of all operands. Elements are independent of each other, so parts of them may run side by side.
