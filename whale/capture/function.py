@@ -80,7 +80,10 @@ def trace_function(
     asks_for_xla = options.pop("jit_compile", None)
     called = tf.function(python_fn, jit_compile=True, **options) if asks_for_xla else python_fn
 
+    made: list[Any] = []
+
     def call(*tensors: tf.Tensor) -> Any:
+        made.clear()
         if drawing is not None:
             drawing.enter()
         positional, keywords = arguments.rebuild(tensors)
@@ -91,8 +94,12 @@ def trace_function(
         return results
 
     def created(graph: Any) -> AbstractContextManager[None]:
+        def create(next_creator: Any, **wanted: Any) -> Any:
+            made.append(creator and creator(next_creator, **wanted))
+            return made[-1]
+
         # Asked after the user's own (100), and before tf.function's (50).
-        return nullcontext() if creator is None else graph._variable_creator_scope(creator, priority=60)
+        return nullcontext() if creator is None else graph._variable_creator_scope(create, priority=60)
 
     # Of what is called "<lambda>" AutoGraph looks for a lambda's source.
     call.__name__ = program_name if program_name.isidentifier() else "step"
@@ -100,6 +107,8 @@ def trace_function(
     drawn = nullcontext() if drawing is None else drawing.installed()
     with gradient_scopes(mark_gradients), scaled, drawn:
         concrete = tf.function(call, **options).get_concrete_function(*specs)
+        if made:  # names depend on what is created, and have to be those of a rank on which it is there already
+            concrete = tf.function(call, **options).get_concrete_function(*specs)
     return Trace(concrete, program_name, drawing.inputs if drawing is not None else ())
 
 

@@ -142,7 +142,7 @@ def test_no_rank_ever_holds_a_split_variable_whole(ranks: Start) -> None:
 
 
 @pytest.mark.core
-def test_slots_that_a_step_creates_are_born_split_and_the_step_is_traced_once(
+def test_slots_that_a_step_creates_are_born_split_and_its_names_are_those_of_later_traces(
     ranks: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, loss = alone()
@@ -160,13 +160,20 @@ def test_slots_that_a_step_creates_are_born_split_and_the_step_is_traced_once(
             return net.step(x)
 
     step(batch())
-    assert len(traces) == 1
+    assert len(traces) == 2
+
+    def names(function: Any) -> list[str]:
+        program = function._step((batch(),), {}).compiled.ranks[0]
+        return [n.name for n in program.nodes if not n.name.startswith("whale/")]  # exchanges: of the plan
+
+    first = names(step)
     slots = [v for v in net.large() if all(v is not tf_variable(k) for k in net.kernels)]
     assert len(slots) == 4 and all(any(v is one for one in born) for v in slots)
     for slot in slots:
         assert max(p.shape.num_elements() for p in slot._whale_parts._parts.values()) <= 17 / 47 * INPUTS * OUTPUTS
     assert float(step(batch())) == pytest.approx(loss, rel=1e-12)
-    assert len(traces) == 1
+    assert len(traces) == 2
+    assert names(wh.function(step._fn)) == first
 
 
 def test_what_is_needed_before_a_step_is_made_whole(ranks: Start) -> None:
