@@ -79,8 +79,7 @@ def trace_function(
     # A function that asks for XLA stays a call that asks for it, as where it is called from another function.
     asks_for_xla = options.pop("jit_compile", None)
     called = tf.function(python_fn, jit_compile=True, **options) if asks_for_xla else python_fn
-
-    made: list[Any] = []
+    made: list[Any] = []  # variables, in the latest trace
 
     def call(*tensors: tf.Tensor) -> Any:
         made.clear()
@@ -95,7 +94,8 @@ def trace_function(
 
     def created(graph: Any) -> AbstractContextManager[None]:
         def create(next_creator: Any, **wanted: Any) -> Any:
-            made.append(creator and creator(next_creator, **wanted))
+            assert creator is not None
+            made.append(creator(next_creator, **wanted))
             return made[-1]
 
         # Asked after the user's own (100), and before tf.function's (50).

@@ -40,6 +40,7 @@ from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing, creator_in_traces
 from whale.runtime.variables.given_tiles import refuse_other_tiles
 from whale.runtime.variables.in_files import folder_of
+from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
 
 
@@ -178,9 +179,7 @@ def _lowered(
     if context.dry is None and context.size > 1:
         planned = {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         refuse_other_tiles(captured.variables, layouts, planned)
-    with span(context.trace, "send variables", "compile"):
-        context.variables.adopt(captured.variables, context, uses, compiled.plan.offloaded)
-        context.variables.classify(captured.variables, compiled.kinds)
+    _adopt(captured.variables, uses, compiled.plan.offloaded, compiled.kinds, context)
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"):
         load_ops(compiled.ranks)
@@ -217,14 +216,27 @@ def _taken(
         return bytes_under(program, plan(), context, {} if ready.gathers else local, here, _in_files(tied.variables))
 
     kept_steps.remember(ready, plan, predicted, context)
-    with span(context.trace, "send variables", "compile"):
-        context.variables.adopt(tied.variables, context, ready.uses, ready.offloaded)
-        context.variables.classify(tied.variables, ready.kinds)
+    _adopt(tied.variables, ready.uses, ready.offloaded, ready.kinds, context)
     with span(context.trace, "functions", "compile"):
         if ready.communicates:
             whale_ops.ops()
         call = callable_step(tied, ready, ready.function(), plan, number, context)
     return _step(call, tied, ready, plan, tuple(local), {"kept": time.perf_counter() - start_s}, context)
+
+
+def _adopt(
+    variables: Sequence[CapturedVariable],
+    uses: Mapping[str, Use],
+    on_host: Collection[str],
+    kinds: Mapping[str, str],
+    context: Context,
+) -> None:
+    with span(context.trace, "send variables", "compile"):
+        new = [id(c.handle) for c in variables if not context.variables.owns(c.variable)]
+        context.variables.adopt(variables, context, uses, on_host)
+        if context.outside is not None:
+            context.outside.forget_written(new)  # they have the first rank's values
+        context.variables.classify(variables, kinds)
 
 
 def _step(

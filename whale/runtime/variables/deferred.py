@@ -79,21 +79,21 @@ def creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
 
 
 def creator_in_traces(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
-    """The same for functions that are traced, where what begins with constants (an optimizer's state) is made outside.
+    """The same for functions that are traced, of what begins with constants, as the state of an optimizer does.
 
-    tf.function would take such a variable in, hold its first value as long as itself, and trace once more. What begins
-    with random numbers stays with it, so that these are those of plain TensorFlow.
+    tf.function would take such a variable in, and hold its whole first value as long as itself. What begins with random
+    numbers stays with it, so that these are those of plain TensorFlow.
     """
-    eagerly = creator(wanted)
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
-        def plain(**given: Any) -> Any:
-            return next_creator(**{**given, "experimental_enable_variable_lifting": False})
-
-        if not tf.executing_eagerly() and not _of_constants(kwargs.get("initial_value"), kwargs.get("dtype")):
-            return next_creator(**kwargs)
-        with tf.init_scope():
-            return eagerly(plain, **kwargs)
+        size_bytes = _known_bytes.get()
+        little = size_bytes is not None and size_bytes <= LITTLE_BYTES
+        if not little and wanted(size_bytes) and _of_constants(kwargs.get("initial_value"), kwargs.get("dtype")):
+            with tf.init_scope():
+                initial = _initial(kwargs)
+                if isinstance(initial, Initial):
+                    return _uninitialized(initial, kwargs)
+        return next_creator(**kwargs)
 
     return create
 
@@ -117,6 +117,10 @@ def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:
         return next_creator(**kwargs)
     if not isinstance(initial, Initial):
         return next_creator(**{**kwargs, "initial_value": initial})
+    return _uninitialized(initial, kwargs)
+
+
+def _uninitialized(initial: Initial, kwargs: dict[str, Any]) -> Any:
     passed = {name: kwargs[name] for name in _PASSED_ON if kwargs.get(name) is not None}
     variable = resource_variable_ops.UninitializedVariable(
         shape=tf.TensorShape(initial.shape), dtype=tf.as_dtype(initial.dtype), **passed

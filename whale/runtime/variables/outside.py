@@ -92,9 +92,10 @@ class Outside:
                 value = gen_resource_variable_ops.read_variable_op(handle, variable.dtype)
                 yield made.name, value, made.trained
 
-    def forget_written(self) -> None:
-        """Whatever was written so far is known."""
-        self.written.clear()
+    def forget_written(self, handles: Iterable[int] | None = None) -> None:
+        """Whatever was written so far is known; ``handles``: to those only (``id``), which got other values since."""
+        for key in list(self.written if handles is None else handles):
+            self.written.pop(key, None)
 
     # -- what is noted
 
