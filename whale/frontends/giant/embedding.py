@@ -38,6 +38,10 @@ class _Bags(NamedTuple):
     weights: tf.Tensor | None
 
 
+# Of `add_weight`: what is looked up is rounded, not the table.
+NEVER_ROUNDED: dict[str, Any] = {"autocast" if hasattr(tf.keras, "ops") else "experimental_autocast": False}
+
+
 class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
     """Rows of a table [input_dim, output_dim] by their ids.
 
@@ -109,7 +113,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
                 name="embeddings",
                 shape=(rows, self.output_dim),
                 initializer=self.embeddings_initializer,
-                autocast=False,
+                **NEVER_ROUNDED,
             )
         if self.hot is not None:
             ids = np.sort(np.asarray(self.hot, np.int64))  # a variable: a checkpoint's rows come with their own
@@ -118,7 +122,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
                 name="hot_rows",
                 shape=(len(ids), self.output_dim),
                 initializer=like(self.embeddings_initializer),
-                autocast=False,
+                **NEVER_ROUNDED,
             )
         if self.folder is not None:
             keep_in_files(tensor_of(self.embeddings), self.folder)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from whale.annotations import replica, split
 from whale.errors import ProgramError
+from whale.frontends.giant.embedding import NEVER_ROUNDED
 from whale.frontends.giant.embedding import Embedding as Embedding
 from whale.frontends.giant.hot import hot_ids as hot_ids
 from whale.ir.program import WIDE
@@ -78,8 +79,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         def add(name: str, *sizes: int, start: str = "glorot_uniform", trainable: bool = True, **more: Any) -> Any:
             return self.add_weight(name=name, shape=sizes, initializer=start, trainable=trainable, **more)
 
-        never_rounded: dict[str, Any] = {"autocast" if hasattr(tf.keras, "ops") else "experimental_autocast": False}
-        self.router = add("router", width, experts, **never_rounded)
+        self.router = add("router", width, experts, **NEVER_ROUNDED)
         self.into, self.out = add("into", experts, width, self.hidden), add("out", experts, self.hidden, width)
         self.into_bias = add("into_bias", experts, 1, self.hidden, start="zeros")
         self.out_bias = add("out_bias", experts, 1, width, start="zeros")
