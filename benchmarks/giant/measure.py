@@ -109,14 +109,18 @@ def measure(line: Line) -> Found:
     try:
         with ranks(line):
             model = line.make(SPREAD, tf.float32)
-            step = wh.function(model.step)
-            step(*model.batch(0))  # compiles, and sends the variables
-            before = counted()
-            step(*model.batch(1))
-            moved = counted() - before
+            moved = moved_by_a_step(wh.function(model.step), model)
         return Found(line.name, moved, line.wanted, difference(line))
     except WhaleError as error:
         return Found(line.name, wanted=line.wanted, refused=str(error).splitlines()[0])
+
+
+def moved_by_a_step(step: Callable[..., Any], model: Model) -> int:
+    """Bytes that all ranks together move in the second step; the first compiles, and sends the variables."""
+    step(*model.batch(0))
+    before = counted()
+    step(*model.batch(1))
+    return counted() - before
 
 
 def counted() -> int:

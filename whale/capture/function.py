@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields
 from hashlib import blake2b
 from typing import Any
@@ -86,20 +86,16 @@ def trace_function(
         if drawing is not None:
             drawing.enter()
         positional, keywords = arguments.rebuild(tensors)
-        with created(tf.compat.v1.get_default_graph()):
+        # Asked after the user's own (100), and before tf.function's (50).
+        with tf.compat.v1.get_default_graph()._variable_creator_scope(create, priority=60):
             results = called(*positional, **keywords)
         if loss_scale is not None:
             loss_scale.update()
         return results
 
-    def created(graph: Any) -> AbstractContextManager[None]:
-        def create(next_creator: Any, **wanted: Any) -> Any:
-            assert creator is not None
-            made.append(creator(next_creator, **wanted))
-            return made[-1]
-
-        # Asked after the user's own (100), and before tf.function's (50).
-        return nullcontext() if creator is None else graph._variable_creator_scope(create, priority=60)
+    def create(next_creator: Any, **wanted: Any) -> Any:
+        made.append(next_creator(**wanted) if creator is None else creator(next_creator, **wanted))
+        return made[-1]
 
     # Of what is called "<lambda>" AutoGraph looks for a lambda's source.
     call.__name__ = program_name if program_name.isidentifier() else "step"

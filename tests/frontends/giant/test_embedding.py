@@ -22,10 +22,13 @@ LIMIT = 1e-10
 BATCH, EACH, WORDS, WIDTH = 5, 3, 10, 4
 
 
-def lazy_adam() -> Any:
+LAZY = pytest.mark.skipif(not KERAS_3, reason="lazy optimizers are those of Keras 3")
+
+
+def lazy(name: str = "Adam") -> Any:
     before = tf.keras.backend.floatx()
     tf.keras.backend.set_floatx("float64")  # of its variables
-    optimizer = wh.optimizers.lazy(tf.keras.optimizers.Adam(0.05, epsilon=1e-3))
+    optimizer = wh.optimizers.lazy(getattr(tf.keras.optimizers, name)(0.05, epsilon=1e-3))
     tf.keras.backend.set_floatx(before)
     return optimizer
 
@@ -92,8 +95,7 @@ def test_absent_ids_touch_no_row_but_their_bags() -> None:
         (2, {}, {"sharded": "whole"}),
         (3, {"replica.shares": [2, 1, 1]}, {"hot": 5, "weighted": True}),
         pytest.param(
-            2, {}, {"weighted": True, "optimizer": lazy_adam},
-            marks=pytest.mark.skipif(not KERAS_3, reason="lazy optimizers are those of Keras 3"),
+            2, {}, {"weighted": True, "optimizer": lazy}, marks=LAZY,
         ),
     ],
 )  # fmt: skip

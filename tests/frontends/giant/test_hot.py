@@ -11,7 +11,8 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.embeddings import Bags, zipf
-from benchmarks.giant.measure import RANKS, SPREAD, Line, counted, difference, ranks
+from benchmarks.giant.measure import RANKS, SPREAD, Line, difference, moved_by_a_step, ranks
+from tests.frontends.giant.test_embedding import LAZY, lazy
 from whale.errors import ProgramError
 from whale.ir.layout import Split
 
@@ -56,28 +57,17 @@ def test_hot_rows_are_all_reduced_and_their_ids_not_sent() -> None:
         model = make(SPREAD, tf.float32)
         step = wh.function(model.step)
         plan = step.plan(*model.batch(1))
-        step(*model.batch(0))
-        before = counted()
-        step(*model.batch(1))
+        moved = moved_by_a_step(step, model)
         sizes = sum(c.logical_bytes for c in _counters() if "sizes" in c.key) // 2
-        assert counted() - before == model.wanted(1) + sizes
+        assert moved == model.wanted(1) + sizes
     assert [p.dim for p in plan.variables.values() if isinstance(p, Split)] == [0] * 3
     reduced = [r for r in plan.reshards if str(r.source) == "P(sum)" and r.group >= 0]
     assert len(reduced) >= 3  # of each table, with what else is summed
 
 
+@LAZY
 def test_adagrad_with_micro_batches() -> None:
-    if tf.__version__ < "2.16":
-        pytest.skip("lazy optimizers are those of Keras 3")
-
-    def adagrad() -> Any:
-        before = tf.keras.backend.floatx()
-        tf.keras.backend.set_floatx("float64")  # of its variables
-        optimizer = wh.optimizers.lazy(tf.keras.optimizers.Adagrad(0.05))
-        tf.keras.backend.set_floatx(before)
-        return optimizer
-
-    make = partial(Bags, hot=5, optimizer=adagrad, form="dense")
+    make = partial(Bags, hot=5, optimizer=partial(lazy, "Adagrad"), form="dense")
     assert difference(Line("hot", make, 0, 2, {"pipeline.num_micro_batch": 2})) <= LIMIT
 
 

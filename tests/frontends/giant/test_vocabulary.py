@@ -13,7 +13,7 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant.embeddings import Bags
 from benchmarks.giant.measure import ALONE, SPREAD, Line, ranks
-from tests.frontends.giant.test_embedding import KERAS_3, LIMIT, lazy_adam
+from tests.frontends.giant.test_embedding import LAZY, LIMIT, lazy
 from whale.errors import ProgramError
 from whale.frontends.giant.vocabulary import EMPTY
 
@@ -98,7 +98,7 @@ def test_strings_are_ids_and_the_empty_one_is_none() -> None:
     np.testing.assert_array_equal(layer(tf.constant([["a", "", ""]]))[0] + layer(tf.constant([["b"]]))[0], rows[0])
 
 
-@pytest.mark.skipif(not KERAS_3, reason="lazy optimizers are those of Keras 3")
+@LAZY
 @pytest.mark.parametrize("kind", ["Adam", "Adagrad", "Ftrl"])
 def test_an_optimizer_begins_anew_with_a_slots_new_id(kind: str) -> None:
     """A slot's second id is trained as it would have been in an unused slot."""
@@ -121,8 +121,8 @@ def test_an_optimizer_begins_anew_with_a_slots_new_id(kind: str) -> None:
         (3, {"replica.shares": [2, 1, 1]}, {"evict": "lfu"}),
         (2, {"pipeline.num_micro_batch": 2}, {"weighted": True}),
         pytest.param(
-            2, {}, {"optimizer": lazy_adam},
-            marks=pytest.mark.skipif(not KERAS_3, reason="lazy optimizers are those of Keras 3"),
+            2, {}, {"optimizer": lazy},
+            marks=LAZY,
         ),
     ],
 )  # fmt: skip

@@ -13,12 +13,12 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.embeddings import Bags, Whole
-from benchmarks.giant.measure import SPREAD, Line, counted, difference, ranks
+from benchmarks.giant.measure import SPREAD, Line, difference, moved_by_a_step, ranks
+from tests.frontends.giant.test_embedding import LAZY, lazy
 from whale.ir.layout import Split
 from whale.passes.layout.split.tables import spread
 from whale.runtime.run.context import current
 
-KERAS_3 = tf.__version__ >= "2.16"
 LIMIT = 1e-10
 SMALL = partial(Whole, tables=5, words=64, width=8, batch=64, each=16)
 
@@ -52,28 +52,15 @@ def test_tables_of_bags_lie_whole_and_travel_together() -> None:
     "count, config, form, each",
     [
         (2, {}, {"weighted": True}, 1),
-        (3, {"replica.shares": [2, 1, 1]}, {"optimizer": "Adagrad"}, 2),
-        (2, {"zero.level": 1, "zero.min_bytes": 0}, {"optimizer": "Adam"}, 3),
+        pytest.param(3, {"replica.shares": [2, 1, 1]}, {"optimizer": partial(lazy, "Adagrad")}, 2, marks=LAZY),
+        pytest.param(2, {"zero.level": 1, "zero.min_bytes": 0}, {"optimizer": lazy}, 3, marks=LAZY),
     ],
 )
 def test_as_on_one_device(count: int, config: Mapping[str, Any], form: Mapping[str, Any], each: int) -> None:
     """A table and its moments, ``each`` variables, are on one rank."""
-    form = dict(form)
-    if "optimizer" in form:
-        if not KERAS_3:
-            pytest.skip("lazy optimizers are those of Keras 3")
-        form["optimizer"] = partial(_lazy, form["optimizer"])
     make = partial(SMALL, **form)
     assert sum(placed(make, count, config)[0].values()) == 5 * each
     assert difference(Line("tables", make, 0, count, config)) <= LIMIT
-
-
-def _lazy(name: str) -> Any:
-    before = tf.keras.backend.floatx()
-    tf.keras.backend.set_floatx("float64")  # of its variables
-    optimizer = wh.optimizers.lazy(getattr(tf.keras.optimizers, name)(0.05, epsilon=1e-3))
-    tf.keras.backend.set_floatx(before)
-    return optimizer
 
 
 @pytest.mark.parametrize("count, config", [(2, {"pipeline.num_micro_batch": 2}), (4, {"mesh": "data=2,tensor=2"})])
@@ -88,10 +75,7 @@ def test_bytes_are_those_of_ids_and_bags() -> None:
         model = make(SPREAD, tf.float32)
         step = wh.function(model.step)
         plan = step.plan(*model.batch(0))
-        step(*model.batch(0))
-        before = counted()
-        step(*model.batch(1))
-        assert counted() - before == model.wanted(1) == plan.logical_bytes
+        assert moved_by_a_step(step, model) == model.wanted(1) == plan.logical_bytes
 
 
 def test_a_scope_of_one_rank_says_where_a_table_is() -> None:

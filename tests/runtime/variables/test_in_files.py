@@ -14,11 +14,9 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant.embeddings import Bags
 from benchmarks.giant.measure import SPREAD, Line, difference, ranks
-from tests.frontends.giant.test_embedding import KERAS_3, LIMIT, lazy_adam
+from tests.frontends.giant.test_embedding import LAZY, LIMIT, lazy
 from whale.errors import PlanError
 from whale.runtime.variables import checkpoint_regions
-
-LAZY = pytest.mark.skipif(not KERAS_3, reason="lazy optimizers are those of Keras 3")
 
 
 def mapped_bytes(folder: Path) -> list[int]:
@@ -32,7 +30,7 @@ def mapped_bytes(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "form", [{}, {"dynamic": True, "sharded": "columns"}, pytest.param({"optimizer": lazy_adam}, marks=LAZY)]
+    "form", [{}, {"dynamic": True, "sharded": "columns"}, pytest.param({"optimizer": lazy}, marks=LAZY)]
 )
 def test_over_ranks_as_on_one_device(form: dict[str, Any], tmp_path: Path) -> None:
     make = partial(Bags, tables=1, folder=str(tmp_path), **form)
