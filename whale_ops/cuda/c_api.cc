@@ -126,7 +126,7 @@ WHALE_EXPORT int whale_cuda_run(void* handle, WhaleCudaOperation* operation) {
   };
   for (int64_t i = 0; i < operation->tensors_size; ++i) {
     const void* input = place(operation->inputs[i], operation->input_counts[i]);
-    void* output = place(nullptr, operation->output_counts[i]);
+    void* output = what.kind == whale::OpKind::kSend ? nullptr : place(nullptr, operation->output_counts[i]);
     what.tensors.push_back({input, output, what.kind == whale::OpKind::kRecv ? operation->output_counts[i] : operation->input_counts[i]});
   }
   if (status.ok()) status = check(cudaStreamSynchronize(rank->computation), "cudaStreamSynchronize");
@@ -138,6 +138,7 @@ WHALE_EXPORT int whale_cuda_run(void* handle, WhaleCudaOperation* operation) {
   operation->seconds = static_cast<double>(whale::now_ns() - start_ns) * 1e-9 / operation->repeats;
   rank->device->release(mark);
   for (int64_t i = 0; i < operation->tensors_size && status.ok(); ++i) {
+    if (what.tensors[static_cast<size_t>(i)].output == nullptr) continue;
     const size_t bytes = static_cast<size_t>(operation->output_counts[i]) * what.element_bytes;
     status = check(cudaMemcpyAsync(operation->outputs[i], what.tensors[static_cast<size_t>(i)].output, bytes, cudaMemcpyDeviceToHost, rank->computation),
                    "cudaMemcpyAsync");

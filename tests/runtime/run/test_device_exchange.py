@@ -30,6 +30,7 @@ from whale.ir.values import DType
 from whale.runtime.compile import memory_plan, rates
 from whale.runtime.ranks import device_exchange, gpus
 from whale.runtime.ranks.device_exchange import Gpu
+from whale.started import ProcessPlace
 
 Start = Callable[..., None]
 NCCL = {"communication.backend": "nccl"}
@@ -325,8 +326,28 @@ def test_what_a_rank_lacks(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     if tf.config.list_physical_devices("GPU"):
         pytest.skip("there is a GPU here")
     assert device_exchange.take_gpu(0) == Gpu(None)
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
+    for found in ("list_physical_devices", "get_visible_devices"):
+        monkeypatch.setattr(tf.config, found, lambda kind: ["GPU:0"])
     assert "python -m whale_ops.build_cuda" in device_exchange.take_gpu(0).lacks
     monkeypatch.setattr(device_exchange, "library", lambda: library)
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
     assert "TensorFlow sees 2 GPUs, the CUDA runtime 1" in device_exchange.take_gpu(0).lacks
+
+
+@pytest.mark.parametrize(
+    ("visible", "taken"),
+    [(["GPU:0", "GPU:1"], "GPU:1"), (["GPU:0"], "GPU:0"), ([], None)],
+    ids=["its number's", "the script's", "hidden by the script"],
+)
+def test_every_process_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, visible: list[str], taken: str | None
+) -> None:
+    """With the default backend, too: else all ranks of a host would compute on its first GPU."""
+    done: list[tuple[str, ...]] = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: visible)
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: done.append(("only", gpu)))
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, yes: done.append(("grows", gpu)))
+    place = ProcessPlace(rank=5, size=6, local_rank=1, local_size=2, launcher="whale run")
+    device_exchange.start(Config({}), place, 6, ())
+    assert done == ([] if taken is None else [("only", taken), ("grows", taken)])

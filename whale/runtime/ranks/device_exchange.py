@@ -17,7 +17,7 @@ from whale.config import Config
 from whale.errors import ClusterError, CommError, ConfigError
 from whale.log import log
 from whale.passes.exchange.on_devices import DEVICE_BACKENDS, PINNED
-from whale.started import ProcessPlace
+from whale.started import ProcessPlace, joins
 from whale_ops import build_cuda
 
 NO_GPU = "TensorFlow sees no GPU"
@@ -25,20 +25,24 @@ _LEAST_BUFFER_BYTES = 1 << 20  # tensors of more bytes travel in parts
 
 
 def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_ops.Communicator]) -> None:
-    """Opens this rank's GPU where the configuration asks for it; collective. Nothing to do for one rank.
+    """Gives a rank's process its GPU, and opens it where the configuration asks for it; collective.
 
-    Where the process sees several GPUs, TensorFlow gets that of the process's number on its host, and no other. With
-    "pinned" ranks for which TensorFlow sees no GPU take part with the host's memory.
+    Where the process sees several GPUs, TensorFlow gets that of the process's number on its host, and no other, with
+    every backend: otherwise all processes of a host would compute on its first one, whose memory one of them takes.
+    With "pinned" ranks for which TensorFlow sees no GPU take part with the host's memory. A single rank, and
+    ranks that are threads, have what TensorFlow sees.
 
     Raises:
       ConfigError: the ranks are threads of this process, which would share one GPU and one TensorFlow.
       ClusterError: on every rank, naming those that cannot: the library is not built, there is no GPU, TensorFlow has
         started with several, or the GPUs cannot be connected.
     """
-    backend = config["communication.backend"]
+    backend, threads = config["communication.backend"], config["communication.transport"] == "in-process"
     if backend not in DEVICE_BACKENDS:
+        if (size > 1 or joins()) and not threads and (lacks := own_gpu(place.local_rank).lacks):
+            log.warning(f"all ranks of this host compute on its first GPU: {lacks}")
         return
-    if config["communication.transport"] == "in-process":
+    if threads:
         raise ConfigError(
             "GPUs exchange tensors of processes, and the in-process transport has one",
             given=f'communication.backend "{backend}" with communication.transport "in-process"',
@@ -120,11 +124,11 @@ def library() -> Path:
 
 
 def take_gpu(local_rank: int) -> Gpu:
-    """This process's GPU, or what is missing; TensorFlow takes its memory only as it needs it."""
+    """This process's GPU and no other, or what is missing to exchange what lies in its memory."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
+    if not gpus or not tf.config.get_visible_devices("GPU"):
         return Gpu(None)
     if not library().exists():
         return Gpu(0, f"{library().name} is not built: python -m whale_ops.build_cuda")
@@ -134,7 +138,19 @@ def take_gpu(local_rank: int) -> Gpu:
         return Gpu(0, str(error))
     if there != len(gpus):
         return Gpu(0, f"TensorFlow sees {len(gpus)} GPUs, the CUDA runtime {there}: set CUDA_VISIBLE_DEVICES")
-    visible = tf.config.get_visible_devices("GPU")
+    return own_gpu(local_rank)
+
+
+def own_gpu(local_rank: int) -> Gpu:
+    """The only GPU that TensorFlow has from now on; it takes its memory only as it needs it.
+
+    It is the one that the script has made visible, or that of this process's number on its host.
+    """
+    import tensorflow as tf
+
+    gpus, visible = tf.config.list_physical_devices("GPU"), tf.config.get_visible_devices("GPU")
+    if not visible:
+        return Gpu(None)
     gpu = visible[0] if len(visible) == 1 else gpus[local_rank % len(gpus)]
     try:
         tf.config.set_visible_devices(gpu, "GPU")
