@@ -22,6 +22,7 @@ _LARGEST_TABLE = 30_000_000  # entries, of eight bytes
 _FEW_ENTRIES = 10_000  # of all tables, per node: looking for a better order would take longer than these
 _MOST_TRIES = 12
 _SWAY = 0.3
+_OF_A_BIT = 1 << 20  # parts in which logarithms of sizes are counted
 
 # A cost that depends on some nodes, in ascending order: one dimension for each.
 _Table = tuple[tuple[int, ...], np.ndarray]
@@ -91,12 +92,15 @@ def _least(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int] | None:
     """Nodes in the order of elimination; None when a table on the way would be too large."""
-    found = _Elimination(sizes, groups).run()
+    found = _Elimination(sizes, groups).run(math.inf)
+    assert found is not None
     for seed in range(_MOST_TRIES):
         if found.entries <= _FEW_ENTRIES * len(sizes):
             break
-        again = _Elimination(sizes, groups, by_fill=True, seed=seed).run()
-        found = min(found, again, key=lambda one: (one.largest > _LARGEST_TABLE, one.entries))
+        fits = found.largest <= _LARGEST_TABLE
+        again = _Elimination(sizes, groups, by_fill=True, seed=seed).run(found.entries if fits else math.inf)
+        if again is not None:
+            found = min(found, again, key=lambda one: (one.largest > _LARGEST_TABLE, one.entries))
     return found.order if found.largest <= _LARGEST_TABLE else None
 
 
@@ -115,6 +119,9 @@ class _Elimination:
     Kjaerulff, "Triangulation of graphs - algorithms giving small total state space", 1990), which takes longer to find
     and leaves far smaller tables where several chains run side by side, as the passes of a model do. The best of some
     orders, whose choices a seed sways, is several times better than the first one.
+
+    ``fill`` is kept up to date link by link: what the pairs of a node's neighbours weigh that are not linked. It is of
+    integers, so that the order in which these are added does not matter.
     """
 
     def __init__(self, sizes: Sequence[int], groups: Sequence[tuple[int, ...]], by_fill: bool = False, seed: int = 0):
@@ -128,10 +135,11 @@ class _Elimination:
                 self.near[n].update(several)
         for n, others in enumerate(self.near):
             others.discard(n)
-        self.bits = [math.log2(size) for size in sizes]
+        self.bits = [round(math.log2(size) * _OF_A_BIT) for size in sizes]
+        self.fill = [self._missing(around) for around in self.near] if by_fill else []
 
-    def run(self) -> _Found:
-        """The whole order."""
+    def run(self, most: float) -> _Found | None:
+        """The whole order; None: its tables have ``most`` entries or more."""
         keys = [self._key(n) for n in range(len(self.sizes))]
         heap = [(key, n) for n, key in enumerate(keys)]
         heapq.heapify(heap)
@@ -144,8 +152,11 @@ class _Elimination:
                 continue
             gone[n] = True
             order.append(n)
-            entries += self._entries(n)
-            largest = max(largest, self._entries(n))
+            own = self._entries(n)
+            entries += own
+            if entries >= most:
+                return None
+            largest = max(largest, own)
             for m in self._take_out(n):
                 if (now := self._key(m)) != keys[m]:
                     keys[m] = now
@@ -154,31 +165,46 @@ class _Elimination:
 
     def _take_out(self, n: int) -> set[int]:
         """Links the neighbours of a node with each other. Returns the nodes whose keys may be others now."""
-        around = self.near[n]
-        linked = set()
-        for m in around:
-            new = around - self.near[m] - {m}
-            if new:
-                self.near[m] |= new
-                linked.add(m)
-            self.near[m].discard(n)
+        near, around = self.near, self.near[n]
         changed = set(around)
-        if self.by_fill:  # a link between two neighbours of a third node is one that its going need not make
-            for m in linked:
-                changed |= self.near[m]
+        for m in around:
+            near[m].discard(n)
+            if self.by_fill:
+                self.fill[m] -= self.bits[n] * self._weight(near[m] - around)
+        for m in around:
+            for other in around - near[m]:
+                if other != m:
+                    changed |= self._link(m, other)
         return changed
 
+    def _link(self, a: int, b: int) -> set[int]:
+        """Makes neighbours of two nodes. Returns those around both, whose going need not link them any more."""
+        one, other = self.near[a], self.near[b]
+        both: set[int] = set()
+        if self.by_fill:
+            fill, bits, both = self.fill, self.bits, one & other
+            fill[a] += bits[b] * self._weight(one - other)
+            fill[b] += bits[a] * self._weight(other - one)
+            for c in both:
+                fill[c] -= bits[a] * bits[b]
+        one.add(b)
+        other.add(a)
+        return both
+
+    def _missing(self, around: set[int]) -> int:
+        """What the pairs of some nodes weigh that are not linked."""
+        return sum(self.bits[m] * self._weight(around - self.near[m] - {m}) for m in around) // 2
+
+    def _weight(self, nodes: set[int]) -> int:
+        return sum(map(self.bits.__getitem__, nodes))
+
     def _entries(self, n: int) -> int:
-        return self.sizes[n] * math.prod(self.sizes[m] for m in self.near[n])
+        return self.sizes[n] * math.prod(map(self.sizes.__getitem__, self.near[n]))
 
     def _key(self, n: int) -> float:
         if not self.by_fill:
             return self._entries(n)
-        near, bits, key = self.near, self.bits, 0.0
-        for m in near[n]:
-            missing = near[n] - near[m]
-            key += bits[m] * sum(bits[other] for other in sorted(missing) if other != m)
-        return key * (1 + _SWAY * self.sway[n]) + 0.01 * self.sway[n]
+        return 2 * self.fill[n] / _OF_A_BIT**2 * (1 + _SWAY * self.sway[n]) + 0.01 * self.sway[n]
 
 
 def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Sequence[float]]) -> np.ndarray:
