@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.measure import ALONE, RANKS, Line, Scopes, sgd, weight
+from whale.frontends.giant.vocabulary import tensor_of
 from whale.ir.layout import even_sizes
 
 ROWS, EACH, WORDS, WIDTH = 256, 4, 20_000, 32
@@ -167,8 +168,8 @@ class Bags:
         self.out = weight(9, width * tables * (1 if combiner else each), 1, dtype=dtype)
         self.trained = [*(v for layer in self.layers for v in layer.trainable_weights), self.out]
         self.optimizer = None if optimizer is None else optimizer()
-        self.variables = [_tensorflow(v) for v in self.trained]
-        self.slots = [_tensorflow(v) for layer in self.layers for v in layer.non_trainable_weights]
+        self.variables = [tensor_of(v) for v in self.trained]
+        self.slots = [tensor_of(v) for layer in self.layers for v in layer.non_trainable_weights]
 
     def batch(self, number: int) -> tuple[Any, ...]:
         draw, found = np.random.default_rng(number), list[Any]()
@@ -227,10 +228,6 @@ class Whole(Bags):
         rows = 2 * len(self.layers) * self.rows * self.width * FLOAT
         dense = int(np.prod(self.out.shape)) + 1
         return (ids + rows) * (RANKS - 1) // RANKS + 2 * (RANKS - 1) * dense * FLOAT
-
-
-def _tensorflow(variable: Any) -> tf.Variable:
-    return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def asked_for(ids: np.ndarray, words: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
+from whale.frontends.giant.vocabulary import tensor_of
 from whale.runtime.run.context import running
 
 OF_GIANT = frozenset({"experts", "none dropped", "table", "growing", "hot", "classes", "sampled classes"})
@@ -45,22 +46,22 @@ class Giant(tf.Module):
             self.experts.build((None, 1, width))
             for v in self.experts.trainable_variables:
                 v.assign(draw.normal(size=v.shape) * 0.4)
-                self.weights.append(getattr(v, "value", v))
+                self.weights.append(tensor_of(v))
         if "table" in marks:
             self.tables.append(variable("table", WORDS, width))
         if "growing" in marks:
             self.bag = wh.layers.Embedding(64, width, combiner="mean", dynamic=True, dtype=dtype)
             self.bag.build()
             self.bag.embeddings.assign(draw.normal(size=self.bag.embeddings.shape) * 0.4)
-            self.tables.append(getattr(self.bag.embeddings, "value", self.bag.embeddings))
-            self.state = [getattr(v, "value", v) for v in self.bag.non_trainable_variables]
+            self.tables.append(tensor_of(self.bag.embeddings))
+            self.state = [tensor_of(v) for v in self.bag.non_trainable_variables]
         if "hot" in marks:
             self.bag = wh.layers.Embedding(WORDS, width, combiner="mean", hot=HOT, dtype=dtype)
             self.bag.build()
             for v in self.bag.trainable_variables:
                 v.assign(draw.normal(size=v.shape) * 0.4)
-            self.tables.append(getattr(self.bag.embeddings, "value", self.bag.embeddings))
-            self.weights.append(getattr(self.bag.hot_rows, "value", self.bag.hot_rows))
+            self.tables.append(tensor_of(self.bag.embeddings))
+            self.weights.append(tensor_of(self.bag.hot_rows))
         if "classes" in marks:
             self.weights.append(variable("classes", width, CLASSES))
         if "sampled classes" in marks:

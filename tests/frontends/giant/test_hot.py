@@ -14,6 +14,7 @@ from benchmarks.giant.embeddings import Bags, zipf
 from benchmarks.giant.measure import RANKS, SPREAD, Line, difference, moved_by_a_step, ranks
 from tests.frontends.giant.test_embedding import LAZY, lazy
 from whale.errors import ProgramError
+from whale.frontends.giant.vocabulary import tensor_of
 from whale.ir.layout import Split
 
 LIMIT = 1e-10
@@ -71,9 +72,11 @@ def test_adagrad_with_micro_batches() -> None:
     assert difference(Line("hot", make, 0, 2, {"pipeline.num_micro_batch": 2})) <= LIMIT
 
 
-def test_a_checkpoint_has_the_ids_of_its_rows(tmp_path: Any) -> None:
+def test_a_checkpoint_has_the_ids_of_its_rows_and_what_is_exported_too(tmp_path: Any) -> None:
+    ids = tf.constant(np.random.default_rng(1).integers(-1, WORDS, (BATCH, EACH)))
+
     def saved(layer: Any) -> Any:
-        return wh.CheckpointManager(tf.train.Checkpoint(layer=layer), str(tmp_path), 1)
+        return wh.CheckpointManager(tf.train.Checkpoint(layer=layer), str(tmp_path / "kept"), 1)
 
     def stepped(hot: list[int]) -> Any:
         layer = layer_with(hot)
@@ -83,7 +86,7 @@ def test_a_checkpoint_has_the_ids_of_its_rows(tmp_path: Any) -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.sin(layer(ids)))
             for v, slope in zip(layer.trainable_variables, tape.gradient(loss, layer.trainable_variables)):
-                getattr(v, "value", v).assign_sub(tf.convert_to_tensor(slope))
+                tensor_of(v).assign_sub(tf.convert_to_tensor(slope))
             return loss
 
         step(tf.constant(np.random.default_rng(0).integers(WORDS, size=(BATCH, EACH))))
@@ -97,6 +100,11 @@ def test_a_checkpoint_has_the_ids_of_its_rows(tmp_path: Any) -> None:
         layer = stepped([0, 1, 9])
         saved(layer).restore_or_initialize()
         np.testing.assert_array_equal(rows_of(layer), expected)
+        wh.export(wh.function(lambda ids: layer(ids)), tmp_path / "served", tf.TensorSpec([BATCH, EACH], ids.dtype))
+    (found,) = tf.saved_model.load(str(tmp_path / "served")).signatures["serving_default"](ids).values()
+    one = layer_with([5, 6, 8])
+    tf.train.Checkpoint(layer=one).restore(tf.train.latest_checkpoint(str(tmp_path / "kept"))).assert_consumed()
+    np.testing.assert_allclose(found, one(ids), atol=1e-14)
 
 
 def test_rows_are_hot_that_more_than_two_ranks_ask_for() -> None:

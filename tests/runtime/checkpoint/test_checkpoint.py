@@ -285,3 +285,29 @@ def test_an_object_store_is_refused(ranks: Start) -> None:
     ranks(1)
     with pytest.raises(wh.CheckpointError, match="given: gs://bucket/run"):
         wh.CheckpointManager(tf.train.Checkpoint(), "gs://bucket/run", 2)
+
+
+def test_weights_that_tensorflow_does_not_see_are_named(
+    ranks: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keras 3 does not tell tf.train.Checkpoint of layers in a list, Keras 2 does."""
+
+    class Towers(tf.keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = [tf.keras.layers.Dense(1, name=f"tower_{i}") for i in range(2)]
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return tf.add_n([tower(x) for tower in self.towers])
+
+    ranks(2)
+    model = Towers()
+    model(tf.ones((1, 3)))
+    hidden, named = tf.train.Checkpoint(model=model), tf.train.Checkpoint(model=model, layers=list(model.layers))
+    for checkpoint, missing in ((named, False), (hidden, tf.__version__ >= "2.16")):
+        manager = wh.CheckpointManager(checkpoint, tmp_path / str(missing), 1)
+        manager.save()
+        path = manager.save()  # which says nothing more
+        assert capsys.readouterr().err.count("4 weights of a model are not in the checkpoint") == missing
+        sizes = [shape for name, shape in tf.train.list_variables(path) if shape == [3, 1]]
+        assert len(sizes) == (0 if missing else 2)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.checkpoints.model import INPUTS, Model, batch
+from whale.runtime.checkpoint.export import _module_of
 from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
 
 Start = Callable[..., None]
@@ -70,6 +71,13 @@ def test_what_is_exported_serves_without_whale(ranks: Start, tmp_path: Path) -> 
     subprocess.run([sys.executable, "-c", SERVE, *wanted], check=True, cwd=tmp_path, env=environment)
     for name, values in wanted.items():
         np.testing.assert_allclose(np.load(tmp_path / f"{name}.npy"), values, rtol=1e-6, atol=1e-12, err_msg=name)
+
+
+def test_ranks_gather_variables_in_one_order() -> None:
+    """A function's own order is that of addresses, which are others in each process."""
+    weights = [tf.Variable(float(i)) for i in range(24)]
+    module = _module_of(lambda x: tf.add_n([x * w for w in weights]), [tf.TensorSpec([])])
+    assert [v is w for v, w in zip(module.used, weights, strict=True)] == [True] * 24
 
 
 def test_mistakes(ranks: Start, tmp_path: Path) -> None:

@@ -106,16 +106,24 @@ def test_a_scope_of_one_rank_says_where_a_table_is() -> None:
     assert difference(Line("tables", Placed, 0, 2)) <= LIMIT
 
 
-def test_a_checkpoint_is_read_where_tables_lie_otherwise(tmp_path: Any) -> None:
+def test_a_checkpoint_is_read_where_tables_lie_otherwise_and_what_is_exported_serves(tmp_path: Any) -> None:
     def saved(model: Any) -> Any:
         tables = {f"table_{i}": v for i, v in enumerate(model.variables)}
-        return wh.CheckpointManager(tf.train.Checkpoint(**tables), str(tmp_path), 1)
+        return wh.CheckpointManager(tf.train.Checkpoint(**tables), str(tmp_path / "kept"), 1)
+
+    def predict(ids: tf.Tensor) -> tf.Tensor:
+        return tf.concat([layer(ids) for layer in model.layers], -1)
 
     with ranks(Line("tables", SMALL, 0, 4)):
         model = SMALL(SPREAD, tf.float64)
         wh.function(model.step)(*model.batch(0))
         saved(model).save()
         expected = [v.numpy() for v in model.variables]
+        (ids, *_) = model.batch(2)
+        wh.export(wh.function(predict), tmp_path / "served", tf.TensorSpec(ids.shape, ids.dtype))
+        wanted = predict(ids)
+    (found,) = tf.saved_model.load(str(tmp_path / "served")).signatures["serving_default"](ids).values()
+    np.testing.assert_allclose(found, wanted, atol=1e-14)
     by_rows = partial(Bags, tables=5, words=64, width=8, batch=64, each=16)
     makes: list[tuple[Callable[..., Bags], int]] = [(SMALL, 3), (by_rows, 2)]
     for make, count in makes:

@@ -72,7 +72,10 @@ def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
         python_function = function._python_function
     module = tf.Module()
     module.serve = tf.function(python_function, input_signature=list(specs), autograph=True)
-    module.used = list(module.serve.get_concrete_function().graph.variables)
+    graph = module.serve.get_concrete_function().graph
+    # In the order in which it captured them: its own is that of addresses, and ranks gather one after the other.
+    variables = {id(v.handle): v for v in graph.variables}
+    module.used = [variables[id(handle)] for handle, _ in graph.captures if id(handle) in variables]
     return module
 
 

@@ -15,6 +15,7 @@ from whale.runtime.checkpoint import reading as checkpoint_reading
 from whale.runtime.checkpoint.agreement import Said, check_equal, decoded, encoded
 from whale.runtime.checkpoint.folder import CheckpointFolder
 from whale.runtime.checkpoint.gathering import refuse_different_copies
+from whale.runtime.checkpoint.left_out import say_left_out
 from whale.runtime.checkpoint.saving import Saving
 from whale.runtime.checkpoint.shares import digest, entries_of, share_out, snapshot
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
@@ -77,7 +78,9 @@ class CheckpointManager:
                 expected="a path: files are renamed once they are complete, which object stores do not do",
                 action="give a folder on a shared disk, and copy complete checkpoints from there",
             )
+        self._place = os.path.abspath(self._directory)
         self._last_step: int | None = None
+        self._said_left_out = False
         self._asynchronous = asynchronous
         self._folder: CheckpointFolder | None = None
         self._saving: Saving | None = None
@@ -161,6 +164,8 @@ class CheckpointManager:
 
             saved = ObjectGraphView(self._checkpoint).breadth_first_traversal()[0]
             refuse_different_copies(saved, context, self._purpose("begun"))
+            if context.rank == 0 and not self._said_left_out:
+                self._said_left_out = say_left_out(saved, self._directory)
             first = self._together("begun", begin)[0]
             counter.assign(first.counter)
             path = os.path.join(self._directory, f"{self._name}-{first.number}")
@@ -286,10 +291,6 @@ class CheckpointManager:
             return False
         self._last_step = step
         return True
-
-    @property
-    def _place(self) -> str:
-        return os.path.abspath(self._directory)
 
     def _state_of_folder(self) -> Said:
         if self._folder is None:
