@@ -54,13 +54,21 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [("Adafactor", "replica"), ("Adafactor", "split"), ("RMSprop", "replica"), ("clipped SGD", "split")],
+    ("name", "form", "shares"),
+    [
+        ("Adafactor", "replica", (1, 1)),
+        ("Adafactor", "split", (1, 1)),
+        ("Adafactor", "split", (1, 0, 1)),  # who has no rows exchanges them once all the same, as the others do
+        ("RMSprop", "replica", (1, 1)),
+        ("clipped SGD", "split", (1, 1)),
+    ],
 )
-def test_optimizers_that_divide_rows_of_gradients_by_sums(ranks: Start, name: str, form: str) -> None:
+def test_optimizers_that_divide_rows_of_gradients_by_sums(
+    ranks: Start, name: str, form: str, shares: tuple[int, ...]
+) -> None:
     """Keras takes a branch if a sum is 0: rows of gradients wait there for sums of all micro-batches."""
     plain = trained(Bags(ALONE, form, OPTIMIZERS[name]()), tf.function)
-    ranks(2, **MICRO_BATCHES)
+    ranks(len(shares), **MICRO_BATCHES, **{"replica.shares": shares})
     for found, expected in zip(trained(Bags(SPREAD, form, OPTIMIZERS[name]()), wh.function), plain):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 

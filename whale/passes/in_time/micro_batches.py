@@ -61,12 +61,12 @@ def time_plan(
         for name, cut in rows.items()
         if program.by_name[name].op == "WhaleRecv"
     }
-    no_rows = Model({g: _of_no_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()})
+    no_rows = {g: _of_no_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()}
     devices = tuple(f"micro-batch {i}" for i in range(micro_batches))
     inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
     with no_garbage_collection():
         while True:
-            layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed, no_rows)
+            layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed, Model(no_rows))
             plan = Plan(
                 program=program.name,
                 fingerprint="",
@@ -85,6 +85,8 @@ def time_plan(
                 check(program, plan)
                 return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
             fixed.update(corrected)
+            for body in [b for name in corrected for b in _bodies(program, program.by_name[name])]:
+                no_rows.pop(body, None)  # what is computed once exchanges once
 
 
 def _of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
@@ -107,6 +109,12 @@ def _of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
             cuts = [split(dim, even_sizes(static_shape(t)[dim], runs)) for t in types]
             found[node.name] = Strategy((B, *cuts[: len(operands)]), tuple(cuts[len(operands) :]), "no rows")
     return found
+
+
+def _bodies(program: Program, node: Node) -> list[str]:
+    """The bodies of a loop or branch, and of those inside."""
+    names = [f.name for f in called_functions(node)] if node.op in HAS_BODIES else []
+    return [*names, *(b for name in names for inner in program.functions[name].nodes for b in _bodies(program, inner))]
 
 
 def _has_no_elements(t: TensorType) -> bool:
