@@ -1,14 +1,15 @@
 """``python -m benchmarks.giant [WORD]``: bytes that giant layers move in a step, over ranks of this process.
 
 Prints a row for each line (or those whose names contain the word): bytes that all ranks move together, those that have
-to move, their ratio, and the difference from one device in float64.
+to move, their ratio, and the difference from one device in float64. With the word "hot" alone, or none, a second table
+has what hot rows save the busiest rank.
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.giant import classifier, embeddings, experts, stages
+from benchmarks.giant import classifier, embeddings, experts, hot, stages
 from benchmarks.giant.measure import measure
 
 
@@ -19,6 +20,8 @@ def main(words: list[str]) -> None:
     for line in lines:
         if all(word in line.name for word in words):
             print(measure(line).text(), flush=True)
+    if words in ([], ["hot"]):
+        print("", *hot.lines(), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -254,18 +254,18 @@ def wanted(rows: int) -> int:
     return rows * (RANKS - 1) // RANKS * (FLOAT + 2 * WIDTH * FLOAT) + 2 * (RANKS - 1) * (WIDTH + 1) * FLOAT
 
 
+LARGE_BAGS = partial(Bags, tables=8, words=50_000, width=16, batch=1024, each=8)
 SMALL_DLRM = partial(Dlrm, batch=32, rows=200, tables=6, width=8)
 
 
 def lines() -> list[Line]:
     """The rows about a table."""
     dlrm = partial(Dlrm, batch=4096, rows=100_000)
-    bags = partial(Bags, tables=8, words=50_000, width=16, batch=1024, each=8)
     one = partial(Whole, tables=8, words=50_000, width=16, batch=1024, each=8)
-    hot, few = partial(bags, hot=64), partial(Bags, hot=5)
+    hot, few = partial(LARGE_BAGS, hot=64), partial(Bags, hot=5)
     return [
         Line("DLRM, 26 tables, Zipf 1.05, batch 4,096", dlrm, dlrm(ALONE, tf.float32).wanted(1), small=SMALL_DLRM),
-        Line("wh.layers.Embedding, 8 tables of bags", bags, bags(ALONE, tf.float32).wanted(1), small=Bags),
+        Line("wh.layers.Embedding, 8 tables of bags", LARGE_BAGS, LARGE_BAGS(ALONE, tf.float32).wanted(1), small=Bags),
         Line("wh.layers.Embedding, 8 tables of bags, 64 hot rows", hot, hot(ALONE, tf.float32).wanted(1), small=few),
         Line("wh.layers.Embedding, 8 tables of bags, a rank each", one, one(ALONE, tf.float32).wanted(1), small=Whole),
         Line("embedding_lookup_sparse", partial(Table, form="sparse"), wanted(ROWS * EACH)),

@@ -125,10 +125,15 @@ def moved_by_a_step(step: Callable[..., Any], model: Model) -> int:
 
 def counted() -> int:
     """Bytes that all ranks together have moved so far."""
-    found = 0
-    for comm in current("the measurement").comms:
-        found += sum(c.logical_bytes for c in comm.counters() if c.kind in MOVING and "whale/check" not in c.key)
-    return found
+    return sum(sent_by_ranks())
+
+
+def sent_by_ranks() -> list[int]:
+    """Bytes that each rank has sent so far."""
+    return [
+        sum(c.logical_bytes for c in comm.counters() if c.kind in MOVING and "whale/check" not in c.key)
+        for comm in current("the measurement").comms
+    ]
 
 
 def difference(line: Line) -> float:

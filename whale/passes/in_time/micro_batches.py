@@ -19,13 +19,14 @@ from collections.abc import Collection, Mapping
 
 from whale.errors import AcrossMicroBatchesError, PlanError
 from whale.ir.collector import no_garbage_collection
-from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
+from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
 from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref
-from whale.ir.values import UNMOVABLE, TensorType, static_shape
+from whale.ir.values import UNMOVABLE
 from whale.passes.exchange.reshards import explicit_reshards
 from whale.passes.facts.scopes import has_split_scopes
+from whale.passes.in_time.no_rows import bodies_of, of_no_rows
 from whale.passes.in_time.preparing import acts
 from whale.passes.judge.check import check
 from whale.passes.layout.graph_layout import GraphLayout
@@ -34,7 +35,6 @@ from whale.passes.layout.model import Model
 from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.settle import settled_layouts
 from whale.rules.graph import called_functions
-from whale.rules.structure.communication import RUNS
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 
@@ -61,7 +61,7 @@ def time_plan(
         for name, cut in rows.items()
         if program.by_name[name].op == "WhaleRecv"
     }
-    no_rows = {g: _of_no_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()}
+    no_rows = {g: of_no_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()}
     devices = tuple(f"micro-batch {i}" for i in range(micro_batches))
     inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
     with no_garbage_collection():
@@ -85,40 +85,8 @@ def time_plan(
                 check(program, plan)
                 return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
             fixed.update(corrected)
-            for body in [b for name in corrected for b in _bodies(program, program.by_name[name])]:
+            for body in [b for name in corrected for b in bodies_of(program, program.by_name[name])]:
                 no_rows.pop(body, None)  # what is computed once exchanges once
-
-
-def _of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
-    """How a rank that has no rows takes part where others exchange theirs: in each micro-batch, as they do."""
-    found: dict[str, Strategy] = {}
-    known: set[str] = set()  # what constants alone make, or ranks that have no rows either
-    for node in program.nodes:
-        of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
-        if node.op == "Const" or of_known or (node.op in COLLECTIVES and all(map(_has_no_elements, node.outputs))):
-            known.add(node.name)
-        dim, runs = node.attrs.get(RUNS, (0, 0))
-        operands = node.inputs[1:]
-        if (
-            node.op in COLLECTIVES
-            and runs == micro_batches
-            and all(r.node in known or _has_no_elements(program.type_of(r)) for r in operands)
-        ):
-            types = [*map(program.type_of, operands), *node.outputs]
-            # Runs of one row may be seen as no runs where there are no rows.
-            cuts = [split(dim, even_sizes(static_shape(t)[dim], runs)) for t in types]
-            found[node.name] = Strategy((B, *cuts[: len(operands)]), tuple(cuts[len(operands) :]), "no rows")
-    return found
-
-
-def _bodies(program: Program, node: Node) -> list[str]:
-    """The bodies of a loop or branch, and of those inside."""
-    names = [f.name for f in called_functions(node)] if node.op in HAS_BODIES else []
-    return [*names, *(b for name in names for inner in program.functions[name].nodes for b in _bodies(program, inner))]
-
-
-def _has_no_elements(t: TensorType) -> bool:
-    return t.is_static and 0 in static_shape(t)
 
 
 def _layouts(

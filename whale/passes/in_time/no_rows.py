@@ -1,0 +1,45 @@
+"""How a rank without rows goes through micro-batches: it exchanges as often as those that have some."""
+
+from __future__ import annotations
+
+from whale.ir.layout import B, Strategy, even_sizes, split
+from whale.ir.ops import COLLECTIVES, HAS_BODIES
+from whale.ir.program import Node, Program
+from whale.ir.values import TensorType, static_shape
+from whale.rules.graph import called_functions
+from whale.rules.structure.communication import RUNS
+
+
+def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
+    """How a rank that has no rows takes part where others exchange theirs: in each micro-batch, as they do."""
+    found: dict[str, Strategy] = {}
+    known: set[str] = set()  # what constants alone make, or ranks that have no rows either
+    for node in program.nodes:
+        of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
+        if node.op == "Const" or of_known or (node.op in COLLECTIVES and all(map(_has_no_elements, node.outputs))):
+            known.add(node.name)
+        dim, runs = node.attrs.get(RUNS, (0, 0))
+        operands = node.inputs[1:]
+        if (
+            node.op in COLLECTIVES
+            and runs == micro_batches
+            and all(r.node in known or _has_no_elements(program.type_of(r)) for r in operands)
+        ):
+            types = [*map(program.type_of, operands), *node.outputs]
+            # Runs of one row may be seen as no runs where there are no rows.
+            cuts = [split(dim, even_sizes(static_shape(t)[dim], runs)) for t in types]
+            found[node.name] = Strategy((B, *cuts[: len(operands)]), tuple(cuts[len(operands) :]), "no rows")
+    return found
+
+
+def bodies_of(program: Program, node: Node) -> list[str]:
+    """The bodies of a loop or branch, and of those inside."""
+    names = [f.name for f in called_functions(node)] if node.op in HAS_BODIES else []
+    return [
+        *names,
+        *(b for name in names for inner in program.functions[name].nodes for b in bodies_of(program, inner)),
+    ]
+
+
+def _has_no_elements(t: TensorType) -> bool:
+    return t.is_static and 0 in static_shape(t)
