@@ -1,7 +1,8 @@
 # make demo            train an example on two processes, beside the one-process run
 # make test            all tests                      make test TF=2.15.1   with another TensorFlow
 # make oracle          the full matrix of plans against one device; writes docs/oracle.md
-# make bench           step times beside plain TensorFlow and Horovod; writes docs/benchmarks.md (BENCH_ARGS=...)
+# make bench           step times beside TensorFlow, XLA, Horovod, tf.distribute, PyTorch and JAX; writes docs/benchmarks.md
+#                      (BENCH_ARGS=...); PyTorch and JAX have an environment of their own, .venv-peers
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
 # make gpu             GPUs: compiles, tests (without one: with a fake device), writes docs/gpu.md's table
@@ -19,6 +20,7 @@ DEFAULT_TF := 2.21.0
 TF := $(DEFAULT_TF)
 TF_PACKAGE := tensorflow-cpu
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
+PEERS := .venv-peers
 TESTS ?= tests
 PYTEST_ARGS ?=
 # Tests of what happens in time mostly wait, and do it side by side; the others share the cores. Both halves are run and
@@ -73,8 +75,8 @@ oracle: build
 	@$(RUN) -m tests.oracle --table docs/oracle.md
 	@$(RUN) -m tests.oracle --table docs/oracle_split.md --under-split
 
-bench: $(VENV)/.bench build
-	@$(RUN) -m benchmarks.step_time --out docs $(BENCH_ARGS)
+bench: $(VENV)/.bench $(PEERS)/.peers build
+	@$(RUN) -m benchmarks.step_time --out docs --peers $(PEERS)/bin/python $(BENCH_ARGS)
 
 # MPICH in a folder of its own: its programs have the names of Open MPI's.
 bench-comm: $(VENV)/.bench build
@@ -155,6 +157,12 @@ $(VENV)/.docs: $(VENV)/.installed
 
 $(VENV)/.bench: $(VENV)/.installed
 	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[bench]'
+	@touch $@
+
+$(PEERS)/.peers: $(VENV)/.installed
+	@echo "Installing PyTorch and JAX into $(PEERS): a download of up to 3 GB"
+	@$(RUN) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check -q install torch jax 'keras>=3.12' numpy
 	@touch $@
 
 $(VENV)/.horovod: $(VENV)/.installed

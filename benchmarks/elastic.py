@@ -46,7 +46,8 @@ def worker(name: str, level: int, elastic: bool) -> None:
 
     def start() -> tuple[Answer, Callable[[], None]]:
         import whale as wh
-        from benchmarks.step_time.models import WORKLOADS, make_step
+        from benchmarks.step_time.models import WORKLOADS
+        from benchmarks.step_time.training import make_step
 
         # Stopped by the benchmark, a process is not frozen.
         wh.init({"elastic": elastic, "elastic.rebalance": False, "zero.level": level, "fault.freeze_s": 0})

@@ -37,22 +37,22 @@ def make_step(name: str, optimizer_name: str) -> Any:
     import tensorflow as tf
 
     import whale as wh
-    from benchmarks.step_time.models import LENGTH, WORDS, gpt, resnet50
+    from benchmarks.step_time.models import WORKLOADS
     from benchmarks.steps import train_step
 
     tf.keras.utils.set_random_seed(1)
-    model = {"gpt": gpt, "deep": deep, "resnet50": resnet50}[name]()
-    optimizer = getattr(tf.keras.optimizers, optimizer_name)(1e-4)
     generator, batch = np.random.default_rng(0), BATCHES[name]
-    if name == "gpt":
-        tokens = generator.integers(0, WORDS, size=(batch, LENGTH + 1)).astype(np.int32)
-        x, y = tokens[:, :-1], tokens[:, 1:]
-    else:
-        x = generator.normal(size=(batch, *model.input_shape[1:])).astype(np.float32)
+    if name == "deep":
+        model = deep()
+        features: tuple[np.ndarray, ...] = (generator.normal(size=(batch, 64)).astype(np.float32),)
         y = generator.integers(0, 10, size=batch).astype(np.int32)
+    else:
+        model, (features, y) = WORKLOADS[name].make(tf.keras), WORKLOADS[name].inputs(generator)
+    optimizer = getattr(tf.keras.optimizers, optimizer_name)(1e-4)
 
     step = wh.function(train_step(model, optimizer))
-    inputs = tf.constant(x), tf.constant(y)
+    x = [tf.constant(one[:batch]) for one in features]
+    inputs = x[0] if len(x) == 1 else x, tf.constant(y[:batch])
     return lambda: float(step(*inputs))
 
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whale.launcher.mpirun import find_mpirun
-
 START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 60.0
 
@@ -160,6 +158,8 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def under_mpirun(worker: Sequence[str], ranks: int) -> list[str]:
     """The command that starts a worker ``ranks`` times through this environment's Open MPI."""
+    from whale.launcher.mpirun import find_mpirun  # ranks of others have no Whale
+
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     return [find_mpirun(), *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *worker]
 

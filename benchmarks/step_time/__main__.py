@@ -1,12 +1,13 @@
-"""Step times of whole models: plain TensorFlow, Horovod and Whale, in one interleaved run (`make bench`).
+"""Step times of whole models under TensorFlow, Whale and what else one may take, in one interleaved run (`make bench`).
 
-    python -m benchmarks.step_time [--models resnet50,resnet50-amp,gpt,fc] [--rounds 9] [--steps 3] [--out docs]
+    python -m benchmarks.step_time [--models resnet50,gpt,vit,dlrm,lstm,fc] [--rounds 9] [--steps 3] [--out docs]
 
 Every configuration is a process group that stays alive. In each round every group runs a few steps, one group after
 the other, while the others are stopped: what else the machine does meets all of them. (Where memory does not hold all
 groups, Horovod and Whale on two ranks are in one set, the others in further ones.) A sample is the mean step time
 of one round, on the slowest rank; shown are the medians of the samples. Horovod's cycle time and fusion threshold are
-chosen first, among the candidates below, for each model.
+chosen first, among the candidates below, for each model. PyTorch and JAX run in an environment of their own, whose
+Python ``--peers`` names.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import contextlib
 import importlib.util
 import os
 import signal
+import socket
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,13 +34,17 @@ TITLES = {
     "resnet50": "ResNet50, 64x64, batch 16",
     "resnet50-amp": "ResNet50, products in bfloat16",
     "gpt": "GPT-like, 4 x 256, sequence 64, batch 16",
+    "vit": "ViT, 4 x 256, 64 patches, batch 16",
+    "dlrm": "DLRM, 26 tables of 10,000 x 16, batch 1,024",
+    "lstm": "LSTM, 2 x 256, sequence 64, batch 16",
     "fc": "FC 2048-2048-100000, batch 32",
 }
 # (cycle time in ms, fusion threshold in MiB); 5 and 128 are Horovod's own.
 HOROVOD_CANDIDATES = ((5, 128), (1, 128), (1, 16))
 # Memory of one process at its peak (TensorFlow keeps it), and which configurations share a set where not all fit.
-MEMORY_GB = {"resnet50": 1.4, "resnet50-amp": 1.4, "gpt": 1.0, "fc": 3.8}
-PRIORITY = ("horovod", "whale", "whale-split", "plain", "whale-horovod")
+MEMORY_GB = {"resnet50": 1.4, "resnet50-amp": 1.4, "gpt": 1.0, "vit": 1.0, "dlrm": 0.8, "lstm": 1.0, "fc": 3.8}
+PRIORITY = ("horovod", "whale", "whale-split", "plain", "xla", "mirrored", "torch", "jax", "whale-horovod")
+PEERS = ("torch", "jax")  # kinds that another Python runs
 NOT_INSTALLED = "not installed"
 WARM_UP = 2  # rounds that are not counted
 STEP_TIMEOUT_S = 300.0
@@ -49,7 +56,7 @@ class Configuration:
 
     Attributes:
         title: for the table.
-        kind: of worker.CONFIGURATIONS.
+        kind: of worker.CONFIGURATIONS, or of PEERS.
         ranks, threads: processes, and threads of each.
         environment: further variables, name and value.
         workloads: those it makes sense for; empty: all.
@@ -63,12 +70,26 @@ class Configuration:
     workloads: tuple[str, ...] = ()
 
 
+_ALL = ("resnet50", "gpt", "vit", "dlrm", "lstm", "fc")
 CONFIGURATIONS = (
     Configuration("TensorFlow, 2 threads", "plain", threads=2),
     Configuration("TensorFlow, 1 thread", "plain"),
+    Configuration("TensorFlow with XLA, 2 threads", "xla", threads=2, workloads=_ALL),
     Configuration("Whale, 1 rank", "whale", workloads=("resnet50", "resnet50-amp", "gpt")),
     Configuration("Horovod, 2 ranks", "horovod", 2),  # tuned
     Configuration("Whale, 2 ranks", "whale", 2),
+    Configuration(
+        "MultiWorkerMirrored, 2 ranks", "mirrored", 2, environment=(("TF_USE_LEGACY_KERAS", "1"),), workloads=_ALL
+    ),
+    Configuration("PyTorch DDP, 2 ranks", "torch", 2, workloads=_ALL),
+    Configuration("PyTorch, 2 threads", "torch", threads=2, workloads=_ALL),
+    Configuration(
+        "Keras on JAX, 2 devices",
+        "jax",
+        threads=2,
+        environment=(("KERAS_BACKEND", "jax"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=2")),
+        workloads=_ALL,
+    ),
     Configuration("Whale, wh.split, 2 ranks", "whale-split", 2, workloads=("fc",)),
     Configuration("Whale, state split, 2 ranks", "whale", 2, environment=(("WHALE_ZERO_LEVEL", "1"),)),
     Configuration("Whale over MPI, 2 ranks", "whale", 2, environment=(("WHALE_COMMUNICATION_SHARED_MEMORY", "false"),)),
@@ -79,14 +100,30 @@ CONFIGURATIONS = (
 )
 
 
-def start(configuration: Configuration, workload: str, pinned: bool) -> Group:
+@contextlib.contextmanager
+def start(configuration: Configuration, workload: str, pinned: bool, peers: str) -> Iterator[Group]:
     """The running processes of a configuration."""
-    worker = [sys.executable, "-m", "benchmarks.step_time.worker", configuration.kind, workload]
+    is_peer = configuration.kind in PEERS
+    module = "benchmarks.step_time.peers" if is_peer else "benchmarks.step_time.worker"
+    worker = [peers if is_peer else sys.executable, "-m", module, configuration.kind, workload]
     if pinned:
         worker += ["--cores", ",".join(map(str, _cores(configuration)))]
-    line = worker if configuration.kind == "plain" else under_mpirun(worker, configuration.ranks)
+    alone = configuration.ranks == 1 and not configuration.kind.startswith("whale")
+    line = worker if alone else under_mpirun(worker, configuration.ranks)
     variables = {name: str(value) for name, value in thread_variables(configuration.threads).items()}
-    return Group(configuration.title, line, configuration.ranks, variables | dict(configuration.environment))
+    variables |= dict(configuration.environment)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
+        variables["BENCH_MEETING"] = str(Path(folder, "torch"))
+        if configuration.kind == "mirrored":
+            sockets = [held.enter_context(socket.socket()) for _ in range(configuration.ranks)]
+            for one in sockets:
+                one.bind(("127.0.0.1", 0))
+            variables["BENCH_PORTS"] = " ".join(str(one.getsockname()[1]) for one in sockets)
+            held.close()
+        # Its workers give each other up when they do not hear from each other; waiting, they compute nothing.
+        stops = configuration.kind != "mirrored"
+        with Group(configuration.title, line, configuration.ranks, variables, stops=stops) as group:
+            yield group
 
 
 def _cores(configuration: Configuration) -> Sequence[int]:
@@ -114,7 +151,7 @@ def measure(groups: Mapping[Configuration, Group], workload: str, rounds: int, s
 
 
 def measure_all(
-    chosen: Sequence[Configuration], workload: str, rounds: int, steps: int, pinned: bool
+    chosen: Sequence[Configuration], workload: str, rounds: int, steps: int, pinned: bool, peers: str = ""
 ) -> dict[Configuration, report.Result]:
     """Every configuration; at once if memory holds them, else in sets, each of which is interleaved."""
     found: dict[Configuration, report.Result] = {}
@@ -130,7 +167,7 @@ def measure_all(
         if len(part) < len(chosen):
             _say(f"  ({room_gb:.0f} GB of memory hold: {'; '.join(c.title for c in part)})")
         with contextlib.ExitStack() as stack:
-            groups = {c: stack.enter_context(start(c, workload, pinned)) for c in part}
+            groups = {c: stack.enter_context(start(c, workload, pinned, peers)) for c in part}
             found.update(zip(part, measure(groups, workload, rounds, steps)))
     return found
 
@@ -156,10 +193,17 @@ def tune_horovod(workload: str, pinned: bool) -> dict[str, str]:
     return dict(best.environment)
 
 
-def run(models: Sequence[str], wanted: Sequence[str], rounds: int, steps: int, pinned: bool) -> list[report.Result]:
+def run(
+    models: Sequence[str], wanted: Sequence[str], rounds: int, steps: int, pinned: bool, peers: str = ""
+) -> list[report.Result]:
+    """Measures the configurations that are wanted, those that are installed."""
     has_horovod = importlib.util.find_spec("horovod") is not None
+    absent: tuple[str, ...] = () if peers else PEERS
     if not has_horovod:
+        absent += ("horovod", "whale-horovod")
         _say("Horovod is not installed: its rows stay empty. python -m whale_ops.build_horovod builds it.")
+    if not peers:
+        _say("No --peers: rows of PyTorch and JAX stay empty.")
     results: list[report.Result] = []
     for workload in models:
         _say(TITLES[workload])
@@ -168,8 +212,8 @@ def run(models: Sequence[str], wanted: Sequence[str], rounds: int, steps: int, p
         if has_horovod and any("horovod" in c.kind for c in chosen):
             tuned = tuple(tune_horovod(workload, pinned).items())
             chosen = [replace(c, environment=c.environment + tuned) if "horovod" in c.kind else c for c in chosen]
-        present = [c for c in chosen if has_horovod or "horovod" not in c.kind]
-        found = measure_all(present, workload, rounds, steps, pinned)
+        present = [c for c in chosen if c.kind not in absent]
+        found = measure_all(present, workload, rounds, steps, pinned, peers)
         for c in chosen:
             result = found.get(c, report.Result(TITLES[workload], c.title, note=NOT_INSTALLED))
             results.append(result)
@@ -187,11 +231,12 @@ def _say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", default="resnet50,gpt,fc")
+    parser.add_argument("--models", default=",".join(_ALL))
     parser.add_argument("--only", default="", help="parts of titles of configurations, separated by semicolons")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="steps of a round")
     parser.add_argument("--no-pin", action="store_true", help="let the system place ranks on cores")
+    parser.add_argument("--peers", default="", help="Python of an environment with torch, jax and keras")
     parser.add_argument("--out", help="folder that receives benchmarks.md and benchmarks.svg")
     options = parser.parse_args()
     # Ended from outside, the groups still have to be woken and ended.
@@ -203,7 +248,7 @@ def main() -> None:
         parser.error(f"unknown models: {', '.join(unknown)}" if unknown else "--rounds is at least 2")
     where = machine()
     wanted = [part for part in options.only.split(";") if part]
-    results = run(models, wanted, options.rounds, options.steps, not options.no_pin)
+    results = run(models, wanted, options.rounds, options.steps, not options.no_pin, options.peers)
     table = report.markdown(results)
     sys.stdout.write("\n" + table)
     if options.out:

@@ -93,7 +93,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 def _color(configuration: str) -> str:
     if configuration.startswith("TensorFlow"):
         return "#9aa5b1"
-    return "#d98c3f" if configuration.startswith("Horovod") else "#3f7fbf"
+    return "#3f7fbf" if configuration.startswith("Whale") else "#d98c3f"
 
 
 def write_page(path: Path, table: str, where: str, rounds: int, steps: int) -> None:
@@ -108,14 +108,17 @@ def write_page(path: Path, table: str, where: str, rounds: int, steps: int) -> N
 NOTES = "## Notes"
 PAGE = """# Step times
 
-Written by `make bench`. One training step of three models with the same global batch: plain TensorFlow, Horovod
-0.28.1 over MPI, and Whale: data parallel, with its tensors divided (`wh.split`, FC only), with the optimizer's state
-divided (`zero.level=1`), without shared memory (over MPI), and with Horovod as its backend. Every configuration is a
-process group that stays alive; in each round all groups run {steps} steps in turn while the others are stopped, so
-what else the machine does meets all of them. (Where memory does not hold all groups at once, as for FC, Horovod and
-Whale on two ranks form one set, and the others further ones.) The table shows the median of {rounds} rounds in ms a
+Written by `make bench`. One training step of each model with the same global batch under plain TensorFlow, with and
+without XLA; Horovod over MPI; `tf.distribute`'s MultiWorkerMirroredStrategy (Keras 2); PyTorch, alone and with
+DistributedDataParallel over gloo; Keras 3 on JAX, data parallel over two devices of one process; and Whale: data
+parallel, with its tensors divided (`wh.split`, FC only), with the optimizer's state divided (`zero.level=1`), over
+MPI alone, without shared memory, and with Horovod as its backend. Models have the same layers everywhere. Every
+configuration is a process group that stays alive; in each round all groups run {steps} steps in turn while the others
+are stopped, so what else the machine does meets all of them. (Where memory does not hold all groups at once, those
+with several ranks form one set, and the others further ones.) The table shows the median of {rounds} rounds in ms a
 step, the quartiles, and the processor time of a step, all ranks together. Each rank has one thread and one core (four
-ranks share the cores). Horovod's cycle time and fusion threshold are the best of those tried for each model.
+ranks share the cores); one process with two threads or devices has both. Horovod's cycle time and fusion threshold
+are the best of those tried for each model.
 
 Measured on {where}.
 

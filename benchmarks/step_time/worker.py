@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 
 from benchmarks.groups import Answer, serve
 
-CONFIGURATIONS = ("plain", "horovod", "whale", "whale-split", "whale-horovod")
+CONFIGURATIONS = ("plain", "xla", "mirrored", "horovod", "whale", "whale-split", "whale-horovod")
 
 
 def main() -> None:
@@ -25,7 +27,7 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
     def start() -> tuple[Answer, Callable[[], None]]:
-        step, end, counters = _start(options.configuration, options.workload)
+        step, end, counters = _start(options.configuration, options.workload, rank)
         step()
 
         def answer(steps: int) -> dict[str, Any]:
@@ -42,15 +44,27 @@ def main() -> None:
     serve(rank, start)
 
 
-def _start(configuration: str, name: str) -> tuple[Callable[[], float], Callable[[], None], Callable[[], Any]]:
+def _start(
+    configuration: str, name: str, rank: int
+) -> tuple[Callable[[], float], Callable[[], None], Callable[[], Any]]:
     """(one step, orderly end, communication counters)."""
+    ports = os.environ.get("BENCH_PORTS", "").split()
+    if configuration == "mirrored":  # read when TensorFlow starts
+        workers = [f"127.0.0.1:{port}" for port in ports]
+        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(task)
     import tensorflow as tf
 
-    from benchmarks.step_time.models import WORKLOADS, make_step
+    from benchmarks.step_time.models import WORKLOADS
+    from benchmarks.step_time.training import make_mirrored_step, make_step
 
     workload = WORKLOADS[name]
-    if configuration == "plain":
-        return make_step(workload, tf.function), lambda: None, dict
+    if configuration in ("plain", "xla"):
+        function = functools.partial(tf.function, jit_compile=True) if configuration == "xla" else tf.function
+        return make_step(workload, function), lambda: None, dict
+    if configuration == "mirrored":
+        # Its threads wait for each other when a worker leaves in order.
+        return make_mirrored_step(workload, rank, len(ports)), lambda: os._exit(0), dict
     if configuration == "horovod":
         import horovod.tensorflow as hvd
 
