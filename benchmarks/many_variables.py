@@ -14,10 +14,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
 from math import log
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["WHALE_PLAN_CACHE"] = ""  # what is measured is to be done
@@ -26,12 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tensorflow as tf
 
 import whale as wh
-from whale.capture.function import Trace
-from whale.runtime.compile import step as step_of_function
+from benchmarks.tracing import traced_apart
 
 _MOST_S, _OF, _MOST_EXPONENT = 20.0, 10_000, 1.1
 _ROWS, _WIDTH, _FIRST = 8, 4, 30
-traced_s = [0.0]
 
 
 def main() -> int:
@@ -67,9 +63,10 @@ def compiled_s(count: int, optimizer: str) -> float:
         return loss
 
     function = wh.function(tf.autograph.experimental.do_not_convert(step))
-    before_s, start_s = traced_s[0], time.process_time()
-    phases = function.compile_seconds(tf.ones((_ROWS, _WIDTH)))
-    whole_s, tracing_s = time.process_time() - start_s, traced_s[0] - before_s
+    with traced_apart() as traced_s:
+        start_s = time.process_time()
+        phases = function.compile_seconds(tf.ones((_ROWS, _WIDTH)))
+        whole_s, tracing_s = time.process_time() - start_s, traced_s[0]
     if wh.rank() == 0 and count > _FIRST:
         shown = ", ".join(f"{name} {s:.2f}" for name, s in phases.items() if s >= 0.01)
         print(
@@ -79,17 +76,5 @@ def compiled_s(count: int, optimizer: str) -> float:
     return whole_s - tracing_s
 
 
-def _timed(trace: Callable[..., Trace]) -> Callable[..., Trace]:
-    def timed(*args: Any, **kwargs: Any) -> Trace:
-        start_s = time.process_time()
-        try:
-            return trace(*args, **kwargs)
-        finally:
-            traced_s[0] += time.process_time() - start_s
-
-    return timed
-
-
 if __name__ == "__main__":
-    step_of_function.trace_function = _timed(step_of_function.trace_function)  # TensorFlow's own time
     sys.exit(main())

@@ -1,12 +1,13 @@
-"""Seconds that a step of a pipeline takes to be built and optimised, and its nodes per micro-batch.
+"""Processor seconds that a step of a pipeline takes to be built and optimised, and its nodes per micro-batch.
 
     whale run -np 2 benchmarks/pipeline_build.py [--blocks 12] [--micro-batches 4 64]
 
 The model is that of examples/gpt.py with Adam: 12 blocks, half of them in each of two stages. For each number
-of micro-batches, of rank 0: Whale's own phases, and the first call beyond a later one, in which TensorFlow's optimizer
-works. Tracing the Python function is TensorFlow's own time and is printed apart. Nodes are those of the graph that
-TensorFlow runs, after its optimizer; edges are the tensors that travel between the stages. Ends with status 1 when
-building the largest takes 5 s or more, or a micro-batch has more than 40 nodes per edge.
+of micro-batches, of rank 0: Whale's own part, whose phases are shown by the clock, and the first call beyond a later
+one, in which TensorFlow's optimizer works. Tracing the Python function is TensorFlow's own time and is printed apart.
+Nodes are those of the graph that TensorFlow runs, after its optimizer; edges are the tensors that travel between the
+stages. Ends with status 1 when building the largest takes more than 3 s of processor time, or a micro-batch has more
+than 40 nodes per edge.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 import whale as wh
+from benchmarks.tracing import traced_apart
 from examples.gpt import Model
 
-_MOST_S, _MOST_NODES = 5.0, 40
+_MOST_S, _MOST_NODES = 3.0, 40
 _LENGTH = 16
 
 
@@ -59,9 +61,9 @@ def main() -> int:
     built_s = sum(value for name, value in found[1][0].items() if name != "tracing")
     if wh.rank() == 0:
         print(f"{each:.1f} nodes per micro-batch, {each / edges:.1f} per edge (at most {_MOST_NODES})")
-        print(f"built and optimised in {built_s:.2f} s (less than {_MOST_S} s)")
+        print(f"built and optimised in {built_s:.2f} s (at most {_MOST_S} s)")
     wh.shutdown()
-    return int(built_s >= _MOST_S or each > _MOST_NODES * edges)
+    return int(built_s > _MOST_S or each > _MOST_NODES * edges)
 
 
 def train_step(model: Any, optimizer: Any, micro_batches: int) -> Any:
@@ -76,10 +78,13 @@ def train_step(model: Any, optimizer: Any, micro_batches: int) -> Any:
 
 
 def measure(step: Any, x: tf.Tensor) -> tuple[dict[str, float], int, int]:
-    """(seconds of each phase, nodes of this rank's graph as it runs, edges of the plan)."""
-    whole_s = timed(lambda: step.plan(x))
-    seconds = dict(step.compile_seconds(x))
-    seconds["tracing"] = whole_s - sum(seconds.values())
+    """(processor seconds of each part, nodes of this rank's graph as it runs, edges of the plan)."""
+    with traced_apart() as traced_s:
+        whole_s = timed(lambda: step.plan(x))
+        seconds = {"tracing": traced_s[0], "Whale's own part": whole_s - traced_s[0]}
+    if wh.rank() == 0:
+        phases = ", ".join(f"{name} {s:.2f}" for name, s in step.compile_seconds(x).items() if s >= 0.01)
+        print(f"by the clock: {phases}", flush=True)
     context = tf_context.context()
     context.enable_graph_collection()
     first_s = timed(lambda: step(x))
@@ -91,9 +96,9 @@ def measure(step: Any, x: tf.Tensor) -> tuple[dict[str, float], int, int]:
 
 
 def timed(act: Callable[[], Any]) -> float:
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     act()
-    return time.perf_counter() - start_s
+    return time.process_time() - start_s
 
 
 if __name__ == "__main__":

@@ -51,3 +51,38 @@ def test_what_cannot_be_changed_is_not_chosen(capfd: pytest.CaptureFixture[str])
         with pytest.raises(PlanError, match="no layouts were found"):
             solve([[0.0], [0.0]], [only])
     assert capfd.readouterr() == ("", "")  # the solver would say who it is
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_a_nodes_going_would_link_is_kept_up_to_date(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.randint(1, 6) for _ in range(30)]
+    groups = [tuple(draw.sample(range(30), draw.randint(2, 4))) for _ in range(40)]
+    graph = eliminate._Elimination(sizes, groups, by_fill=True, seed=seed)
+    left = set(range(30))
+    while left:
+        for n in left:
+            apart = [(a, b) for a, b in itertools.combinations(graph.near[n], 2) if b not in graph.near[a]]
+            assert graph.fill[n] == sum(graph.bits[a] * graph.bits[b] for a, b in apart)
+        gone = draw.choice(sorted(left))
+        left.discard(gone)
+        before = list(graph.fill)
+        changed = graph._take_out(gone)
+        assert {n for n in left if graph.fill[n] != before[n]} <= changed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_best_of_several_orders_finds_what_the_first_one_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    costs = [[draw.random() for _ in range(draw.randint(2, 3))] for _ in range(12)]
+    tensors = []
+    for _ in range(16):
+        prices = {(p, q): 0.0 if p == q else draw.random() for p in FORMS for q in FORMS}
+        made, read = draw.sample(range(12), 2)
+        forms, wanted = (tuple(draw.choice(FORMS) for _ in costs[n]) for n in (made, read))
+        tensors.append(
+            TensorForms(forms, made, ((read, wanted),), lambda p, q, prices=prices: prices[p, q], len(tensors))
+        )
+    first = total_cost(costs, tensors, eliminate.solve(costs, tensors))
+    monkeypatch.setattr(eliminate, "_FEW_ENTRIES", 0)
+    assert total_cost(costs, tensors, eliminate.solve(costs, tensors)) == pytest.approx(first)
