@@ -28,6 +28,7 @@ from pathlib import Path
 from benchmarks.groups import Group, under_mpirun
 from benchmarks.machine import free_memory_gb, machine
 from benchmarks.step_time import report
+from whale.launcher.mpirun import MEMORY_VARIABLES
 from whale.launcher.worker import thread_variables
 
 TITLES = {
@@ -111,6 +112,8 @@ def start(configuration: Configuration, workload: str, pinned: bool, peers: str)
     alone = configuration.ranks == 1 and not configuration.kind.startswith("whale")
     line = worker if alone else under_mpirun(worker, configuration.ranks)
     variables = {name: str(value) for name, value in thread_variables(configuration.threads).items()}
+    if configuration.kind.startswith("whale"):
+        variables |= MEMORY_VARIABLES  # as `whale run` starts ranks
     variables |= dict(configuration.environment)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
         variables["BENCH_MEETING"] = str(Path(folder, "torch"))

@@ -25,14 +25,17 @@ def with_ssh(launcher: Launcher) -> None:
 def test_ranks_of_another_host_get_their_environment(launcher: Launcher) -> None:
     with_ssh(launcher)
     launcher.environment.update({"WHALE_FAULT_STALL_S": "7", "OMP_NUM_THREADS": "5"})
+    launcher.environment.pop("GLIBC_TUNABLES", None)
     script = launcher.script(
         "import json, os\nprint(json.dumps([os.environ.get(name) for name in "
-        "('WHALE_RANK', 'WHALE_SIZE', 'WHALE_FAULT_STALL_S', 'OMP_NUM_THREADS', 'WHALE_LAUNCHER_TOKEN')]))"
+        "('WHALE_RANK', 'WHALE_SIZE', 'WHALE_FAULT_STALL_S', 'OMP_NUM_THREADS', 'GLIBC_TUNABLES', "
+        "'WHALE_LAUNCHER_TOKEN')]))"
     )
     done = launcher.run("-np", "2", "--hosts", f"{OTHER}:2", script)
     assert done.returncode == 0, done.stderr
     seen = sorted(json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines())
-    assert seen == [["0", "2", "7", "5", None], ["1", "2", "7", "5", None]]
+    pages = "glibc.malloc.hugetlb=1"
+    assert seen == [["0", "2", "7", "5", pages, None], ["1", "2", "7", "5", pages, None]]
 
 
 def test_a_failure_on_another_host_ends_the_run(launcher: Launcher) -> None:

@@ -44,7 +44,11 @@ MOST_RANKS = 1 << 16
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]{0,252})")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 # Variables that a rank on another host needs; on this host they are inherited.
-_FORWARDED_PREFIXES = ("WHALE_", "TF_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "KERAS_", "PYTHON", "EPL_")
+_FORWARDED_PREFIXES = (
+    *("WHALE_", "TF_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "KERAS_", "PYTHON", "EPL_", "GLIBC_TUNABLES"),
+)
+# Tensors in pages of 2 MiB, where the kernel gives them when asked (decision 0121).
+MEMORY_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +356,7 @@ def environment(
     if options.threads is not None:
         result[THREADS_VARIABLE] = str(options.threads)
         result.update({name: str(count) for name, count in thread_variables(options.threads).items()})
+    result = MEMORY_VARIABLES | result
     # Older Open MPI asks for it in the environment as well; the rest is chatter about networks it did not find.
     result.update({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     if options.is_local:
