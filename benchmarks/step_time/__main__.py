@@ -138,18 +138,28 @@ def _cores(configuration: Configuration) -> Sequence[int]:
 
 
 def measure(groups: Mapping[Configuration, Group], workload: str, rounds: int, steps: int) -> list[report.Result]:
-    """Round after round, every group in turn."""
+    """Round after round, every group in turn. One whose processes end, as where memory ends, has a note."""
     samples: list[list[float]] = [[] for _ in groups]
     cpu: list[list[float]] = [[] for _ in groups]
+    ended: dict[int, str] = {}
     for number in range(-WARM_UP, rounds):
         for i, group in enumerate(groups.values()):
-            answers = group.ask(STEP_TIMEOUT_S * steps, steps=steps)
+            if i in ended:
+                continue
+            try:
+                answers = group.ask(STEP_TIMEOUT_S * steps, steps=steps)
+            except RuntimeError as error:
+                ended[i] = "ended"
+                _say(f"  {error}")
+                continue
             if number >= 0:
                 samples[i].append(1e3 * max(statistics.mean(a["times_s"]) for a in answers))
                 cpu[i].append(1e3 * sum(a["cpu_s"] for a in answers))
     return [
-        report.Result(TITLES[workload], configuration.title, tuple(times), statistics.median(processor))
-        for configuration, times, processor in zip(groups, samples, cpu)
+        report.Result(TITLES[workload], c.title, note=ended[i])
+        if i in ended
+        else report.Result(TITLES[workload], c.title, tuple(samples[i]), statistics.median(cpu[i]))
+        for i, c in enumerate(groups)
     ]
 
 
@@ -163,7 +173,7 @@ def measure_all(
         room_gb = 0.9 * free_memory_gb()
         part: list[Configuration] = []
         for configuration in list(waiting):
-            needed_gb = MEMORY_GB[workload] * sum(c.ranks for c in [*part, configuration])
+            needed_gb = sum(c.ranks * _memory_gb(workload, c.kind) for c in [*part, configuration])
             if not part or needed_gb <= room_gb:
                 part.append(configuration)
                 waiting.remove(configuration)
@@ -173,6 +183,11 @@ def measure_all(
             groups = {c: stack.enter_context(start(c, workload, pinned, peers)) for c in part}
             found.update(zip(part, measure(groups, workload, rounds, steps)))
     return found
+
+
+def _memory_gb(workload: str, kind: str) -> float:
+    """Of a rank; what workers send each other by gRPC is held there several times."""
+    return MEMORY_GB[workload] * (2.5 if kind == "mirrored" else 1)
 
 
 def tune_horovod(workload: str, pinned: bool) -> dict[str, str]:
