@@ -135,12 +135,13 @@ def _of_description(text: str, function: Callable[..., Any]) -> Callable[[], flo
     # Ids of tables, and labels.
     most = min(getattr(described, name, 1 << 20) for name in ("rows", "vocabulary", "classes"))
 
-    def drawn(shape: tuple[int, ...], dtype: str) -> tf.Tensor:
+    def drawn(name: str, shape: tuple[int, ...], dtype: str) -> tf.Tensor:
         if dtype.startswith("int"):
-            return tf.constant(generator.integers(most, size=shape), dtype)
+            clicks = name == "labels" and hasattr(described, "tables")
+            return tf.constant(generator.integers(2 if clicks else most, size=shape), dtype)
         return tf.constant(generator.normal(size=shape), dtype)
 
-    batch = [drawn(shape, dtype) for shape, dtype in models.inputs(described).values()]
+    batch = [drawn(name, *what) for name, what in models.inputs(described).items()]
 
     def timed() -> float:
         start_s = time.perf_counter()
