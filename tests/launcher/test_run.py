@@ -163,6 +163,8 @@ def test_a_crash_loses_no_output(launcher: Launcher) -> None:
 
 
 def test_large_output_from_all_ranks(launcher: Launcher) -> None:
+    # A rank that gets no processor in the middle of a line has not stopped writing.
+    launcher.settings = {"whale.launcher.job.output.IDLE_S": 3600.0}
     script = launcher.script("import os, sys\nfor i in range(300): os.write(1 + i % 2, b'x' * 99_999 + b'\\n')")
     done = launcher.run("-np", "2", script, timeout_s=120)
     assert done.returncode == 0
