@@ -28,6 +28,7 @@ from pathlib import Path
 from benchmarks.groups import Group, under_mpirun
 from benchmarks.machine import free_memory_gb, machine
 from benchmarks.step_time import report
+from benchmarks.step_time.worker import PEERS
 from whale.launcher.mpirun import MEMORY_VARIABLES
 from whale.launcher.worker import thread_variables
 
@@ -45,7 +46,6 @@ HOROVOD_CANDIDATES = ((5, 128), (1, 128), (1, 16))
 # Memory of one process at its peak (TensorFlow keeps it), and which configurations share a set where not all fit.
 MEMORY_GB = {"resnet50": 1.4, "resnet50-amp": 1.4, "gpt": 1.0, "vit": 1.0, "dlrm": 0.8, "lstm": 1.0, "fc": 3.8}
 PRIORITY = ("horovod", "whale", "whale-split", "plain", "xla", "mirrored", "torch", "jax", "whale-horovod")
-PEERS = ("torch", "jax")  # kinds that another Python runs
 NOT_INSTALLED = "not installed"
 WARM_UP = 2  # rounds that are not counted
 STEP_TIMEOUT_S = 300.0
@@ -57,7 +57,7 @@ class Configuration:
 
     Attributes:
         title: for the table.
-        kind: of worker.CONFIGURATIONS, or of PEERS.
+        kind: of worker.CONFIGURATIONS.
         ranks, threads: processes, and threads of each.
         environment: further variables, name and value.
         workloads: those it makes sense for; empty: all.
@@ -104,9 +104,8 @@ CONFIGURATIONS = (
 @contextlib.contextmanager
 def start(configuration: Configuration, workload: str, pinned: bool, peers: str) -> Iterator[Group]:
     """The running processes of a configuration."""
-    is_peer = configuration.kind in PEERS
-    module = "benchmarks.step_time.peers" if is_peer else "benchmarks.step_time.worker"
-    worker = [peers if is_peer else sys.executable, "-m", module, configuration.kind, workload]
+    python = peers if configuration.kind in PEERS else sys.executable
+    worker = [python, "-m", "benchmarks.step_time.worker", configuration.kind, workload]
     if pinned:
         worker += ["--cores", ",".join(map(str, _cores(configuration)))]
     alone = configuration.ranks == 1 and not configuration.kind.startswith("whale")

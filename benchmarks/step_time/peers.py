@@ -1,20 +1,16 @@
-"""One process of a benchmark that runs without TensorFlow: PyTorch's DistributedDataParallel, or Keras 3 on JAX.
+"""Training steps without TensorFlow: PyTorch's DistributedDataParallel, or Keras 3 on JAX.
 
-It belongs to an environment of its own (`make bench` makes it), which needs NumPy, torch, jax and keras, and no Whale.
+They run in an environment of their own (`make bench` makes it), which needs NumPy, torch, jax and keras, and no Whale.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from benchmarks.groups import Answer, serve
-from benchmarks.step_time.models import LEARNING_RATE, WORKLOADS, Workload
+from benchmarks.step_time.models import LEARNING_RATE, Workload
 
 
 def torch_step(name: str, workload: Workload, rank: int, ranks: int) -> Callable[[], float]:
@@ -49,7 +45,7 @@ def torch_step(name: str, workload: Workload, rank: int, ranks: int) -> Callable
     return step
 
 
-def jax_step(name: str, workload: Workload) -> Callable[[], float]:
+def jax_step(workload: Workload) -> Callable[[], float]:
     """Data parallel over as many devices of one process as XLA_FLAGS says."""
     import jax
     import keras
@@ -66,41 +62,3 @@ def jax_step(name: str, workload: Workload) -> Callable[[], float]:
     features, labels = workload.inputs(np.random.default_rng(0))
     x = features[0] if len(features) == 1 else list(features)
     return lambda: float(model.train_on_batch(x, labels))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("torch", "jax"))
-    parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("--cores", default="", help="cores of each rank: 0,1 for two ranks of one core; empty = all")
-    options = parser.parse_args()
-    rank, ranks = (
-        int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default)) for name, default in (("RANK", 0), ("SIZE", 1))
-    )
-    cores = [int(core) for core in options.cores.split(",") if core]
-    if cores:
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-    def start() -> tuple[Answer, Callable[[], None]]:
-        workload = WORKLOADS[options.workload]
-        if options.kind == "torch":
-            step = torch_step(options.workload, workload, rank, ranks)
-        else:
-            step = jax_step(options.workload, workload)
-        step()
-
-        def answer(steps: int) -> dict[str, Any]:
-            times_s, before = [], time.process_time()
-            for _ in range(steps):
-                start_s = time.perf_counter()
-                loss = step()
-                times_s.append(time.perf_counter() - start_s)
-            return {"times_s": times_s, "cpu_s": (time.process_time() - before) / steps, "loss": loss}
-
-        return answer, lambda: None
-
-    serve(rank, start)
-
-
-if __name__ == "__main__":
-    main()

@@ -84,10 +84,8 @@ class Vit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.places = nn.Conv2d(3, WIDTH, PATCH, PATCH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks, self.last = (
-            nn.Sequential(*(Block(False) for _ in range(DEPTH)), nn.LayerNorm(WIDTH)),
-            nn.Linear(WIDTH, 10),
-        )
+        self.blocks = nn.Sequential(*(Block(False) for _ in range(DEPTH)), nn.LayerNorm(WIDTH))
+        self.last = nn.Linear(WIDTH, 10)
 
     def forward(self, images: Tensor, places: Tensor) -> Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2)

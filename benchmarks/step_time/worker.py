@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.groups import Answer, serve
 
-CONFIGURATIONS = ("plain", "xla", "mirrored", "horovod", "whale", "whale-split", "whale-horovod")
+PEERS = ("torch", "jax")  # without TensorFlow and Whale: another Python runs them
+CONFIGURATIONS = ("plain", "xla", "mirrored", "horovod", "whale", "whale-split", "whale-horovod", *PEERS)
 
 
 def main() -> None:
@@ -48,6 +49,15 @@ def _start(
     configuration: str, name: str, rank: int
 ) -> tuple[Callable[[], float], Callable[[], None], Callable[[], Any]]:
     """(one step, orderly end, communication counters)."""
+    from benchmarks.step_time.models import WORKLOADS
+
+    workload = WORKLOADS[name]
+    if configuration in PEERS:
+        from benchmarks.step_time.peers import jax_step, torch_step
+
+        ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+        step = torch_step(name, workload, rank, ranks) if configuration == "torch" else jax_step(workload)
+        return step, lambda: None, dict
     ports = os.environ.get("BENCH_PORTS", "").split()
     if configuration == "mirrored":  # read when TensorFlow starts
         workers = [f"127.0.0.1:{port}" for port in ports]
@@ -55,10 +65,8 @@ def _start(
         os.environ["TF_CONFIG"] = json.dumps(task)
     import tensorflow as tf
 
-    from benchmarks.step_time.models import WORKLOADS
     from benchmarks.step_time.training import make_mirrored_step, make_step
 
-    workload = WORKLOADS[name]
     if configuration in ("plain", "xla"):
         function = functools.partial(tf.function, jit_compile=True) if configuration == "xla" else tf.function
         return make_step(workload, function), lambda: None, dict

@@ -128,7 +128,7 @@ def take_gpu(local_rank: int) -> Gpu:
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
-    if not gpus or not tf.config.get_visible_devices("GPU"):
+    if not tf.config.get_visible_devices("GPU"):
         return Gpu(None)
     if not library().exists():
         return Gpu(0, f"{library().name} is not built: python -m whale_ops.build_cuda")
