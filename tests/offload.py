@@ -1,4 +1,4 @@
-"""Optimizers' state in the host's memory, in float64 against one device, and what passes between the devices.
+"""Optimizers' state, weights or tables in the host's memory, in float64 against one device, and what is copied.
 
 python -m tests.offload                  # all; a second logical device of the processor stands for an accelerator
 python -m tests.offload replica pipeline # some
@@ -19,7 +19,8 @@ from whale.runtime.compile.offload import offloaded_bytes
 
 STEPS = 3
 COMPUTES, HOLDS = "CPU:1", "CPU:0"
-# name -> (ranks, configuration, how the model is built: in two "stages", updated in a "branch")
+ROWS, WIDTH, BATCH, EACH = 400, 6, 8, 3
+# name -> (ranks, configuration, how the model is built: in two "stages", updated in a "branch", of "tables")
 CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "alone": (1, {}, ""),
     "replica": (2, {}, ""),
@@ -32,6 +33,10 @@ CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "weights": (1, {"offload.level": "v0", "zero.min_bytes": 0}, ""),
     "weights, replica, accumulation": (2, {"offload.level": "v0", "pipeline.num_micro_batch": 3}, ""),
     "in a branch, zero 3": (2, {"offload.level": "v0", "zero.level": 3, "zero.min_bytes": 0}, "branch"),
+    "tables": (1, {"offload.level": "tables"}, "tables"),
+    "tables, columns": (2, {"offload.level": "tables"}, "tables columns"),
+    "tables, rows": (2, {"offload.level": "tables"}, "tables rows"),
+    "tables, hot": (2, {"offload.level": "tables", "pipeline.num_micro_batch": 2}, "tables hot"),
 }
 
 
@@ -48,7 +53,8 @@ class Model:
         self.step = function(self._step)
 
     @property
-    def slots(self) -> list[tf.Variable]:
+    def held(self) -> list[tf.Variable]:
+        """What has to lie in the host's memory at any level."""
         return self.speeds + (self.squares if self.optimizer == "adam" else [])
 
     def _scope(self) -> Any:
@@ -81,18 +87,63 @@ class Model:
         """Losses, weights and state after some steps."""
         draw = np.random.default_rng(1).standard_normal
         losses = [self.step(tf.constant(draw((8, 6))), tf.constant(draw((8, 3)))) for _ in range(STEPS)]
-        return [t.numpy() for t in (*losses, *self.weights, *self.slots)]
+        return [t.numpy() for t in (*losses, *self.weights, *self.held)]
+
+
+class Tables:
+    """A bag of rows of a table for each example, and a dense layer; a lazy optimizer changes the rows in use.
+
+    Args:
+      form: "tables", and how the table is sharded; "hot": by rows, some of them on every rank.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], optimizer: str, form: str) -> None:
+        draw = np.random.default_rng(0).standard_normal
+        how = form.removeprefix("tables").strip()
+        tf.keras.backend.set_floatx("float64")
+        with tf.device(COMPUTES):
+            hot = [1, 2, 3, 5, 8] if how == "hot" else None
+            self.layer = wh.layers.Embedding(
+                ROWS, WIDTH, "sum", sharded=None if hot else how or None, hot=hot, dtype="float64"
+            )
+            self.layer.build()
+            for v in self.layer.trainable_variables:
+                v.assign(draw(v.shape))
+            self.out = tf.Variable(draw((WIDTH, 1)))
+            kind = tf.keras.optimizers.Adam(0.05) if optimizer == "adam" else tf.keras.optimizers.SGD(0.05, 0.9)
+            self.optimizer = wh.optimizers.lazy(kind)
+            self.weights = [*(v.value for v in self.layer.trainable_variables), self.out]
+            self.optimizer.build(self.weights)
+        table = self.layer.embeddings.value
+        self.held = [table, *(v.value for v in self.optimizer.variables if v.shape == table.shape)]
+        self.step = function(self._step)
+
+    def _step(self, ids: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.layer(ids) @ self.out - 1.0))
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.weights), self.weights))
+        return loss
+
+    def train(self) -> list[np.ndarray]:
+        """Losses, weights and state after some steps."""
+        draw = np.random.default_rng(1).integers
+        losses = [self.step(tf.constant(draw(0, ROWS, (BATCH, EACH)))) for _ in range(STEPS)]
+        return [t.numpy() for t in (*losses, *self.weights, *self.held)]
+
+
+def _model(function: Callable[[Any], Any], optimizer: str, form: str) -> Model | Tables:
+    return (Tables if form.startswith("tables") else Model)(function, optimizer, form)
 
 
 def try_case(name: str, optimizer: str) -> str:
     """What is wrong with a run of the case, or ""."""
     ranks, config, form = CASES[name]
     with tf.device(COMPUTES):
-        expected = Model(tf.function, optimizer, "branch" if form == "branch" else "").train()
+        expected = _model(tf.function, optimizer, "" if form == "stages" else form).train()
     wh.init({"communication.transport": "in-process", "cluster.ranks": ranks, "offload.level": "optimizer", **config})
     try:
         before = offloaded_bytes()
-        model = Model(wh.function, optimizer, form)
+        model = _model(wh.function, optimizer, form)
         tf_context.context().enable_graph_collection()
         found = model.train()
         graphs = tf_context.context().export_run_metadata().function_graphs
@@ -101,7 +152,7 @@ def try_case(name: str, optimizer: str) -> str:
         error = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(found, expected))
         (each_step,) = report.copied_each_step.values()
         copied = tuple(now - then for now, then in zip(report.copied, before))
-        state = sum(v.shape.num_elements() * v.dtype.size for v in model.slots)
+        state = sum(v.shape.num_elements() * v.dtype.size for v in model.held)
     finally:
         wh.shutdown()
     facts = f"error {error:.1e}, held by the host {report.on_host_bytes}, copied {copied} in {STEPS} steps"
@@ -110,7 +161,11 @@ def try_case(name: str, optimizer: str) -> str:
         wrong.append("not as one device")
     if report.on_host_bytes < state:
         wrong.append(f"the state of {state} bytes is not there")
-    if copied != tuple(STEPS * n for n in each_step) or not all(copied):
+    if form.startswith("tables"):  # only the step knows how many rows it changes: at most one for each id
+        ids, rows = (STEPS * BATCH * EACH * n for n in (8, 8 * WIDTH))
+        if not (rows / 2 < copied[0] <= 2 * ids * ranks + rows and rows / 2 < copied[1] <= rows + ids * ranks):
+            wrong.append("more or less is copied than ids, rows, and their gradients")
+    elif copied != tuple(STEPS * n for n in each_step) or not all(copied):
         wrong.append(f"predicted {each_step} for a step")
     if others := uncounted(graphs):
         wrong.append(f"not counted: {others}")

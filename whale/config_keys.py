@@ -278,8 +278,9 @@ KEYS: tuple[Key, ...] = (
         "str",
         "",
         "what stays in host memory while an accelerator computes: optimizer: the optimizer's state, and updates "
-        "are computed there; v0: weights as well, copied at use; empty = nothing",
-        choices=("", "optimizer", "v0"),
+        "are computed there; v0: weights as well, copied at use; tables: what is looked up by rows alone, with its "
+        "state, and only these rows are copied; empty = nothing",
+        choices=("", "optimizer", "v0", "tables"),
     ),
     Key(
         "pipeline.num_micro_batch",

@@ -85,6 +85,7 @@ FEATURES: tuple[Feature, ...] = (
     _set("auto_parallel", "auto", auto_parallel=True),
     _of("7 rows", "uneven"),  # that divide neither by the ranks nor by the micro-batches
     _of("hot table", "hot", instead=["session"]),
+    _set("table on host", "table", offload__level="tables", instead=["offload", "growing table", "hot table"]),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 

@@ -115,6 +115,8 @@ def test_rows_are_hot_that_more_than_two_ranks_ask_for() -> None:
     expected = {i for i in range(1000) if sum(i in part for part in parts) > 2 * len(batches)}
     assert set(found) == expected and 0 < len(expected) < 100 and found[0] == 0
     assert wh.layers.hot_ids([np.full((4, 2), -1)], 4) == wh.layers.hot_ids(batches, 2) == []
+    most_used = wh.layers.hot_ids(batches, 2, count=3)
+    assert len(most_used) == 3 and set(found[:1]) <= set(most_used)
     for wrong in ([], [np.zeros((3, 2), int)], [np.zeros((4, 2))]):
         with pytest.raises(ProgramError, match="no batch of ids"):
             wh.layers.hot_ids(wrong, 4)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from whale.errors import ProgramError
 
 
-def hot_ids(batches: Iterable[Any], ranks: int) -> list[int]:
+def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> list[int]:
     """The ids of a table whose rows are better on every rank, by a sample of batches; those used most come first.
 
     The owner of a row sends it to each other rank whose part of a batch has its id, and gets as many gradients. An
@@ -29,12 +29,14 @@ def hot_ids(batches: Iterable[Any], ranks: int) -> list[int]:
     Args:
       batches: of ids of the table [batch, ...], negative ones absent, as arrays.
       ranks: among which a batch is divided.
+      count: as many of the ids that most parts of batches have, whether the exchange pays or not: rows that
+        accelerators have room for, beside a table in their hosts' memory (``offload.level="tables"``).
 
     Raises:
       ProgramError: there is no batch, or one has fewer rows than ranks.
     """
     asked: Counter[int] = Counter()
-    count = 0
+    seen = 0
     for batch in batches:
         ids = np.asarray(batch)
         if ids.ndim == 0 or len(ids) < ranks or not np.issubdtype(ids.dtype, np.integer):
@@ -44,14 +46,15 @@ def hot_ids(batches: Iterable[Any], ranks: int) -> list[int]:
                 expected="integers [batch, ...] with a row for each rank",
                 action="give batches as large as in training",
             )
-        count += 1
+        seen += 1
         for part in np.array_split(ids, ranks):
             asked.update(np.unique(part[part >= 0]).tolist())
-    if not count:
+    if not seen:
         raise ProgramError(
             "no batch of ids", given="none", expected="a sample of batches", action="give batches as in training"
         )
-    return [i for i, times in sorted(asked.items(), key=lambda item: (-item[1], item[0])) if times > 2 * count]
+    by_use = sorted(asked.items(), key=lambda item: (-item[1], item[0]))
+    return [i for i, times in by_use if times > 2 * seen] if count is None else [i for i, _ in by_use[:count]]
 
 
 def found(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -1,5 +1,7 @@
 """Offload: variables that lie in the host's memory, while the model is computed on an accelerator.
 
+Of tables only the rows that a step looks up move, and the gradients of these.
+
 Ren et al., "ZeRO-Offload: democratizing billion-scale model training", USENIX ATC 2021: the update is computed where
 the optimizer's state lies, so that a step moves each gradient to the host and each change of a weight back, and the
 state never. What moves passes through ``WhaleOffload``, which counts its bytes.
@@ -11,29 +13,34 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from whale.errors import PlanError
-from whale.ir.ops import BRANCHES, HAS_BODIES
+from whale.ir.ops import APPLIES_ROWS, BRANCHES, HAS_BODIES, READS_ROWS, SCATTERS, UPDATES
 from whale.ir.program import ON_HOST, Node, Program, Ref, Variable, function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
 from whale.passes.facts.cost import matmul_flops
 from whale.passes.memory.footprint import variable_kinds
-from whale.passes.memory.zero import is_model, only_state
+from whale.passes.memory.zero import is_model, leading_to
 from whale.rules.graph import USE, Use, called_functions, uses_of_variables
 
 COPY = "WhaleOffload"
-LEVELS = {"optimizer": ("slots",), "v0": ("slots", "parameters")}  # kinds of variables that lie in the host's memory
+TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
+LEVELS = {"optimizer": ("slots",), "v0": ("slots", "parameters")}  # the kinds that do at another level
+_BY_ROWS = READS_ROWS | SCATTERS | APPLIES_ROWS
 
 
 def offloaded(program: Program, level: str) -> tuple[str, ...]:
     """Handle nodes of the variables that come to lie in the host's memory; what one op updates lies together.
 
     Raises:
-      PlanError: a loop takes such a variable.
+      PlanError: a loop takes such a variable, or a step changes every row of a table.
     """
     if not level or not any(is_model(program, node) for node in program.nodes):
         return ()  # a run that sets variables to their first values, say: it does not show which ones are state
-    kinds, variables = variable_kinds(program), program.variable_of
-    found = {handle for handle, kind in kinds.items() if kind in LEVELS[level] and variables[handle].type.shape}
-    uses = list(uses_of_variables(program))
+    variables, uses = program.variable_of, list(uses_of_variables(program))
+    if level == TABLES:
+        found = _tables(program, uses)
+    else:
+        kinds = variable_kinds(program)
+        found = {handle for handle, kind in kinds.items() if kind in LEVELS[level] and variables[handle].type.shape}
     while True:
         more = {
             name
@@ -56,6 +63,35 @@ def offloaded(program: Program, level: str) -> tuple[str, ...]:
                 action="update it behind the loop, or leave offload.level out",
             )
     return tuple(v.node for v in program.variables if v.node in found)
+
+
+def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
+    """Variables of which a step reads and changes rows, by their numbers, and nothing else.
+
+    Raises:
+      PlanError: of one, rows are read, and all of it is changed.
+    """
+    found: set[str] = set()
+    whole: dict[str, Use] = {}
+    read: set[str] = set()
+    for use in uses:
+        for handle in filter(None, use.handles):
+            if use.node.op in _BY_ROWS:
+                found.add(handle)
+            elif use.node.op in UPDATES:
+                whole.setdefault(handle, use)
+            else:
+                read.add(handle)
+    for handle in found & whole.keys() - read:
+        raise PlanError(
+            "a table cannot lie in the host's memory",
+            op=f"{whole[handle].node.name} ({whole[handle].node.op}), which changes all of "
+            f"{program.variable_of[handle].name}",
+            given=f'offload.level="{TABLES}"',
+            expected="an optimizer that reads and changes the rows in use alone",
+            action='wrap it: wh.optimizers.lazy(optimizer); or offload.level="v0", which moves whole gradients',
+        )
+    return found - whole.keys() - read
 
 
 def offload(program: Program, handles: Collection[str]) -> Program:
@@ -93,7 +129,7 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
     """Nodes that take such a variable, what is computed from state, and what for it alone and would move more."""
     there: set[str] = set()
     of_state: set[str] = set()
-    state = only_state(program).intersection(handles)
+    state = _only_for_updates(program).intersection(handles)
     for node in program.nodes:
         taken = [r.node for r in node.inputs if r.node in program.variable_of]
         if node.op in BRANCHES:
@@ -113,6 +149,15 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
     return there
 
 
+def _only_for_updates(program: Program) -> set[str]:
+    """As `only_state`, and state of which a lazy update reads rows."""
+    fetched = {ref.node for ref in program.outputs}
+    other = leading_to(
+        program, lambda node: node.name in fetched or (node.op not in READS_ROWS and is_model(program, node))
+    )
+    return {node.name for node in program.nodes if node.name not in other}
+
+
 def _cheaper_there(program: Program, there: Collection[str], kept: Collection[str]) -> set[str]:
     """Nodes of which all readers are in the host's memory, and whose operands are less to move than their results."""
     crossing = {ref for node in program.nodes if node.name in there for ref in node.inputs}
@@ -124,13 +169,12 @@ def _cheaper_there(program: Program, there: Collection[str], kept: Collection[st
         if not readers or any(name not in there and name not in found for name in readers):
             continue
         operands = [r for r in dict.fromkeys(node.inputs) if program.by_name[r.node].op != "Const"]
-        types = [program.type_of(r) for r in operands]
-        if _is_call(node) or not all(t.is_static for t in (*types, *node.outputs)):
+        more = [program.type_of(r) for r in operands if r not in crossing and r.node not in there]
+        if _is_call(node) or (more and not all(t.is_static for t in (*more, *node.outputs))):
             continue
         if matmul_flops(node, [program.type_of(r) for r in node.inputs]):
             continue
-        more = sum(t.bytes for r, t in zip(operands, types) if r not in crossing and r.node not in there)
-        if more < sum(t.bytes for t in node.outputs):
+        if not more or sum(t.bytes for t in more) < sum(t.bytes for t in node.outputs):
             found.add(node.name)
             crossing.update(node.inputs)
     return found

@@ -198,7 +198,7 @@ def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> lis
     if recomputes and settings.memory.recompute != "auto":
         found.append(_Option("gradient_checkpoint.type=auto", {"memory__recompute": "auto"}))
     if beside_host:
-        levels_above = {"": ("optimizer", "v0"), "optimizer": ("v0",)}.get(settings.memory.offload, ())
+        levels_above = {"": ("tables", "optimizer", "v0"), "optimizer": ("v0",)}.get(settings.memory.offload, ())
         found += [_Option(f"offload.level={level}", {"memory__offload": level}) for level in levels_above]
     count = max(2, 2 * settings.time.micro_batches)
     while count <= _MOST_MICRO_BATCHES:
