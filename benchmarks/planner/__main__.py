@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import functools
 import itertools
 import resource
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import Pool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from whale.planner.search.rounds import search
 from whale.planner.search.whale22 import flops_of, formula_1
 
 GPT_175B = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
-SEEDS_AT_ONCE = 64
+AHEAD = 64  # instances that are waiting for a processor, or for those before them
 
 
 def main() -> None:
@@ -87,18 +87,25 @@ def _optimality(first: int, count: int, levels: tuple[int, ...], verbose: bool) 
     """Instances from seed `first` on, on all processors, until `count` of them have a plan."""
     gaps: list[float] = []
     full, start_s = 0, time.monotonic()
-    with ProcessPoolExecutor() as pool:
-        for seed in itertools.count(first, SEEDS_AT_ONCE):
-            for one in pool.map(functools.partial(_compared, levels), range(seed, seed + SEEDS_AT_ONCE)):
-                if one.found_s == one.best_s == float("inf"):
-                    full += 1
-                elif len(gaps) < count:
-                    gaps.append(max(0.0, one.found_s / one.best_s - 1))
-                    if verbose or gaps[-1] > 1e-6:
-                        print(f"seed {one.seed}: {one.line}, gap {gaps[-1]:.3%}", flush=True)
-            if len(gaps) >= count:
-                break
-            print(f"{len(gaps)} of {count} instances after {time.monotonic() - start_s:.0f} s", flush=True)
+    seeds = itertools.count(first)
+    with Pool() as pool:
+        # Some take minutes and most of them less than a second, so that many are under way at a time.
+        waiting = deque(pool.apply_async(_compared, (levels, next(seeds))) for _ in range(AHEAD))
+        while len(gaps) < count:
+            one = waiting.popleft().get()
+            waiting.append(pool.apply_async(_compared, (levels, next(seeds))))
+            if one.found_s == one.best_s == float("inf"):
+                full += 1
+                continue
+            gaps.append(max(0.0, one.found_s / one.best_s - 1))
+            if verbose or gaps[-1] > 1e-6:
+                print(f"seed {one.seed}: {one.line}, gap {gaps[-1]:.3%}", flush=True)
+            if len(gaps) % 25 == 0:
+                print(
+                    f"{len(gaps)} of {count} instances after {time.monotonic() - start_s:.0f} s (seed {one.seed}), "
+                    f"{sum(gap < 1e-6 for gap in gaps)} optimal, worst gap {max(gaps):.2%}",
+                    flush=True,
+                )
     optimal = sum(gap < 1e-6 for gap in gaps)
     print(
         f"{len(gaps)} instances: {optimal / len(gaps):.1%} optimal, worst gap {max(gaps):.2%}; "

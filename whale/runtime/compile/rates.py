@@ -40,8 +40,8 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
     count = min(16 << 20, max(1 << 18, held // 12))
     y = tf.random.normal([count])
-    product = tf.function(lambda: tf.linalg.matmul(x, x))
-    stream = tf.function(lambda: y + y * 0.5)
+    product = tf.function(lambda: tf.linalg.matmul(x, x), autograph=False)
+    stream = tf.function(lambda: y + y * 0.5, autograph=False)
     product(), product(), stream(), stream()
 
     def measured(seconds: float) -> tuple[float, float]:
@@ -121,7 +121,7 @@ def _link(context: Context, through: str) -> Link:
         def exchange(x: Any = x, size: int = size) -> Any:
             return ExchangeOps(comm, through)("all_reduce", [x], key=f"whale/auto/{through}/{size}")[0]
 
-        step = tf.function(exchange)
+        step = tf.function(exchange, autograph=False)
         times = []
         for _ in range(calls):
             start_s = time.perf_counter()
