@@ -13,6 +13,7 @@ from cost_model.described.evaluate import evaluate
 from cost_model.described.memory import part_memory
 from cost_model.described.spread import Part, Recompute, Spread, Stage
 from cost_model.described.stacks import stack
+from cost_model.described.stage_cache import StageCosts
 from cost_model.machines.cluster import Cluster, parse
 from cost_model.machines.pools import Machines
 from whale.planner.described.layer_tables import Measured, Table, TableLayer, TableModel
@@ -113,6 +114,7 @@ class _Chains:
     def __init__(self, one: Instance, micro_batches: int, zero: int, best: tuple[float, Spread | None]) -> None:
         self.model = model = one.model()
         self.zero, self.micro_batches, self.best, self.looked = zero, micro_batches, best, 0
+        self.stage_costs = StageCosts(model, model.machines)
         self.rows = one.batch // micro_batches
         self.sizes = tuple(pool.devices for pool in model.machines.pools)
         self.speeds = [_speed(model, pool, self.rows) for pool in range(len(self.sizes))]
@@ -138,7 +140,7 @@ class _Chains:
             self.looked += 1
             stages = tuple(Stage(((a, b),), parts, again) for a, b, parts, again in reversed(self.chain))
             spread = Spread(stages, self.micro_batches, zero=self.zero)
-            found = evaluate(self.model, self.model.machines, spread)
+            found = evaluate(self.model, self.model.machines, spread, self.stage_costs)
             if found.fits and found.step_s < self.best[0] * (1 - 1e-12):
                 self.best = found.step_s, spread
             return

@@ -13,7 +13,8 @@ from itertools import accumulate
 from cost_model.described import sharded
 from cost_model.described.layer_costs import Model, costs_of
 from cost_model.described.spread import Spread, live_chunks
-from cost_model.described.stage_costs import StageCost, fully_sharded, stage_cost
+from cost_model.described.stage_cache import StageCosts
+from cost_model.described.stage_costs import StageCost, fully_sharded
 from cost_model.formulas.collectives import all_reduce_s
 from cost_model.formulas.simulate import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from cost_model.machines.pools import Machines
@@ -50,14 +51,18 @@ class Evaluation:
         return self.lacking_bytes <= 0
 
 
-def evaluate(model: Model, machines: Machines, spread: Spread) -> Evaluation:
+def evaluate(model: Model, machines: Machines, spread: Spread, stage_costs: StageCosts | None = None) -> Evaluation:
     """Simulates one step.
+
+    Args:
+        stage_costs: where a search keeps the costs of stages of this model on these machines.
 
     Raises:
         PlanError: the schedule takes backward passes apart, or is none for so many chunks or micro-batches.
     """
     stages, count, ranks = len(spread.stages), spread.micro_batches, spread.ranks
-    costs = [stage_cost(model, machines, spread, i, _live(spread, i), ranks) for i in range(stages)]
+    stage_costs = stage_costs or StageCosts(model, machines)
+    costs = [stage_costs(spread, i, _live(spread, i), ranks) for i in range(stages)]
     if fully_sharded(model, spread):
         costs, ends = _sharded(model, machines, spread, costs)
     elif spread.schedule == "1f1b" and spread.chunks == 1:

@@ -6,7 +6,6 @@ asks for many stages, so a stage costs microseconds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from cost_model.described.spread import Offload, Part, Recompute, Spread, Stage
 from cost_model.described.stacks import Stack
 from cost_model.formulas.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from cost_model.formulas.compute import Rates, rates_of, streaming_s
+from cost_model.formulas.simulate import not_hidden_s
 from cost_model.machines.pools import Machines, Pool
 
 # Parameters that Adam updates on a host's processors in a second: Ren et al., "ZeRO-Offload", ATC 2021, table 5 (10
@@ -33,6 +33,8 @@ HOST_UPDATES_PER_S = 3.9e9
 # On the host, for each piece of a tensor that is sent as a list of pieces: a view where the list is made and one where
 # it is copied (ProcessGroupNCCL.cpp of PyTorch 1.8, allgather and reduce_scatter), about a microsecond each (estimate).
 VIEWS_S = 2e-6
+
+Passes = tuple[list[float], list[float], int]  # see `passes_of`
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +72,23 @@ def fully_sharded(model: Model, spread: Spread) -> bool:
     return spread.zero >= 2 and one and spread.offload == "none" and not model.experts
 
 
-def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, live: int, ranks: int) -> StageCost:
+def stage_cost(
+    model: Model, machines: Machines, spread: Spread, index: int, live: int, ranks: int, passes: Passes | None = None
+) -> StageCost:
     """The cost of stage `index`.
 
     Args:
         live: chunks of micro-batches that its schedule holds at its peak (see `spread.live_chunks`).
         ranks: of the whole job, of which the slowest sets the pace.
+        passes: what `passes_of` says of the stage, where it is known.
     """
     stages = spread.stages
     stage, count = stages[index], len(stages)
-    replicas = stage.replicas
-    costs = [costs_of(model, spread, part, ranks, replicas, stage.recompute) for part in stage.parts]
+    costs = _costs_of(model, spread, stage, ranks)
     dense = [one.parameters_of(stage.layers) for one in costs]
     experts = [one.experts_of(stage.layers) for one in costs]
     to_next_s, to_previous_s = (0.0, 0.0) if count == 1 else _sends_s(model, machines, spread, index)
-    ahead, back, limiting = _chunks_s(model, machines, spread, stage, costs)
+    ahead, back, limiting = passes or passes_of(model, machines, spread, stage, ranks)
     # The model's last chunk has nobody to send its results to, the first one nobody to send its gradients to.
     last = count * spread.chunks - 1
     at = range(index, last + 1, count)
@@ -111,23 +115,8 @@ def stage_cost(model: Model, machines: Machines, spread: Spread, index: int, liv
     )
 
 
-def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], group: int) -> float:
-    """What is left of the gradients' sum after the last backward pass, where each layer's begins when its own is there.
-
-    Chunks end one after the other, and after each the next one still has its passes for the last `group` micro-batches
-    (Narayanan et al., "Efficient large-scale language model training", SC 2021, figure 4). Of the last chunk the sums
-    run behind its last pass, but for that of its last layer.
-
-    Args:
-        reduce_s: of all layers; counts, back: of each chunk, its layers and the seconds of one backward pass.
-    """
-    each_s = reduce_s / max(1, sum(counts))
-    free_s, ready_s = -math.inf, -group * sum(back)  # 0: the end of the last pass
-    for number, seconds in zip(reversed(counts[1:]), reversed(back[1:])):
-        ready_s += group * seconds
-        free_s = max(free_s, ready_s) + each_s * number
-    own_s = each_s * counts[0]
-    return max(min(each_s, own_s), own_s + max(free_s, -back[0]))
+def _costs_of(model: Model, spread: Spread, stage: Stage, ranks: int) -> list[LayerCosts]:
+    return [costs_of(model, spread, part, ranks, stage.replicas, stage.recompute) for part in stage.parts]
 
 
 def _sends_s(model: Model, machines: Machines, spread: Spread, index: int) -> tuple[float, float]:
@@ -144,10 +133,12 @@ def _sends_s(model: Model, machines: Machines, spread: Spread, index: int) -> tu
     return sends[0], sends[1]
 
 
-def _chunks_s(
-    model: Model, machines: Machines, spread: Spread, stage: Stage, costs: Sequence[LayerCosts]
-) -> tuple[list[float], list[float], int]:
-    """(forward, backward) seconds of each chunk on its slowest part, sends not included, and the limiting part."""
+def passes_of(model: Model, machines: Machines, spread: Spread, stage: Stage, ranks: int) -> Passes:
+    """(forward, backward) seconds of each chunk on its slowest part, sends not included, and the limiting part.
+
+    They follow from the stage and the spread's settings, whatever its other stages are.
+    """
+    costs = _costs_of(model, spread, stage, ranks)
     plain = spread.zero < 2 and spread.offload == "none" and not model.experts
     moves = None if plain else _Moves.of(model, machines, spread, stage, costs)
     forwards, backwards, limiting, longest = [], [], 0, -1.0

@@ -8,6 +8,7 @@ need one simulated rank.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -219,3 +220,22 @@ def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list
         level += held
         curve.append((second, level))
     return curve
+
+
+def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], group: int) -> float:
+    """What is left of the gradients' sum after the last backward pass, where each layer's begins when its own is there.
+
+    Chunks end one after the other, and after each the next one still has its passes for the last `group` micro-batches
+    (Narayanan et al., "Efficient large-scale language model training", SC 2021, figure 4). Of the last chunk the sums
+    run behind its last pass, but for that of its last layer.
+
+    Args:
+        reduce_s: of all layers; counts, back: of each chunk, its layers and the seconds of one backward pass.
+    """
+    each_s = reduce_s / max(1, sum(counts))
+    free_s, ready_s = -math.inf, -group * sum(back)  # 0: the end of the last pass
+    for number, seconds in zip(reversed(counts[1:]), reversed(back[1:])):
+        ready_s += group * seconds
+        free_s = max(free_s, ready_s) + each_s * number
+    own_s = each_s * counts[0]
+    return max(min(each_s, own_s), own_s + max(free_s, -back[0]))

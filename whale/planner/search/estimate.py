@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from cost_model.described.layer_costs import LayerCosts, Model
 from cost_model.described.memory import BASE_BYTES, states
 from cost_model.described.spread import Offload, Part, Recompute, Spread
-from cost_model.described.stage_costs import not_hidden_s, reduction_s
+from cost_model.described.stage_costs import reduction_s
+from cost_model.formulas.simulate import not_hidden_s
 from cost_model.machines.pools import Machines
 from whale.planner.search.candidates import Candidate, Limits
 

@@ -26,7 +26,7 @@ import msgspec
 from cost_model.described.evaluate import Evaluation, evaluate
 from cost_model.described.layer_costs import Model
 from cost_model.described.spread import Part, Recompute, Spread, live_chunks
-from cost_model.described.stage_costs import stage_cost
+from cost_model.described.stage_cache import StageCosts
 from cost_model.machines.pools import Machines
 from whale.planner.search.candidates import Candidate, Limits, SearchResult
 from whale.planner.search.cut import Chain
@@ -86,6 +86,7 @@ class Search(Families):
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Limits) -> None:
         super().__init__(model, machines, batch, limits)
+        self.stage_costs = StageCosts(model, machines)
         self.simulated = 0
         self.candidates: list[Candidate] = []
         self.kept = _Simulated()
@@ -135,7 +136,7 @@ class Search(Families):
         if spread in self.kept.seen:
             return float("inf")
         self.kept.seen.add(spread)
-        found = evaluate(self.model, self.machines, spread)
+        found = evaluate(self.model, self.machines, spread, self.stage_costs)
         self.simulated += 1
         if not found.fits:
             if len(self.misfits) < MISFITS:
@@ -289,7 +290,7 @@ class Search(Families):
             edge = min(index, 1) + 2 * (index == stages - 1)
             key = (stage.count, edge, stage.parts, stage.recompute, live)
             if key not in known:
-                cost = stage_cost(self.model, self.machines, spread, index, live, ranks)
+                cost = self.stage_costs(spread, index, live, ranks)
                 if cost.lacking_bytes > 0:
                     return float("inf")
                 known[key] = sum(cost.forward_s) + sum(cost.backward_s)
