@@ -44,6 +44,7 @@ SAMPLE = [
     ("none dropped", "growing table", "classes", "unequal shares"),
     ("tensor", "zero 3", "table", "sampled classes", "7 rows"),
     ("2 stages", "micro-batches", "hot table", "zero 1"),
+    ("micro-batches", "recompute auto", "hot table", "zero 3"),
 ]
 
 

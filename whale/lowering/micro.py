@@ -17,7 +17,7 @@ from whale.errors import PlanError
 from whale.ir.layout import identity_value
 from whale.ir.ops import ALL_REDUCES, EXCHANGES, HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, Ref, const_node, function_refs, topological
+from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node, function_refs, topological
 from whale.ir.values import DType, Func, Shape, numpy_dtype
 from whale.lowering.alike import TIME, Kind, kinds_of, may_carry, with_own_bodies
 from whale.lowering.micro_body import Body, Function
@@ -253,6 +253,8 @@ class _Roller:
             found = dict[str, None]()
             for c in node.controls:
                 if kind.region[c] == "each":
+                    if RECOMPUTED in node.attrs:
+                        continue  # of the whole batch: it is there before its gradient comes in a micro-batch
                     found[ends[self._phase(kind, c) or self.order[-1].phase]] = None
                 elif kind.region[c] != "join":
                     found[c] = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from whale.ir.program import Node, Program, Ref, const_node, topological
+from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node, topological
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype
 from whale.lowering.alike import TIME, Kind
 
@@ -65,7 +65,7 @@ class Body:
         for c in node.controls:
             if self._here(c) and self.kind.region[c] == "each":
                 controls.append(c)
-            elif self.kind.region[c] == "outer":
+            elif self.kind.region[c] == "outer" and RECOMPUTED not in node.attrs:  # that gradient comes after all
                 self.function.behind.append(c)
         return replace(node, inputs=tuple(map(self._inside, node.inputs)), controls=tuple(controls))
 
