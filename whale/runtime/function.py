@@ -38,7 +38,7 @@ class Function:
         self._quick: dict[Hashable, Step] = {}
         self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
         self._context: weakref.ref[Context] | None = None
-        self._division = (0, 0)  # that the steps were compiled for
+        self._division: tuple[int, ...] = ()  # that the steps were compiled for
         self._bound: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -112,6 +112,7 @@ class Function:
             return arguments, step, tf.nest.flatten(batches, expand_composites=True)
         drawing = Drawing(functools.partial(draw, context=context), batches)
         step = compile_step(self._fn, arguments, args, kwargs, context, drawing)
+        self._attached()  # earlier steps call variables where they were; to this one it makes no difference
         if reads_itself(step.captured, drawing, arguments):
             self._sources[kind] = None
             return self._reading(args, kwargs, context)
@@ -123,7 +124,9 @@ class Function:
         """The same for a step that reads iterators, which are arguments, in loops: every rank reads them."""
         arguments = self._take_apart(args, kwargs, draws=False)
         if arguments.key not in self._steps:
-            self._steps[arguments.key] = compile_step(self._fn, arguments, args, kwargs, context)
+            step = compile_step(self._fn, arguments, args, kwargs, context)
+            self._attached()
+            self._steps[arguments.key] = step
         return arguments, self._steps[arguments.key], []
 
     def _step(self, args: Any, kwargs: Any) -> Step:

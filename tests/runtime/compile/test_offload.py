@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from inspect import cleandoc
 
 import pytest
 import tensorflow as tf
@@ -27,14 +28,29 @@ def test_of_a_table_the_rows_in_use_are_copied() -> None:
     assert done.returncode == 0 and done.stdout.count("as predicted") == 8, done.stdout + done.stderr
 
 
-def test_a_table_whose_update_changes_every_row_is_refused() -> None:
-    code = """if True:
-        import tensorflow as tf, whale as wh
-        (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-        wh.init({"offload.level": "tables"})
-        table = tf.Variable(tf.ones([9, 2]), name="table")
+TABLE = """
+import numpy as np, tensorflow as tf, whale as wh
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+wh.init({"communication.transport": "in-process", "offload.level": "tables", **CONFIG})
+with tf.device("CPU:1"):
+    table = tf.Variable(np.ones([9, 2]), name="table")
+    weight = tf.Variable(np.eye(2) * [[1.0, 3.0]], name="weight")
+ids = tf.constant([1, 2, 2, 5])
+"""
 
+
+def printed(code: str, **config: object) -> str:
+    """What a program prints that has a table of nine rows."""
+    keys = {name.replace("__", "."): value for name, value in config.items()}
+    whole = f"CONFIG = {keys}\n{TABLE}{cleandoc(code)}"
+    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_table_whose_update_changes_every_row_is_refused() -> None:
+    code = """
         def step(ids):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.gather(table, ids) ** 2)
@@ -42,12 +58,65 @@ def test_a_table_whose_update_changes_every_row_is_refused() -> None:
             return loss
 
         try:
-            wh.function(step)(tf.constant([1, 2]))
+            wh.function(step)(ids)
         except wh.WhaleError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "changes all of table" in done.stdout and "wh.optimizers.lazy" in done.stdout, done.stdout + done.stderr
+    text = printed(code)
+    assert "changes all of table" in text and "wh.optimizers.lazy" in text
+
+
+def test_of_a_micro_batch_the_lookup_alone_is_computed_by_the_host() -> None:
+    code = """
+        def step(ids):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.sin(tf.gather(table, ids) @ weight))
+            weight.assign_sub(tape.gradient(loss, weight))
+            return loss
+
+        wh.function(step)(ids)
+        report = wh.memory_report()
+        print(*report.copied, *report.copied_each_step["step"])
+    """
+    ids, rows = 4 * 4, 4 * 2 * 8  # no weight, and no gradient
+    for ranks in (1, 2):
+        text = printed(code, cluster__ranks=ranks, pipeline__num_micro_batch=2)
+        assert text.split() == [str(ids), str(rows)] * 2, text
+
+
+def test_it_is_said_what_needs_all_of_a_table() -> None:
+    code = """
+        def step(ids):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((tf.gather(table, ids) @ weight) @ tf.transpose(table))
+            weight.assign_sub(tape.gradient(loss, weight))
+            return loss
+
+        wh.function(step)(ids)
+        print(wh.memory_report().on_host_bytes)
+    """
+    text = printed(code)
+    assert text.startswith("0\n") and "needs all of what offload.level" in text and "table, for transpose" in text, text
+
+
+def test_what_ran_before_a_table_moved_to_the_host_sees_what_training_makes_of_it() -> None:
+    code = """
+        def norm(x):
+            return tf.reduce_sum(tf.square(tf.convert_to_tensor(table))) + tf.reduce_sum(x @ weight)
+
+        def step(ids):
+            rows = tf.gather(table, ids) @ weight
+            table.scatter_sub(tf.IndexedSlices(0.1 * rows, ids))
+            return tf.reduce_sum(rows)
+
+        x, whole = tf.zeros([4, 2], tf.float64), wh.function(norm)
+        assert whole(x) == norm(x)
+        wh.function(step)(ids)
+        assert wh.memory_report().on_host_bytes and norm(x) < 18.0
+        np.testing.assert_allclose(whole(x), norm(x), rtol=1e-14)
+    """
+    printed(code)
+    printed(code, cluster__ranks=2)
 
 
 def test_nothing_is_held_elsewhere_where_the_device_is_the_host(ranks: Callable[..., None]) -> None:

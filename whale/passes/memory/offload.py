@@ -13,7 +13,18 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from whale.errors import PlanError
-from whale.ir.ops import APPLIES_ROWS, BRANCHES, HAS_BODIES, READS_ROWS, SCATTERS, UPDATES
+from whale.ir.ops import (
+    APPLIES_ROWS,
+    ASKS_SHAPE,
+    BRANCHES,
+    CALLS,
+    HAS_BODIES,
+    LOOPS,
+    READS_ROWS,
+    ROW_LOOKUPS,
+    SCATTERS,
+    UPDATES,
+)
 from whale.ir.program import ON_HOST, Node, Program, Ref, Variable, function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
 from whale.passes.facts.cost import matmul_flops
@@ -25,6 +36,7 @@ COPY = "WhaleOffload"
 TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
 LEVELS = {"optimizer": ("slots",), "v0": ("slots", "parameters")}  # the kinds that do at another level
 _BY_ROWS = READS_ROWS | SCATTERS | APPLIES_ROWS
+_RUNS_PARTS = BRANCHES | CALLS  # of functions, and of a micro-batch's, some nodes may be computed there
 
 
 def offloaded(program: Program, level: str) -> tuple[str, ...]:
@@ -94,6 +106,38 @@ def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
     return found - whole.keys() - read
 
 
+def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
+    """Variables in which a step looks rows up, and which are not in the host's memory -> an op that needs all of one.
+
+    Args:
+      program: normalised.
+      handles: of the variables that lie there.
+    """
+    looked_up: set[str] = set()
+    needed_by: dict[str, str] = {}
+    for use in uses_of_variables(program):
+        node = use.node
+        readers = [(node, 0)]
+        if node.op == "ReadVariableOp":
+            readers = [r for r in use.graph.consumers.get(Ref(node.name), ()) if r[0].op not in ASKS_SHAPE]
+        by_rows = node.op in READS_ROWS or any(r.op in ROW_LOOKUPS and i == 0 for r, i in readers)
+        inside = _looked_up_in(program, node)
+        for i, handle in ((i, h) for i, h in enumerate(use.handles) if h):
+            if (by_rows or i in inside) and len(program.variable_of[handle].type.shape or ()) > 1:
+                looked_up.add(handle)
+            if node.op not in _BY_ROWS and readers:
+                needed_by.setdefault(handle, f"{readers[0][0].name} ({readers[0][0].op})")
+    left = [v for v in program.variables if v.node in looked_up and v.node in needed_by and v.node not in handles]
+    return {v.name: needed_by[v.node] for v in left}
+
+
+def _looked_up_in(program: Program, loop: Node) -> set[int]:
+    """Of the operands of a loop those in which its functions look rows up."""
+    bodies = [program.functions[f.name] for f in called_functions(loop)] if loop.op in LOOPS else []
+    gathers = [(body, node) for body in bodies for node in body.nodes if node.op in READS_ROWS]
+    return {body.inputs.index(n.inputs[0].node) for body, n in gathers if n.inputs[0].node in body.inputs}
+
+
 def offload(program: Program, handles: Collection[str]) -> Program:
     """``program`` (one rank's) with what is computed in the host's memory marked, and copies where tensors cross.
 
@@ -114,8 +158,9 @@ def crossing_bytes(program: Program) -> tuple[int, int]:
         if node.op == COPY and node.outputs[0].is_static:
             to_host += node.outputs[0].bytes * node.attrs["to_host"]
             from_host += node.outputs[0].bytes * (not node.attrs["to_host"])
-        elif node.op in BRANCHES:
-            bodies = (replace(program.functions[f.name], functions=program.functions) for f in called_functions(node))
+        elif node.op in _RUNS_PARTS:
+            functions = called_functions(node) if node.op in BRANCHES else (func for _, func in function_refs(node))
+            bodies = (replace(program.functions[f.name], functions=program.functions) for f in functions)
             most = max((crossing_bytes(body) for body in bodies), key=sum)
             to_host, from_host = to_host + most[0], from_host + most[1]
     return to_host, from_host
@@ -132,7 +177,7 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
     state = _only_for_updates(program).intersection(handles)
     for node in program.nodes:
         taken = [r.node for r in node.inputs if r.node in program.variable_of]
-        if node.op in BRANCHES:
+        if node.op in _RUNS_PARTS:
             continue  # what it runs is looked at by itself
         if any(h in handles for h in taken):
             there.add(node.name)
@@ -184,7 +229,7 @@ class _Crossings:
     """Rewrites one graph.
 
     Args:
-      inside: whether it is a branch's, whose arguments and results are where the model is computed.
+      inside: whether it is a branch's or a micro-batch's, whose arguments and results are where the model is computed.
     """
 
     def __init__(self, program: Program, handles: Collection[str], inside: bool):
@@ -193,33 +238,37 @@ class _Crossings:
         self.nodes: list[Node] = []
         self.made: dict[tuple[Ref, bool], Ref] = {}
         self.functions = dict(program.functions)
+        self.bodies: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}  # (function, handles that it has) -> new
 
     def run(self) -> Program:
         for node in self.program.nodes:
             on_host = node.name in self.there
             inputs = tuple(self._operand(ref, on_host) for ref in node.inputs)
             node = replace(node, inputs=inputs) if inputs != node.inputs else node
-            if node.op in BRANCHES and any(ref.node in self.handles for ref in node.inputs):
-                node = self._branch(node)
+            if node.op in _RUNS_PARTS and any(ref.node in self.handles for ref in node.inputs):
+                node = self._caller(node)
             self.nodes.append(_on_host(node) if on_host else node)
         outputs = self.program.outputs
         if self.inside:
             outputs = tuple(self._operand(ref, False) for ref in outputs)
         return self.program.with_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
 
-    def _branch(self, node: Node) -> Node:
-        """The branch whose functions compute in the host's memory what is to be computed there."""
+    def _caller(self, node: Node) -> Node:
+        """The node whose functions compute in the host's memory what is to be computed there."""
+        operands = node.inputs if node.op in CALLS else node.inputs[1:]
 
         def rewritten(func: Func) -> Func:
-            body, name = self.functions[func.name], f"{func.name}/there/{node.name}"
-            known = self.program.variable_of
-            passed = {arg: r.node for arg, r in zip(body.inputs, node.inputs[1:]) if r.node in known}
-            variables = tuple(Variable(arg, known[h].name, known[h].type) for arg, h in passed.items())
-            handles = {arg for arg, handle in passed.items() if handle in self.handles}
-            whole = replace(body, variables=variables, functions=self.functions)
-            body = _Crossings(whole, handles, True).run()
-            self.functions |= {**body.functions, name: replace(body, variables=(), functions={})}
-            return replace(func, name=name)
+            body, known = self.functions[func.name], self.program.variable_of
+            passed = {arg: r.node for arg, r in zip(body.inputs, operands) if r.node in known}
+            key = func.name, tuple(passed.items())
+            if key not in self.bodies:  # micro-batches share one
+                name = self.bodies[key] = f"{func.name}/there/{node.name}"
+                variables = tuple(Variable(arg, known[h].name, known[h].type) for arg, h in passed.items())
+                handles = {arg for arg, handle in passed.items() if handle in self.handles}
+                whole = replace(body, variables=variables, functions=self.functions)
+                body = _Crossings(whole, handles, True).run()
+                self.functions |= {**body.functions, name: replace(body, variables=(), functions={})}
+            return replace(func, name=self.bodies[key])
 
         attrs = {
             key: rewritten(value)

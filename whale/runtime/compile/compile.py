@@ -30,7 +30,7 @@ from whale.passes.facts.scopes import all_paths
 from whale.passes.judge.undivided import undivided
 from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import variable_kinds
-from whale.passes.memory.offload import crossing_bytes
+from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
@@ -60,7 +60,7 @@ class Compiled:
       ranks: one program for each rank of this process.
       number: of the program in this run, equal on all ranks.
       seconds: where the time of compiling went.
-      whole: what was said of a program that is not divided.
+      whole: what was said of a program that is not divided; on_device: of tables that it has whole.
       most_bytes: what a rank here takes of memory at most.
     """
 
@@ -70,6 +70,7 @@ class Compiled:
     number: int
     seconds: Mapping[str, float]
     whole: str
+    on_device: str
     most_bytes: float
 
     @cached_property
@@ -136,6 +137,7 @@ def compile_program(
     expanded = expand(program, plan.expanded, settings)
     clock.lap("expand")
     whole = _tell_if_whole(expanded, plan, context)
+    on_device = _tell_of_tables(program, plan, settings, context)
     what = f"`{program.name}` (program {number} of the run)"
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
     compare_exchanges(lowered, plan, number, context)
@@ -167,7 +169,7 @@ def compile_program(
     if context.dry is None:
         spent = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in clock.seconds.items() if s >= 1e-3)
         log.debug(f"{what} is compiled for {context.size} ranks in {sum(clock.seconds.values()):.3f} s (ms: {spent})")
-    return Compiled(plan, expanded, ranks, number, clock.seconds, whole, most_bytes)
+    return Compiled(plan, expanded, ranks, number, clock.seconds, whole, on_device, most_bytes)
 
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
@@ -179,6 +181,20 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
         return ""
     context.whole.add(plan.program)
     log.warning(text)
+    return text
+
+
+def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> str:
+    """Says once, on the first rank, which tables are not kept in the host's memory, and what needs all of one."""
+    if settings.memory.offload != TABLES or context.dry is not None or context.rank != 0:
+        return ""
+    left = not_by_rows(program, plan.offloaded)
+    why = "; ".join(f"{name}, for {op}" for name, op in left.items())
+    text = f'`{plan.program}` needs all of what offload.level="{TABLES}" would keep in the host\'s memory: {why}'
+    if not left or text in context.on_device:
+        return ""
+    context.on_device.add(text)
+    log.info(text)
     return text
 
 
@@ -299,6 +315,7 @@ def ready_step(
         most_bytes=compiled.most_bytes,
         crossing_bytes=context.offloaded.get(program.name),
         whole=compiled.whole,
+        on_device=compiled.on_device,
         matched=tuple(sorted(context.annotated)),
         choice=msgspec.json.encode(chosen) if chosen is not None else b"",
     )

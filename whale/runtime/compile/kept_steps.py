@@ -48,7 +48,7 @@ class Ready(msgspec.Struct, frozen=True):
       trains: whether it updates variables.
       most_bytes: what it takes of memory at most.
       crossing_bytes: what it copies to the host's memory, and from it.
-      whole: what was said of a step that is not divided.
+      whole: what was said of a step that is not divided; on_device: of tables that it has whole.
       matched: annotations that this program, or one before, had something for.
       choice: how `auto_parallel` spread it, as JSON; empty: it did not.
       gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
@@ -75,6 +75,7 @@ class Ready(msgspec.Struct, frozen=True):
     whole: str
     matched: tuple[str, ...]
     choice: bytes
+    on_device: str = ""
     gathers: bool = False
     staged: bool = False
     tag: str = ""
@@ -160,6 +161,9 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
     if ready.whole and ready.program not in context.whole:
         context.whole.add(ready.program)
         log.warning(ready.whole)
+    if ready.on_device and ready.on_device not in context.on_device:
+        context.on_device.add(ready.on_device)
+        log.info(ready.on_device)
     context.annotated.update(ready.matched)
     context.predicted[ready.program] = cache(predicted)
     if ready.crossing_bytes is not None:

@@ -157,6 +157,7 @@ class Context(Ranks):
       annotations: scopes by names of layers and variables; annotated: the patterns that anything matched so far.
       compiled_for: the inputs of the latest program of each name, in words.
       whole: names of programs that every rank computes whole, which was said.
+      on_device: what was said of tables that are not kept in the host's memory.
       plans_not_kept: whether it was said why plans are not kept for later runs.
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
@@ -198,6 +199,7 @@ class Context(Ranks):
     annotated: set[str] = field(default_factory=set)
     compiled_for: dict[str, str] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
+    on_device: set[str] = field(default_factory=set)
     plans_not_kept: bool = False
     outside: Outside | None = None
     distributed: bool = False
@@ -231,9 +233,10 @@ class Context(Ranks):
         return 0 if self.elastic is None else self.elastic.number
 
     @property
-    def division(self) -> tuple[int, int]:
-        """What steps are compiled for: how many ranks are gone, and how often rows were divided anew."""
-        return (0, 0) if self.elastic is None else (self.elastic.number, self.elastic.divisions)
+    def division(self) -> tuple[int, ...]:
+        """What steps are compiled for: how often variables moved, ranks were gone, and rows were divided anew."""
+        gone = (0, 0) if self.elastic is None else (self.elastic.number, self.elastic.divisions)
+        return (self.variables.moved, *gone)
 
     @property
     def planned_size(self) -> int:

@@ -26,7 +26,7 @@ class MemoryReport:
       on_host_bytes: of the variables, what lies in the host's memory beside an accelerator (``offload.level``).
       copied: bytes that steps have copied to the host's memory, and from it, since the process began.
       copied_each_step: name of a program -> bytes that a step of it is predicted to copy to the host's memory, and from
-        it, on all of these ranks.
+        it, on all of these ranks; without rows of which only the step knows how many there are.
       allocated_bytes, allocated_peak_bytes: what TensorFlow's allocator has given out, now and at most; None where it
         keeps no figures. Pieces below 256 KiB are not counted on processors.
       resident_bytes, resident_peak_bytes: of the process, by the kernel, libraries included.

@@ -58,11 +58,11 @@ class _Entry:
 class VariableOwner:
     """The variables of a run. A variable is known by its handle, which is kept alive with it.
 
-    ``keeps_first``: it remembers what parts were made of.
+    ``keeps_first``: it remembers what parts were made of. ``moved``: how often some left what earlier steps call.
     """
 
     def __init__(self, keeps_first: bool = False) -> None:
-        self.keeps_first = keeps_first
+        self.keeps_first, self.moved = keeps_first, 0
         self._entries: dict[int, _Entry] = {}
         self._split: list[Parts] = []
         self._homes: dict[int, Home] = {}
@@ -188,6 +188,7 @@ class VariableOwner:
                     action="run the training step first, or leave offload.level out",
                 )
             self.follow()
+            self.moved += 1
             del self._entries[id(c.handle)]
 
     def _divide(
@@ -228,8 +229,7 @@ class VariableOwner:
         for entry in self._entries.values():
             home = self._homes.get(id(entry.handle))
             whole = 1 + len(entry.copies) if home is None else home.held_copies()
-            held = entry.parts.bytes if entry.parts else whole * _bytes(entry.variable)
-            found[entry.kind or "buffers"] += held
+            found[entry.kind or "buffers"] += entry.parts.bytes if entry.parts else whole * _bytes(entry.variable)
         return dict(found)
 
     def held_on_host_bytes(self) -> int:
