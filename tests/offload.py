@@ -34,6 +34,8 @@ CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "weights, replica, accumulation": (2, {"offload.level": "v0", "pipeline.num_micro_batch": 3}, ""),
     "in a branch, zero 3": (2, {"offload.level": "v0", "zero.level": 3, "zero.min_bytes": 0}, "branch"),
     "tables": (1, {"offload.level": "tables"}, "tables"),
+    "tables, keras": (1, {"offload.level": "tables"}, "tables keras"),
+    "tables, keras, replica": (2, {"offload.level": "tables", "pipeline.num_micro_batch": 2}, "tables keras"),
     "tables, columns": (2, {"offload.level": "tables"}, "tables columns"),
     "tables, rows": (2, {"offload.level": "tables"}, "tables rows"),
     "tables, hot": (2, {"offload.level": "tables", "pipeline.num_micro_batch": 2}, "tables hot"),
@@ -94,7 +96,8 @@ class Tables:
     """A bag of rows of a table for each example, and a dense layer; a lazy optimizer changes the rows in use.
 
     Args:
-      form: "tables", and how the table is sharded; "hot": by rows, some of them on every rank.
+      form: "tables", and how the table is sharded; "hot": by rows, some of them on every rank; "keras": not, and the
+        layer is Keras' own.
     """
 
     def __init__(self, function: Callable[[Any], Any], optimizer: str, form: str) -> None:
@@ -103,9 +106,12 @@ class Tables:
         tf.keras.backend.set_floatx("float64")
         with tf.device(COMPUTES):
             hot = [1, 2, 3, 5, 8] if how == "hot" else None
-            self.layer = wh.layers.Embedding(
-                ROWS, WIDTH, "sum", sharded=None if hot else how or None, hot=hot, dtype="float64"
-            )
+            if how == "keras":
+                self.layer = tf.keras.layers.Embedding(ROWS, WIDTH)
+            else:
+                self.layer = wh.layers.Embedding(
+                    ROWS, WIDTH, "sum", sharded=None if hot else how or None, hot=hot, dtype="float64"
+                )
             self.layer.build()
             for v in self.layer.trainable_variables:
                 v.assign(draw(v.shape))
@@ -120,7 +126,9 @@ class Tables:
 
     def _step(self, ids: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self.layer(ids) @ self.out - 1.0))
+            rows = self.layer(ids)
+            bags = tf.reduce_sum(rows, 1) if len(rows.shape) == 3 else rows
+            loss = tf.reduce_mean(tf.square(bags @ self.out - 1.0))
         self.optimizer.apply_gradients(zip(tape.gradient(loss, self.weights), self.weights))
         return loss
 
@@ -163,7 +171,8 @@ def try_case(name: str, optimizer: str) -> str:
         wrong.append(f"the state of {state} bytes is not there")
     if form.startswith("tables"):  # only the step knows how many rows it changes: at most one for each id
         ids, rows = (STEPS * BATCH * EACH * n for n in (8, 8 * WIDTH))
-        if not (rows / 2 < copied[0] <= 2 * ids * ranks + rows and rows / 2 < copied[1] <= rows + ids * ranks):
+        copies = ranks if form in ("tables", "tables keras") else 1  # of the table, each with all gradients
+        if not (rows / 2 < copied[0] <= 2 * ids * ranks + rows * copies and rows / 2 < copied[1] <= rows + ids * ranks):
             wrong.append("more or less is copied than ids, rows, and their gradients")
     elif copied != tuple(STEPS * n for n in each_step) or not all(copied):
         wrong.append(f"predicted {each_step} for a step")

@@ -106,6 +106,7 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
         ({"precision__matmul_dtype": "float16"}, ["skip_overflow", "mixed_precision"]),
         ({"memory__recompute": "auto"}, ["recompute"]),
         ({"memory__offload": "v0"}, ["hoist_reads", "gather_at_use"]),
+        ({"memory__offload": "tables"}, ["look_up_in_variables"]),
         ({"zero__level": 1}, ["merge_reads"]),
         ({"zero__level": 3}, ["merge_reads", "hoist_reads", "gather_at_use"]),
         ({"exchange__backend": "horovod"}, ["give_to_horovod"]),

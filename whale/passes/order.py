@@ -31,11 +31,13 @@ from whale.passes.layout.partial_sums import reduce_partial_sums
 from whale.passes.layout.propagate import NOTHING
 from whale.passes.memory.gather_at_use import gather_at_use
 from whale.passes.memory.hoist import hoist_reads
+from whale.passes.memory.offload import TABLES
 from whale.passes.memory.recompute import recompute
 from whale.passes.normalise.annotate import annotate, mark_flattened, task_graphs
 from whale.passes.normalise.by_ids.blocks import mark_blocks
 from whale.passes.normalise.by_ids.by_owner import update_by_owner
 from whale.passes.normalise.by_ids.every_id import look_up_every_id
+from whale.passes.normalise.by_ids.in_variables import look_up_in_variables
 from whale.passes.normalise.folding.fold import fold
 from whale.passes.normalise.folding.powers import powers
 from whale.passes.normalise.inline import inline
@@ -117,6 +119,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("specialise", always, lambda p, s: specialise(p)),
     Pass("unpack", always, lambda p, s: unpack(p)),
     Pass("share_scalars", always, lambda p, s: share_scalars(p)),
+    Pass("look_up_in_variables", lambda s: s.memory.offload == TABLES, lambda p, s: look_up_in_variables(p)),
     Pass("skip_overflow", lambda s: s.precision.matmul_dtype == "float16", lambda p, s: skip_overflow(p)),
     Pass("look_up_every_id", always, lambda p, s: look_up_every_id(p)),
     Pass("mark_blocks", always, lambda p, s: mark_blocks(p)),

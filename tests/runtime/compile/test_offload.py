@@ -24,8 +24,9 @@ def test_runs_are_as_on_one_device_and_copies_as_predicted() -> None:
 @pytest.mark.skipif(tf.__version__ < "2.16", reason="lazy optimizers are those of Keras 3")
 def test_of_a_table_the_rows_in_use_are_copied() -> None:
     command = [sys.executable, "-m", "tests.offload", "tables", "tables, columns", "tables, rows", "tables, hot"]
+    command += ["tables, keras", "tables, keras, replica"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("as predicted") == 8, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("as predicted") == 12, done.stdout + done.stderr
 
 
 TABLE = """
@@ -66,6 +67,48 @@ def test_a_table_whose_update_changes_every_row_is_refused() -> None:
     assert "changes all of table" in text and "wh.optimizers.lazy" in text
 
 
+@pytest.mark.skipif(tf.__version__ < "2.16", reason="tf.keras is Keras 3")
+def test_keras_own_optimizers_change_every_row_of_its_embedding() -> None:
+    code = """
+        tf.keras.backend.set_floatx("float64")
+        with tf.device("CPU:1"):
+            layer = tf.keras.layers.Embedding(9, 2)
+            layer.build()
+            optimizer = tf.keras.optimizers.Adam(0.1)
+            optimizer.build([layer.embeddings.value])
+
+        def step(ids):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer(ids) ** 2)
+            weights = [layer.embeddings.value]
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            return loss
+
+        try:
+            wh.function(step)(ids)
+        except wh.WhaleError as error:
+            print(error)
+    """
+    text = printed(code)
+    assert "changes all of embedding" in text and "wh.optimizers.lazy" in text and "Adagrad" in text, text
+
+
+def test_a_lookup_in_a_value_sees_it_as_it_was_read() -> None:
+    code = """
+        def step(ids):
+            value = tf.convert_to_tensor(table)
+            table.scatter_sub(tf.IndexedSlices(tf.ones([4, 2], tf.float64), ids))
+            rows = tf.gather(value, ids)
+            weight.assign_sub(tf.transpose(rows[:2]) @ rows[:2])
+            return rows
+
+        np.testing.assert_array_equal(wh.function(step)(ids), np.ones([4, 2]))
+        np.testing.assert_array_equal(tf.gather(table, [1, 2, 5, 6])[:, 0], [0.0, -1.0, 0.0, 1.0])
+        print(*wh.memory_report().copied)
+    """
+    assert printed(code).split() == ["0", str(4 * 2 * 8)]  # the ids lie where the caller has them
+
+
 def test_of_a_micro_batch_the_lookup_alone_is_computed_by_the_host() -> None:
     code = """
         def step(ids):
@@ -97,6 +140,8 @@ def test_it_is_said_what_needs_all_of_a_table() -> None:
     """
     text = printed(code)
     assert text.startswith("0\n") and "needs all of what offload.level" in text and "table, for transpose" in text, text
+    text = printed(code.replace("tf.gather(table", "tf.gather(tf.convert_to_tensor(table)"))
+    assert text.startswith("0\n") and "table, for transpose" in text, text
 
 
 def test_what_ran_before_a_table_moved_to_the_host_sees_what_training_makes_of_it() -> None:

@@ -101,7 +101,8 @@ def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
             f"{program.variable_of[handle].name}",
             given=f'offload.level="{TABLES}"',
             expected="an optimizer that reads and changes the rows in use alone",
-            action='wrap it: wh.optimizers.lazy(optimizer); or offload.level="v0", which moves whole gradients',
+            action="wrap an optimizer of Keras 3: wh.optimizers.lazy(optimizer); or take one that updates single rows "
+            '(SGD, Momentum, Adagrad, Ftrl); or offload.level="v0", which moves whole gradients',
         )
     return found - whole.keys() - read
 
@@ -114,19 +115,25 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
       handles: of the variables that lie there.
     """
     looked_up: set[str] = set()
-    needed_by: dict[str, str] = {}
+    lookups: dict[str, str] = {}  # those that could not be made in the variable
+    others: dict[str, str] = {}
     for use in uses_of_variables(program):
         node = use.node
         readers = [(node, 0)]
         if node.op == "ReadVariableOp":
             readers = [r for r in use.graph.consumers.get(Ref(node.name), ()) if r[0].op not in ASKS_SHAPE]
-        by_rows = node.op in READS_ROWS or any(r.op in ROW_LOOKUPS and i == 0 for r, i in readers)
+        by_rows = [r for r, i in readers if r.op in ROW_LOOKUPS and i == 0]
+        whole = [r for r, _ in readers if r not in by_rows]
         inside = _looked_up_in(program, node)
         for i, handle in ((i, h) for i, h in enumerate(use.handles) if h):
-            if (by_rows or i in inside) and len(program.variable_of[handle].type.shape or ()) > 1:
+            if (node.op in READS_ROWS or by_rows or i in inside) and len(
+                program.variable_of[handle].type.shape or ()
+            ) > 1:
                 looked_up.add(handle)
-            if node.op not in _BY_ROWS and readers:
-                needed_by.setdefault(handle, f"{readers[0][0].name} ({readers[0][0].op})")
+            for found, ops in ((lookups, by_rows), (others, whole)):
+                if node.op not in _BY_ROWS and ops:
+                    found.setdefault(handle, f"{ops[0].name} ({ops[0].op})")
+    needed_by = {**lookups, **others}
     left = [v for v in program.variables if v.node in looked_up and v.node in needed_by and v.node not in handles]
     return {v.name: needed_by[v.node] for v in left}
 
@@ -305,9 +312,3 @@ class _Crossings:
 
 def _on_host(node: Node) -> Node:
     return replace(node, attrs={**node.attrs, ON_HOST: True})
-
-
-def handles_on_host(program: Program) -> set[str]:
-    """Of a rank's program that went through ``offload``."""
-    uses: Iterable[Use] = (use for use in uses_of_variables(program) if use.node.attrs.get(ON_HOST))
-    return {name for use in uses for name in use.handles if name}
