@@ -2,8 +2,9 @@
 
 On the processor these are the figures of TensorFlow's own allocator, which serves tensors, variables and scratch memory
 of kernels in pieces of `COUNTED_FROM_BYTES` and more; smaller ones come from malloc and are counted by nobody. It keeps
-figures as long as its optimised kernels are on, which they are unless TF_ENABLE_ONEDNN_OPTS=0 says otherwise. On a GPU
-they are those of tf.config.experimental.get_memory_info, where every allocation counts.
+figures as long as its optimised kernels (oneDNN) are on: by default on processors with AVX-512 VNNI or newer
+instructions, elsewhere with TF_ENABLE_ONEDNN_OPTS=1. On a GPU they are those of
+tf.config.experimental.get_memory_info, where every allocation counts.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def memory(gpu: str = "") -> DeviceMemory:
         raise CommError(
             "TensorFlow's allocator keeps no figures",
             given="an allocator without statistics",
-            expected="that of TensorFlow's optimised kernels for x86 processors",
-            action="leave TF_ENABLE_ONEDNN_OPTS out of the environment, or set it to 1",
+            expected="that of TensorFlow's optimised kernels for x86 processors, which are off by default on older ones",
+            action="set TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported",
         )
     return DeviceMemory(values[0], values[1])
 
