@@ -79,7 +79,7 @@ def memory(gpu: str = "") -> DeviceMemory:
         raise CommError(
             "TensorFlow's allocator keeps no figures",
             given="an allocator without statistics",
-            expected="that of TensorFlow's optimised kernels for x86 processors, which are off by default on older ones",
+            expected="that of TensorFlow's optimised kernels, which it leaves off on older processors",
             action="set TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported",
         )
     return DeviceMemory(values[0], values[1])
