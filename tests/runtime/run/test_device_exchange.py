@@ -214,7 +214,7 @@ def test_auto_parallel_measures_the_devices_beside_the_host(library: Path) -> No
             assert host.bytes_per_s > 1e6 and devices.bytes_per_s > 1e6
         keys = {counter.key for comm in comms for counter in comm.counters()}
     for size in (1, 1 << 20):
-        assert f"whale/auto//{size}" in keys and f"device/whale/auto/cuda-ipc/{size}/turn" in keys, keys
+        assert f"whale/auto//{size}/0" in keys and f"device/whale/auto/cuda-ipc/{size}/0/turn" in keys, keys
 
 
 def test_the_buffers_of_nccl_are_memory_of_a_step(with_devices: Start, monkeypatch: pytest.MonkeyPatch) -> None:
