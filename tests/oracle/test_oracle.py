@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -38,19 +37,7 @@ def sample() -> Sequence[object]:
     return marked + [pytest.param(run, id=str(run)) for run in runs if run not in core]
 
 
-def differs_by_itself(run: Run) -> bool:
-    """Whether one device alone has other results each time.
-
-    oneDNN's grouped convolutions in float32 on processors without AVX-512, where TensorFlow leaves oneDNN off by
-    default; the tests have it on.
-    """
-    info = Path("/proc/cpuinfo")
-    return run.name == "grouped" and run.dtype == "float32" and info.exists() and "avx512" not in info.read_text()
-
-
 @pytest.mark.parametrize("run", sample())
 def test_runs_as_one_device(pool: Pool, run: Run) -> None:
-    if differs_by_itself(run):
-        pytest.skip("oneDNN's grouped convolutions differ from call to call on this processor")
     outcome = compare(pool, run)
     assert not outcome.problems(run), (run, outcome)
