@@ -38,8 +38,8 @@ class Worker:
 
     def __init__(self, module: str, flavour: str, log: Path) -> None:
         environment = {name: text for name, text in os.environ.items() if not name.startswith("WHALE_")}
-        # The kernels that TensorFlow chooses by itself. With oneDNN on a processor without AVX-512, float32 gradients of
-        # strided convolutions' filters are wrong now and then, in TensorFlow alone, too.
+        # The kernels that TensorFlow chooses by itself. With oneDNN on a processor without AVX-512, strided
+        # convolutions' float32 filter gradients are wrong now and then, in TensorFlow alone, too.
         environment.pop("TF_ENABLE_ONEDNN_OPTS", None)
         environment |= {
             "TF_USE_LEGACY_KERAS": str(int(flavour != _native_keras())),
