@@ -103,7 +103,7 @@ class Pool:
     At most one reference and one distributed worker run at a time, both with the same Keras: memory.
     """
 
-    def __init__(self, timeout_s: float = 90.0) -> None:
+    def __init__(self, timeout_s: float = 300.0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="whale-oracle-")
         self._workers: dict[tuple[str, str], Worker] = {}
         self._references: dict[tuple[str, str, str, str], dict[str, Any]] = {}
