@@ -7,6 +7,7 @@ has what hot rows save the busiest rank.
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from benchmarks.giant import classifier, embeddings, experts, hot, stages
@@ -15,6 +16,7 @@ from benchmarks.giant.measure import measure
 
 def main(words: list[str]) -> None:
     lines = [*experts.lines(), *stages.lines(), *classifier.lines(), *embeddings.lines()]
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # steps of one class are traced once for each line
     print("| what | MiB moved | MiB wanted | ratio | difference |")
     print("|---|---|---|---|---|")
     for line in lines:
