@@ -69,7 +69,10 @@ def horovod(rank: int, what: str) -> tuple[MakeStep, Callable[[], None]]:
 
     def exchange(tensors: list[Any], key: str) -> list[Any]:
         if what == ALL_TO_ALL:
-            return [hvd.alltoall(tensors[0], [tensors[0].shape[0] // hvd.size()] * hvd.size(), name=key)[0]]
+            counts = [tensors[0].shape[0] // hvd.size()] * hvd.size()
+            received, _ = hvd.alltoall(tensors[0], counts, name=key)
+            received.set_shape([sum(counts)])  # the next one of this step asks for it
+            return [received]
         if len(tensors) == 1:
             return [hvd.allreduce(tensors[0], op=hvd.Sum, name=key)]
         return hvd.grouped_allreduce(tensors, op=hvd.Sum, name=key)
