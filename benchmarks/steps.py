@@ -1,4 +1,4 @@
-"""The training step of an image classifier, as several benchmarks take it."""
+"""The training step of a classifier, as several benchmarks take it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 def train_step(model: Any, optimizer: Any = None) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """A step, with Adam by default, over images and their classes (integers); returns the loss."""
+    """A step, with Adam by default, over inputs and their classes (integers); returns the loss."""
     optimizer = optimizer or tf.keras.optimizers.Adam(1e-4)
     optimizer.build(model.trainable_variables)
 
