@@ -103,8 +103,8 @@ def main() -> None:
         ratio(name, functools.partial(model_step, MODELS[name]), options.pairs)
     if options.zoo:
         # Sessions are TensorFlow's own where one rank is alone.
-        eager = [case for case in CASES if case not in graphs.CASES]
-        cases = [case for case in eager if flavour() in case.flavours and "float32" in case.dtypes]
+        without_sessions = [case for case in CASES if case not in graphs.CASES]
+        cases = [case for case in without_sessions if flavour() in case.flavours and "float32" in case.dtypes]
         found = {case.name: ratio(case.name, functools.partial(zoo_step, case), options.pairs) for case in cases}
         worst = max(found, key=found.__getitem__)
         median = statistics.median(found.values())
