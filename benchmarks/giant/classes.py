@@ -72,10 +72,10 @@ whole = [n.name for n in program.nodes for t in n.outputs if classes in (t.shape
 print(
     f"{classes:,} classes x {WIDTH}: {most / 2**20:,.0f} MiB at most, "
     f"{part / 2**20:,.0f} of it weights, gradient and state; "
-    f"{seconds:.1f} s of processor time a step; losses {losses[0]:.4f} to {losses[-1]:.4f}",
+    f"{seconds:.1f} s of processor time a step; losses {losses[0]:.4f} to {losses[-1]:.4f}; "
+    f"{'within bounds' if most <= part + MOST_BYTES else 'more than its part and 600 MiB'}",
     flush=True,
 )
 if wh.rank() == 0:
     moved = train.plan(x, y).logical_bytes
-    bound = "within bounds" if most <= part + MOST_BYTES else "more than its part and 600 MiB"
-    print(f"{bound}; tensors with all classes: {', '.join(whole) or 'none'}; {moved:,} bytes move")
+    print(f"tensors with all classes: {', '.join(whole) or 'none'}; {moved:,} bytes move")
