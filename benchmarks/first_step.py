@@ -3,8 +3,8 @@
     python -m benchmarks.first_step [--models ResNet50 GPT] [--rounds 1]
 
 For each model: a plain `tf.function` in one process; `whale run -np 2` with wh.replica, and with auto_parallel, each in
-a run that finds no kept plan and in one that finds those of the run before. Of two ranks the first one counts, which
-plans. Printed is the least of the rounds, and its ratio to the plain one. Processor time, so that a busy machine
+a run that finds no kept plan and in one that finds those of the run before. Of two ranks that counts which takes more.
+Printed is the least of the rounds, and its ratio to the plain one. Processor time, so that a busy machine
 disturbs it less than the clock. Python's bytecode is kept, as it is where Whale is installed: a step that nobody
 measures goes first.
 """
@@ -62,7 +62,7 @@ def compare(models: Sequence[str], rounds: int) -> None:
 
 
 def measured(model: str, way: str, cache: str) -> float:
-    """Seconds of one process, or of the first of two."""
+    """Seconds of one process, or of that of two which takes more."""
     from whale.python import environment  # not where a plain process would import it
 
     script = [str(Path(__file__).resolve()), "--run", model, way]
@@ -72,10 +72,10 @@ def measured(model: str, way: str, cache: str) -> float:
         "WHALE_AUTO_PARALLEL": str(way == "auto"),
     }
     done = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if _SAYS in line:
-            return float(line.rpartition(" ")[2])
-    raise RuntimeError(f"{model}, {way}: {done.stdout[-500:]} {done.stderr[-2000:]}")
+    said = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if _SAYS in line]
+    if len(said) < (1 if way == "plain" else 2):
+        raise RuntimeError(f"{model}, {way}: {done.stdout[-500:]} {done.stderr[-2000:]}")
+    return max(said)
 
 
 def one_step(model: str, way: str) -> None:
@@ -84,12 +84,11 @@ def one_step(model: str, way: str) -> None:
 
     scope: Any = contextlib.nullcontext()
     function: Callable[..., Any] = tf.function
-    rank = 0
     if way != "plain":
         import whale as wh
 
         wh.init()
-        function, rank = wh.function, wh.rank()
+        function = wh.function
         scope = wh.replica() if way == "replica" else scope
     tf.keras.utils.set_random_seed(1)
     from benchmarks.steps import train_step
@@ -98,8 +97,7 @@ def one_step(model: str, way: str) -> None:
         network, x, y = built(model)
         step = function(train_step(network))
     float(step(x, y))
-    if rank == 0:
-        print(_SAYS, f"{time.process_time():.2f}", flush=True)
+    print(_SAYS, f"{time.process_time():.2f}", flush=True)
 
 
 def built(model: str) -> tuple[Any, Any, Any]:

@@ -6,7 +6,7 @@ divides depends on how tensors arrive there, and a loss is taken apart for its c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.errors import PlanError
@@ -16,6 +16,7 @@ from whale.ir.program import Program, Ref
 from whale.passes.dump import dump
 from whale.passes.facts.axes import batch_of
 from whale.passes.facts.batch import batch_inputs
+from whale.passes.facts.rank_groups import named_ranks
 from whale.passes.facts.scopes import split_scope
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.model import Model
@@ -54,23 +55,50 @@ class Draft:
         return self.program.functions[name] if name else self.program
 
 
-def lay_out(program: Program, settings: PlanSettings) -> Draft:
+class FirstLayouts:
+    """How a program lies before a scope divides anything, found once for all plans that it is asked for.
+
+    These may be of programs that differ in their split scopes: along an axis that divides rows propagation heeds no
+    scope but those that name ranks.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, dict[str, GraphLayout]] = {}
+
+    def of(
+        self, expanded: Program, composites: Collection[str], batch: tuple[BatchInput, ...], settings: PlanSettings
+    ) -> dict[str, GraphLayout]:
+        """The layouts of the program of which ``composites`` were taken apart."""
+        if not any(isinstance(b.placement, Split) for b in batch) or named_ranks(expanded):
+            return layouts_of(expanded, batch, settings)
+        meant = settings.batch.local_statistics, settings.batch.local_streams
+        key = frozenset(composites), batch, settings.size, *meant
+        if key not in self._found:
+            self._found[key] = layouts_of(expanded, batch, settings)
+        return self._found[key]
+
+
+def lay_out(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Draft:
     """The layouts of a normalised program as the user asks for them.
+
+    Args:
+      first: of other plans of the program, which may have other split scopes.
 
     Raises:
       PlanError: the batch cannot be split as asked, or nothing under a split scope can be divided.
     """
     batch = _batch(program, settings) if settings.batch.inputs is None else settings.batch.inputs
-    composites = _of_divided_batches(program, batch, settings)
+    first = first or FirstLayouts()
+    composites = _of_divided_batches(program, batch, settings, first)
     if settings.size == 1 or not settings.split.scopes:
         expanded = expand(program, composites, settings)
-        return Draft(expanded, composites, batch, {}, layouts_of(expanded, batch, settings))
+        return Draft(expanded, composites, batch, {}, first.of(expanded, composites, batch, settings))
     composites |= frozenset(for_rings(program, settings.size, settings.memory.limit_bytes))
     round_ = in_rings(program, composites)
     losses = frozenset(n.name for n in round_.nodes if split_scope(n.scope) and has_split_form(round_, n))
     while True:
         expanded = expand(program, composites | losses, settings)
-        layouts = layouts_of(expanded, batch, settings)
+        layouts = first.of(expanded, composites | losses, batch, settings)
         tables = settings.split.tables and settings.time.micro_batches == 1  # micro-batches are an axis as well
         at_rest = not settings.split.state_only
         division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest, tables)
@@ -139,11 +167,13 @@ def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
         return ()
 
 
-def _of_divided_batches(program: Program, batch: Sequence[BatchInput], settings: PlanSettings) -> frozenset[str]:
+def _of_divided_batches(
+    program: Program, batch: tuple[BatchInput, ...], settings: PlanSettings, first: FirstLayouts
+) -> frozenset[str]:
     """The batch normalisations of divided batches that need the statistics of the whole batch."""
     if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
         return frozenset()
-    layout = layouts_of(program, batch, settings)[""]
+    layout = first.of(program, (), batch, settings)[""]
     divided = {
         n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Split) for r in n.inputs)
     }

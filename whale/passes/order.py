@@ -23,7 +23,7 @@ from whale.passes.exchange.wire_dtype import narrow
 from whale.passes.judge.check import check
 from whale.passes.judge.hidden_updates import refuse_hidden_updates
 from whale.passes.judge.summary import exceptions, routed, split_and_total_flops, unruled
-from whale.passes.lay_out import Draft, expand, lay_out, layouts_of
+from whale.passes.lay_out import Draft, FirstLayouts, expand, lay_out, layouts_of
 from whale.passes.layout.graph_layout import GraphLayout
 from whale.passes.layout.in_place import make_in_place
 from whale.passes.layout.model import Model
@@ -176,17 +176,18 @@ def normalise(program: Program, settings: PlanSettings) -> Program:
     return program
 
 
-def make_plan(program: Program, settings: PlanSettings, mark: str = "") -> Plan:
+def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: FirstLayouts | None = None) -> Plan:
     """The plan of a normalised program (see ``expand`` for the program that the plan speaks of).
 
     Args:
       mark: the fingerprint that it gets; "": that of ``program``.
+      first: see ``lay_out``.
 
     Raises:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
     """
     with no_garbage_collection():
-        draft = _applied(PLAN, lay_out(program, settings), settings)
+        draft = _applied(PLAN, lay_out(program, settings, first), settings)
         plan = _as_plan(program, draft, settings, mark)
         for refuse in CHECKS:
             refuse(draft.program, plan)

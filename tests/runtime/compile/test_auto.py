@@ -20,7 +20,7 @@ from tests.oracle.metric import difference, limit
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import ClusterError, PlanError
 from whale.ir.layout import Split
-from whale.planner.captured import pipelines, search, ways
+from whale.planner.captured import pipelines, search, team, ways
 from whale.planner.captured.balance import balanced
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile import auto
@@ -115,13 +115,13 @@ def test_activations_are_computed_again_where_memory_binds(
     monkeypatch.setattr(search, "choices", lambda *_: [Choice("data parallel")])
     monkeypatch.setattr(search, "pipelines", lambda *_: [])
     taken: list[search.Way] = []
-    predict = search.predicted
+    predict = team.predicted
 
     def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
         taken.append(predict(plans, choice))
         return taken[-1]
 
-    monkeypatch.setattr(search, "predicted", predicted)
+    monkeypatch.setattr(team, "predicted", predicted)
     ranks(2, auto_parallel=True)
     deep = Deep(wh.function, 32)
     deep.step.plan(*deep.batch(0, 8192))
@@ -156,7 +156,7 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     ranks(2, auto_parallel=True, **{"zero.min_bytes": 0})
     lasting: dict[str, float] = {}
     taken: dict[str, float] = {}
-    looked_at, predict = search._looked_at, search.predicted
+    looked_at, predict = search._looked_at, team.predicted
 
     def every(*args: Any) -> list[tuple[Choice, float]]:
         found = looked_at(*args)
@@ -169,7 +169,7 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
         return way
 
     monkeypatch.setattr(search, "_looked_at", every)
-    monkeypatch.setattr(search, "predicted", predicted)
+    monkeypatch.setattr(team, "predicted", predicted)
     deep = Deep(wh.function, 2)
     deep.step.plan(*deep.batch(0, 64))
     chosen = context.current().auto

@@ -12,7 +12,7 @@ from tests.oracle.metric import difference, limit
 from tests.runtime.compile.test_auto import FREE_LINK, Deep, speed
 from tests.runtime.layouts.test_split import double
 from whale.errors import PlanError
-from whale.planner.captured import search
+from whale.planner.captured import search, team
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile import auto
 from whale.runtime.run import context
@@ -26,13 +26,13 @@ class Looked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.ways: list[search.Way] = []
         self.limit_bytes = 1e15
-        predict = search.predicted
+        predict = team.predicted
 
         def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
             self.ways.append(predict(plans, choice))
             return self.ways[-1]
 
-        monkeypatch.setattr(search, "predicted", predicted)
+        monkeypatch.setattr(team, "predicted", predicted)
         monkeypatch.setattr(auto, "limit_bytes", lambda *_: (self.limit_bytes, "for the test"))
 
 

@@ -32,9 +32,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(program.name)
         return plan(program, settings)
 
-    def looked(program: Any, *others: Any) -> Any:
+    def looked(program: Any, *others: Any, **named: Any) -> Any:
         names.append(f"{program.name}: ways")
-        return look(program, *others)
+        return look(program, *others, **named)
 
     monkeypatch.setattr(agree, "make_any_plan", planned)
     monkeypatch.setattr(auto, "best_way", looked)

@@ -18,7 +18,7 @@ from whale.errors import PlanError
 from whale.ir.program import Program
 from whale.lowering.updates.fuse import fuse_updates
 from whale.passes.memory.step_bytes import step_bytes
-from whale.planner.captured import search
+from whale.planner.captured import search, team
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile import auto, compile, memory_plan
 from whale.runtime.run import context
@@ -71,7 +71,7 @@ def test_what_was_predicted_is_what_runs(
     speed(*rates)
     lowered: list[list[Program]] = []
     foreseen: dict[str, list[Program]] = {}
-    lower_some, predict, lower = auto.lower_ranks, search.predicted, compile.lower_ranks
+    lower_some, predict, lower = auto.lower_ranks, team.predicted, compile.lower_ranks
 
     def lowered_some(*args: Any) -> list[Program]:
         lowered.append(lower_some(*args))
@@ -89,7 +89,7 @@ def test_what_was_predicted_is_what_runs(
         return ran[-1]
 
     monkeypatch.setattr(auto, "lower_ranks", lowered_some)
-    monkeypatch.setattr(search, "predicted", predicted)
+    monkeypatch.setattr(team, "predicted", predicted)
     monkeypatch.setattr(compile, "lower_ranks", lower_ranks)
     ranks(2, auto_parallel=True, **config)
     make()()

@@ -21,7 +21,7 @@ from whale.cli import main
 from whale.errors import PlanError
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
-from whale.planner.captured import predict, search, ways
+from whale.planner.captured import predict, search, team, ways
 from whale.planner.captured.ground import Ground
 from whale.planner.captured.ways import Choice, choices
 from whale.runtime.described import families as f
@@ -154,7 +154,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), ground), 0)
     splits = {choice.name: least_s for choice, least_s in looked_at if choice.weights}
     planned: dict[str, float] = {}
-    predict_way = search.predicted
+    predict_way = team.predicted
 
     def predicted(plans: predict.Plans, choice: Choice, needed_s: float) -> search.Way:
         planned[choice.name] = 0.0
@@ -162,11 +162,13 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
         planned[choice.name] = way.seconds
         return way
 
-    monkeypatch.setattr(search, "predicted", predicted)
+    monkeypatch.setattr(team, "predicted", predicted)
     found = search.best_way(program, PlanSettings(size=4), ground, budget_s=1e3)
     assert found.choice.name == "data parallel" and splits and not planned.keys() & splits.keys()
-    assert sum("pipeline" in name for name in planned) == 1  # which needs what all micro-batches make
     said = "\n".join(found.lines)
+    assert not any("pipeline" in name for name in planned)  # the plan of data parallelism says that none can run
+    refused = [line for line in found.lines if "pipeline" in line and "cannot run" in line]
+    assert sum("a value of all micro-batches is needed" in line for line in refused) == 1
     assert all(f"{name}: {1e3 * least_s:.2f} ms at least" in said for name, least_s in splits.items())
     bounded, _ = dict(planned), planned.clear()
     monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.stages])

@@ -22,7 +22,7 @@ from whale.ir.ops import CONTRACTIONS, CONVOLUTIONS, FILTER_GRADIENTS, LOOKUPS, 
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.planner.captured.pipelines import chain, levels
-from whale.planner.captured.ways import Choice, divisible, products, scoped, trained_weights, updates
+from whale.planner.captured.ways import Choice, divisible, products, trained_weights, updates
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,12 @@ def of_divided_state(
 
 
 def of_splits(
-    program: Program, whole: Program, kinds: Collection[Speed], shares: Shares, rates: Sequence[Rates]
+    program: Program,
+    whole: Program,
+    kinds: Collection[Speed],
+    shares: Shares,
+    rates: Sequence[Rates],
+    scoped: Callable[[Choice], Program],
 ) -> Callable[[Choice], float]:
     """What ranks take at least that divide tensors from a weight on: all operations divided, but updates of what lies
     outside of the scope, whose variables every rank has whole. What a rank exchanges itself, it exchanges in that time:
@@ -225,6 +230,7 @@ def of_splits(
     Args:
         whole: the program with its updates as they run, and what ways with rows need in simple operations.
         kinds: of ranks; rates: of each.
+        scoped: the program with a scope on what a choice divides.
     """
     sizes = {v.node: v.type.bytes for v in program.variables}
     written = {  # what writes variables, of which several are updated together
@@ -233,11 +239,11 @@ def of_splits(
         if node.op not in READS | LOOKUPS
     }
     of_rows = _depending(program, program.inputs)
+    trained = {h for node in program.nodes if node.name in of_rows for h in updates(program, node)}
     sent = {
         handle: sizes[handle]
         for handle, readers in products(program).items()
-        if not any(node.op in ROW_LOOKUPS for node in readers)
-        and any(handle in updates(program, node) and node.name in of_rows for node in program.nodes)
+        if handle in trained and not any(node.op in ROW_LOOKUPS for node in readers)
     }
     bytes_per_s = max(one.link(through).bytes_per_s for one in rates for through in ("", "devices"))
     known: dict[tuple[str, ...], float] = {}
@@ -248,7 +254,7 @@ def of_splits(
 
     def least(choice: Choice) -> float:
         if choice.weights not in known:
-            inside = scoped(program, choice)
+            inside = scoped(choice)
             divided = divisible(inside)
             by_rows = {node.name for node in inside.nodes if not node.scope}
             mine = {name: own(handles, divided) for name, handles in written.items()}

@@ -19,14 +19,15 @@ from cost_model.machines.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.passes.lay_out import FirstLayouts
 from whale.passes.settings import PlanSettings
 
 UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 # An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
 PASSES_OF_AN_EXCHANGE = 3
 
-# The plan of a normalised program.
-MakePlan = Callable[[Program, PlanSettings], Plan]
+# The plan of a normalised program, which may be one of several (see ``whale.passes.lay_out.lay_out``).
+MakePlan = Callable[[Program, PlanSettings, FirstLayouts | None], Plan]
 # What some ranks would run under it: (program, plan, settings, ranks) -> their programs.
 Lower = Callable[[Program, Plan, PlanSettings, Sequence[int]], list[Program]]
 # Ranks' programs as they run, with their updates fused where the settings say so.

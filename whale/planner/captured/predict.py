@@ -7,20 +7,20 @@ predicted    seconds of a step, and whether it fits
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from cost_model.captured.predict import step_seconds
 from cost_model.captured.table import Table
-from whale.errors import WhaleError
+from whale.errors import AcrossMicroBatchesError, WhaleError
 from whale.ir.mesh import Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.exchange.on_devices import told_apart
 from whale.passes.facts.stages import DATA, TENSOR
-from whale.passes.lay_out import expand
+from whale.passes.lay_out import FirstLayouts, expand
 from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
@@ -49,6 +49,7 @@ class Way:
       made: see `Made`; None: it is made again if it is chosen.
       held: rank -> what it holds at most in a step, where that was looked at.
       programs: rank -> what it runs, where all tensors of a step together fit, so that nobody looked.
+      by: which member of a team has looked at it, and has `made` (see `whale.planner.captured.team`).
     """
 
     choice: Choice
@@ -57,6 +58,7 @@ class Way:
     made: Made | None = None
     held: Mapping[int, int] = field(default_factory=dict)
     programs: Mapping[int, Program] = field(default_factory=dict)
+    by: int = 0
 
     @cached_property
     def bytes(self) -> int:
@@ -78,6 +80,14 @@ class Plans:
     settings: PlanSettings
     ground: Ground
     _of_rows: dict[tuple[int, ...], Made] = field(default_factory=dict)
+    _scoped: dict[tuple[str, ...], Program] = field(default_factory=dict)
+    _first: FirstLayouts = field(default_factory=FirstLayouts)
+
+    def scoped(self, choice: Choice) -> Program:
+        """The program with a scope on what a choice divides; that does not depend on who divides it."""
+        if choice.weights not in self._scoped:
+            self._scoped[choice.weights] = scoped(self.program, choice)
+        return self._scoped[choice.weights]
 
     def made(self, choice: Choice) -> Made:
         """A choice's program and settings, planned.
@@ -88,12 +98,23 @@ class Plans:
         by_rows = choice == Choice(choice.name, shares=choice.shares)
         found = self._of_rows.get(choice.shares) if by_rows else None
         if found is None:
-            # A dump is of the plan that is taken.
-            program, settings = apply(self.program, self.settings.but(dump=""), choice)
-            found = Made(program, settings, self.ground.plan(program, settings))
+            found = self.applied(choice)
             if by_rows:
                 self._of_rows[choice.shares] = found
         return found
+
+    def applied(self, choice: Choice, plan: Plan | None = None) -> Made:
+        """A choice's program and settings, with their plan where that is known, else planned now.
+
+        Raises:
+          WhaleError: the program cannot be spread so.
+        """
+        # A dump is of the plan that is taken.
+        program, settings = apply(self.program, self.settings.but(dump=""), choice, self.scoped)
+        if plan is None:
+            same = not (choice.stages or choice.tensors)  # but for its scopes
+            plan = self.ground.plan(program, settings, self._first if same else None)
+        return Made(program, settings, plan)
 
     def expanded(self, choice: Choice) -> Program:
         """The program, of which those operations are taken apart that the plan of a choice needs in simple ones.
@@ -105,17 +126,44 @@ class Plans:
         except WhaleError:
             return self.program
 
+    def refuse_across(self) -> None:
+        """Raises as pipelines would, where the program with its rows divided tells it, which is planned already.
+
+        Statistics of the whole batch are needed of all micro-batches, however many these are, and wherever stages
+        begin.
+
+        Raises:
+          AcrossMicroBatchesError: a value of all micro-batches is needed before the last one is through.
+        """
+        rows = self._of_rows.get(())
+        if rows is None:
+            return
+        count = max(2, rows.plan.micro_batches)
+        plan, settings = replace(rows.plan, micro_batches=count), rows.settings.but(time__micro_batches=count)
+        try:
+            self.ground.lower(rows.program, plan, settings, (0,))
+        except AcrossMicroBatchesError:
+            raise
+        except WhaleError:
+            return  # in other numbers of rows there may be a way
+
     def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
         """The programs that these ranks run."""
         return self.ground.as_run(self.ground.lower(made.program, made.plan, made.settings, ranks), made.settings)
 
 
-def apply(program: Program, settings: PlanSettings, chosen: Choice) -> tuple[Program, PlanSettings]:
-    """What a choice makes of a program and of the settings for planning it."""
+def apply(
+    program: Program, settings: PlanSettings, chosen: Choice, inside: Callable[[Choice], Program] | None = None
+) -> tuple[Program, PlanSettings]:
+    """What a choice makes of a program and of the settings for planning it.
+
+    Args:
+      inside: the program with a scope on what a choice divides, where that may be known.
+    """
     if chosen.alone and not settings.batch.local:
         return program, settings.but(batch__inputs=())
     if chosen.weights:
-        return scoped(program, chosen), settings.but(split__ranks=chosen.group)
+        return inside(chosen) if inside else scoped(program, chosen), settings.but(split__ranks=chosen.group)
     changed = settings.but(zero__level=chosen.zero) if chosen.zero else settings
     if chosen.offload:
         changed = changed.but(memory__offload=chosen.offload)

@@ -15,7 +15,7 @@ import msgspec
 
 from cost_model.captured.machine import rated_machine
 from cost_model.captured.table import Table
-from whale.errors import AcrossMicroBatchesError, PlanError, WhaleError
+from whale.errors import AcrossMicroBatchesError, PlanError
 from whale.ir.layout import Split, proportional_sizes
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
@@ -27,7 +27,8 @@ from whale.planner.captured import bounds
 from whale.planner.captured.balance import balanced
 from whale.planner.captured.ground import Ground, unequal
 from whale.planner.captured.pipelines import pipelines, why_none, work_of_chain
-from whale.planner.captured.predict import Made, Plans, Way, predicted
+from whale.planner.captured.predict import Made, Plans, Way
+from whale.planner.captured.team import Answer, Asked, Team, tried
 from whale.planner.captured.ways import Choice, choices
 
 BUDGET_S = 30.0
@@ -59,15 +60,19 @@ class Search:
 
     Attributes:
       end_s: on the clock, after which only a first way is looked at.
+      team: who looks at ways at the same time; None: nobody.
       is_whole: whether there was time for every way.
     """
 
     end_s: float
+    team: Team | None = None
     found: list[Way] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     is_whole: bool = True
     # A way that needs something of all micro-batches: others do too, however many these are and where stages begin.
     _needs_all: str = ""
+    _across_asked: bool = False
+    _under_way: list[Asked] = field(default_factory=list)
 
     def to_beat_s(self) -> float:
         """What takes as long or longer is not taken."""
@@ -82,23 +87,48 @@ class Search:
         best = min(fitting, key=lambda way: way.seconds)
         return fitting[0] if best.seconds > fitting[0].seconds * (1 - LEAST_GAIN) else best
 
-    def look(self, plans: Plans, choice: Choice) -> None:
-        """Predicts one way."""
+    def begin(self, choices: Sequence[Choice]) -> None:
+        """Has the others look at some ways from now on; what these take is known after the next look."""
+        if self.team is not None and choices:
+            self._under_way = [Asked(choice, self.to_beat_s()) for choice in choices]
+            self.team.ask(self._under_way)
+
+    def look(self, plans: Plans, *choices: Choice) -> None:
+        """Predicts ways, several of them at the same time where there is a team."""
+        asked = [Asked(choice, self.to_beat_s()) for choice in choices if self._may_run(plans, choice)]
+        if not self._under_way:
+            self.begin([one.choice for one in asked[1:]])
+        if asked:
+            self._note(asked[0].choice, *tried(plans, asked[0]))
+        others, self._under_way = self._under_way, []
+        answers = self.team.answers() if self.team is not None and others else []
+        for member, (one, answer) in enumerate(zip(others, answers), 1):
+            way = Way(one.choice, answer.seconds, answer.lacking_bytes, held=answer.held, by=member)
+            self._note(one.choice, answer, way)
+
+    def _may_run(self, plans: Plans, choice: Choice) -> bool:
         if self.found and time.monotonic() > self.end_s:
             self.lost.append(f"{choice.name}: not looked at, the time is over")
             self.is_whole = False
-            return
+            return False
+        if choice.stages and not self._needs_all and not self._across_asked:
+            self._across_asked = True
+            try:
+                plans.refuse_across()
+            except AcrossMicroBatchesError as error:
+                self._note(choice, Answer(lost=error.message, across=True), None)
+                return False
         if self._needs_all and choice.stages:
             self.lost.append(f"{choice.name}: cannot run: as {self._needs_all}")
-            return
-        try:
-            way = predicted(plans, choice, self.to_beat_s())
-        except AcrossMicroBatchesError as error:
+            return False
+        return True
+
+    def _note(self, choice: Choice, answer: Answer, way: Way | None) -> None:
+        if answer.across:
             self._needs_all = self._needs_all or choice.name
-            self.lost.append(f"{choice.name}: cannot run: {error.message}")
-        except WhaleError as error:
-            self.lost.append(f"{choice.name}: cannot run: {error.message}")
-        else:
+        if answer.lost:
+            self.lost.append(f"{choice.name}: cannot run: {answer.lost}")
+        elif way is not None:
             self.found.append(way)
             best = self.best()
             # Plans of steps are large: only one of them will run.
@@ -113,7 +143,12 @@ class Search:
 
 
 def best_way(
-    program: Program, settings: PlanSettings, ground: Ground, stages: int = 0, budget_s: float | None = None
+    program: Program,
+    settings: PlanSettings,
+    ground: Ground,
+    stages: int = 0,
+    budget_s: float | None = None,
+    team: Team | None = None,
 ) -> Found:
     """The fastest way by prediction, of those that fit into memory.
 
@@ -123,27 +158,41 @@ def best_way(
     Args:
       stages: only pipelines of so many; 0: any way.
       budget_s: on the clock, after which no further way is looked at; None: as long as a run has.
+      team: who looks at ways at the same time.
 
     Raises:
       PlanError: no way can run, or none fits into the ranks' memory; says by how much, and what would make it fit.
     """
-    search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s))
+    search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s), team)
     plans = Plans(program, settings, ground)
-    looked_at = _looked_at(plans, stages)
+    at_once = team.size if team is not None else 1
+    # Bounds come from the first way's plan; others begin without.
+    begun = [] if stages else [one for one in choices(program, settings.size) if one.weights][: at_once - 1]
+    search.begin(begun)
+    looked_at = [one for one in _looked_at(plans, stages) if one[0] not in begun]
     # Stages take longest to plan, and every rank alone holds most. What is found without them, with less held, says how
     # fast they have to be.
     for last in (False, True):
+        ready: list[Choice] = []
         for choice, bound_s in (one for one in looked_at if (one[0].alone or bool(one[0].stages)) == last):
             if choice.alone and settings.batch.local:
                 search.lost.append(f"{choice.name}: every rank is given its own rows only")
             elif bound_s >= search.to_beat_s():
                 search.lost.append(f"{choice.name}: {1e3 * bound_s:.2f} ms at least")
             else:
-                search.look(plans, choice)
+                ready.append(choice)
+            if len(ready) == (at_once if search.found else 1):
+                search.look(plans, *ready)
+                ready = []
+        search.look(plans, *ready)
         _look_at_leaner(search, plans)
     best = _best(search, ground)
-    made = best.made or plans.made(best.choice)
-    chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=best.bytes)
+    if team is not None and best.by:
+        plan, held_bytes = team.plan(best.by)
+        made = plans.applied(best.choice, plan)
+    else:
+        made, held_bytes = best.made or plans.made(best.choice), best.bytes
+    chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=held_bytes)
     return Found(chosen, made, list(_told(best, search, ground)), search.is_whole)
 
 
@@ -269,7 +318,7 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
             if state:
                 least_s[found[-1].name] = bounds.of_divided_state(program, whole, of_parts, shares, ground.rates, state)
             if rows >= settings.size and not (settings.zero.level or settings.split.tiles):
-                least_of_split = bounds.of_splits(program, whole, of_parts, shares, ground.rates)
+                least_of_split = bounds.of_splits(program, whole, of_parts, shares, ground.rates, plans.scoped)
                 least_s.update((one.name, least_of_split(one)) for one in found if one.weights)
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:

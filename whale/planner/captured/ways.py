@@ -214,9 +214,13 @@ def _between(program: Program, products: list[Node], handle: str) -> set[str]:
 def _readers(program: Program, handle: str) -> set[str]:
     """What passes a variable's elements on."""
     found: set[str] = set()
-    for node in program.nodes:
-        if node.op in PASSED_ON and node.inputs and (node.inputs[0].node == handle or node.inputs[0].node in found):
-            found.add(node.name)
+    left = [handle]
+    while left:
+        for ref in program.by_name[left.pop()].refs():
+            for node, i in program.consumers.get(ref, ()):
+                if i == 0 and node.op in PASSED_ON and node.name not in found:
+                    found.add(node.name)
+                    left.append(node.name)
     return found
 
 

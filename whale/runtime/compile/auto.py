@@ -1,7 +1,7 @@
 """`auto_parallel`: rank 0 looks for the fastest way to spread the first training step, and all ranks take it.
 
-Measuring and telling are here; the search is `whale.planner.captured.search`. Later programs of the run are spread in
-the same way, because the variables lie so.
+Measuring and telling are here; the search is `whale.planner.captured.search`, in which other ranks help. Later
+programs of the run are spread in the same way, because the variables lie so.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tensorflow.python.eager.context import eager_mode
 
 from cost_model.captured import table as tables
 from cost_model.captured.table import Table
-from whale.errors import ClusterError, PlanError
+from whale.errors import ClusterError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ground import Again, Ground, Options
-from whale.planner.captured.predict import Made, apply
+from whale.planner.captured.predict import Made, Plans, apply
 from whale.planner.captured.search import best_way
 from whale.planner.captured.ways import Choice, has_scopes, trains, without_scopes
 from whale.planner.report.planfile import PlanFile
@@ -29,9 +29,9 @@ from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.progress import told
 from whale.runtime.compile.rates import measured_rates
-from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
+from whale.runtime.spread.team import RankTeam, found_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,9 @@ def _agreed(
         return kept, None
     ground = _ground(program, context, options, again)
 
-    def look() -> tuple[Choice, Made | None]:
+    def look(team: RankTeam | None = None) -> tuple[Choice, Made]:
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
-            found = best_way(program, settings, ground, context.config["pipeline.num_stages"])
+            found = best_way(program, settings, ground, context.config["pipeline.num_stages"], team=team)
         _say(found.choice, found.lines)
         context.searched_all = found.is_whole
         if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
@@ -130,20 +130,8 @@ def _agreed(
 
     if dry or not context.between_processes:
         return look()
-    comm, key = context.comms[0], f"whale/auto/{number}"
-    looking = f"the search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
-    if context.rank == 0:
-        try:
-            chosen, made = look()
-        except Exception as error:
-            comm.broadcast_bytes(key, b"E" + str(error).encode(), purpose=looking)
-            raise
-        comm.broadcast_bytes(key, b"C" + msgspec.json.encode(chosen), purpose=looking)
-        return chosen, made
-    data = comm.broadcast_bytes(key, None, 0, PLAN_TIMEOUT_S, looking)
-    if data[:1] == b"E":
-        raise PlanError(f"rank 0 could not choose a plan: {data[1:].decode()}")
-    return msgspec.json.decode(data[1:], type=Choice), None
+    purpose = f"the search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
+    return found_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, ground), look)
 
 
 def _ground(program: Program, context: Context, options: Options, again: Again | None) -> Ground:

@@ -22,7 +22,7 @@ from whale.lowering.updates.fuse import fuse_updates, written_together
 from whale.passes.exchange.fuse_sums import fuse_sums
 from whale.passes.facts.rank_groups import refuse_rank_groups
 from whale.passes.facts.stages import stage_groups_of
-from whale.passes.lay_out import expand
+from whale.passes.lay_out import FirstLayouts, expand
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
@@ -37,8 +37,11 @@ from whale.runtime.spread.stage_groups import lower_stage_groups, plan_stage_gro
 _MOST_RANKS_SHOWN = 8
 
 
-def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
+def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
     """The plan of a normalised program, in stages where it has some.
+
+    Args:
+      first: of other plans of the program without stages, which may have other split scopes.
 
     Raises:
       PlanError: see ``plan_program`` and ``plan_stage_groups``.
@@ -46,7 +49,10 @@ def make_any_plan(program: Program, settings: PlanSettings) -> Plan:
     stage_groups = stage_groups_of(program, settings.size, settings.mesh)
     refuse_rank_groups(program, settings.size)
     on_host = offloaded(program, settings.memory.offload)
-    plan = plan_stage_groups(program, settings, stage_groups) if stage_groups else plan_program(program, settings)
+    if stage_groups:
+        plan = plan_stage_groups(program, settings, stage_groups)
+    else:
+        plan = plan_program(program, settings, first)
     return replace(plan, offloaded=on_host)
 
 

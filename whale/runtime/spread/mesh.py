@@ -26,14 +26,18 @@ from whale.passes.facts.axes import axes_of, batch_of, known_along, named_axes, 
 from whale.passes.facts.batch import rows_of_ranks
 from whale.passes.facts.rank_groups import named_ranks
 from whale.passes.facts.scopes import context_of, has_split_scopes
+from whale.passes.lay_out import FirstLayouts
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.spread.levels import Levels, levels_of, sizes_of, summed, with_sizes
 from whale.runtime.spread.placing import placed, with_check
 
 
-def plan_program(program: Program, settings: PlanSettings) -> Plan:
+def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
     """The plan of a normalised program over the axes that make a difference to it.
+
+    Args:
+      first: of other plans of the program over one axis, which may have other split scopes.
 
     Raises:
       PlanError: see ``make_plan`` and ``axes_of``.
@@ -42,7 +46,7 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
     of_rows = _that_divide_rows(program, axes)
     settings = _in_each_micro_batch(program, settings, of_rows)
     if len(axes) == 1:
-        return _over_one_axis(program, settings, axes[0])
+        return _over_one_axis(program, settings, axes[0], first)
     rows = _rows(program, settings, [a.size for a in of_rows])
     if settings.zero.level and has_split_scopes(program):
         scopes = Levels(program, settings.but(zero__level=0), axes, rows)
@@ -50,12 +54,13 @@ def plan_program(program: Program, settings: PlanSettings) -> Plan:
     return Levels(program, settings, axes, rows).made()
 
 
-def _over_one_axis(program: Program, settings: PlanSettings, axis: Axis) -> Plan:
+def _over_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
     """The plan of a normalised program of which all ranks are on one axis."""
     seen = seen_along(program, axis.name)
     settings = _without_rows(seen, settings)
     known = known_along(settings.split.tiles, axis.name, alone=True)
-    return replace(make_plan(seen, settings.but(split__known=known), fingerprint(program)), axis=axis.name)
+    plan = make_plan(seen, settings.but(split__known=known), fingerprint(program), first)
+    return replace(plan, axis=axis.name)
 
 
 def lower_mesh(

@@ -19,7 +19,7 @@ from whale.ir.layout import B
 from whale.passes.layout.split.tensor_forms import TensorForms
 
 _LARGEST_TABLE = 30_000_000  # entries, of eight bytes
-_FEW_ENTRIES = 10_000  # of all tables, per node: looking for a better order would take longer than these
+_FEW_ENTRIES = 10_000  # of all tables, per node: to look for a better order takes as long as these
 _MOST_TRIES = 12
 _SWAY = 0.3
 _OF_A_BIT = 1 << 20  # parts in which logarithms of sizes are counted
@@ -95,7 +95,7 @@ def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int]
     found = _Elimination(sizes, groups).run(math.inf)
     assert found is not None
     for seed in range(_MOST_TRIES):
-        if found.entries <= _FEW_ENTRIES * len(sizes):
+        if found.entries <= (1 + seed) * _FEW_ENTRIES * len(sizes):
             break
         fits = found.largest <= _LARGEST_TABLE
         again = _Elimination(sizes, groups, by_fill=True, seed=seed).run(found.entries if fits else math.inf)
