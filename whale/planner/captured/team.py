@@ -83,3 +83,9 @@ class Member:
         if way is not None and way.fits and (self.best is None or way.seconds < self.best.seconds):
             self.best = way
         return answer
+
+    def plan(self) -> tuple[Plan, int]:
+        """The plan of the fastest way so far, and what the fullest rank holds under it."""
+        assert self.best is not None  # there is one where a way of this member was chosen
+        made = self.best.made or self._plans.made(self.best.choice)
+        return made.plan, self.best.bytes

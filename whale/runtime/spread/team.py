@@ -8,6 +8,7 @@ found_together     on every rank: what rank 0 chooses, and on the rank that plan
 
 from __future__ import annotations
 
+import math
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from itertools import count
 
 import msgspec
 
+from whale.cgroup import cpu_quota
 from whale.errors import PlanError
 from whale.ir.plan import Plan, plan_from_json
 from whale.planner.captured.predict import Made, Plans
@@ -100,7 +102,7 @@ def found_together(
     """
     comm = context.comms[0]
     # Where ranks outnumber cores, to help would be to hold up rank 0.
-    helps = context.place.local_rank < len(os.sched_getaffinity(0))
+    helps = context.place.local_rank < min(len(os.sched_getaffinity(0)), cpu_quota() or math.inf)
     said = comm.allgather_bytes(f"{key}/helps", b"1" if helps else b"", PLAN_TIMEOUT_S, purpose)
     if context.rank:
         return _helped(comm, key, purpose, plans)
@@ -132,8 +134,8 @@ def _helped(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plan
                     member = member or Member(plans())
                     answer = msgspec.msgpack.encode(member.answer(asked))
             elif msgspec.msgpack.decode(content, type=int) == comm.rank and member is not None:
-                assert member.best is not None and member.best.made is not None
-                answer = b"%d %s" % (member.best.bytes, member.best.made.plan.to_json())
+                plan, held_bytes = member.plan()
+                answer = b"%d %s" % (held_bytes, plan.to_json())
         except Exception as error:  # rank 0 waits for an answer, whatever it is
             answer = _BROKEN + f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()
         _answers(comm, key, number, answer, purpose)
