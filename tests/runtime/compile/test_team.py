@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,11 @@ from tests.oracle.metric import difference, limit
 from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, speed
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.ir.plan import Plan
-from whale.planner.captured.predict import Plans
+from whale.planner.captured import team
+from whale.planner.captured.predict import Plans, Way
 from whale.planner.captured.search import Found, best_way
 from whale.planner.captured.team import Answer, Asked, Member
+from whale.planner.captured.ways import Choice
 from whale.runtime.compile import auto
 from whale.runtime.run import context
 
@@ -42,8 +45,8 @@ class InOneProcess:
         said, self._said = self._said, []
         return [msgspec.msgpack.decode(one, type=Answer) for one in said]
 
-    def plan(self, member: int) -> tuple[Plan, int]:
-        return self._members[member - 1].plan()
+    def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
+        return self._members[member - 1].plan(choice)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
@@ -76,3 +79,37 @@ def test_a_team_finds_what_one_process_finds(
     # Which ways cannot run does not depend on who tries them.
     lost = [{line for line in one.lines if "cannot run" in line} for one in (alone, together)]
     assert lost[0] == lost[1]
+
+
+def test_the_plan_is_that_of_the_way_that_was_chosen(
+    ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows alone do not fit, and the first way that fits is kept before one that is hardly faster."""
+    expected = Classifier().train()
+    speed(MIDDLE)
+    predicted = team.predicted
+
+    def hardly_faster(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Way:
+        way = predicted(plans, choice)
+        lacking_bytes = 1e9 if choice.name.startswith("data parallel") else 0.0
+        first = not any(one.startswith("split") for one in seen)
+        seen.append(choice.name)
+        return replace(way, seconds=1000.0 if first and choice.weights else 999.0, lacking_bytes=lacking_bytes)
+
+    seen: list[str] = []
+    found: list[Found] = []
+    plans: list[Plans] = []
+
+    def together(program: Any, settings: Any, ground: Any, stages: int, team: None) -> Found:
+        plans.append(Plans(program, settings, ground))
+        helpers = InOneProcess(2, partial(Plans, program, settings, ground))
+        found.append(best_way(program, settings, ground, stages, 1e9, helpers))
+        assert len(helpers.looked_at) > 1 and helpers.looked_at[0] == found[-1].choice.name
+        return found[-1]
+
+    monkeypatch.setattr(team, "predicted", hardly_faster)
+    monkeypatch.setattr(auto, "best_way", together)
+    ranks(4, auto_parallel=True)
+    worst = difference(expected, Classifier(wh.function).train(), 0.1)
+    assert worst.error <= limit("float64", 0.0), worst
+    assert found[0].made.plan == plans[0].made(found[0].choice).plan

@@ -188,7 +188,7 @@ def best_way(
         _look_at_leaner(search, plans)
     best = _best(search, ground)
     if team is not None and best.by:
-        plan, held_bytes = team.plan(best.by)
+        plan, held_bytes = team.plan(best.by, best.choice)
         made = plans.applied(best.choice, plan)
     else:
         made, held_bytes = best.made or plans.made(best.choice), best.bytes

@@ -54,8 +54,8 @@ class Team(Protocol):
     def answers(self) -> list[Answer]:
         """What they have found, in that order; waits for it."""
 
-    def plan(self, member: int) -> tuple[Plan, int]:
-        """The plan of the fastest way that a member has looked at, and what the fullest rank holds under it."""
+    def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
+        """The plan of a way that a member has looked at, and what the fullest rank holds under it."""
 
 
 def tried(plans: Plans, asked: Asked) -> tuple[Answer, Way | None]:
@@ -84,8 +84,10 @@ class Member:
             self.best = way
         return answer
 
-    def plan(self) -> tuple[Plan, int]:
-        """The plan of the fastest way so far, and what the fullest rank holds under it."""
-        assert self.best is not None  # there is one where a way of this member was chosen
-        made = self.best.made or self._plans.made(self.best.choice)
-        return made.plan, self.best.bytes
+    def plan(self, choice: Choice) -> tuple[Plan, int]:
+        """The plan of a way, and what the fullest rank holds under it. It need not be the fastest so far: a way that is
+        hardly faster than the first one is not taken."""
+        best = self.best
+        way = best if best is not None and best.choice == choice else predicted(self._plans, choice)
+        made = way.made or self._plans.made(choice)
+        return made.plan, way.bytes

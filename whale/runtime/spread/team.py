@@ -55,10 +55,10 @@ class RankTeam:
         """
         return [msgspec.msgpack.decode(said, type=Answer) for said in self._said()]
 
-    def plan(self, member: int) -> tuple[Plan, int]:
-        """The plan of the fastest way that a helper has looked at, and what the fullest rank holds under it."""
+    def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
+        """The plan of a way that a helper has looked at, and what the fullest rank holds under it."""
         self._asked = [self._helpers[member - 1]]
-        self._say(_PLAN + msgspec.msgpack.encode(self._asked[0]))
+        self._say(_PLAN + msgspec.msgpack.encode((self._asked[0], choice)))
         held_bytes, _, plan = self._said()[0].partition(b" ")
         return plan_from_json(plan), int(held_bytes)
 
@@ -133,9 +133,11 @@ def _helped(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plan
                 if asked is not None:
                     member = member or Member(plans())
                     answer = msgspec.msgpack.encode(member.answer(asked))
-            elif msgspec.msgpack.decode(content, type=int) == comm.rank and member is not None:
-                plan, held_bytes = member.plan()
-                answer = b"%d %s" % (held_bytes, plan.to_json())
+            else:
+                rank, choice = msgspec.msgpack.decode(content, type=tuple[int, Choice])
+                if rank == comm.rank and member is not None:
+                    plan, held_bytes = member.plan(choice)
+                    answer = b"%d %s" % (held_bytes, plan.to_json())
         except Exception as error:  # rank 0 waits for an answer, whatever it is
             answer = _BROKEN + f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()
         _answers(comm, key, number, answer, purpose)
