@@ -258,6 +258,13 @@ KEYS: tuple[Key, ...] = (
         "on CPUs, optimizers' arithmetic on many variables becomes a few large operations, with the same results",
     ),
     Key(
+        "fuse.elementwise",
+        "bool",
+        True,
+        "on CPUs, other arithmetic on elements (normalisations, activations, sums of gradients) becomes operations "
+        "that go once over their tensors, with the same results",
+    ),
+    Key(
         "gradient_checkpoint.type",
         "str",
         "",

@@ -7,6 +7,8 @@ changed; every other result is new. Results are given back when the last node th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from whale.ir.ops import ALIASES, APPLIES_ROWS, CROSS_ENTROPIES, LIST_PUTS, LIST_TAKES, READS_ROWS, SCATTERS
 from whale.ir.program import Node, Program, Ref
 
@@ -61,7 +63,21 @@ def forwarded(node: Node, result: int) -> tuple[int, ...]:
         return (result + 1,)  # the communicator comes first
     if node.op == "AddN":
         return tuple(range(len(node.inputs)))
+    if node.op == "WhaleElementwise":
+        return _unread(node.attrs["program"], result)
     return _FORWARDING.get(node.op, ()) if _FORWARDED_RESULT.get(node.op, 0) == result else ()
+
+
+def _unread(lines: Sequence[str], result: int) -> tuple[int, ...]:
+    """Tensors that arithmetic on elements reads no more once a result's first element is written."""
+    read: dict[str, int] = {}
+    written = len(lines)
+    for i, line in enumerate(lines):
+        _, to, *operands = line.split()
+        read.update((one, i) for one in operands if one.startswith("v"))
+        if to == f"y{result}":
+            written = min(written, i)
+    return tuple(sorted(int(one[1:]) for one, last in read.items() if last <= written))
 
 
 def is_row_view(program: Program, node: Node) -> bool:

@@ -280,6 +280,14 @@ def _fused_update(node: Node, inputs: Inputs) -> Work:
     return Work(float(flops * elements), taken + variables * each, variables * each + results, 1)
 
 
+def _fused_elementwise(node: Node, inputs: Inputs) -> Work:
+    """Arithmetic on elements by one operation: its program once for each element."""
+    elements = node.outputs[0].elements
+    flops = sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"])
+    read, written = (sum(float(one.bytes) for one in some) for some in (inputs, node.outputs))
+    return Work(float(flops * elements), read, written, 1)
+
+
 _TABLE: dict[str, Formula] = {
     **dict.fromkeys(_FREE, lambda node, inputs: NONE),
     **dict.fromkeys(_POINTWISE, _pointwise),
@@ -305,6 +313,7 @@ _TABLE: dict[str, Formula] = {
     "AddN": _add_n,
     "ScatterNd": _scatter,
     "WhaleUpdate": _fused_update,
+    "WhaleElementwise": _fused_elementwise,
     "StridedSliceGrad": _slice_gradient,
 }
 

@@ -143,6 +143,7 @@ class PlanSettings:
       devices: their names, as plans print them; (): "rank 0" and so on.
       dump: the directory that the text of the program goes to after each pass; "": nowhere.
       fuse_updates: each rank updates many variables by one operation (see ``whale.lowering.updates``).
+      fuse_elementwise: so it does with other arithmetic on elements (see ``whale.lowering.elementwise``).
       mesh: axes that the user has given sizes, outermost first; (): none.
       stage_meshes: the axes of stages that have others than ``mesh`` says, by their ranks.
     """
@@ -158,6 +159,7 @@ class PlanSettings:
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     dump: str = ""
     fuse_updates: bool = False
+    fuse_elementwise: bool = False
     mesh: tuple[Axis, ...] = ()
     stage_meshes: Mapping[tuple[int, ...], tuple[Axis, ...]] = field(default_factory=dict)
 

@@ -118,7 +118,7 @@ def same_bits(ranks: Start, make: Callable[[], Models], count: int = 1, **config
     """Trains with and without fused updates, and compares all that is held; the programs of the first rank."""
     programs, values = [], []
     for fused in (True, False):
-        ranks(count, **{"fuse.updates": fused, **config})
+        ranks(count, **{"fuse.updates": fused, "fuse.elementwise": False, **config})
         models = make()
         models.train()
         programs.append(models.program())
@@ -179,7 +179,7 @@ def test_averages_in_a_session_give_the_same_bits(ranks: Start, monkeypatch: pyt
     monkeypatch.setattr(session, "compile_program", noted)
     values = []
     for fused in (True, False):
-        ranks(1, **{"fuse.updates": fused})
+        ranks(1, **{"fuse.updates": fused, "fuse.elementwise": False})
         draw = np.random.default_rng(0)
         with tf.Graph().as_default():
             x = v1.placeholder(tf.float64, [None, 4])
@@ -202,7 +202,7 @@ def test_averages_in_a_session_give_the_same_bits(ranks: Start, monkeypatch: pyt
 def test_a_plan_tells_of_them(ranks: Start) -> None:
     told = []
     for fused in (True, False):
-        ranks(1, **{"fuse.updates": fused})
+        ranks(1, **{"fuse.updates": fused, "fuse.elementwise": False})
         models = Models(tf.keras, ("adam",), "float64", contextlib.nullcontext)
         context = current("test")
         compiled = models.step._step(models.batch(0), {}).compiled

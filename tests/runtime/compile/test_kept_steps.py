@@ -40,7 +40,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(where, name, count)
 
     counted(capture, "program_from_graph")
-    for name in ("normalise", "agreed_plan", "lower_ranks", "fuse_updates"):
+    for name in ("normalise", "agreed_plan", "lower_ranks", "as_run"):
         counted(compiling, name)
     return found
 
@@ -75,7 +75,7 @@ def steps_in(cache: Path) -> list[Path]:
 
 def test_a_second_run_lowers_nothing(ranks: Ranks, done: list[str], tmp_path: Path) -> None:
     first = trained(ranks, tmp_path / "whale")
-    assert {"program_from_graph", "normalise", "agreed_plan", "lower_ranks", "fuse_updates"} <= set(done)
+    assert {"program_from_graph", "normalise", "agreed_plan", "lower_ranks", "as_run"} <= set(done)
     assert len(steps_in(tmp_path / "whale")) == 1
     done.clear()
     in_a_new_process()
@@ -129,7 +129,8 @@ def test_what_another_whale_wrote_under_the_name_is_made_anew(
 
 
 @pytest.mark.parametrize(
-    "config", [{"replica.shares": [3, 5]}, {"fuse.updates": False}, {"pipeline.num_micro_batch": 2}]
+    "config",
+    [{"replica.shares": [3, 5]}, {"fuse.updates": False}, {"fuse.elementwise": False}, {"pipeline.num_micro_batch": 2}],
 )
 def test_another_configuration_is_lowered_by_itself(
     ranks: Ranks, done: list[str], tmp_path: Path, config: dict[str, Any]

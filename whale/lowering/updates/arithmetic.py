@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from whale.ir.ops import ADDS, IDENTITIES
 from whale.ir.program import Node, Program, Ref
+from whale.lowering.elementwise.code import MOST_OF_A_KIND, Code, Value, placed
+from whale.lowering.elementwise.operations import BINARY, UNARY, UNARY_OF_DOUBLES
 from whale.lowering.updates.accesses import Accesses
-from whale.lowering.updates.units import BINARY, UNARY, UNARY_OF_DOUBLES, Unit, is_row
-
-_MOST_OF_A_KIND = 64  # operands that the text of an update can name
+from whale.lowering.updates.units import Unit, is_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +33,6 @@ class Arithmetic:
     replaced: frozenset[str]
 
 
-class _Value(NamedTuple):
-    """A value in a unit: the ``number``-th result of its instructions ("="), or an operand of kind v, s, r or o."""
-
-    kind: str
-    number: int
-
-
-_Step = tuple[str, tuple[_Value, ...]]
-
-
-@dataclass
-class _Code:
-    """Instructions on values, before these have places: (operation, operands); the result is its number's."""
-
-    steps: list[_Step] = field(default_factory=list)
-
-    def add(self, op: str, *operands: _Value) -> _Value:
-        self.steps.append((op, operands))
-        return _Value("=", len(self.steps) - 1)
-
-
 def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
     """``unit`` as an update; None where it needs too many operands, or assigns one variable's old value to another."""
     reading = _Reading(program, unit, found)
@@ -72,9 +49,9 @@ def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | No
         for ref in reading.computed
         if ref.node in outputs or any(c.name not in members for c, _ in program.consumers.get(ref, ()))
     ]
-    lines = _placed(tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results]))
+    lines = placed(tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results]))
     counts = (final, reading.tensors, reading.scalars, reading.rows, results)
-    if lines is None or any(len(c) > _MOST_OF_A_KIND for c in counts):
+    if lines is None or any(len(c) > MOST_OF_A_KIND for c in counts):
         return None
     operands = tuple(reading.tensors), tuple(reading.scalars), tuple(reading.rows)
     return Arithmetic(lines, tuple(final), *operands, tuple(results), frozenset(members))
@@ -86,15 +63,15 @@ class _Reading:
     def __init__(self, program: Program, unit: Unit, found: Accesses):
         self.program, self.unit, self.found = program, unit, found
         self.names = {n.name for n in unit.nodes}
-        self.code = _Code()
-        self.tensors: dict[Ref, _Value] = {}
-        self.scalars: dict[Ref, _Value] = {}
-        self.rows: dict[Ref, _Value] = {}
-        self.computed: dict[Ref, _Value] = {}
+        self.code = Code()
+        self.tensors: dict[Ref, Value] = {}
+        self.scalars: dict[Ref, Value] = {}
+        self.rows: dict[Ref, Value] = {}
+        self.computed: dict[Ref, Value] = {}
         self.external: set[str] = set()  # its own reads that it takes as tensors
         # Handle -> the versions of the variable before its first and after its last write here.
         self.written: dict[str, tuple[int, int]] = {}
-        self.values: dict[tuple[str, int], _Value] = {}
+        self.values: dict[tuple[str, int], Value] = {}
         for node in unit.nodes:
             handle = found.handle.get(node.name)
             if handle is None or node.op == "ReadVariableOp":
@@ -102,7 +79,7 @@ class _Reading:
             version = found.version[node.name]
             first, _ = self.written.setdefault(handle, (version - 1, version))
             self.written[handle] = first, version
-            self.values.setdefault((handle, version - 1), _Value("o", list(self.written).index(handle)))
+            self.values.setdefault((handle, version - 1), Value("o", list(self.written).index(handle)))
 
     def take(self, node: Node) -> None:
         if node.op == "ReadVariableOp":
@@ -118,18 +95,15 @@ class _Reading:
             value = self.code.add(op, self.values[handle, version - 1], value)
         self.values[handle, version] = value
 
-    def _computed(self, node: Node, operands: list[_Value]) -> _Value:
+    def _computed(self, node: Node, operands: list[Value]) -> Value:
         if node.op in IDENTITIES:
             return operands[0]
         if node.op == "AddN":
-            total = operands[0]
-            for one in operands[1:]:
-                total = self.code.add("Add", total, one)
-            return total
+            return self.code.sum(operands)
         op = BINARY.get(node.op) or UNARY.get(node.op) or UNARY_OF_DOUBLES[node.op]
         return self.code.add(op, *operands)
 
-    def _operand(self, ref: Ref) -> _Value:
+    def _operand(self, ref: Ref) -> Value:
         if ref in self.computed:
             return self.computed[ref]
         inside = self._inside(ref)
@@ -142,9 +116,9 @@ class _Reading:
             table, kind = self.scalars, "s"
         if ref.node in self.names:
             self.external.add(ref.node)
-        return table.setdefault(ref, _Value(kind, len(table)))
+        return table.setdefault(ref, Value(kind, len(table)))
 
-    def _inside(self, ref: Ref) -> _Value | None:
+    def _inside(self, ref: Ref) -> Value | None:
         """The value that a read of a variable sees which this unit writes."""
         if self.program.by_name[ref.node].op != "ReadVariableOp":
             return None
@@ -166,49 +140,3 @@ class _Reading:
                 return None
             kept.add(node.name)
         return kept
-
-
-@lru_cache(maxsize=256)
-def _placed(steps: tuple[_Step, ...], final: tuple[_Value, ...], results: tuple[_Value, ...]) -> tuple[str, ...] | None:
-    """The instructions with places for their results; None where there are too many temporary ones."""
-    last: dict[_Value, int] = {}
-    for i, (_, operands) in enumerate(steps):
-        last.update(dict.fromkeys(operands, i))
-    last.update({value: len(steps) for value in results})  # they are copied at the end, if not computed in place
-    places: dict[_Value, str] = {}
-    copies: list[str] = []
-    # A result can be read again where it lies; a variable can be written once nobody reads what it was.
-    for i, value in enumerate(results):
-        if value.kind == "=" and value not in places:
-            places[value] = f"y{i}"
-    for i, value in enumerate(final):
-        free = value.kind == "=" and value not in places and last.get(_Value("o", i), -1) <= value.number
-        if free:
-            places[value] = f"n{i}"
-    ends = {value for value in (*final, *results) if value not in places}
-    lines: list[str] = []
-    unused: list[int] = []
-    count = 0
-    for i, (op, operands) in enumerate(steps):
-        read = [_text(o, places) for o in operands]
-        for one in dict.fromkeys(operands):
-            if last[one] == i and one not in ends and places.get(one, "").startswith("t"):
-                unused.append(int(places[one][1:]))
-        value = _Value("=", i)
-        if value not in places:
-            if not unused:
-                unused.append(count)
-                count += 1
-            places[value] = f"t{unused.pop()}"
-            if value not in last and value not in ends:  # nobody needs it
-                unused.append(int(places[value][1:]))
-        lines.append(" ".join((op, places[value], *read)))
-    for letter, values in (("y", results), ("n", final)):
-        for i, value in enumerate(values):
-            if places.get(value) != f"{letter}{i}" and (letter, value) != ("n", _Value("o", i)):
-                copies.append(f"Copy {letter}{i} {_text(value, places)}")
-    return None if count > _MOST_OF_A_KIND else (*lines, *copies)
-
-
-def _text(value: _Value, places: Mapping[_Value, str]) -> str:
-    return places[value] if value.kind == "=" else f"{value.kind}{value.number}"

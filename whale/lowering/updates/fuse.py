@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whale.ir.ops import EXCHANGES
-from whale.ir.program import Node, Program, Ref, rewired
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, in_groups, static_shape
+from whale.lowering.elementwise.graph import with_operations
 from whale.lowering.updates.accesses import accesses
 from whale.lowering.updates.arithmetic import Arithmetic, arithmetic
 from whale.lowering.updates.in_place import in_place
@@ -69,15 +70,7 @@ def _replaced(program: Program, operations: list[list[_Part]]) -> Program:
         made.update({name: node for part in parts for name in part.does.replaced})
         results = [ref for part in parts for ref in part.does.results]
         moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
-    last = {made[n.name].name: n.name for n in program.nodes if n.name in made}
-    nodes: dict[str, Node] = {}
-    for old in program.nodes:
-        node = made.get(old.name, old)
-        if node is old or last[node.name] == old.name:
-            nodes[node.name] = node
-    for name, node in made.items():
-        moved.setdefault(Ref(name), Ref(node.name))
-    return rewired(program, nodes, moved) if operations else program
+    return with_operations(program, made, moved)
 
 
 def _operation(name: str, parts: list[_Part], nodes: Mapping[str, Node]) -> Node:

@@ -8,32 +8,19 @@ each other either, so any of them may run together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whale.ir.ops import ASSIGNS, IDENTITIES
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import TensorType, static_shape
+from whale.lowering.elementwise.graph import before, joined
+from whale.lowering.elementwise.operations import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
 from whale.lowering.updates.accesses import Accesses, is_read
 from whale.lowering.updates.in_place import LARGE_BYTES
 
-# Operations on elements -> their name in the text of an update (whale_ops/core/update). They round as TensorFlow's do.
-UNARY = {"Neg": "Neg", "Abs": "Abs", "Sign": "Sign", "Square": "Square", "Sqrt": "Sqrt"}
-# TensorFlow computes these otherwise in float32: by approximation, which depends on the processor.
-UNARY_OF_DOUBLES = {"Rsqrt": "Rsqrt", "Reciprocal": "Reciprocal", "Inv": "Reciprocal"}
-BINARY = {
-    "Add": "Add",
-    "AddV2": "Add",
-    "Sub": "Sub",
-    "Mul": "Mul",
-    "RealDiv": "Div",
-    "Maximum": "Max",
-    "Minimum": "Min",
-}
 _ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
-_MOST_ADDED = 8  # of AddN's operands: so many are added from left to right
 LONG = 512  # elements of a row: one goes through the processor's cache in blocks of as many
-_DTYPES = ("float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +43,12 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
     if not types:
         return []
     levels = _levels(program, types)
-    joined = _joined(program, types, levels)
+    places = {name: (kind, levels[name]) for name, kind in types.items()}
+    top = joined(program, places, lambda one, other: one[0] is other[0] and one[1] == other[1])
     units: dict[str, list[Node]] = {}
     for node in program.nodes:
         if node.name in types:
-            units.setdefault(joined(node.name), []).append(node)
+            units.setdefault(top(node.name), []).append(node)
     return [
         Unit(tuple(nodes), levels[nodes[0].name], types[nodes[0].name])
         for nodes in units.values()
@@ -129,7 +117,7 @@ def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
 
 
 def _fits(kind: TensorType) -> bool:
-    return kind.dtype in _DTYPES and kind.is_static and bool(kind.shape)
+    return kind.dtype in DTYPES and kind.is_static and bool(kind.shape)
 
 
 def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
@@ -140,7 +128,7 @@ def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
     if node.op in UNARY_OF_DOUBLES and kind.dtype != "float64":
         return None
     operands = [program.type_of(ref) for ref in node.inputs]
-    if any(t.dtype != kind.dtype or not t.is_static for t in operands) or len(operands) > _MOST_ADDED:
+    if any(t.dtype != kind.dtype or not t.is_static for t in operands) or len(operands) > ADDED_FROM_LEFT:
         return None
     whole = sum(t.shape == kind.shape for t in operands)
     if node.op in BINARY:
@@ -154,33 +142,11 @@ def _levels(program: Program, types: Mapping[str, TensorType]) -> dict[str, int]
     for node in program.nodes:
         kind = types.get(node.name)
         level = 0
-        for name in _before(node):
-            before = levels.get(name, 0)
-            if before >= level:
+        for name in before(node):
+            reached = levels.get(name, 0)
+            if reached >= level:
                 # On from a unit, either within it or out of it.
                 left = types.get(name)
-                level = before + (left is not None and left is not kind)
+                level = reached + (left is not None and left is not kind)
         levels[node.name] = level
     return levels
-
-
-def _joined(program: Program, types: Mapping[str, TensorType], levels: Mapping[str, int]) -> Callable[[str], str]:
-    """A function of nodes that belong to updates: equal for those of one unit."""
-    parent = {name: name for name in types}
-
-    def top(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = name = parent[parent[name]]
-        return name
-
-    for node in program.nodes:
-        if node.name not in types:
-            continue
-        for name in _before(node):
-            if types.get(name) is types[node.name] and levels[name] == levels[node.name]:
-                parent[top(node.name)] = top(name)
-    return top
-
-
-def _before(node: Node) -> Iterable[str]:
-    return (*[name for name, _ in node.inputs], *node.controls)

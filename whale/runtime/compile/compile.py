@@ -21,7 +21,6 @@ from whale.log import log
 from whale.lowering.compiled import compile_marked
 from whale.lowering.functions import LoweredFunction, communicates
 from whale.lowering.micro import CALL
-from whale.lowering.updates.fuse import fuse_updates
 from whale.lowering.updates.last import updates_last
 from whale.passes.dump import dump
 from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
@@ -144,10 +143,10 @@ def compile_program(
     _tell_of_backend(lowered[0], plan, settings, context)
     _tell_of_micro_batches(plan, settings, context)
     clock.lap("localise")
-    if settings.fuse_updates:
+    if settings.fuse_updates or settings.fuse_elementwise:
         with no_garbage_collection():
-            lowered = list(map(fuse_updates, lowered))
-        dump(settings.dump, "fuse_updates", lowered[0])
+            lowered = as_run(lowered, settings)
+        dump(settings.dump, "fuse", lowered[0])
         clock.lap("fuse")
     if context.elastic is not None:
         lowered = list(map(updates_last, lowered))

@@ -36,6 +36,7 @@ def settings_of(context: Context) -> PlanSettings:
             expected="one of the two",
             action="leave split.ranks out: mesh has the sizes of all axes",
         )
+    fuses = fuses_on(context.dry.cluster if context.dry is not None else None)
     return PlanSettings(
         size=context.size,
         batch=BatchSettings(
@@ -64,12 +65,13 @@ def settings_of(context: Context) -> PlanSettings:
             wire_dtype=config["communication.wire_dtype"],
         ),
         dump=config["dump"] if context.rank == 0 else "",
-        fuse_updates=config["fuse.updates"] and fuses_updates(context.dry.cluster if context.dry is not None else None),
+        fuse_updates=config["fuse.updates"] and fuses,
+        fuse_elementwise=config["fuse.elementwise"] and fuses,
         mesh=tuple(Axis(name, size) for name, size in config.mesh.items()),
     )
 
 
-def fuses_updates(cluster: Cluster | None) -> bool:
-    """Whether updates may be fused, on a described cluster or where this process computes: the operation has a kernel
-    for processors."""
+def fuses_on(cluster: Cluster | None) -> bool:
+    """Whether updates, and arithmetic on elements, may be fused, on a described cluster or where this process computes:
+    the operations have kernels for processors."""
     return not has_compute_device() if cluster is None else "gpu" not in cluster.kinds

@@ -7,8 +7,8 @@
 namespace whale {
 namespace {
 
-constexpr const char* kNames[] = {"Copy", "Neg", "Abs", "Sign", "Square",
-                                  "Sqrt", "Rsqrt", "Reciprocal", "Add", "Sub", "Mul", "Div", "Max", "Min"};
+constexpr const char* kNames[] = {"Copy",  "Neg", "Abs", "Sign", "Square", "Sqrt", "Rsqrt",    "Reciprocal", "Relu",
+                                  "Relu6", "Add", "Sub", "Mul",  "Div",    "Max",  "Min",      "ReluGrad",   "Relu6Grad"};
 constexpr int kMostOfAKind = 64;
 
 bool parse_op(const std::string& word, UpdateOp* op) {
@@ -30,7 +30,7 @@ bool parse_operand(const std::string& word, Operand* operand) {
   return operand->index < kMostOfAKind;
 }
 
-bool can_be_written(const Operand& operand) { return operand.kind >= OperandKind::kNew && operand.kind != OperandKind::kRow; }
+bool can_be_written(const Operand& operand) { return operand.kind >= OperandKind::kNew && operand.kind <= OperandKind::kResult; }
 
 bool parse_line(const std::string& line, Instruction* found) {
   std::istringstream words(line);
@@ -40,9 +40,6 @@ bool parse_line(const std::string& line, Instruction* found) {
   if (is_binary(found->op)) {
     words >> b;
     if (!parse_operand(b, &found->b)) return false;
-    if (found->a.kind == OperandKind::kScalar && found->b.kind == OperandKind::kScalar) return false;
-  } else if (found->a.kind == OperandKind::kScalar) {
-    return false;
   }
   return can_be_written(found->to) && !(words >> more);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <vector>
 
 #define WHALE_INLINE __attribute__((always_inline)) inline
 
@@ -16,16 +17,29 @@ WHALE_INLINE double square_root(double x) { return __builtin_sqrt(x); }
 WHALE_INLINE float magnitude(float x) { return __builtin_fabsf(x); }
 WHALE_INLINE double magnitude(double x) { return __builtin_fabs(x); }
 
+// As a choice, which is a vector instruction, where the conversion of a truth value is not. Only a product of two remains one: GCC makes
+// a jump of a single choice between g and 0 * g.
+template <typename T>
+WHALE_INLINE T one_if(bool holds) {
+  return holds ? T(1) : T(0);
+}
+
 // `to` may be an operand: an element is read before it is written, and no other element is.
 template <typename T, typename F>
-WHALE_INLINE void unary(T* to, const T* a, size_t n, F f) {
+WHALE_INLINE void unary(T* to, const T* a, bool scalar, size_t n, F f) {
+  if (scalar) {
+    std::fill_n(to, n, f(*a));
+    return;
+  }
 #pragma GCC ivdep
   for (size_t i = 0; i < n; ++i) to[i] = f(a[i]);
 }
 
 template <typename T, typename F>
 WHALE_INLINE void binary(T* to, const T* a, bool scalar_a, const T* b, bool scalar_b, size_t n, F f) {
-  if (scalar_a) {
+  if (scalar_a && scalar_b) {
+    std::fill_n(to, n, f(*a, *b));
+  } else if (scalar_a) {
     const T x = *a;
 #pragma GCC ivdep
     for (size_t i = 0; i < n; ++i) to[i] = f(x, b[i]);
@@ -42,15 +56,20 @@ WHALE_INLINE void binary(T* to, const T* a, bool scalar_a, const T* b, bool scal
 template <typename T>
 WHALE_INLINE void apply(UpdateOp op, T* to, const T* a, bool sa, const T* b, bool sb, size_t n) {
   switch (op) {
-    case UpdateOp::kCopy: return unary(to, a, n, [](T x) __attribute__((always_inline)) { return x; });
-    case UpdateOp::kNeg: return unary(to, a, n, [](T x) __attribute__((always_inline)) { return -x; });
-    case UpdateOp::kAbs: return unary(to, a, n, [](T x) __attribute__((always_inline)) { return magnitude(x); });
+    case UpdateOp::kCopy: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x; });
+    case UpdateOp::kNeg: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return -x; });
+    case UpdateOp::kAbs: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return magnitude(x); });
     case UpdateOp::kSign:
-      return unary(to, a, n, [](T x) __attribute__((always_inline)) { return x != x ? x : T(x > 0) - T(x < 0); });
-    case UpdateOp::kSquare: return unary(to, a, n, [](T x) __attribute__((always_inline)) { return x * x; });
-    case UpdateOp::kSqrt: return unary(to, a, n, [](T x) __attribute__((always_inline)) { return square_root(x); });
-    case UpdateOp::kRsqrt: return unary(to, a, n, [](T x) __attribute__((always_inline)) { return T(1) / square_root(x); });
-    case UpdateOp::kReciprocal: return unary(to, a, n, [](T x) __attribute__((always_inline)) { return T(1) / x; });
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x != x ? x : one_if<T>(x > 0) - one_if<T>(x < 0); });
+    case UpdateOp::kSquare: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x * x; });
+    case UpdateOp::kSqrt: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return square_root(x); });
+    case UpdateOp::kRsqrt: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return T(1) / square_root(x); });
+    case UpdateOp::kReciprocal: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return T(1) / x; });
+    case UpdateOp::kRelu:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x != x ? x : (x > 0 ? x : T(0)); });
+    case UpdateOp::kRelu6:
+      return unary(to, a, sa, n,
+                   [](T x) __attribute__((always_inline)) { return x != x ? x : (x > 0 ? (x < 6 ? x : T(6)) : T(0)); });
     case UpdateOp::kAdd: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x + y; });
     case UpdateOp::kSub: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x - y; });
     case UpdateOp::kMul: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x * y; });
@@ -59,6 +78,10 @@ WHALE_INLINE void apply(UpdateOp op, T* to, const T* a, bool sa, const T* b, boo
       return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x != x ? x : (x > y ? x : y); });
     case UpdateOp::kMin:
       return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x != x ? x : (x < y ? x : y); });
+    case UpdateOp::kReluGrad:
+      return binary(to, a, sa, b, sb, n, [](T g, T x) __attribute__((always_inline)) { return g * (one_if<T>(x > 0) * one_if<T>(x == x)); });
+    case UpdateOp::kRelu6Grad:
+      return binary(to, a, sa, b, sb, n, [](T g, T x) __attribute__((always_inline)) { return g * (one_if<T>(x > 0) * one_if<T>(x < 6)); });
   }
 }
 
@@ -88,21 +111,27 @@ Apply<T> best() {
 }
 #endif
 
-// Where an operand's elements begin, whether it has one for each place, and after how many it begins again (0: never).
+// Where an operand's elements begin, and how one finds those of a block.
 template <typename T>
 struct Place {
   T* data = nullptr;
-  bool moves = false;
-  size_t period = 0;
+  bool moves = false;  // it has an element for each place, or for some of them
+  size_t period = 0;   // after how many elements it begins again; 0: never
+  size_t run = 1;      // for how many elements each of its own stands
 
-  T* at(size_t element) const { return moves ? data + (period != 0 ? element % period : element) : data; }
+  T* at(size_t element) const { return moves ? data + (period != 0 ? element % period : element / run) : data; }
 };
 
 template <typename T>
 struct Step {
   UpdateOp op;
   Place<T> to, a, b;
+  bool scalar_a, scalar_b;
 };
+
+bool same_for_a_block(const Operand& operand) {
+  return operand.kind == OperandKind::kScalar || operand.kind == OperandKind::kColumn;
+}
 
 }  // namespace
 
@@ -111,25 +140,41 @@ void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size
   static const Apply<T> apply_best = best<T>();
   constexpr size_t kBlock = kBlockBytes / sizeof(T);
   const std::unique_ptr<T[]> temporary(new T[program.count(OperandKind::kTemporary) * kBlock]);
+  // A row that is shorter than a block is repeated, so that a block need not end with it.
+  std::vector<std::vector<T>> repeated(buffers.row_elements.size());
+  const auto whole_row = [&](int index) -> T* {
+    T* data = static_cast<T*>(buffers.places[static_cast<int>(OperandKind::kRow)][index]);
+    const size_t period = buffers.row_elements[index];
+    if (period >= kBlock) return data;
+    std::vector<T>& row = repeated[index];
+    if (row.empty()) {
+      row.resize(std::min(kBlock, end - begin) + period);
+      for (size_t i = 0; i < row.size(); ++i) row[i] = i < period ? data[i] : row[i - period];
+    }
+    return row.data();
+  };
   const auto place = [&](const Operand& operand) -> Place<T> {
-    if (operand.kind == OperandKind::kTemporary) return {temporary.get() + operand.index * kBlock, false};
+    if (operand.kind == OperandKind::kTemporary) return {temporary.get() + operand.index * kBlock};
+    if (operand.kind == OperandKind::kRow) return {whole_row(operand.index), true, buffers.row_elements[operand.index]};
     T* data = static_cast<T*>(buffers.places[static_cast<int>(operand.kind)][operand.index]);
-    return {data, operand.kind != OperandKind::kScalar,
-            operand.kind == OperandKind::kRow ? buffers.row_elements[operand.index] : 0};
+    if (operand.kind == OperandKind::kColumn) return {data, true, 0, buffers.column_runs[operand.index]};
+    return {data, operand.kind != OperandKind::kScalar};
   };
   std::vector<Step<T>> steps;
   steps.reserve(program.instructions.size());
   for (const Instruction& one : program.instructions) {
-    steps.push_back({one.op, place(one.to), place(one.a), is_binary(one.op) ? place(one.b) : Place<T>{}});
+    const bool binary = is_binary(one.op);
+    steps.push_back({one.op, place(one.to), place(one.a), binary ? place(one.b) : Place<T>{}, same_for_a_block(one.a),
+                     binary && same_for_a_block(one.b)});
   }
   for (size_t at = begin, n = 0; at < end; at += n) {
     n = std::min(kBlock, end - at);
-    for (const size_t period : buffers.row_elements) n = std::min(n, period - at % period);
-    for (size_t i = 0; i < steps.size(); ++i) {
-      const Step<T>& step = steps[i];
-      const Instruction& one = program.instructions[i];
-      apply_best(step.op, step.to.at(at), step.a.at(at), one.a.kind == OperandKind::kScalar, step.b.at(at),
-                 is_binary(one.op) && one.b.kind == OperandKind::kScalar, n);
+    for (const size_t period : buffers.row_elements) {
+      if (period >= kBlock) n = std::min(n, period - at % period);
+    }
+    for (const size_t run : buffers.column_runs) n = std::min(n, run - at % run);
+    for (const Step<T>& step : steps) {
+      apply_best(step.op, step.to.at(at), step.a.at(at), step.scalar_a, step.b.at(at), step.scalar_b, n);
     }
   }
 }

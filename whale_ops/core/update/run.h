@@ -1,4 +1,4 @@
-// Runs an update's program over elements of tensors.
+// Runs a program of arithmetic over elements of tensors.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +9,13 @@
 
 namespace whale {
 
-// Where the operands of one variable's update lie, by kind and number; temporary ones have no place. All have as many elements
-// but scalars, and rows, of which it is a multiple. A variable before and after the update may be the same memory, and nothing
+// Where the operands lie, by kind and number; temporary ones have no place. All have as many elements but scalars, rows and
+// columns, of which it is a multiple. A variable before and after the update may be the same memory, and nothing
 // else that is written is read elsewhere.
 struct UpdateBuffers {
   std::vector<void*> places[kOperandKinds];
   std::vector<size_t> row_elements;  // of each row
+  std::vector<size_t> column_runs;   // for how many elements one of each column stands
 };
 
 // Elements [begin, end) of all operands. Elements are independent of each other, so parts of them may run side by side.

@@ -1,6 +1,8 @@
-"""Step time with the optimizer's arithmetic in a few operations (`fuse.updates`) beside as many as the program has.
+"""Step time with the optimizer's arithmetic (`fuse.updates`) in a few operations beside as many as the program has.
 
-    python -m benchmarks.fused_updates [--rounds 15] [--steps 4] [--ranks 1] [--optimizer Adam] [--models gpt,deep]
+    python -m benchmarks.fused [--key fuse.updates] [--rounds 15] [--steps 4] [--ranks 1] [--models gpt,deep]
+
+With `--key fuse.elementwise` it is the rest of the arithmetic on elements; updates are in few operations on both sides.
 
 Two processes hold a copy of the model each and step in turn, so that what else the machine does meets both. Prints the
 medians of seconds by the clock and of processor seconds of a step, and the ratios fused / not fused.
@@ -17,7 +19,8 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-BATCHES = {"gpt": 2, "deep": 16, "resnet50": 4}
+KEYS = ("fuse.updates", "fuse.elementwise")
+BATCHES = {"gpt": 16, "vit": 16, "lstm": 16, "dlrm": 1024, "deep": 16, "resnet50": 16}
 
 
 def deep() -> Any:
@@ -56,11 +59,11 @@ def make_step(name: str, optimizer_name: str) -> Any:
     return lambda: float(step(*inputs))
 
 
-def serve(pipe: Any, name: str, optimizer: str, ranks: int, fused: bool) -> None:
+def serve(pipe: Any, name: str, optimizer: str, config: dict[str, Any]) -> None:
     """Compiles a step, then takes as many steps as it is told, and answers with the seconds they took."""
     import whale as wh
 
-    wh.init({"communication.transport": "in-process", "cluster.ranks": ranks, "fuse.updates": fused})
+    wh.init({"communication.transport": "in-process", **config})
     step = make_step(name, optimizer)
     step()
     pipe.send(None)
@@ -74,20 +77,20 @@ def serve(pipe: Any, name: str, optimizer: str, ranks: int, fused: bool) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--key", choices=KEYS, default=KEYS[0], help="what is on or off")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each")
     parser.add_argument("--steps", type=int, default=4, help="steps of one measurement")
     parser.add_argument("--ranks", type=int, default=1, help="ranks in one process")
     parser.add_argument("--optimizer", default="Adam", help="name of a Keras optimizer")
-    parser.add_argument("--models", default="gpt,deep,resnet50", help=f"some of {', '.join(BATCHES)}")
+    parser.add_argument("--models", default="gpt,vit,deep,resnet50", help=f"some of {', '.join(BATCHES)}")
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     for name in options.models.split(","):
         pipes = {}
         for fused in (True, False):
             pipes[fused], theirs = spawn.Pipe()
-            spawn.Process(
-                target=serve, args=(theirs, name, options.optimizer, options.ranks, fused), daemon=True
-            ).start()
+            config = {"cluster.ranks": options.ranks, options.key: fused}
+            spawn.Process(target=serve, args=(theirs, name, options.optimizer, config), daemon=True).start()
         for pipe in pipes.values():
             pipe.recv()
         figures: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}

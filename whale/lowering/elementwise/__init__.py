@@ -1,0 +1,1 @@
+"""Element by element arithmetic of a rank's program in fewer operations."""

@@ -1,0 +1,103 @@
+"""Element by element arithmetic in one operation, WhaleElementwise, which goes once over memory where many did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.program import COMPILED, RECOMPUTED, Node, Program, Ref, function_refs
+from whale.ir.values import DType, Shape, static_shape
+from whale.lowering.elementwise.code import MOST_OF_A_KIND, Code, Value, placed
+from whale.lowering.elementwise.graph import with_operations
+from whale.lowering.elementwise.groups import find_groups
+from whale.lowering.elementwise.operations import elementwise_type, instructions, lies_in
+
+ELEMENTWISE = "WhaleElementwise"
+_KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's operands
+
+
+def fuse_elementwise(program: Program) -> Program:
+    """``program`` of one rank, and its functions, with arithmetic on elements in as few operations as may be."""
+    if not program.functions:
+        return _fused(program)
+    compiled = _compiled(program)
+    functions = {name: one if name in compiled else _fused(one) for name, one in program.functions.items()}
+    return _fused(program.with_nodes(program.nodes, functions=functions))
+
+
+def _compiled(program: Program) -> set[str]:
+    """The functions that XLA compiles, with those that they call: it knows no kernel of ours."""
+    graphs = (program, *program.functions.values())
+    todo = [func.name for one in graphs for n in one.nodes if n.attrs.get(COMPILED) for _, func in function_refs(n)]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found and name in program.functions:
+            found.add(name)
+            todo += [func.name for node in program.functions[name].nodes for _, func in function_refs(node)]
+    return found
+
+
+def _without_idle_waits(program: Program) -> Program:
+    """``program`` whose constants do not wait for arithmetic, as they do in gradients that TensorFlow writes."""
+
+    def kept(node: Node) -> Node:
+        if node.op != "Const" or not node.controls or RECOMPUTED in node.attrs:
+            return node
+        controls = tuple(c for c in node.controls if elementwise_type(program, program.by_name[c]) is None)
+        return node if controls == node.controls else replace(node, controls=controls)
+
+    return program.with_nodes(tuple(map(kept, program.nodes)))
+
+
+def _fused(program: Program) -> Program:
+    program = _without_idle_waits(program)
+    moved: dict[Ref, Ref] = {}
+    made: dict[str, Node] = {}  # node that is replaced -> what stands for it
+    for group in find_groups(program):
+        found = _operation(program, group, f"{group[-1].name}/{ELEMENTWISE}")
+        if found is None:
+            continue
+        node, results = found
+        made.update({one.name: node for one in group})
+        moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
+    return with_operations(program, made, moved)
+
+
+def _operation(program: Program, group: list[Node], name: str) -> tuple[Node, list[Ref]] | None:
+    """The operation that computes what a group does, and what its results stand for; None where it is too much."""
+    whole = group[0].outputs[0]
+    names = {node.name for node in group}
+    fetched = {ref.node for ref in program.outputs}
+    code = Code()
+    values: dict[Ref, Value] = {}
+    operands: dict[str, list[Ref]] = {kind: [] for kind in _KINDS}
+
+    def operand(ref: Ref) -> Value:
+        if ref not in values:
+            kind = lies_in(program.type_of(ref), whole)
+            values[ref] = Value(kind, len(operands[kind]))
+            operands[kind].append(ref)
+        return values[ref]
+
+    for node in group:
+        values[Ref(node.name)] = instructions(node, code, operand)
+    results = [
+        ref
+        for ref in (Ref(node.name) for node in group)
+        if ref.node in fetched or any(reader.name not in names for reader, _ in program.consumers.get(ref, ()))
+    ]
+    lines = placed(tuple(code.steps), (), tuple([values[ref] for ref in results]))
+    if not results or lines is None or any(len(refs) > MOST_OF_A_KIND for refs in (*operands.values(), results)):
+        return None
+    inputs = tuple(ref for kind in _KINDS for ref in operands[kind])
+    controls = tuple(dict.fromkeys(c for node in group for c in node.controls if c not in names))
+    attrs = {
+        "T": DType(whole.dtype),
+        "program": lines,
+        "shape": Shape(static_shape(whole)),
+        "N": len(inputs),
+        "R": len(results),
+    }
+    if RECOMPUTED in group[0].attrs:
+        attrs[RECOMPUTED] = True
+    return Node(name, ELEMENTWISE, inputs, controls, attrs, (whole,) * len(results), group[-1].scope), results

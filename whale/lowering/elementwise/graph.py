@@ -1,0 +1,53 @@
+"""Nodes that become one: which belong together, and a program with an operation in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from whale.ir.program import Node, Program, Ref, rewired
+
+_Place = TypeVar("_Place")
+
+
+def before(node: Node) -> Iterable[str]:
+    """What ``node`` waits for."""
+    return (*[name for name, _ in node.inputs], *node.controls)
+
+
+def joined(
+    program: Program, places: Mapping[str, _Place], alike: Callable[[_Place, _Place], bool]
+) -> Callable[[str], str]:
+    """A function of nodes with a place: equal for those that wait for each other and have places that are alike."""
+    parent = {name: name for name in places}
+
+    def top(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = name = parent[parent[name]]
+        return name
+
+    for node in program.nodes:
+        if node.name not in places:
+            continue
+        for name in before(node):
+            if name in places and alike(places[name], places[node.name]):
+                parent[top(node.name)] = top(name)
+    return top
+
+
+def with_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref, Ref]) -> Program:
+    """``program`` with an operation in place of nodes, where the last of them was.
+
+    Args:
+      made: node that is replaced -> what stands for it.
+      moved: tensor of such a node that others read -> the one in its place.
+    """
+    last = {made[n.name].name: n.name for n in program.nodes if n.name in made}
+    nodes: dict[str, Node] = {}
+    for old in program.nodes:
+        node = made.get(old.name, old)
+        if node is old or last[node.name] == old.name:
+            nodes[node.name] = node
+    for name, node in made.items():
+        moved.setdefault(Ref(name), Ref(node.name))
+    return rewired(program, nodes, moved) if made else program

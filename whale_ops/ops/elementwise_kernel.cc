@@ -1,0 +1,145 @@
+// One op for arithmetic on the elements of tensors of one shape: a little program (core/update) goes over them once.
+#define EIGEN_USE_THREADS  // Eigen then declares the device that the work is divided on
+
+#include <string>
+#include <vector>
+
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "whale_ops/core/update/run.h"
+#include "whale_ops/ops/common.h"
+
+namespace whale_ops {
+namespace {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+using whale::OperandKind;
+
+constexpr OperandKind kRead[] = {OperandKind::kTensor, OperandKind::kScalar, OperandKind::kRow, OperandKind::kColumn};
+
+template <typename T>
+class ElementwiseOp : public tensorflow::OpKernel {
+ public:
+  explicit ElementwiseOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    std::vector<std::string> lines;
+    read(ctx, "program", &lines, "shape", &shape_);
+    if (!ctx->status().ok()) return;
+    OP_REQUIRES_OK(ctx, to_tensorflow(whale::parse_update(lines, &program_)));
+    int inputs = 0;
+    for (const OperandKind kind : kRead) inputs += program_.count(kind);
+    OP_REQUIRES(ctx, program_.count(OperandKind::kOld) == 0, absl::InvalidArgumentError("variables are read; expected tensors"));
+    OP_REQUIRES(ctx, inputs == ctx->num_inputs() && program_.count(OperandKind::kResult) == ctx->num_outputs(),
+                absl::InvalidArgumentError(absl::StrCat(ctx->num_inputs(), " values and ", ctx->num_outputs(), " results; expected ",
+                                                        inputs, " and ", program_.count(OperandKind::kResult))));
+    find_reusable();
+    cost_ = Eigen::TensorOpCost(sizeof(T) * program_.count(OperandKind::kTensor), sizeof(T) * program_.count(OperandKind::kResult),
+                                program_.instructions.size());
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    whale::UpdateBuffers buffers;
+    int i = 0;
+    for (const OperandKind kind : kRead) {
+      for (int k = 0; k < program_.count(kind); ++k, ++i) {
+        const Tensor& value = ctx->input(i);
+        buffers.places[static_cast<int>(kind)].push_back(const_cast<char*>(value.tensor_data().data()));
+        const int64_t elements = value.NumElements();
+        OP_REQUIRES(ctx, fits(kind, value.shape()),
+                    absl::InvalidArgumentError(absl::StrCat("value ", i, " has the shape ", value.shape().DebugString(),
+                                                            ", which is no ", kind_name(kind), " of ", shape_.DebugString())));
+        if (kind == OperandKind::kRow) buffers.row_elements.push_back(elements);
+        if (kind == OperandKind::kColumn) buffers.column_runs.push_back(elements > 0 ? shape_.num_elements() / elements : 1);
+      }
+    }
+    for (int k = 0; k < ctx->num_outputs(); ++k) {
+      Tensor* result = nullptr;
+      OP_REQUIRES_OK(ctx, ctx->forward_input_or_allocate_output(reusable_[k], k, shape_, &result));
+      buffers.places[static_cast<int>(OperandKind::kResult)].push_back(const_cast<char*>(result->tensor_data().data()));
+    }
+    ctx->eigen_cpu_device().parallelFor(shape_.num_elements(), cost_, [&](int64_t begin, int64_t end) {
+      whale::run_update<T>(program_, buffers, begin, end);
+    });
+  }
+
+ private:
+  static const char* kind_name(OperandKind kind) {
+    return kind == OperandKind::kTensor ? "tensor" : kind == OperandKind::kScalar ? "scalar" : kind == OperandKind::kRow ? "row" : "column";
+  }
+
+  // A row has a shape's last sizes, a column its first ones and ones after them.
+  bool fits(OperandKind kind, const TensorShape& given) const {
+    if (kind == OperandKind::kTensor) return given == shape_;
+    if (kind == OperandKind::kScalar) return given.num_elements() == 1;
+    int begin = 0, end = given.dims();
+    if (kind == OperandKind::kRow) {
+      while (begin < end && given.dim_size(begin) == 1) ++begin;
+    } else {
+      while (end > 0 && given.dim_size(end - 1) == 1) --end;
+      if (given.dims() != shape_.dims()) return false;
+    }
+    const int shift = shape_.dims() - given.dims();
+    for (int dim = begin; dim < end; ++dim) {
+      if (dim + shift < 0 || given.dim_size(dim) != shape_.dim_size(dim + shift)) return false;
+    }
+    return true;
+  }
+
+  // Which tensors' memory a result may have: those that nobody reads once its first element is written.
+  void find_reusable() {
+    const int tensors = program_.count(OperandKind::kTensor), results = program_.count(OperandKind::kResult);
+    std::vector<int> last_read(tensors, -1), first_write(results, -1);
+    const int count = program_.instructions.size();
+    for (int i = 0; i < count; ++i) {
+      const whale::Instruction& one = program_.instructions[i];
+      if (one.a.kind == OperandKind::kTensor) last_read[one.a.index] = i;
+      if (is_binary(one.op) && one.b.kind == OperandKind::kTensor) last_read[one.b.index] = i;
+      if (one.to.kind == OperandKind::kResult && first_write[one.to.index] < 0) first_write[one.to.index] = i;
+    }
+    reusable_.resize(results);
+    for (int k = 0; k < results; ++k) {
+      for (int i = 0; i < tensors; ++i) {
+        if (last_read[i] <= first_write[k]) reusable_[k].push_back(i);
+      }
+    }
+  }
+
+  whale::UpdateProgram program_;
+  TensorShape shape_;
+  std::vector<std::vector<int>> reusable_;  // of each result
+  Eigen::TensorOpCost cost_{0, 0, 0};       // of an element
+};
+
+}  // namespace
+
+REGISTER_OP("WhaleElementwise")
+    .Input("values: N * T")
+    .Output("results: R * T")
+    .Attr("program: list(string)")
+    .Attr("shape: shape")
+    .Attr("N: int >= 0")
+    .Attr("R: int >= 1")
+    .Attr("T: {float, double}")
+    .SetShapeFn([](InferenceContext* c) {
+      tensorflow::PartialTensorShape given;
+      TF_RETURN_IF_ERROR(c->GetAttr("shape", &given));
+      ShapeHandle shape;
+      TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(given, &shape));
+      for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, shape);
+      return absl::OkStatus();
+    })
+    .Doc("Arithmetic on the elements of tensors. program: its instructions, an operation each, with what is written and what is read: v "
+         "tensors of the shape, s scalars, r rows (of its last sizes), c columns (of its first sizes, ones after them), t temporary elements, y "
+         "results. values: tensors, scalars, rows, columns.");
+
+#define REGISTER_ELEMENTWISE(type) \
+  REGISTER_KERNEL_BUILDER(Name("WhaleElementwise").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), ElementwiseOp<type>)
+REGISTER_ELEMENTWISE(float);
+REGISTER_ELEMENTWISE(double);
+#undef REGISTER_ELEMENTWISE
+
+}  // namespace whale_ops
