@@ -262,7 +262,7 @@ KEYS: tuple[Key, ...] = (
         "bool",
         True,
         "on CPUs, other arithmetic on elements (normalisations, activations, sums of gradients) becomes operations "
-        "that go once over their tensors, with the same results",
+        "that go once over their tensors, with the same results but for the rounding of sums",
     ),
     Key(
         "gradient_checkpoint.type",

@@ -71,13 +71,13 @@ def forwarded(node: Node, result: int) -> tuple[int, ...]:
 def _unread(lines: Sequence[str], result: int) -> tuple[int, ...]:
     """Tensors that arithmetic on elements reads no more once a result's first element is written."""
     read: dict[str, int] = {}
-    written = len(lines)
+    written = -1
     for i, line in enumerate(lines):
         _, to, *operands = line.split()
         read.update((one, i) for one in operands if one.startswith("v"))
         if to == f"y{result}":
-            written = min(written, i)
-    return tuple(sorted(int(one[1:]) for one, last in read.items() if last <= written))
+            written = i if written < 0 else written
+    return tuple(sorted(int(one[1:]) for one, last in read.items() if last <= written)) if written >= 0 else ()
 
 
 def is_row_view(program: Program, node: Node) -> bool:

@@ -282,7 +282,7 @@ def _fused_update(node: Node, inputs: Inputs) -> Work:
 
 def _fused_elementwise(node: Node, inputs: Inputs) -> Work:
     """Arithmetic on elements by one operation: its program once for each element."""
-    elements = node.outputs[0].elements
+    elements = math.prod(node.attrs["shape"].dims or ())
     flops = sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"])
     read, written = (sum(float(one.bytes) for one in some) for some in (inputs, node.outputs))
     return Work(float(flops * elements), read, written, 1)

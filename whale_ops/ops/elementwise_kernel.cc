@@ -1,7 +1,9 @@
 // One op for arithmetic on the elements of tensors of one shape: a little program (core/update) goes over them once.
 #define EIGEN_USE_THREADS  // Eigen then declares the device that the work is divided on
 
+#include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tensorflow/core/framework/op.h"
@@ -20,6 +22,7 @@ using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 using whale::OperandKind;
 
+constexpr int64_t kLeastPart = 1 << 15;  // elements, of which a sum is made on one thread
 constexpr OperandKind kRead[] = {OperandKind::kTensor, OperandKind::kScalar, OperandKind::kRow, OperandKind::kColumn};
 
 template <typename T>
@@ -27,15 +30,26 @@ class ElementwiseOp : public tensorflow::OpKernel {
  public:
   explicit ElementwiseOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     std::vector<std::string> lines;
-    read(ctx, "program", &lines, "shape", &shape_);
+    read(ctx, "program", &lines, "shape", &shape_, "sum_shapes", &sum_shapes_);
     if (!ctx->status().ok()) return;
     OP_REQUIRES_OK(ctx, to_tensorflow(whale::parse_update(lines, &program_)));
     int inputs = 0;
     for (const OperandKind kind : kRead) inputs += program_.count(kind);
+    results_ = program_.count(OperandKind::kResult);
+    const int sums = program_.count(OperandKind::kSum), outputs = results_ + sums;
     OP_REQUIRES(ctx, program_.count(OperandKind::kOld) == 0, absl::InvalidArgumentError("variables are read; expected tensors"));
-    OP_REQUIRES(ctx, inputs == ctx->num_inputs() && program_.count(OperandKind::kResult) == ctx->num_outputs(),
-                absl::InvalidArgumentError(absl::StrCat(ctx->num_inputs(), " values and ", ctx->num_outputs(), " results; expected ",
-                                                        inputs, " and ", program_.count(OperandKind::kResult))));
+    OP_REQUIRES(ctx, inputs == ctx->num_inputs() && outputs == ctx->num_outputs() && sums == static_cast<int>(sum_shapes_.size()),
+                absl::InvalidArgumentError(absl::StrCat(ctx->num_inputs(), " values, ", ctx->num_outputs(), " results and ",
+                                                        sum_shapes_.size(), " shapes of sums; expected ", inputs, ", ", outputs, " and ",
+                                                        sums)));
+    for (const TensorShape& shape : sum_shapes_) {
+      OP_REQUIRES(ctx, shape.num_elements() > 0 && fits(OperandKind::kRow, shape),
+                  absl::InvalidArgumentError(absl::StrCat("a sum of shape ", shape.DebugString(), "; expected the last sizes of ",
+                                                          shape_.DebugString())));
+    }
+    for (const whale::Instruction& one : program_.instructions) {
+      if (is_sum(one.op)) means_.push_back({one.to.index, one.op == whale::UpdateOp::kMean});
+    }
     find_reusable();
     cost_ = Eigen::TensorOpCost(sizeof(T) * program_.count(OperandKind::kTensor), sizeof(T) * program_.count(OperandKind::kResult),
                                 program_.instructions.size());
@@ -56,17 +70,45 @@ class ElementwiseOp : public tensorflow::OpKernel {
         if (kind == OperandKind::kColumn) buffers.column_runs.push_back(elements > 0 ? shape_.num_elements() / elements : 1);
       }
     }
-    for (int k = 0; k < ctx->num_outputs(); ++k) {
+    for (int k = 0; k < results_; ++k) {
       Tensor* result = nullptr;
       OP_REQUIRES_OK(ctx, ctx->forward_input_or_allocate_output(reusable_[k], k, shape_, &result));
       buffers.places[static_cast<int>(OperandKind::kResult)].push_back(const_cast<char*>(result->tensor_data().data()));
     }
+    if (!sum_shapes_.empty()) return run_with_sums(ctx, buffers);
     ctx->eigen_cpu_device().parallelFor(shape_.num_elements(), cost_, [&](int64_t begin, int64_t end) {
       whale::run_update<T>(program_, buffers, begin, end);
     });
   }
 
  private:
+  // Sums of parts, which are added up in the order of the parts: with as many threads, a sum has the same bits.
+  void run_with_sums(OpKernelContext* ctx, const whale::UpdateBuffers& buffers) {
+    const int64_t elements = shape_.num_elements();
+    const Eigen::ThreadPoolDevice& device = ctx->eigen_cpu_device();
+    const int64_t parts = std::clamp<int64_t>(elements / kLeastPart, 1, device.numThreads());
+    const auto begin_of = [&](int64_t part) { return elements * part / parts; };
+    std::vector<std::vector<T>> places;
+    for (const TensorShape& shape : sum_shapes_) places.emplace_back(parts * whale::sum_width<T>(shape.num_elements()));
+    const Eigen::TensorOpCost cost_of_part = cost_ * static_cast<double>(std::max(elements / parts, kLeastPart));
+    device.parallelFor(parts, cost_of_part, [&](int64_t first, int64_t last) {
+      for (int64_t part = first; part < last; ++part) {
+        whale::UpdateBuffers own = buffers;
+        for (size_t k = 0; k < places.size(); ++k) {
+          own.sum_elements.push_back(sum_shapes_[k].num_elements());
+          own.places[static_cast<int>(OperandKind::kSum)].push_back(places[k].data() + part * (places[k].size() / parts));
+        }
+        whale::run_update<T>(program_, own, begin_of(part), begin_of(part + 1));
+      }
+    });
+    for (const auto& [k, mean] : means_) {
+      Tensor* sum = nullptr;
+      OP_REQUIRES_OK(ctx, ctx->allocate_output(results_ + k, sum_shapes_[k], &sum));
+      const int64_t own = sum_shapes_[k].num_elements();
+      whale::fold_sum<T>(places[k].data(), parts, own, mean ? T(elements / own) : T(1), sum->flat<T>().data());
+    }
+  }
+
   static const char* kind_name(OperandKind kind) {
     return kind == OperandKind::kTensor ? "tensor" : kind == OperandKind::kScalar ? "scalar" : kind == OperandKind::kRow ? "row" : "column";
   }
@@ -110,6 +152,9 @@ class ElementwiseOp : public tensorflow::OpKernel {
 
   whale::UpdateProgram program_;
   TensorShape shape_;
+  std::vector<TensorShape> sum_shapes_;
+  int results_ = 0;                         // of all elements
+  std::vector<std::pair<int, bool>> means_;  // each sum, and whether it is a mean
   std::vector<std::vector<int>> reusable_;  // of each result
   Eigen::TensorOpCost cost_{0, 0, 0};       // of an element
 };
@@ -119,22 +164,31 @@ class ElementwiseOp : public tensorflow::OpKernel {
 REGISTER_OP("WhaleElementwise")
     .Input("values: N * T")
     .Output("results: R * T")
+    .Output("sums: S * T")
     .Attr("program: list(string)")
     .Attr("shape: shape")
+    .Attr("sum_shapes: list(shape) = []")
     .Attr("N: int >= 0")
-    .Attr("R: int >= 1")
+    .Attr("R: int >= 0")
+    .Attr("S: int >= 0 = 0")
     .Attr("T: {float, double}")
     .SetShapeFn([](InferenceContext* c) {
       tensorflow::PartialTensorShape given;
       TF_RETURN_IF_ERROR(c->GetAttr("shape", &given));
       ShapeHandle shape;
       TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(given, &shape));
-      for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, shape);
+      std::vector<tensorflow::PartialTensorShape> sums;
+      TF_RETURN_IF_ERROR(c->GetAttr("sum_shapes", &sums));
+      const int results = c->num_outputs() - static_cast<int>(sums.size());
+      for (int i = 0; i < c->num_outputs(); ++i) {
+        if (i >= results) TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(sums[std::max(i - results, 0)], &shape));
+        c->set_output(i, shape);
+      }
       return absl::OkStatus();
     })
     .Doc("Arithmetic on the elements of tensors. program: its instructions, an operation each, with what is written and what is read: v "
          "tensors of the shape, s scalars, r rows (of its last sizes), c columns (of its first sizes, ones after them), t temporary elements, y "
-         "results. values: tensors, scalars, rows, columns.");
+         "results, z sums over the first sizes. values: tensors, scalars, rows, columns.");
 
 #define REGISTER_ELEMENTWISE(type) \
   REGISTER_KERNEL_BUILDER(Name("WhaleElementwise").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), ElementwiseOp<type>)

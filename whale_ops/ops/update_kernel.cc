@@ -54,8 +54,8 @@ class UpdateOp : public tensorflow::OpKernel {
     read(ctx, "program", &lines, "operands", &operands_, "shapes", &shapes_);
     if (!ctx->status().ok()) return;
     OP_REQUIRES_OK(ctx, to_tensorflow(whale::parse_update(lines, &program_)));
-    OP_REQUIRES(ctx, program_.count(OperandKind::kColumn) == 0,
-                absl::InvalidArgumentError("columns are for arithmetic without variables; expected tensors, scalars and rows"));
+    OP_REQUIRES(ctx, program_.count(OperandKind::kColumn) == 0 && program_.count(OperandKind::kSum) == 0,
+                absl::InvalidArgumentError("columns and sums are for arithmetic without variables; expected tensors, scalars and rows"));
     const auto all = [&](OperandKind kind) { return static_cast<int64_t>(shapes_.size()) * program_.count(kind); };
     const int64_t handles = std::count(ctx->input_types().begin(), ctx->input_types().end(), tensorflow::DT_RESOURCE);
     values_ = ctx->num_inputs() - handles;

@@ -45,7 +45,7 @@ def test_operands_are_repeated_as_rows_or_columns(given: tuple[int, ...], whole:
 
 def test_arithmetic_before_and_after_a_reduction_is_two_operations() -> None:
     b = Builder()
-    x, y = b.input("x", SHAPE), b.input("y", SHAPE)
+    x, y = b.input("x", (32, 64)), b.input("y", (32, 64))
     product = b.op("Mul", b.op("Neg", x), y)
     mean = b.reduce("Mean", product, 0)
     centred = b.op("Sub", product, mean)
@@ -53,7 +53,7 @@ def test_arithmetic_before_and_after_a_reduction_is_two_operations() -> None:
     scaled = b.op("Mul", x, b.const(3.0))
     program = fuse_elementwise(b.build([b.op("AddV2", b.op("Square", centred), scaled)]))
     assert fused(program.nodes) == [
-        ("Neg t0 v0", "Mul y0 t0 v1"),
+        ("Neg t0 v0", "Mul y0 t0 v1", "Mean z0 y0"),
         ("Sub t0 v0 r0", "Mul t1 v1 s0", "Square t0 t0", "Add y0 t0 t1"),
     ]
 

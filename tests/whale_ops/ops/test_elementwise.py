@@ -29,9 +29,18 @@ BINARY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def arithmetic(program: list[str], values: list[Any], results: int = 1, shape: tuple[int, ...] = SHAPE) -> list[Any]:
-    found = whale_ops.ops().whale_elementwise(values, program=program, shape=shape, R=results)
-    return list(found)
+def arithmetic(
+    program: list[str],
+    values: list[Any],
+    results: int = 1,
+    shape: tuple[int, ...] = SHAPE,
+    sums: tuple[tuple[int, ...], ...] = (),
+) -> list[Any]:
+    """The results, and then the sums."""
+    found = whale_ops.ops().whale_elementwise(
+        values, program=program, shape=shape, R=results, sum_shapes=sums, S=len(sums)
+    )
+    return [*found.results, *found.sums]
 
 
 def numbers(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -86,9 +95,45 @@ def test_a_result_takes_the_place_of_a_tensor_that_nobody_reads_later() -> None:
         np.testing.assert_array_equal(second, one * one - other + other)
 
 
+@pytest.mark.parametrize("width", [1, 3, 8, 64, 96, 512, 700, 1500])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_over_the_first_sizes_are_those_of_numpy(width: int, dtype: str) -> None:
+    shape = (37, 11, width)
+    draw = np.random.default_rng(width)
+    x, y = (draw.normal(1.0, size=shape).astype(dtype) for _ in range(2))
+    row = draw.normal(size=width).astype(dtype)
+    program = ["Mul t0 v0 r0", "Sum z0 t0", "Add y0 t0 v1", "Mean z1 y0", "Sum z2 v1"]
+    sums = ((width,), (1, 1, width), (11, width))
+    found = arithmetic(program, [x, y, row], 1, shape, sums)
+    product = (x * row).astype("float64")
+    total = product + y
+    expected = [total, product.sum((0, 1)), total.mean((0, 1), keepdims=True), y.astype("float64").sum(0)]
+    for one, other in zip(found, expected):
+        assert one.shape == other.shape and one.dtype == dtype
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e4 * np.finfo(dtype).eps)
+    again = arithmetic(program, [x, y, row], 1, shape, sums)
+    assert all(np.array_equal(one, other) for one, other in zip(found, again))  # whichever thread is first
+
+
+def test_a_sum_of_many_keeps_its_digits() -> None:
+    """Added one after the other, two million numbers in float32 would be off by a hundredth."""
+    x = np.full((1 << 21, 8), 1.1, np.float32)
+    (found,) = arithmetic(["Sum z0 v0"], [x], 0, x.shape, ((8,),))
+    np.testing.assert_allclose(found, np.float64(np.float32(1.1)) * (1 << 21), rtol=1e-5)
+
+
 def test_tensors_without_elements_are_computed() -> None:
-    (found,) = arithmetic(["Add y0 v0 s0"], [tf.zeros((0, 3)), tf.zeros(())], shape=(0, 3))
+    found, total = arithmetic(
+        ["Add y0 v0 s0", "Sum z0 y0"], [tf.zeros((0, 3)), tf.zeros(())], shape=(0, 3), sums=((3,),)
+    )
     assert found.shape == (0, 3)
+    np.testing.assert_array_equal(total, np.zeros(3))
+
+
+def test_shapes_of_sums_are_the_last_sizes() -> None:
+    for shape in ((2,), (3, 1), (2, 1), (0,)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="a sum of shape"):
+            arithmetic(["Sum z0 v0"], [tf.zeros((2, 3))], 0, (2, 3), (shape,))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +144,11 @@ def test_tensors_without_elements_are_computed() -> None:
         (["Add y0 v0 r0"], [(2, 3), (2,)], "which is no row"),
         (["Add y0 v0 c0"], [(2, 3), (2,)], "which is no column"),
         (["Add y0 v0 c0"], [(2, 3), (3, 1)], "which is no column"),
-        (["Add y0 v0 v1"], [(2, 3)], "1 values and 1 results; expected 2 and 1"),
+        (["Add y0 v0 v1"], [(2, 3)], "1 values, 1 results and 0 shapes of sums; expected 2, 1 and 0"),
+        (["Add z0 v0 v0"], [(2, 3)], "'Add z0 v0 v0' is no instruction"),
+        (["Sum y0 v0"], [(2, 3)], "'Sum y0 v0' is no instruction"),
+        (["Sum z0 s0"], [()], "'Sum z0 s0' is no instruction"),
+        (["Sum z0 v0", "Add y0 v0 z0"], [(2, 3)], "'Add y0 v0 z0' is no instruction"),
         (["Add n0 v0 o0"], [(2, 3)], "variables are read; expected tensors"),
         (["Root y0 v0"], [(2, 3)], "'Root y0 v0' is no instruction"),
     ],

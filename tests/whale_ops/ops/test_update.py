@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for line in ("Mul n0 o0", "Sqrt o0 n0", "Sqrt n0 o0 o0", "Sqrt n0 o99"):
         with pytest.raises(tf.errors.InvalidArgumentError, match="is no instruction"):
             update([variable], [1.0], [line], [0])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="columns are for arithmetic without variables"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="columns and sums are for arithmetic without variables"):
         update([variable], [tf.zeros((2, 1))], ["Mul n0 o0 c0"], [0])
     with pytest.raises(tf.errors.InvalidArgumentError, match="an operand of shape"):
         update([variable], [tf.zeros((3, 2))], ["Add n0 o0 v0"], [0])

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 MOST_OF_A_KIND = 64  # operands that the text can name
+SUMS = ("Sum", "Mean")  # instructions that sum what they read over the first sizes
 
 
 class Value(NamedTuple):
@@ -41,7 +42,10 @@ class Code:
 
 @lru_cache(maxsize=256)
 def placed(steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Value, ...]) -> tuple[str, ...] | None:
-    """The instructions with places for their results; None where there are too many temporary ones."""
+    """The instructions with places for their results; None where there are too many temporary ones.
+
+    Those of ``SUMS`` have places of their own, in their order.
+    """
     last: dict[Value, int] = {}
     for i, (_, operands) in enumerate(steps):
         last.update(dict.fromkeys(operands, i))
@@ -59,13 +63,17 @@ def placed(steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Val
     ends = {value for value in (*final, *results) if value not in places}
     lines: list[str] = []
     unused: list[int] = []
-    count = 0
+    count = sums = 0
     for i, (op, operands) in enumerate(steps):
         read = [_text(o, places) for o in operands]
         for one in dict.fromkeys(operands):
             if last[one] == i and one not in ends and places.get(one, "").startswith("t"):
                 unused.append(int(places[one][1:]))
         value = Value("=", i)
+        if op in SUMS:
+            lines.append(f"{op} z{sums} {read[0]}")
+            sums += 1
+            continue
         if value not in places:
             if not unused:
                 unused.append(count)

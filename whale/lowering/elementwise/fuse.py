@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from whale.ir.program import COMPILED, RECOMPUTED, Node, Program, Ref, function_refs
 from whale.ir.values import DType, Shape, static_shape
-from whale.lowering.elementwise.code import MOST_OF_A_KIND, Code, Value, placed
+from whale.lowering.elementwise.code import MOST_OF_A_KIND, SUMS, Code, Value, placed
 from whale.lowering.elementwise.graph import with_operations
-from whale.lowering.elementwise.groups import find_groups
+from whale.lowering.elementwise.groups import Group, find_groups
 from whale.lowering.elementwise.operations import elementwise_type, instructions, lies_in
 
 ELEMENTWISE = "WhaleElementwise"
@@ -54,19 +54,19 @@ def _fused(program: Program) -> Program:
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for group in find_groups(program):
-        found = _operation(program, group, f"{group[-1].name}/{ELEMENTWISE}")
+        found = _operation(program, group, f"{group.nodes[-1].name}/{ELEMENTWISE}")
         if found is None:
             continue
         node, results = found
-        made.update({one.name: node for one in group})
+        made.update({one.name: node for one in group.nodes})
         moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
     return with_operations(program, made, moved)
 
 
-def _operation(program: Program, group: list[Node], name: str) -> tuple[Node, list[Ref]] | None:
+def _operation(program: Program, group: Group, name: str) -> tuple[Node, list[Ref]] | None:
     """The operation that computes what a group does, and what its results stand for; None where it is too much."""
-    whole = group[0].outputs[0]
-    names = {node.name for node in group}
+    whole, nodes = group
+    names = {node.name for node in nodes}
     fetched = {ref.node for ref in program.outputs}
     code = Code()
     values: dict[Ref, Value] = {}
@@ -79,25 +79,33 @@ def _operation(program: Program, group: list[Node], name: str) -> tuple[Node, li
             operands[kind].append(ref)
         return values[ref]
 
-    for node in group:
-        values[Ref(node.name)] = instructions(node, code, operand)
+    sums: list[Ref] = []
+    for node in nodes:
+        value = values[Ref(node.name)] = instructions(node, code, operand)
+        if value.kind == "=" and code.steps[value.number][0] in SUMS:
+            sums.append(Ref(node.name))
     results = [
         ref
-        for ref in (Ref(node.name) for node in group)
+        for ref in (Ref(node.name) for node in nodes if Ref(node.name) not in sums)
         if ref.node in fetched or any(reader.name not in names for reader, _ in program.consumers.get(ref, ()))
     ]
     lines = placed(tuple(code.steps), (), tuple([values[ref] for ref in results]))
-    if not results or lines is None or any(len(refs) > MOST_OF_A_KIND for refs in (*operands.values(), results)):
+    named = (*operands.values(), results, sums)
+    if not (results or sums) or lines is None or any(len(refs) > MOST_OF_A_KIND for refs in named):
         return None
+    sum_types = [program.type_of(ref) for ref in sums]
     inputs = tuple(ref for kind in _KINDS for ref in operands[kind])
-    controls = tuple(dict.fromkeys(c for node in group for c in node.controls if c not in names))
+    controls = tuple(dict.fromkeys(c for node in nodes for c in node.controls if c not in names))
     attrs = {
         "T": DType(whole.dtype),
         "program": lines,
         "shape": Shape(static_shape(whole)),
         "N": len(inputs),
         "R": len(results),
+        "sum_shapes": tuple([Shape(static_shape(one)) for one in sum_types]),
+        "S": len(sums),
     }
-    if RECOMPUTED in group[0].attrs:
+    if RECOMPUTED in nodes[0].attrs:
         attrs[RECOMPUTED] = True
-    return Node(name, ELEMENTWISE, inputs, controls, attrs, (whole,) * len(results), group[-1].scope), results
+    outputs = (*[whole] * len(results), *sum_types)
+    return Node(name, ELEMENTWISE, inputs, controls, attrs, outputs, nodes[-1].scope), results + sums

@@ -1,13 +1,14 @@
 """Which nodes become one operation on elements.
 
-A group's nodes have results of one shape, and each reads another one's. No way leads out of a group and back into it:
-nodes have levels, which rise where a way leaves a group, and a group's nodes have one level. All of them come after the
-same exchanges with other ranks, so that no exchange waits for another one that it did not wait for before.
+A group's nodes have results of one shape, or are sums of such results, and each reads another one's. No way leads out
+of a group and back into it: nodes have levels, which rise where a way leaves a group, and a group's nodes have one
+level. All of them come after the same exchanges with other ranks, so that no exchange waits for another one that it did
+not wait for before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from whale.ir.ops import EXCHANGES, RANDOM, READS, UPDATES
@@ -15,7 +16,7 @@ from whale.ir.program import RECOMPUTED, Node, Program, Ref, function_refs
 from whale.ir.values import TensorType
 from whale.lowering.elementwise.code import MOST_OF_A_KIND
 from whale.lowering.elementwise.graph import before, joined
-from whale.lowering.elementwise.operations import elementwise_type
+from whale.lowering.elementwise.operations import elementwise_type, summed
 
 # Stateful operations that end whatever others do.
 _QUIET = READS | UPDATES | RANDOM | {"VarHandleOp", "Placeholder", "WhaleUpdate"}
@@ -25,7 +26,8 @@ class _Place(NamedTuple):
     """Where a node may be joined with others: equal for those that may.
 
     Attributes:
-      type: of its result; recomputed: whether it was computed before, and is computed again to save memory.
+      type: of its result, or of what it sums.
+      recomputed: whether it was computed before, and is computed again to save memory.
       level: of the group; met: what it waits for of what other ranks, or threads, do first (a bit each).
     """
 
@@ -35,21 +37,30 @@ class _Place(NamedTuple):
     met: int
 
 
-def find_groups(program: Program) -> list[list[Node]]:
-    """Groups of two nodes and more, each in the program's order."""
+class Group(NamedTuple):
+    """Nodes in the program's order; ``type``: of what they compute, or sum, element by element."""
+
+    type: TensorType
+    nodes: list[Node]
+
+
+def find_groups(program: Program) -> list[Group]:
+    """Groups of two nodes and more, or of a sum."""
     types: dict[str, TensorType] = {}
+    sums: set[str] = set()
     for node in program.nodes:
         kind = elementwise_type(program, node)
+        if kind is None and (kind := summed(program, node)) is not None:
+            sums.add(node.name)
         if kind is not None:
             types[node.name] = kind
-    if len(types) < 2:
-        return []
-    places = _places(program, types)
-    _move_to_readers(program, places)
-    return [group for group in _together(program, places) if len(group) > 1]
+    places = _places(program, types, sums)
+    _move_to_readers(program, places, sums)
+    together = _together(program, places)
+    return [Group(places[g[0].name].type, g) for g in together if len(g) > 1 or g[0].name in sums]
 
 
-def _places(program: Program, types: Mapping[str, TensorType]) -> dict[str, _Place]:
+def _places(program: Program, types: Mapping[str, TensorType], sums: Collection[str]) -> dict[str, _Place]:
     """The earliest places."""
     levels: dict[str, int] = {}
     met: dict[str, int] = {}
@@ -63,8 +74,10 @@ def _places(program: Program, types: Mapping[str, TensorType]) -> dict[str, _Pla
             after |= met[name]
         for name in known:
             place = places.get(name)
-            # On from a group, either within it or out of it.
-            left = place is not None and (place.type != kind or place.recomputed != recomputed or place.met != after)
+            # On from a group, either within it or out of it: a sum is known when all elements are.
+            left = place is not None and (
+                place.type != kind or place.recomputed != recomputed or place.met != after or name in sums
+            )
             level = max(level, levels[name] + left)
         if kind is not None:
             places[node.name] = _Place(kind, recomputed, level, after)
@@ -80,7 +93,7 @@ def _meets(node: Node) -> bool:
     return node.op in EXCHANGES or (node.stateful and node.op not in _QUIET) or any(True for _ in function_refs(node))
 
 
-def _move_to_readers(program: Program, places: dict[str, _Place]) -> None:
+def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collection[str]) -> None:
     """Gives a node the place of its readers, if these have one: what it computes is then no tensor any more.
 
     Not one of which as many large operands would be held instead, and more.
@@ -89,7 +102,7 @@ def _move_to_readers(program: Program, places: dict[str, _Place]) -> None:
     waited_for = {name for node in program.nodes for name in node.controls}
     for node in reversed(program.nodes):
         place = places.get(node.name)
-        if place is None or node.name in needed or node.name in waited_for:
+        if place is None or node.name in needed or node.name in waited_for or node.name in sums:
             continue
         readers = {places.get(reader.name) for reader, _ in program.consumers.get(Ref(node.name), ())}
         (to, *others) = readers or {None}

@@ -29,8 +29,10 @@ DTYPES = ("float32", "float64")
 _RECTIFIERS = {"Relu": "Relu", "Relu6": "Relu6"}
 _RECTIFIERS_GRADIENTS = {"ReluGrad": "ReluGrad", "Relu6Grad": "Relu6Grad"}
 _REPEATS = frozenset(("Tile", "BroadcastTo"))
-# TensorFlow's own kernels rectify what these give while they compute it.
-_RECTIFY = frozenset(("BiasAdd", "Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"))
+# TensorFlow's own kernels add a bias to what these give, and rectify it, while they compute it.
+_CONTRACTIONS = frozenset(("Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"))
+_SUMS = {"Sum": "Sum", "Mean": "Mean", "BiasAddGrad": "Sum"}
+_LEAST_SUM, _LEAST_SUMMED = 8, 16  # elements of a sum, and of what each of them is a sum of
 _LEAST_RUN = 16  # elements for which one of a column stands: they are the processor's block
 
 
@@ -68,25 +70,61 @@ def elementwise_type(program: Program, node: Node) -> TensorType | None:
         given = static_shape(operands[0])
         repeats = op == "BroadcastTo" or all(a in (1, b) for a, b in zip(given, static_shape(kind)))
         return kind if repeats and lies_in(operands[0], kind) in ("s", "r", "c") else None
+    if op == "BiasAdd":
+        return kind if node.attrs.get("data_format", "NHWC") == "NHWC" and not _of_contraction(program, node) else None
     if op in BINARY or op == "SquaredDifference":
         return kind if all(lies_in(t, kind) for t in operands) else None
     if any(t.shape != kind.shape for t in operands) or len(operands) > ADDED_FROM_LEFT:
         return None
     if op in _RECTIFIERS:
-        return kind if program.by_name[node.inputs[0].node].op not in _RECTIFY else None
+        return None if _of_contraction(program, node) else kind
     known = op in UNARY or op in IDENTITIES or op == "AddN" or op in _RECTIFIERS_GRADIENTS
     return kind if known or (op in UNARY_OF_DOUBLES and kind.dtype == "float64") else None
+
+
+def _of_contraction(program: Program, node: Node) -> bool:
+    """Whether what ``node`` takes is a contraction's result, with its bias or without."""
+    made = program.by_name[node.inputs[0].node]
+    return made.op in _CONTRACTIONS or (made.op == "BiasAdd" and _of_contraction(program, made))
+
+
+def summed(program: Program, node: Node) -> TensorType | None:
+    """The type of what a node sums over all its first sizes, so often that it matters; None: it does no such thing."""
+    if node.op not in _SUMS or len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
+        return None
+    whole, sum_type = program.type_of(node.inputs[0]), node.outputs[0]
+    if whole.dtype not in DTYPES or not whole.is_static or not sum_type.is_static or not whole.elements:
+        return None
+    sizes = static_shape(whole)
+    if node.op == "BiasAddGrad":
+        if node.attrs.get("data_format", "NHWC") != "NHWC":
+            return None
+        first = len(sizes) - 1
+    else:
+        axes = program.const(node.inputs[1])
+        if axes is None:
+            return None
+        over = sorted({int(axis) % len(sizes) for axis in axes.reshape(-1)}) if sizes else []
+        first = len(over)
+        if over != list(range(first)):
+            return None
+    own = prod(sizes[first:])
+    return whole if 0 < first < len(sizes) and own >= _LEAST_SUM and whole.elements >= _LEAST_SUMMED * own else None
 
 
 def instructions(node: Node, code: Code, operand: Callable[[Ref], Value]) -> Value:
     """Adds what ``node`` does to ``code``; its value."""
     if node.op in IDENTITIES or node.op in _REPEATS:
         return operand(node.inputs[0])
+    if node.op in _SUMS:
+        return code.add(_SUMS[node.op], operand(node.inputs[0]))
     operands = [operand(ref) for ref in node.inputs]
     if node.op == "AddN":
         return code.sum(operands)
     if node.op == "SquaredDifference":
         return code.add("Square", code.add("Sub", *operands))
+    if node.op == "BiasAdd":
+        return code.add("Add", *operands)
     for table in (BINARY, UNARY, _RECTIFIERS, _RECTIFIERS_GRADIENTS):
         if node.op in table:
             return code.add(table[node.op], *operands)

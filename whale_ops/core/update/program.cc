@@ -8,7 +8,8 @@ namespace whale {
 namespace {
 
 constexpr const char* kNames[] = {"Copy",  "Neg", "Abs", "Sign", "Square", "Sqrt", "Rsqrt",    "Reciprocal", "Relu",
-                                  "Relu6", "Add", "Sub", "Mul",  "Div",    "Max",  "Min",      "ReluGrad",   "Relu6Grad"};
+                                  "Relu6", "Sum", "Mean", "Add", "Sub",    "Mul",  "Div",      "Max",        "Min",
+                                  "ReluGrad", "Relu6Grad"};
 constexpr int kMostOfAKind = 64;
 
 bool parse_op(const std::string& word, UpdateOp* op) {
@@ -30,7 +31,14 @@ bool parse_operand(const std::string& word, Operand* operand) {
   return operand->index < kMostOfAKind;
 }
 
-bool can_be_written(const Operand& operand) { return operand.kind >= OperandKind::kNew && operand.kind <= OperandKind::kResult; }
+// What has an element for each place: other operands are what such ones are computed from, and sums are written by sums alone.
+bool has_all_elements(const Operand& operand) { return operand.kind >= OperandKind::kNew && operand.kind <= OperandKind::kResult; }
+
+bool can_be_written(UpdateOp op, const Operand& to) { return is_sum(op) ? to.kind == OperandKind::kSum : has_all_elements(to); }
+
+bool can_be_read(UpdateOp op, const Operand& from) {
+  return is_sum(op) ? from.kind == OperandKind::kTensor || has_all_elements(from) : from.kind != OperandKind::kSum;
+}
 
 bool parse_line(const std::string& line, Instruction* found) {
   std::istringstream words(line);
@@ -39,9 +47,9 @@ bool parse_line(const std::string& line, Instruction* found) {
   if (!parse_op(op, &found->op) || !parse_operand(to, &found->to) || !parse_operand(a, &found->a)) return false;
   if (is_binary(found->op)) {
     words >> b;
-    if (!parse_operand(b, &found->b)) return false;
+    if (!parse_operand(b, &found->b) || !can_be_read(found->op, found->b)) return false;
   }
-  return can_be_written(found->to) && !(words >> more);
+  return can_be_written(found->op, found->to) && can_be_read(found->op, found->a) && !(words >> more);
 }
 
 }  // namespace

@@ -70,6 +70,8 @@ WHALE_INLINE void apply(UpdateOp op, T* to, const T* a, bool sa, const T* b, boo
     case UpdateOp::kRelu6:
       return unary(to, a, sa, n,
                    [](T x) __attribute__((always_inline)) { return x != x ? x : (x > 0 ? (x < 6 ? x : T(6)) : T(0)); });
+    case UpdateOp::kSum:
+    case UpdateOp::kMean: return;  // see Collected
     case UpdateOp::kAdd: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x + y; });
     case UpdateOp::kSub: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x - y; });
     case UpdateOp::kMul: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x * y; });
@@ -127,6 +129,40 @@ struct Step {
   UpdateOp op;
   Place<T> to, a, b;
   bool scalar_a, scalar_b;
+  int sum;  // number of the one that it adds to
+};
+
+// A sum in the making. What is added to one place after the other goes to `recent` first: of a long chain of additions each one rounds by
+// what is there already, so the chains are short.
+template <typename T>
+class Collected {
+ public:
+  Collected(T* places, size_t width) : places_(places), recent_(width) {}
+
+  void add(Apply<T> apply_best, size_t at, const T* values, size_t n) {
+    const size_t width = recent_.size();
+    for (size_t done = 0, many = 0; done < n; done += many) {
+      const size_t place = (at + done) % width;
+      many = std::min(n - done, width - place);
+      T* to = recent_.data() + place;
+      apply_best(UpdateOp::kAdd, to, to, false, values + done, false, many);
+    }
+    added_ += n;
+    if (added_ >= kChain * width) flush(apply_best);
+  }
+
+  void flush(Apply<T> apply_best) {
+    apply_best(UpdateOp::kAdd, places_, places_, false, recent_.data(), false, recent_.size());
+    std::fill(recent_.begin(), recent_.end(), T(0));
+    added_ = 0;
+  }
+
+ private:
+  static constexpr size_t kChain = 64;
+
+  T* places_;
+  std::vector<T> recent_;
+  size_t added_ = 0;
 };
 
 bool same_for_a_block(const Operand& operand) {
@@ -160,12 +196,16 @@ void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size
     if (operand.kind == OperandKind::kColumn) return {data, true, 0, buffers.column_runs[operand.index]};
     return {data, operand.kind != OperandKind::kScalar};
   };
+  std::vector<Collected<T>> sums;
+  for (size_t i = 0; i < buffers.sum_elements.size(); ++i) {
+    sums.emplace_back(static_cast<T*>(buffers.places[static_cast<int>(OperandKind::kSum)][i]), sum_width<T>(buffers.sum_elements[i]));
+  }
   std::vector<Step<T>> steps;
   steps.reserve(program.instructions.size());
   for (const Instruction& one : program.instructions) {
     const bool binary = is_binary(one.op);
-    steps.push_back({one.op, place(one.to), place(one.a), binary ? place(one.b) : Place<T>{}, same_for_a_block(one.a),
-                     binary && same_for_a_block(one.b)});
+    steps.push_back({one.op, is_sum(one.op) ? Place<T>{} : place(one.to), place(one.a), binary ? place(one.b) : Place<T>{}, same_for_a_block(one.a),
+                     binary && same_for_a_block(one.b), one.to.index});
   }
   for (size_t at = begin, n = 0; at < end; at += n) {
     n = std::min(kBlock, end - at);
@@ -174,12 +214,36 @@ void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size
     }
     for (const size_t run : buffers.column_runs) n = std::min(n, run - at % run);
     for (const Step<T>& step : steps) {
+      if (is_sum(step.op)) {
+        sums[step.sum].add(apply_best, at, step.a.at(at), n);
+        continue;
+      }
       apply_best(step.op, step.to.at(at), step.a.at(at), step.scalar_a, step.b.at(at), step.scalar_b, n);
     }
   }
+  for (Collected<T>& sum : sums) sum.flush(apply_best);
+}
+
+template <typename T>
+size_t sum_width(size_t elements) {
+  constexpr size_t kBlock = kBlockBytes / sizeof(T);
+  return elements < kBlock ? elements * (kBlock / elements) : elements;
+}
+
+template <typename T>
+void fold_sum(const T* places, size_t parts, size_t elements, T count, T* sum) {
+  std::fill_n(sum, elements, T(0));
+  for (size_t at = 0; at < parts * sum_width<T>(elements); at += elements) {
+    for (size_t i = 0; i < elements; ++i) sum[i] += places[at + i];
+  }
+  for (size_t i = 0; count != 1 && i < elements; ++i) sum[i] /= count;
 }
 
 template WHALE_EXPORT void run_update<float>(const UpdateProgram&, const UpdateBuffers&, size_t, size_t);
 template WHALE_EXPORT void run_update<double>(const UpdateProgram&, const UpdateBuffers&, size_t, size_t);
+template WHALE_EXPORT size_t sum_width<float>(size_t);
+template WHALE_EXPORT size_t sum_width<double>(size_t);
+template WHALE_EXPORT void fold_sum<float>(const float*, size_t, size_t, float, float*);
+template WHALE_EXPORT void fold_sum<double>(const double*, size_t, size_t, double, double*);
 
 }  // namespace whale
