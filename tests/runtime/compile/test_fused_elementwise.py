@@ -1,4 +1,4 @@
-"""fuse.elementwise: arithmetic on elements in few operations gives the same bits as in TensorFlow's many."""
+"""fuse.elementwise: arithmetic on elements in few operations trains networks as TensorFlow's many do."""
 
 from __future__ import annotations
 
@@ -97,23 +97,36 @@ def operations(program: Program) -> Counter[str]:
     ],
     ids=["one rank", "rows", "zero 3", "micro-batches", "stages", "recomputation"],
 )
-def test_networks_give_the_same_bits(
-    ranks: Start, dtype: str, count: int, config: dict[str, Any], staged: bool
-) -> None:
+def test_networks_are_trained_alike(ranks: Start, dtype: str, count: int, config: dict[str, Any], staged: bool) -> None:
     stage = (lambda: wh.stage()) if staged else contextlib.nullcontext
     scope = contextlib.nullcontext if staged else wh.replica
     found, held = [], []
     for fused in (True, False):
         ranks(count, **{"fuse.elementwise": fused, **config})
         network = Network(tf.keras, dtype, scope, stage)
-        losses = [np.asarray(network.step(*network.batch(i))).tobytes() for i in range(STEPS)]
+        losses = [np.asarray(network.step(*network.batch(i))) for i in range(STEPS)]
         weights = [w for layer in (*network.first, *network.last) for w in layer.weights]
-        held.append(losses + [tf.convert_to_tensor(w).numpy().tobytes() for w in weights])
+        held.append(losses + [tf.convert_to_tensor(w).numpy() for w in weights])
         found.append(operations(network.program()))
         wh.shutdown()
-    assert held[0] == held[1]
+    allowed = {"float64": 1e-11, "float32": 1e-4}[dtype]  # sums are added in another order
+    for one, other in zip(*held, strict=True):
+        np.testing.assert_allclose(one, other, rtol=allowed, atol=allowed)
     fused_ops, plain = found
     assert plain[ELEMENTWISE] == 0 < fused_ops[ELEMENTWISE]
-    arithmetic = ("Mul", "Sub", "AddV2", "Neg", "Square", "ReluGrad", "Relu6Grad", "Tile", "RealDiv")
+    arithmetic = (
+        "Mul",
+        "Sub",
+        "AddV2",
+        "Neg",
+        "Square",
+        "ReluGrad",
+        "Relu6Grad",
+        "Tile",
+        "RealDiv",
+        "Sum",
+        "Mean",
+        "BiasAddGrad",
+    )
     few, many = (sum(counted[op] for op in arithmetic) for counted in (fused_ops, plain))
     assert few + fused_ops[ELEMENTWISE] < 0.6 * many
