@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from whale.ir.ops import IDENTITIES
+from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS, IDENTITIES
 from whale.ir.program import COMPILED, ON_HOST, Node, Program, Ref
 from whale.ir.values import TensorType, static_shape
 from whale.lowering.elementwise.code import Code, Value
@@ -29,10 +29,9 @@ DTYPES = ("float32", "float64")
 _RECTIFIERS = {"Relu": "Relu", "Relu6": "Relu6"}
 _RECTIFIERS_GRADIENTS = {"ReluGrad": "ReluGrad", "Relu6Grad": "Relu6Grad"}
 _REPEATS = frozenset(("Tile", "BroadcastTo"))
-# TensorFlow's own kernels add a bias to what these give, and rectify it, while they compute it.
-_CONTRACTIONS = frozenset(("Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"))
 _SUMS = {"Sum": "Sum", "Mean": "Mean", "BiasAddGrad": "Sum"}
 _LEAST_SUM, _LEAST_SUMMED = 8, 16  # elements of a sum, and of what each of them is a sum of
+_BIASED = (CONVOLUTIONS - FILTER_GRADIENTS) | {"MatMul"}  # whose kernels add a bias, or may come to
 _LEAST_RUN = 16  # elements for which one of a column stands: they are the processor's block
 
 
@@ -83,9 +82,12 @@ def elementwise_type(program: Program, node: Node) -> TensorType | None:
 
 
 def _of_contraction(program: Program, node: Node) -> bool:
-    """Whether what ``node`` takes is a contraction's result, with its bias or without."""
+    """Whether what ``node`` takes is a contraction's result, with its bias or without.
+
+    TensorFlow's own kernels add the bias, and rectify, while they compute it.
+    """
     made = program.by_name[node.inputs[0].node]
-    return made.op in _CONTRACTIONS or (made.op == "BiasAdd" and _of_contraction(program, made))
+    return made.op in _BIASED or (made.op == "BiasAdd" and _of_contraction(program, made))
 
 
 def summed(program: Program, node: Node) -> TensorType | None:
