@@ -129,4 +129,4 @@ def test_networks_are_trained_alike(ranks: Start, dtype: str, count: int, config
         "BiasAddGrad",
     )
     few, many = (sum(counted[op] for op in arithmetic) for counted in (fused_ops, plain))
-    assert few + fused_ops[ELEMENTWISE] < 0.6 * many
+    assert few + fused_ops[ELEMENTWISE] < 0.75 * many  # Keras 2 has kernels of its own for float32 normalisations
