@@ -129,4 +129,5 @@ def test_networks_are_trained_alike(ranks: Start, dtype: str, count: int, config
         "BiasAddGrad",
     )
     few, many = (sum(counted[op] for op in arithmetic) for counted in (fused_ops, plain))
-    assert few + fused_ops[ELEMENTWISE] < 0.75 * many  # Keras 2 has kernels of its own for float32 normalisations
+    # Keras 2 has kernels of its own for normalisations in float32.
+    assert few + fused_ops[ELEMENTWISE] < {"float64": 0.6, "float32": 1.0}[dtype] * many
