@@ -269,6 +269,11 @@ def _cudnn_rnn(node: Node, inputs: Inputs) -> Work:
     return Work(flops * (2 if backward else 1), _bytes(inputs), _bytes(node.outputs), 4 * (times or 1))
 
 
+def _program_flops(node: Node) -> float:
+    """Of each element, what the program of a fused operation does."""
+    return float(sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"]))
+
+
 def _fused_update(node: Node, inputs: Inputs) -> Work:
     """Many variables by one operation: its program once for each element; variables are read and written."""
     elements = sum(math.prod(shape.dims or ()) for shape in node.attrs["shapes"])
@@ -276,16 +281,14 @@ def _fused_update(node: Node, inputs: Inputs) -> Work:
     variables = node.attrs["H"] * elements / len(node.attrs["shapes"])
     taken = sum(float(one.bytes) for one in inputs if one.dtype != "resource")
     results = sum(float(one.bytes) for one in node.outputs)
-    flops = sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"])
-    return Work(float(flops * elements), taken + variables * each, variables * each + results, 1)
+    return Work(_program_flops(node) * elements, taken + variables * each, variables * each + results, 1)
 
 
 def _fused_elementwise(node: Node, inputs: Inputs) -> Work:
     """Arithmetic on elements by one operation: its program once for each element."""
     elements = math.prod(node.attrs["shape"].dims or ())
-    flops = sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"])
     read, written = (sum(float(one.bytes) for one in some) for some in (inputs, node.outputs))
-    return Work(float(flops * elements), read, written, 1)
+    return Work(_program_flops(node) * elements, read, written, 1)
 
 
 _TABLE: dict[str, Formula] = {
