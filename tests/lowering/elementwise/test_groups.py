@@ -147,5 +147,23 @@ def test_tiles_that_repeat_in_two_ways_are_left_alone() -> None:
     tiled = b.op("Tile", x, b.ints(2, 1))
     assert not fused(fuse_elementwise(b.build([b.op("Neg", tiled)])).nodes)
     row = b.op("Tile", b.input("row", (1, 64)), b.ints(4, 1))
-    program = fuse_elementwise(b.build([b.op("Neg", row)]))
-    assert fused(program.nodes) == [("Neg y0 r0",)]
+    program = fuse_elementwise(b.build([b.op("Sub", row, b.input("y", SHAPE))]))
+    assert fused(program.nodes) == [("Sub y0 r0 v0",)]
+
+
+def test_what_is_done_to_repeated_rows_is_done_once() -> None:
+    b = Builder()
+    x, row, other = b.input("x", SHAPE), b.input("row", (1, 64)), b.input("other", (1, 64))
+    whole = [b.op("Tile", one, b.ints(4, 1)) for one in (row, other)]
+    ratio = b.op("RealDiv", b.op("Mul", b.const(2.0), whole[0]), whole[1])
+    program = fuse_elementwise(b.build([b.op("Sub", x, ratio)]))
+    assert fused(program.nodes) == [("Mul t0 s0 v0", "Div y0 t0 v1"), ("Sub y0 v0 r0",)]
+    assert not [node for node in program.nodes if node.op == "Tile"]
+
+
+def test_rows_that_are_repeated_to_two_sizes_are_not_one() -> None:
+    b = Builder()
+    row = b.input("row", (1, 1, 64))
+    some, all_ = (b.op("BroadcastTo", row, b.ints(*shape)) for shape in ((1, 4, 64), (3, 4, 64)))
+    program = fuse_elementwise(b.build([b.op("Square", b.op("AddV2", some, all_))]))
+    assert fused(program.nodes) == [("Add t0 r1 r0", "Square y0 t0")]

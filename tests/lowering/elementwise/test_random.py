@@ -51,6 +51,8 @@ def statements(seed: int, x: Tensor, parts: list[Tensor], over: Sequence[tuple[i
             made = tf.add_n([left, draw.choice(whole)])  # of three, TensorFlow begins with one whose memory it may take
         elif kind == 11:
             made = tf.tile(draw.choice([p for p in small if p.shape == (6, 5, 1)]), (1, 1, 40))
+            if draw.random() < 0.6:  # of scalars, and of what is tiled in the same way
+                made = tf.negative(made) * draw.choice([one for one in (*small, made) if one.shape in ((), SHAPE)])
         elif kind == 12:  # what only the whole tensor tells
             small.append(tf.reduce_mean(tf.tanh(left), draw.choice(over), keepdims=True))
             continue

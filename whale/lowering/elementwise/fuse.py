@@ -10,6 +10,7 @@ from whale.lowering.elementwise.code import MOST_OF_A_KIND, SUMS, Code, Value, p
 from whale.lowering.elementwise.graph import with_operations
 from whale.lowering.elementwise.groups import Group, find_groups
 from whale.lowering.elementwise.operations import elementwise_type, instructions, lies_in
+from whale.lowering.elementwise.repeats import repeated_last
 
 ELEMENTWISE = "WhaleElementwise"
 _KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's operands
@@ -50,7 +51,7 @@ def _without_idle_waits(program: Program) -> Program:
 
 
 def _fused(program: Program) -> Program:
-    program = _without_idle_waits(program)
+    program = repeated_last(_without_idle_waits(program))
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for group in find_groups(program):

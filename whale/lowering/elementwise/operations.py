@@ -28,7 +28,7 @@ DTYPES = ("float32", "float64")
 
 _RECTIFIERS = {"Relu": "Relu", "Relu6": "Relu6"}
 _RECTIFIERS_GRADIENTS = {"ReluGrad": "ReluGrad", "Relu6Grad": "Relu6Grad"}
-_REPEATS = frozenset(("Tile", "BroadcastTo"))
+REPEATS = frozenset(("Tile", "BroadcastTo"))
 _SUMS = {"Sum": "Sum", "Mean": "Mean", "BiasAddGrad": "Sum"}
 _LEAST_SUM, _LEAST_SUMMED = 8, 16  # elements of a sum, and of what each of them is a sum of
 _BIASED = (CONVOLUTIONS - FILTER_GRADIENTS) | {"MatMul"}  # whose kernels add a bias, or may come to
@@ -60,11 +60,11 @@ def elementwise_type(program: Program, node: Node) -> TensorType | None:
     if kind.dtype not in DTYPES or not kind.is_static or not kind.shape or not kind.elements:
         return None
     op = node.op
-    read = node.inputs[:1] if op in _REPEATS else node.inputs
+    read = node.inputs[:1] if op in REPEATS else node.inputs
     operands = [program.type_of(ref) for ref in read]
     if any(t.dtype != kind.dtype or not t.is_static for t in operands):
         return None
-    if op in _REPEATS:
+    if op in REPEATS:
         # Tile repeats what the sizes of the result do not tell, as [2, 2] of [1, 2] and of [2, 1].
         given = static_shape(operands[0])
         repeats = op == "BroadcastTo" or all(a in (1, b) for a, b in zip(given, static_shape(kind)))
@@ -116,7 +116,7 @@ def summed(program: Program, node: Node) -> TensorType | None:
 
 def instructions(node: Node, code: Code, operand: Callable[[Ref], Value]) -> Value:
     """Adds what ``node`` does to ``code``; its value."""
-    if node.op in IDENTITIES or node.op in _REPEATS:
+    if node.op in IDENTITIES or node.op in REPEATS:
         return operand(node.inputs[0])
     if node.op in _SUMS:
         return code.add(_SUMS[node.op], operand(node.inputs[0]))
