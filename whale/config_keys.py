@@ -265,6 +265,13 @@ KEYS: tuple[Key, ...] = (
         "that go once over their tensors, with the same results but for the rounding of sums",
     ),
     Key(
+        "fuse.convolutions",
+        "bool",
+        True,
+        "on CPUs, small convolutions of single points, and gradients of filters with few points, are computed as "
+        "products of matrices, with the same results but for rounding",
+    ),
+    Key(
         "gradient_checkpoint.type",
         "str",
         "",

@@ -1,10 +1,12 @@
-"""Nodes that only XLA can run on the CPU: each becomes the call of a function that is compiled, with local shapes."""
+"""What XLA compiles: nodes that only it can run on the CPU, each the call of a function that is compiled with local
+shapes, and the functions of a program that are left to it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from whale.ir.program import COMPILED, Node, Program, Ref
+from whale.ir.program import COMPILED, Node, Program, Ref, function_refs
 from whale.ir.values import DType, Func
 
 
@@ -14,6 +16,28 @@ def compile_marked(program: Program) -> Program:
     main = _in_functions(program, "", functions)
     bodies = {name: _in_functions(body, name, functions) for name, body in program.functions.items()}
     return replace(main, functions={**bodies, **functions}) if functions else program
+
+
+def in_other_graphs(program: Program, change: Callable[[Program], Program]) -> Program:
+    """``program`` and its functions, changed each; those that XLA compiles, which knows no kernel of ours, are left."""
+    if not program.functions:
+        return change(program)
+    compiled = _compiled(program)
+    functions = {name: one if name in compiled else change(one) for name, one in program.functions.items()}
+    return change(program.with_nodes(program.nodes, functions=functions))
+
+
+def _compiled(program: Program) -> set[str]:
+    """The functions that XLA compiles, with those that they call."""
+    graphs = (program, *program.functions.values())
+    todo = [func.name for one in graphs for n in one.nodes if n.attrs.get(COMPILED) for _, func in function_refs(n)]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found and name in program.functions:
+            found.add(name)
+            todo += [func.name for node in program.functions[name].nodes for _, func in function_refs(node)]
+    return found
 
 
 def _in_functions(program: Program, graph: str, functions: dict[str, Program]) -> Program:

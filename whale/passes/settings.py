@@ -135,6 +135,21 @@ class ExchangeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FuseSettings:
+    """What each rank computes by other operations than the program's.
+
+    Attributes:
+      updates: of many variables, by one operation (see ``whale.lowering.updates``).
+      elementwise: other arithmetic on elements, likewise (see ``whale.lowering.elementwise``).
+      convolutions: small ones, as products of matrices (see ``whale.lowering.convolutions``).
+    """
+
+    updates: bool = False
+    elementwise: bool = False
+    convolutions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSettings:
     """What planning needs beside the program.
 
@@ -142,8 +157,7 @@ class PlanSettings:
       size: number of ranks.
       devices: their names, as plans print them; (): "rank 0" and so on.
       dump: the directory that the text of the program goes to after each pass; "": nowhere.
-      fuse_updates: each rank updates many variables by one operation (see ``whale.lowering.updates``).
-      fuse_elementwise: so it does with other arithmetic on elements (see ``whale.lowering.elementwise``).
+      fuse: which operations are others where they run.
       mesh: axes that the user has given sizes, outermost first; (): none.
       stage_meshes: the axes of stages that have others than ``mesh`` says, by their ranks.
     """
@@ -158,8 +172,7 @@ class PlanSettings:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     dump: str = ""
-    fuse_updates: bool = False
-    fuse_elementwise: bool = False
+    fuse: FuseSettings = field(default_factory=FuseSettings)
     mesh: tuple[Axis, ...] = ()
     stage_meshes: Mapping[tuple[int, ...], tuple[Axis, ...]] = field(default_factory=dict)
 

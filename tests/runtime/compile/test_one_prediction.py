@@ -16,6 +16,7 @@ from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.errors import PlanError
 from whale.ir.program import Program
+from whale.lowering.convolutions import convolutions_as_products
 from whale.lowering.elementwise.fuse import fuse_elementwise
 from whale.lowering.updates.fuse import fuse_updates
 from whale.passes.memory.step_bytes import step_bytes
@@ -99,7 +100,7 @@ def test_what_was_predicted_is_what_runs(
     programs = foreseen[chosen.name]
     (here,) = [one for one in ran if one[0].name == programs[0].name]
     assert [nodes(p) for p in programs] == [nodes(p) for p in here[: len(programs)]]
-    run = [fuse_elementwise(fuse_updates(one)) for one in here[: len(programs)]]
+    run = [fuse_elementwise(fuse_updates(convolutions_as_products(one))) for one in here[: len(programs)]]
     held = [sum(step_bytes(p, rank, 2).values()) for rank, p in enumerate(run)]
     assert chosen.predicted_bytes == max(held)
 

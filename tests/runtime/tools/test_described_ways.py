@@ -20,7 +20,7 @@ from tests.cost_model.test_captured import LAB
 from whale.cli import main
 from whale.errors import PlanError
 from whale.passes.order import normalise
-from whale.passes.settings import PlanSettings
+from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.captured import predict, search, team, ways
 from whale.planner.captured.ground import Ground
 from whale.planner.captured.ways import Choice, choices
@@ -121,7 +121,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     )
     monkeypatch.setattr(ways, "LEAST_BYTES", 1)
     captured = program_of(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
-    settings = PlanSettings(size=4, fuse_updates=True)
+    settings = PlanSettings(size=4, fuse=FuseSettings(updates=True))
     program = normalise(captured, settings)
     ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
     plans = predict.Plans(program, settings, ground)

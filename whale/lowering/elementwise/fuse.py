@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.ir.program import COMPILED, RECOMPUTED, Node, Program, Ref, function_refs
+from whale.ir.program import RECOMPUTED, Node, Program, Ref
 from whale.ir.values import DType, Shape, static_shape
+from whale.lowering.compiled import in_other_graphs
 from whale.lowering.elementwise.code import MOST_OF_A_KIND, SUMS, Code, Value, placed
 from whale.lowering.elementwise.graph import with_operations
 from whale.lowering.elementwise.groups import Group, find_groups
@@ -18,24 +19,7 @@ _KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's 
 
 def fuse_elementwise(program: Program) -> Program:
     """``program`` of one rank, and its functions, with arithmetic on elements in as few operations as may be."""
-    if not program.functions:
-        return _fused(program)
-    compiled = _compiled(program)
-    functions = {name: one if name in compiled else _fused(one) for name, one in program.functions.items()}
-    return _fused(program.with_nodes(program.nodes, functions=functions))
-
-
-def _compiled(program: Program) -> set[str]:
-    """The functions that XLA compiles, with those that they call: it knows no kernel of ours."""
-    graphs = (program, *program.functions.values())
-    todo = [func.name for one in graphs for n in one.nodes if n.attrs.get(COMPILED) for _, func in function_refs(n)]
-    found: set[str] = set()
-    while todo:
-        name = todo.pop()
-        if name not in found and name in program.functions:
-            found.add(name)
-            todo += [func.name for node in program.functions[name].nodes for _, func in function_refs(node)]
-    return found
+    return in_other_graphs(program, _fused)
 
 
 def _without_idle_waits(program: Program) -> Program:

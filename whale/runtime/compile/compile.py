@@ -32,7 +32,7 @@ from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
-from whale.passes.settings import PlanSettings
+from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.captured.ground import Again, Options
 from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
@@ -143,7 +143,7 @@ def compile_program(
     _tell_of_backend(lowered[0], plan, settings, context)
     _tell_of_micro_batches(plan, settings, context)
     clock.lap("localise")
-    if settings.fuse_updates or settings.fuse_elementwise:
+    if settings.fuse != FuseSettings():
         with no_garbage_collection():
             lowered = as_run(lowered, settings)
         dump(settings.dump, "fuse", lowered[0])

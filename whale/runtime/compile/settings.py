@@ -8,6 +8,7 @@ from whale.ir.mesh import Axis
 from whale.passes.settings import (
     BatchSettings,
     ExchangeSettings,
+    FuseSettings,
     MemorySettings,
     PlanSettings,
     PrecisionSettings,
@@ -36,6 +37,7 @@ def settings_of(context: Context) -> PlanSettings:
             expected="one of the two",
             action="leave split.ranks out: mesh has the sizes of all axes",
         )
+    fuse = FuseSettings(config["fuse.updates"], config["fuse.elementwise"], config["fuse.convolutions"])
     fuses = fuses_on(context.dry.cluster if context.dry is not None else None)
     return PlanSettings(
         size=context.size,
@@ -65,8 +67,7 @@ def settings_of(context: Context) -> PlanSettings:
             wire_dtype=config["communication.wire_dtype"],
         ),
         dump=config["dump"] if context.rank == 0 else "",
-        fuse_updates=config["fuse.updates"] and fuses,
-        fuse_elementwise=config["fuse.elementwise"] and fuses,
+        fuse=fuse if fuses else FuseSettings(),
         mesh=tuple(Axis(name, size) for name, size in config.mesh.items()),
     )
 

@@ -17,6 +17,7 @@ from whale.ir.mesh import chain, mesh_of
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.attention import in_blocks, without_examples
+from whale.lowering.convolutions import convolutions_as_products
 from whale.lowering.elementwise.fuse import fuse_elementwise
 from whale.lowering.local import localise
 from whale.lowering.updates.fuse import fuse_updates, written_together
@@ -131,10 +132,13 @@ def first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]
 
 
 def as_run(ranks: list[Program], settings: PlanSettings) -> list[Program]:
-    """Ranks' programs as they run, with updates, and other arithmetic on elements, together where these are fused."""
-    if settings.fuse_updates:
+    """Ranks' programs as they run, with the operations that their settings put in place of others."""
+    fuse = settings.fuse
+    if fuse.convolutions:
+        ranks = list(map(convolutions_as_products, ranks))
+    if fuse.updates:
         ranks = list(map(fuse_updates, ranks))
-    return list(map(fuse_elementwise, ranks)) if settings.fuse_elementwise else ranks
+    return list(map(fuse_elementwise, ranks)) if fuse.elementwise else ranks
 
 
 def shown_ranks(program: Program, plan: Plan, settings: PlanSettings) -> list[Program]:

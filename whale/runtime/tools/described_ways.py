@@ -21,7 +21,7 @@ from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.passes.order import normalise
-from whale.passes.settings import PlanSettings
+from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.captured.ground import Ground
 from whale.planner.captured.predict import Made, apply
 from whale.planner.captured.search import best_way
@@ -107,8 +107,8 @@ def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
 
 
 def _settings(cluster: Cluster) -> PlanSettings:
-    fuses = fuses_on(cluster)
-    return PlanSettings(size=cluster.device_count, fuse_updates=fuses, fuse_elementwise=fuses)
+    fuse = FuseSettings(True, True, True) if fuses_on(cluster) else FuseSettings()
+    return PlanSettings(size=cluster.device_count, fuse=fuse)
 
 
 def _told(choice: Choice, made: Made, cluster: Cluster) -> Plan:
