@@ -272,6 +272,13 @@ KEYS: tuple[Key, ...] = (
         "products of matrices, with the same results but for rounding",
     ),
     Key(
+        "fuse.products",
+        "bool",
+        True,
+        "on CPUs, a batch of products with one matrix in common is computed as one product, with the same results but "
+        "for rounding",
+    ),
+    Key(
         "gradient_checkpoint.type",
         "str",
         "",

@@ -56,6 +56,11 @@ class Node:
         return tuple([Ref(self.name, i) for i in range(len(self.outputs))])
 
 
+def marks(node: Node) -> dict[str, Any]:
+    """What Whale noted of a node, as that it computes again; whatever stands for it has the same."""
+    return {key: value for key, value in node.attrs.items() if key.startswith("_whale")}
+
+
 def const_node(
     name: str, value: np.ndarray | Tensor, dtype: str | None = None, controls: tuple[str, ...] = (), scope: str = ""
 ) -> Node:

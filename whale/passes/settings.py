@@ -141,12 +141,14 @@ class FuseSettings:
     Attributes:
       updates: of many variables, by one operation (see ``whale.lowering.updates``).
       elementwise: other arithmetic on elements, likewise (see ``whale.lowering.elementwise``).
-      convolutions: small ones, as products of matrices (see ``whale.lowering.convolutions``).
+      convolutions: small ones, as products of matrices (see ``whale.lowering.products.convolutions``).
+      products: batches of them, as one (see ``whale.lowering.products.batches``).
     """
 
     updates: bool = False
     elementwise: bool = False
     convolutions: bool = False
+    products: bool = False
 
 
 @dataclass(frozen=True, slots=True)

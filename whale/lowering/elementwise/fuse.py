@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.ir.program import RECOMPUTED, Node, Program, Ref
+from whale.ir.ops import FOLDS
+from whale.ir.program import RECOMPUTED, Node, Program, Ref, marks
 from whale.ir.values import DType, Shape, static_shape
 from whale.lowering.compiled import in_other_graphs
 from whale.lowering.elementwise.code import MOST_OF_A_KIND, SUMS, Code, Value, placed
@@ -14,6 +15,7 @@ from whale.lowering.elementwise.operations import elementwise_type, instructions
 from whale.lowering.elementwise.repeats import repeated_last
 
 ELEMENTWISE = "WhaleElementwise"
+_COPYING = FOLDS | {"Mean"}  # over no dimension
 _KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's operands
 
 
@@ -22,20 +24,24 @@ def fuse_elementwise(program: Program) -> Program:
     return in_other_graphs(program, _fused)
 
 
-def _without_idle_waits(program: Program) -> Program:
-    """``program`` whose constants do not wait for arithmetic, as they do in gradients that TensorFlow writes."""
+def _simpler(program: Program) -> Program:
+    """``program`` with copies in place of reductions over no dimension, and constants that wait for no arithmetic, as
+    there are in gradients that TensorFlow writes."""
 
-    def kept(node: Node) -> Node:
+    def simpler(node: Node) -> Node:
+        if node.op in _COPYING and (axes := program.const(node.inputs[1])) is not None and not axes.size:
+            kind = node.outputs[0]
+            return replace(node, op="Identity", inputs=node.inputs[:1], attrs={"T": DType(kind.dtype), **marks(node)})
         if node.op != "Const" or not node.controls or RECOMPUTED in node.attrs:
             return node
         controls = tuple(c for c in node.controls if elementwise_type(program, program.by_name[c]) is None)
         return node if controls == node.controls else replace(node, controls=controls)
 
-    return program.with_nodes(tuple(map(kept, program.nodes)))
+    return program.with_nodes(tuple(map(simpler, program.nodes)))
 
 
 def _fused(program: Program) -> Program:
-    program = repeated_last(_without_idle_waits(program))
+    program = repeated_last(_simpler(program))
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for group in find_groups(program):

@@ -37,7 +37,9 @@ def settings_of(context: Context) -> PlanSettings:
             expected="one of the two",
             action="leave split.ranks out: mesh has the sizes of all axes",
         )
-    fuse = FuseSettings(config["fuse.updates"], config["fuse.elementwise"], config["fuse.convolutions"])
+    fuse = FuseSettings(
+        config["fuse.updates"], config["fuse.elementwise"], config["fuse.convolutions"], config["fuse.products"]
+    )
     fuses = fuses_on(context.dry.cluster if context.dry is not None else None)
     return PlanSettings(
         size=context.size,

@@ -17,9 +17,10 @@ from whale.ir.mesh import chain, mesh_of
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.attention import in_blocks, without_examples
-from whale.lowering.convolutions import convolutions_as_products
 from whale.lowering.elementwise.fuse import fuse_elementwise
 from whale.lowering.local import localise
+from whale.lowering.products.batches import batches_as_products
+from whale.lowering.products.convolutions import convolutions_as_products
 from whale.lowering.updates.fuse import fuse_updates, written_together
 from whale.passes.exchange.fuse_sums import fuse_sums
 from whale.passes.facts.rank_groups import refuse_rank_groups
@@ -136,6 +137,8 @@ def as_run(ranks: list[Program], settings: PlanSettings) -> list[Program]:
     fuse = settings.fuse
     if fuse.convolutions:
         ranks = list(map(convolutions_as_products, ranks))
+    if fuse.products:
+        ranks = list(map(batches_as_products, ranks))
     if fuse.updates:
         ranks = list(map(fuse_updates, ranks))
     return list(map(fuse_elementwise, ranks)) if fuse.elementwise else ranks
