@@ -279,6 +279,13 @@ KEYS: tuple[Key, ...] = (
         "for rounding",
     ),
     Key(
+        "fuse.kernels",
+        "bool",
+        True,
+        "on CPUs, losses of numbered classes and gradients of depthwise filters are computed by kernels of Whale, with "
+        "the same results but for rounding",
+    ),
+    Key(
         "gradient_checkpoint.type",
         "str",
         "",

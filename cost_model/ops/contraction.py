@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whale.ir.ops import CONVOLUTIONS, MATMULS
+from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS, MATMULS
 from whale.ir.program import Node
 from whale.ir.values import TensorType
 
@@ -21,8 +21,8 @@ def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
     if op == "Einsum":
         return _einsum_flops(node, inputs)
     if op in CONVOLUTIONS:
-        if "BackpropFilter" in op:
-            image, kernel = inputs[2], node.outputs[0]
+        if op in FILTER_GRADIENTS:
+            image, kernel = inputs[-1], node.outputs[0]
         elif "BackpropInput" in op:
             image, kernel = inputs[2], inputs[1]
         else:
@@ -30,7 +30,7 @@ def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
         if not kernel.shape:
             return 0
         channels = 1
-        for size in kernel.shape[-2:] if op.startswith("Depthwise") else kernel.shape[-1:]:
+        for size in kernel.shape[-2:] if "Depthwise" in op else kernel.shape[-1:]:
             channels *= size or 1
         return 2 * image.elements * (kernel.elements // max(1, channels))
     return 0

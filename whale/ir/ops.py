@@ -118,7 +118,8 @@ LOOKUPS = ROW_LOOKUPS | READS_ROWS | {"GatherNd"}
 MATMULS = _named("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3")
 # Gradients of a convolution's filter: sums over rows of the batch.
 FILTER_GRADIENTS = _named(
-    "Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter"
+    "Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter "
+    "WhaleDepthwiseFilterGradient"
 )
 CONVOLUTIONS = FILTER_GRADIENTS | _named(
     "Conv Conv2D Conv2DBackpropInput Conv2DBackpropInputV2 Conv3D Conv3DBackpropInputV2 DepthwiseConv2dNative "
@@ -168,7 +169,7 @@ BATCH_NORMS = _named("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3")
 BATCH_NORM_GRADIENTS = _named("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3")
 SOFTMAXES = _named("Softmax LogSoftmax")
 # The loss (result 0) and the logits' gradient (result 1), of the whole vocabulary at once.
-CROSS_ENTROPIES = _named("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits")
+CROSS_ENTROPIES = _named("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits WhaleSparseCrossEntropy")
 # Dimensions (operand 1) are reduced away.
 FOLDS = _named("Sum Prod Max Min")  # of no numbers these make what changes nothing; a mean of none is no number
 REDUCTIONS = FOLDS | _named("Mean All Any")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from whale.ir.layout import Placement
@@ -143,12 +143,19 @@ class FuseSettings:
       elementwise: other arithmetic on elements, likewise (see ``whale.lowering.elementwise``).
       convolutions: small ones, as products of matrices (see ``whale.lowering.products.convolutions``).
       products: batches of them, as one (see ``whale.lowering.products.batches``).
+      kernels: what ours are faster at than TensorFlow's (see ``whale.lowering.kernels``).
     """
 
     updates: bool = False
     elementwise: bool = False
     convolutions: bool = False
     products: bool = False
+    kernels: bool = False
+
+    @classmethod
+    def all_on(cls) -> FuseSettings:
+        """All of them."""
+        return cls(**{one.name: True for one in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def test_what_was_predicted_is_what_runs(
     programs = foreseen[chosen.name]
     (here,) = [one for one in ran if one[0].name == programs[0].name]
     assert [nodes(p) for p in programs] == [nodes(p) for p in here[: len(programs)]]
-    run = as_run(here[: len(programs)], PlanSettings(2, fuse=FuseSettings(True, True, True, True)))
+    run = as_run(here[: len(programs)], PlanSettings(2, fuse=FuseSettings.all_on()))
     held = [sum(step_bytes(p, rank, 2).values()) for rank, p in enumerate(run)]
     assert chosen.predicted_bytes == max(held)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
 from whale.ir.mesh import Axis
@@ -37,9 +39,7 @@ def settings_of(context: Context) -> PlanSettings:
             expected="one of the two",
             action="leave split.ranks out: mesh has the sizes of all axes",
         )
-    fuse = FuseSettings(
-        config["fuse.updates"], config["fuse.elementwise"], config["fuse.convolutions"], config["fuse.products"]
-    )
+    fuse = FuseSettings(**{one.name: config[f"fuse.{one.name}"] for one in fields(FuseSettings)})
     fuses = fuses_on(context.dry.cluster if context.dry is not None else None)
     return PlanSettings(
         size=context.size,

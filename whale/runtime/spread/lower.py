@@ -18,6 +18,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.lowering.attention import in_blocks, without_examples
 from whale.lowering.elementwise.fuse import fuse_elementwise
+from whale.lowering.kernels import with_own_kernels
 from whale.lowering.local import localise
 from whale.lowering.products.batches import batches_as_products
 from whale.lowering.products.convolutions import convolutions_as_products
@@ -139,6 +140,8 @@ def as_run(ranks: list[Program], settings: PlanSettings) -> list[Program]:
         ranks = list(map(convolutions_as_products, ranks))
     if fuse.products:
         ranks = list(map(batches_as_products, ranks))
+    if fuse.kernels:
+        ranks = list(map(with_own_kernels, ranks))
     if fuse.updates:
         ranks = list(map(fuse_updates, ranks))
     return list(map(fuse_elementwise, ranks)) if fuse.elementwise else ranks

@@ -107,7 +107,7 @@ def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
 
 
 def _settings(cluster: Cluster) -> PlanSettings:
-    fuse = FuseSettings(True, True, True, True) if fuses_on(cluster) else FuseSettings()
+    fuse = FuseSettings.all_on() if fuses_on(cluster) else FuseSettings()
     return PlanSettings(size=cluster.device_count, fuse=fuse)
 
 
