@@ -1,11 +1,10 @@
-"""Step time with the optimizer's arithmetic (`fuse.updates`) in a few operations beside as many as the program has.
+"""Step time with one kind of what Whale computes otherwise than TensorFlow (a key of `fuse`) on, and off.
 
     python -m benchmarks.fused [--key fuse.updates] [--batch 16] [--rounds 15] [--steps 4] [--models gpt,deep]
 
-With `--key fuse.elementwise` it is the rest of the arithmetic on elements; updates are in few operations on both sides.
-
-Two processes hold a copy of the model each and step in turn, so that what else the machine does meets both. Prints the
-medians of seconds by the clock and of processor seconds of a step, and the ratios fused / not fused.
+The other kinds are as they are by default on both sides. Two processes hold a copy of the model each and step in turn,
+so that what else the machine does meets both. Prints the medians of seconds by the clock and of processor seconds of a
+step, and the ratios on / off.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ import statistics
 import time
 from typing import Any
 
+from whale import config_keys
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-KEYS = ("fuse.updates", "fuse.elementwise")
+KEYS = tuple(key.name for key in config_keys.KEYS if key.name.startswith("fuse."))
 BATCHES = {"gpt": 2, "deep": 16, "resnet50": 4}  # few rows, so that updates weigh
 
 
@@ -40,7 +41,7 @@ def make_step(name: str, optimizer_name: str, batch: int) -> Any:
     import tensorflow as tf
 
     import whale as wh
-    from benchmarks.step_time.models import WORKLOADS
+    from benchmarks.one_process import MODELS
     from benchmarks.steps import train_step
 
     tf.keras.utils.set_random_seed(1)
@@ -50,11 +51,11 @@ def make_step(name: str, optimizer_name: str, batch: int) -> Any:
         features: tuple[np.ndarray, ...] = (generator.normal(size=(batch, 64)).astype(np.float32),)
         y = generator.integers(0, 10, size=batch).astype(np.int32)
     else:
-        model, (features, y) = WORKLOADS[name].make(tf.keras), WORKLOADS[name].inputs(generator)
+        model, (features, y) = MODELS[name].make(tf.keras), MODELS[name].inputs(generator)
     optimizer = getattr(tf.keras.optimizers, optimizer_name)(1e-4)
 
     step = wh.function(train_step(model, optimizer))
-    x = [tf.constant(one[:batch]) for one in features]
+    x = [tf.constant(one[:batch]) for one in features]  # who has fewer rows takes all
     inputs = x[0] if len(x) == 1 else x, tf.constant(y[:batch])
     return lambda: float(step(*inputs))
 
@@ -78,12 +79,12 @@ def serve(pipe: Any, name: str, optimizer: str, batch: int, config: dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--key", choices=KEYS, default=KEYS[0], help="what is on or off")
-    parser.add_argument("--batch", type=int, help="rows of a step, up to 16; otherwise few")
+    parser.add_argument("--batch", type=int, help="rows of a step, up to those of the model; otherwise few")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each")
     parser.add_argument("--steps", type=int, default=4, help="steps of one measurement")
     parser.add_argument("--ranks", type=int, default=1, help="ranks in one process")
     parser.add_argument("--optimizer", default="Adam", help="name of a Keras optimizer")
-    parser.add_argument("--models", default="gpt,deep,resnet50", help=f"some of {', '.join(BATCHES)}")
+    parser.add_argument("--models", default="gpt,deep,resnet50", help="deep, and the models of benchmarks.one_process")
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     for name in options.models.split(","):
@@ -91,7 +92,7 @@ def main() -> None:
         for fused in (True, False):
             pipes[fused], theirs = spawn.Pipe()
             config = {"cluster.ranks": options.ranks, options.key: fused}
-            given = theirs, name, options.optimizer, options.batch or BATCHES[name], config
+            given = theirs, name, options.optimizer, options.batch or BATCHES.get(name, 16), config
             spawn.Process(target=serve, args=given, daemon=True).start()
         for pipe in pipes.values():
             pipe.recv()

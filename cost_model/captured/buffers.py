@@ -34,6 +34,7 @@ _FORWARDING: dict[str, tuple[int, ...]] = {
     ),
     "SoftmaxCrossEntropyWithLogits": _ANY,
     "SparseSoftmaxCrossEntropyWithLogits": (0,),
+    "WhaleSparseCrossEntropy": (0,),
     "Select": (1, 2),
     "SelectV2": (1, 2),
 }

@@ -216,7 +216,7 @@ class Measured:
             return abs(moved) + abs(math.log((o.flops + 1024) / (does.flops + 1024)))
 
         near = min(known, key=far)
-        computes = node.op in CONTRACTIONS and near.flops > 0
+        computes = {node.op, near.op} <= CONTRACTIONS and near.flops > 0
         ratio = does.flops / near.flops if computes else (does.moved_bytes + 4096) / (near.moved_bytes + 4096)
         return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
 

@@ -167,3 +167,20 @@ def test_rows_that_are_repeated_to_two_sizes_are_not_one() -> None:
     some, all_ = (b.op("BroadcastTo", row, b.ints(*shape)) for shape in ((1, 4, 64), (3, 4, 64)))
     program = fuse_elementwise(b.build([b.op("Square", b.op("AddV2", some, all_))]))
     assert fused(program.nodes) == [("Add t0 r1 r0", "Square y0 t0")]
+
+
+def test_a_repetition_that_waits_stays_where_it_is() -> None:
+    b = Builder()
+    row, x = b.input("row", (1, 64)), b.input("x", SHAPE)
+    other = b.op("Tanh", x, name="other")
+    whole = b.op("Tile", row, b.ints(4, 1), controls=["other"])
+    program = fuse_elementwise(b.build([b.op("Sub", b.op("Mul", b.const(2.0), whole), x), other]))
+    (operation,) = [node for node in program.nodes if node.op == ELEMENTWISE]
+    assert operation.attrs["program"] == ("Mul t0 s0 r0", "Sub y0 t0 v0") and operation.controls == ("other",)
+
+
+def test_a_bias_is_not_added_to_a_vector() -> None:
+    b = Builder()
+    whole = b.op("BroadcastTo", b.input("one", (1,)), b.ints(5, 1))
+    program = fuse_elementwise(b.build([b.op("BiasAdd", whole, b.input("bias", (1,)), data_format="NHWC")]))
+    assert all(len(program.type_of(n.inputs[0]).shape or ()) == 2 for n in program.nodes if n.op == "BiasAdd")

@@ -121,7 +121,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     )
     monkeypatch.setattr(ways, "LEAST_BYTES", 1)
     captured = program_of(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
-    settings = PlanSettings(size=4, fuse=FuseSettings(updates=True))
+    settings = PlanSettings(size=4, fuse=FuseSettings.all_on())
     program = normalise(captured, settings)
     ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
     plans = predict.Plans(program, settings, ground)

@@ -51,6 +51,14 @@ def test_what_is_infinite_or_no_number() -> None:
     assert gradient[0, 1] == gradient[0, 3] == 0  # masked: no share at all
 
 
+def test_any_bits_of_no_number_are_none() -> None:
+    logits = np.zeros((1, 64), "float32")
+    for bits in (0x7FC00001, 0xFFC000FF, 0x7FC0007F):
+        logits.view("uint32")[0, 5] = bits
+        (loss, _), (gradient, _) = both(tf.constant(logits), tf.constant([0]))
+        assert np.isnan(loss).all() and np.isnan(gradient).all(), hex(bits)
+
+
 def test_no_rows_are_no_losses() -> None:
     for one, other in both(tf.zeros((0, 5)), tf.zeros((0,), "int64")):
         assert one.shape == other.shape

@@ -27,7 +27,8 @@ def repeated_last(program: Program) -> Program:
     for node in program.nodes:
         if RECOMPUTED not in node.attrs and elementwise_type(program, node) is not None:
             if node.op in REPEATS:
-                repeats[Ref(node.name)] = _Repeat(node, program.type_of(node.inputs[0]))
+                if not node.controls:  # otherwise what is done to the tensor waits, too
+                    repeats[Ref(node.name)] = _Repeat(node, program.type_of(node.inputs[0]))
             elif (repeat := _common(program, node, repeats)) is not None:
                 given = tuple([repeats[ref].node.inputs[0] if ref in repeats else ref for ref in node.inputs])
                 once = replace(node, name=f"{node.name}/whale_once", inputs=given, outputs=(repeat.given,))
@@ -47,5 +48,7 @@ def _common(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repea
     if not found or any((one.given, one.node.outputs) != (found[0].given, node.outputs) for one in found):
         return None
     rank = len(found[0].given.shape or ())
+    if node.op == "BiasAdd" and rank < 2:
+        return None  # TensorFlow adds biases to the last dimension of several
     others = [program.type_of(ref) for ref in node.inputs if ref not in repeats]
     return found[0] if all(t.elements == 1 and len(t.shape or ()) <= rank for t in others) else None

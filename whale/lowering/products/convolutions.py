@@ -23,6 +23,7 @@ _PRODUCTS = {
     "Conv2DBackpropInput": ((2, 1), (False, True)),  # gradient, filter
     _FILTERS: ((0, 2), (True, False)),  # image, gradient
 }
+_PADDINGS = ("SAME", "VALID")  # others add points whose number may be that of those which strides leave out
 # Products took 0.2 to 1.0 of the time of oneDNN's convolutions of points up to so many multiplications, and 0.4 to 0.9
 # for so few points, whatever the channels; with more of both, either of them is faster now and then.
 _FEW_MULTIPLICATIONS = 1 << 25
@@ -60,10 +61,10 @@ def _factors(program: Program, node: Node) -> list[Factor]:
 def _of_small_points(node: Node, factors: list[Factor]) -> bool:
     """Whether it is a convolution of single points, and small."""
     kernel = node.outputs[0] if node.op == _FILTERS else factors[1].type
-    if static_shape(kernel)[:2] != (1, 1):
+    if static_shape(kernel)[:2] != (1, 1) or node.attrs["padding"] not in _PADDINGS:
         return False
     (rows, inner), (other, columns) = (one.sides for one in factors)
-    # Strides, paddings and groups of channels give other sizes.
+    # Strides and groups of channels give other sizes.
     if inner != other or (rows, columns) != matrix_sizes(node.outputs[0]):
         return False
     points = factors[0].matrix[0]
@@ -74,7 +75,7 @@ def _of_few_points(node: Node, factors: list[Factor]) -> bool:
     """Whether it is the gradient of a filter with many weights for its points."""
     if node.op != _FILTERS or node.outputs[0].elements < _MANY_WEIGHTS or factors[1].matrix[0] > _FEW_POINTS:
         return False
-    known = node.attrs["padding"] in ("SAME", "VALID") and set(node.attrs.get("dilations", (1,))) == {1}
+    known = node.attrs["padding"] in _PADDINGS and set(node.attrs.get("dilations", (1,))) == {1}
     return known and static_shape(node.outputs[0])[2] == factors[0].matrix[1]  # otherwise channels are in groups
 
 

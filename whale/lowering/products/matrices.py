@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
-from whale.ir.program import COMPILED, ON_HOST, Node, Ref, marks
+from whale.ir.program import COMPILED, ON_HOST, PRODUCT, Node, Ref, marks
 from whale.ir.values import DType, TensorType, static_shape
 from whale.lowering.emit import Emitter
 
@@ -76,7 +76,7 @@ class Products:
         sides = TensorType(result.dtype, (factors[0].sides[0], factors[1].sides[1]))
         transposed = dict(zip(("transpose_a", "transpose_b"), [one.transposed for one in factors]))
         attrs = {"T": DType(result.dtype), **transposed, **marks(node)}
-        name = node.name if sides == result else e.part(node.name, "product")
+        name = node.name if sides == result else f"{node.name}/{PRODUCT}"
         self.keep(replace(node, name=name, op="MatMul", inputs=tuple(inputs), attrs=attrs, outputs=(sides,)))
         if name != node.name:
             e.reshape(node.name, Ref(name), result.dtype, static_shape(result))

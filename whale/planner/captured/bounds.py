@@ -19,7 +19,7 @@ from cost_model.captured.graph import BIAS, MAY_BE_FUSED
 from cost_model.captured.machine import Rates
 from cost_model.ops.work import Work, work
 from whale.ir.ops import CONTRACTIONS, CONVOLUTIONS, FILTER_GRADIENTS, LOOKUPS, READS, ROW_LOOKUPS
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import PRODUCT, Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.planner.captured.pipelines import chain, levels
 from whale.planner.captured.ways import Choice, divisible, products, trained_weights, updates
@@ -42,21 +42,24 @@ class Speed:
 def speed_of(
     programs: Sequence[Program], price: Callable[[Program, Node, Work], tuple[float, int]], start_s: float
 ) -> Speed:
-    """A kind of rank by its price of the operations of some programs; each is asked for once."""
+    """A kind of rank by its price of the operations of some programs; each is asked for once.
+
+    What runs in place of an operation may have its name.
+    """
 
     @cache
-    def does(name: str) -> tuple[Program, Node, Work]:
-        program = next(one for one in programs if name in one.by_name)
+    def does(name: str, op: str) -> tuple[Program, Node, Work]:
+        program = next(one for one in programs if name in one.by_name and one.by_name[name].op == op)
         node = program.by_name[name]
         return program, node, work(node, [program.type_of(r) for r in node.inputs])
 
     @cache
-    def seconds(name: str) -> float:
-        return price(*does(name))[0] if does(name)[2].kernels else 0.0
+    def seconds(name: str, op: str) -> float:
+        return price(*does(name, op))[0] if does(name, op)[2].kernels else 0.0
 
     @cache
-    def part(name: str, share: float, by_rows: bool) -> float:
-        program, node, every = does(name)
+    def part(name: str, op: str, share: float, by_rows: bool) -> float:
+        program, node, every = does(name, op)
         if not every.kernels:
             return 0.0
         some = Work(share * every.flops, share * every.read_bytes, share * every.written_bytes, every.kernels)
@@ -72,9 +75,9 @@ def speed_of(
         return min(price(program, one, some)[0] for one in nodes)
 
     def part_of(node: Node, share: float, by_rows: bool) -> float:
-        return part(node.name, share, by_rows)
+        return part(node.name, node.op, share, by_rows)
 
-    return Speed(lambda node: seconds(node.name), part_of, start_s)
+    return Speed(lambda node: seconds(node.name, node.op), part_of, start_s)
 
 
 def of_pipelines(
@@ -87,17 +90,17 @@ def of_pipelines(
     others once; so if one micro-batch takes ``t`` in all stages together, a step takes ``t * (1 + (count - 1) / n)``.
 
     Args:
-        whole: the program with its updates as they run.
+        whole: the program as it runs, with other operations in place of some.
         kinds: of each rank.
         equal_rows: all ranks of a stage have as many rows, so that it waits for its slowest one.
     """
     of_rows = _depending(program, program.inputs)
     at = levels(program)
-    counted = [
-        (program.by_name[name], level)
-        for name, level in (at.forward | at.backward).items()
-        if name in of_rows and name in whole.by_name and program.by_name[name].op not in MAY_BE_FUSED
-    ]
+    counted = []
+    for name, level in (at.forward | at.backward).items():
+        node = whole.by_name.get(f"{name}/{PRODUCT}") or whole.by_name.get(name)
+        if node is not None and name in of_rows and not {node.op, program.by_name[name].op} & MAY_BE_FUSED:
+            counted.append((node, level))
     weights = len(chain(program))
     # Up to a weight of the chain: seconds, and how many operations take any.
     sums: dict[Speed, list[tuple[float, int]]] = {}

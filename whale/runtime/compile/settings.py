@@ -75,6 +75,6 @@ def settings_of(context: Context) -> PlanSettings:
 
 
 def fuses_on(cluster: Cluster | None) -> bool:
-    """Whether updates, and arithmetic on elements, may be fused, on a described cluster or where this process computes:
-    the operations have kernels for processors."""
+    """Whether other operations may stand for the program's, on a described cluster or where this process computes: they
+    have kernels for processors."""
     return not has_compute_device() if cluster is None else "gpu" not in cluster.kinds

@@ -29,6 +29,7 @@ from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 from whale.lowering.functions import load_ops, lower_to_function
+from whale.lowering.kernels import CROSS_ENTROPY, DEPTHWISE
 from whale.lowering.updates.fuse import UPDATE
 from whale.runtime.ranks.gpus import await_gpus
 from whale_ops.memory import memory, reset_peak
@@ -38,7 +39,9 @@ COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps fin
 MOST_COPIES = 8
 ROUNDS = 5
 LEAST_S = 1e-3  # a round is at least so long, by repeated calls
-_TAKES_INDICES = ROW_LOOKUPS | {"UnsortedSegmentSum", "SparseSoftmaxCrossEntropyWithLogits", "ResourceScatterAdd"}
+_OF_CLASSES = frozenset(("SparseSoftmaxCrossEntropyWithLogits", CROSS_ENTROPY))
+_TAKES_INDICES = ROW_LOOKUPS | _OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
+_OURS = frozenset((UPDATE, CROSS_ENTROPY, DEPTHWISE))  # that have the same work whatever else there is
 _NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
 # What indices pass through on their way to a table; Keras adds the rows to those below zero.
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
@@ -52,7 +55,7 @@ def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
         for node in program.nodes:
             if node.op == "ReadVariableOp" and node.name not in copied:
                 continue
-            if node.op in _NOT_ALONE or (node.op.startswith("Whale") and node.op != UPDATE):
+            if node.op in _NOT_ALONE or (node.op.startswith("Whale") and node.op not in _OURS):
                 continue
             if not _work(program, node).kernels:
                 continue
@@ -184,7 +187,7 @@ def _operand(
     bound = 2
     if node.op in ROW_LOOKUPS or node.op == "ResourceScatterAdd":
         bound = (types[0].shape or (2,))[0] or 2
-    elif node.op == "SparseSoftmaxCrossEntropyWithLogits":
+    elif node.op in _OF_CLASSES:
         bound = (types[0].shape or (2,))[-1] or 2
     elif node.op == "UnsortedSegmentSum":
         bound = (node.outputs[0].shape or (2,))[0] or 2
@@ -260,7 +263,7 @@ def _bound(program: Program, ref: Ref) -> int:
             if node.op in ROW_LOOKUPS and place == 1:
                 variable = program.variable_of.get(node.inputs[0].node)
                 found.append((variable.type if variable else first).shape)
-            elif node.op == "SparseSoftmaxCrossEntropyWithLogits" and place == 1:
+            elif node.op in _OF_CLASSES and place == 1:
                 found.append((first.shape or ())[-1:])
             elif node.op in _HANDS_ON:
                 following = [Ref(node.name, k) for k in range(len(node.outputs))]

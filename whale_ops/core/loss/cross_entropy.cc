@@ -24,7 +24,8 @@ WHALE_INLINE uint32_t bits_of(float x) {
   return bits;
 }
 
-// exp(x) of x <= 0, within 2 units in the last place, without a jump; 0 where it is below the smallest normal number.
+// exp(x) of x <= 0, within 2 units in the last place, without a jump; 0 where it is below the smallest normal number,
+// and no number of what is none.
 // x = n log(2) + r with |r| <= log(2) / 2, log(2) in two parts, and a polynomial of r (S. Moshier, Cephes, expf.c).
 WHALE_INLINE float exponential(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum has no bits for a fraction, and n in its last ones
@@ -39,8 +40,9 @@ WHALE_INLINE float exponential(float x) {
   p = p * r + 5.0000001201e-1f;
   const float y = p * (r * r) + r + 1.0f;
   const uint32_t scaled = bits_of(y) + (bits_of(rounded) << 23);  // times 2^n
-  const uint32_t normal = -static_cast<uint32_t>(!(x < -87.3f));  // a choice of 0 becomes a jump
-  return with_bits(scaled & normal);
+  // As masks: choices become jumps.
+  const uint32_t normal = -static_cast<uint32_t>(x >= -87.3f), none = -static_cast<uint32_t>(x != x);
+  return with_bits((scaled & normal) | (bits_of(x) & none));
 }
 
 WHALE_INLINE float of_row(const float* logits, int64_t classes, int64_t label, float* gradient) {
