@@ -25,11 +25,12 @@ def repeated_last(program: Program) -> Program:
     repeats: dict[Ref, _Repeat] = {}  # by what they make
     nodes: list[Node] = []
     for node in program.nodes:
-        if RECOMPUTED not in node.attrs and elementwise_type(program, node) is not None:
-            if node.op in REPEATS:
-                if not node.controls:  # otherwise what is done to the tensor waits, too
-                    repeats[Ref(node.name)] = _Repeat(node, program.type_of(node.inputs[0]))
-            elif (repeat := _common(program, node, repeats)) is not None:
+        if node.op in REPEATS:
+            # Where it waits, what is done to the tensor has to wait, too.
+            if not node.controls and _fits(program, node):
+                repeats[Ref(node.name)] = _Repeat(node, program.type_of(node.inputs[0]))
+        elif not repeats.keys().isdisjoint(node.inputs) and _fits(program, node):
+            if (repeat := _common(program, node, repeats)) is not None:
                 given = tuple([repeats[ref].node.inputs[0] if ref in repeats else ref for ref in node.inputs])
                 once = replace(node, name=f"{node.name}/whale_once", inputs=given, outputs=(repeat.given,))
                 again = (Ref(once.name), *repeat.node.inputs[1:])
@@ -40,6 +41,10 @@ def repeated_last(program: Program) -> Program:
     if len(nodes) == len(program.nodes):
         return program
     return without_unread(program.with_nodes(tuple(nodes)), {ref.node for ref in repeats})
+
+
+def _fits(program: Program, node: Node) -> bool:
+    return RECOMPUTED not in node.attrs and elementwise_type(program, node) is not None
 
 
 def _common(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repeat | None:
