@@ -32,9 +32,8 @@ _FORWARDING: dict[str, tuple[int, ...]] = {
         Cast FusedBatchNormV3""".split(),
         (0,),
     ),
+    **dict.fromkeys(CROSS_ENTROPIES, (0,)),
     "SoftmaxCrossEntropyWithLogits": _ANY,
-    "SparseSoftmaxCrossEntropyWithLogits": (0,),
-    "WhaleSparseCrossEntropy": (0,),
     "Select": (1, 2),
     "SelectV2": (1, 2),
 }
