@@ -5,6 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "whale_ops/core/base/bits.h"
+
 namespace whale {
 namespace {
 
@@ -15,18 +17,6 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
-
-inline uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-inline float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 inline float widen(BFloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 

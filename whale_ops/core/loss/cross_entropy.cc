@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
+
+#include "whale_ops/core/base/bits.h"
 
 #define WHALE_INLINE __attribute__((always_inline)) inline
 
@@ -11,18 +12,6 @@ namespace whale {
 namespace {
 
 constexpr int kLanes = 32;  // values that are folded side by side: as many as four vectors of AVX2 have
-
-WHALE_INLINE float with_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-WHALE_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
 
 // exp(x) of x <= 0, within 2 units in the last place, without a jump; 0 where it is below the smallest normal number,
 // and no number of what is none.
@@ -42,7 +31,7 @@ WHALE_INLINE float exponential(float x) {
   const uint32_t scaled = bits_of(y) + (bits_of(rounded) << 23);  // times 2^n
   // As masks: choices become jumps.
   const uint32_t normal = -static_cast<uint32_t>(x >= -87.3f), none = -static_cast<uint32_t>(x != x);
-  return with_bits((scaled & normal) | (bits_of(x) & none));
+  return float_of((scaled & normal) | (bits_of(x) & none));
 }
 
 WHALE_INLINE float of_row(const float* logits, int64_t classes, int64_t label, float* gradient) {
