@@ -143,6 +143,7 @@ class FuseSettings:
       elementwise: other arithmetic on elements, likewise (see ``whale.lowering.elementwise``).
       convolutions: small ones, as products of matrices (see ``whale.lowering.products.convolutions``).
       products: batches of them, as one (see ``whale.lowering.products.batches``).
+      padding: products of matrices, as wider ones (see ``whale.lowering.products.padding``).
       kernels: what ours are faster at than TensorFlow's (see ``whale.lowering.kernels``).
     """
 
@@ -150,6 +151,7 @@ class FuseSettings:
     elementwise: bool = False
     convolutions: bool = False
     products: bool = False
+    padding: bool = False
     kernels: bool = False
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,10 +14,11 @@ import whale as wh
 from tests.oracle.metric import difference, limit
 from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, speed
 from tests.runtime.layouts.test_split import Classifier, double
+from whale.errors import AcrossMicroBatchesError
 from whale.ir.plan import Plan
 from whale.planner.captured import team
 from whale.planner.captured.predict import Plans, Way
-from whale.planner.captured.search import Found, best_way
+from whale.planner.captured.search import Found, Search, best_way
 from whale.planner.captured.team import Answer, Asked, Member
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile import auto
@@ -113,3 +114,38 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     worst = difference(expected, Classifier(wh.function).train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert found[0].made.plan == plans[0].made(found[0].choice).plan
+
+
+def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
+    said: list[str] = []
+
+    class Others:
+        size = 2
+
+        def ask(self, ways: Sequence[Asked]) -> None:
+            said.extend(f"asked {one.choice.name}" for one in ways)
+
+        def answers(self) -> list[Answer]:
+            said.append("answered")
+            return [Answer(seconds=1.0)]
+
+        def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
+            raise AssertionError(choice.name)
+
+    class Across:
+        def refuse_across(self) -> None:
+            said.append("refused")
+            raise AcrossMicroBatchesError("a value of all micro-batches is needed")
+
+    looking, plans = Search(float("inf"), Others()), cast("Plans", Across())
+    assert looking.begin_before_stages(plans, [Choice("rows")]) == []
+    looking.look(plans)
+    assert [way.choice.name for way in looking.found] == ["rows"]
+    looking.look(plans, *[Choice(name, stages=((0,), (1,)), cuts=(1,)) for name in ("first", "second")])
+    assert said == ["asked rows", "refused", "answered"]
+    assert looking.lost == [
+        "first: cannot run: a value of all micro-batches is needed",
+        "second: cannot run: as first",
+    ]
+    # Alone, all is looked at by this process.
+    assert Search(float("inf")).begin_before_stages(plans, [Choice("rows")]) == [Choice("rows")]

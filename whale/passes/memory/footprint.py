@@ -8,7 +8,7 @@ communication keeps), gradients (with the sums of micro-batches, and what update
 from __future__ import annotations
 
 from whale.ir.ops import BATCH_NORM_GRADIENTS, FILTER_GRADIENTS, MATMULS, RANK_REDUCTIONS, VIEWS
-from whale.ir.program import Program, Ref
+from whale.ir.program import PRODUCT, Program, Ref
 from whale.ir.values import TensorType
 from whale.passes.memory.zero import is_model, leading_to, only_state
 
@@ -51,8 +51,8 @@ def tensor_kinds(program: Program) -> dict[Ref, str]:
         elif node.name.endswith("/and_before"):
             waiting.append(Ref(node.name))
         elif node.inputs and node.inputs[0].node in program.variable_of and node.op != "ReadVariableOp":
-            shape = program.variable_of[node.inputs[0].node].type.shape
-            waiting += [ref for ref in node.inputs[1:] if program.type_of(ref).shape == shape and shape]
+            shapes = {v.type.shape for r in node.inputs if (v := program.variable_of.get(r.node)) and v.type.shape}
+            waiting += [ref for ref in node.inputs[1:] if program.type_of(ref).shape in shapes]
     while waiting:
         ref = waiting.pop()
         if ref in found or ref.node in program.variable_of:
@@ -60,7 +60,8 @@ def tensor_kinds(program: Program) -> dict[Ref, str]:
         node = program.by_name[ref.node]
         if node.op != "ReadVariableOp":
             found[ref] = "gradients"
-        alike = None if node.op in VIEWS else program.type_of(ref)
+        padded = node.op == "Slice" and node.inputs[0].node == f"{node.name}/{PRODUCT}"
+        alike = None if padded or node.op in VIEWS else program.type_of(ref)
         if node.op not in _MADE_BY and (node.name, alike) not in passed:
             passed.add((node.name, alike))
             waiting += [r for r in node.inputs if alike is None or program.type_of(r) == alike]

@@ -71,7 +71,7 @@ class Search:
     is_whole: bool = True
     # A way that needs something of all micro-batches: others do too, however many these are and where stages begin.
     _needs_all: str = ""
-    _across_asked: bool = False
+    _across: Answer | None = None
     _under_way: list[Asked] = field(default_factory=list)
 
     def to_beat_s(self) -> float:
@@ -93,6 +93,15 @@ class Search:
             self._under_way = [Asked(choice, self.to_beat_s()) for choice in choices]
             self.team.ask(self._under_way)
 
+    def begin_before_stages(self, plans: Plans, ready: list[Choice]) -> list[Choice]:
+        """Has the others look at what is ``ready`` while this process asks whether stages can be; what is left."""
+        if self.team is None or not ready or self._under_way:
+            return ready
+        self.begin([one for one in ready if self._may_run(plans, one)])
+        if self._under_way and not self._needs_all:
+            self._refused_across(plans)
+        return []
+
     def look(self, plans: Plans, *choices: Choice) -> None:
         """Predicts ways, several of them at the same time where there is a team."""
         asked = [Asked(choice, self.to_beat_s()) for choice in choices if self._may_run(plans, choice)]
@@ -111,17 +120,23 @@ class Search:
             self.lost.append(f"{choice.name}: not looked at, the time is over")
             self.is_whole = False
             return False
-        if choice.stages and not self._needs_all and not self._across_asked:
-            self._across_asked = True
-            try:
-                plans.refuse_across()
-            except AcrossMicroBatchesError as error:
-                self._note(choice, Answer(lost=error.message, across=True), None)
-                return False
+        if choice.stages and not self._needs_all and (across := self._refused_across(plans)).lost:
+            self._note(choice, across, None)
+            return False
         if self._needs_all and choice.stages:
             self.lost.append(f"{choice.name}: cannot run: as {self._needs_all}")
             return False
         return True
+
+    def _refused_across(self, plans: Plans) -> Answer:
+        """Whether the program with its rows divided tells that there can be no stages; asked once."""
+        if self._across is None:
+            self._across = Answer()
+            try:
+                plans.refuse_across()
+            except AcrossMicroBatchesError as error:
+                self._across = Answer(lost=error.message, across=True)
+        return self._across
 
     def _note(self, choice: Choice, answer: Answer, way: Way | None) -> None:
         if answer.across:
@@ -169,7 +184,7 @@ def best_way(
     # Bounds come from the first way's plan; others begin without.
     begun = [] if stages else [one for one in choices(program, settings.size) if one.weights][: at_once - 1]
     search.begin(begun)
-    looked_at = [one for one in _looked_at(plans, stages) if one[0] not in begun]
+    looked_at = [one for one in _looked_at(plans, stages, begun) if one[0] not in begun]
     # Stages take longest to plan, and every rank alone holds most. What is found without them, with less held, says how
     # fast they have to be.
     for last in (False, True):
@@ -184,6 +199,9 @@ def best_way(
             if len(ready) == (at_once if search.found else 1):
                 search.look(plans, *ready)
                 ready = []
+        if not last and len(ready) < at_once and search.found:
+            later = any(one.stages and bound_s < search.to_beat_s() for one, bound_s in looked_at)
+            ready = search.begin_before_stages(plans, ready) if later else ready
         search.look(plans, *ready)
         _look_at_leaner(search, plans)
     best = _best(search, ground)
@@ -262,10 +280,10 @@ def _told(best: Way, search: Search, ground: Ground) -> Iterator[str]:
         yield f"  {one}"
 
 
-def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
+def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> list[tuple[Choice, float]]:
     """What to try, with seconds that it takes at least; data parallelism is first, and pipelines in their order.
 
-    With a number of stages only pipelines of so many.
+    With a number of stages only pipelines of so many. Of what is ``begun`` already nothing is computed.
     """
     program, settings, ground = plans.program, plans.settings, plans.ground
     found = choices(program, settings.size)
@@ -288,7 +306,8 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
         # A table prices what ranks compute at the same time, on cores that they share.
         shared = isinstance(ground.on, Table)
         operations = (rated_machine(ground.rates) if shared else ground.machine(program)).operations
-        (whole,) = ground.as_run([program], settings)
+        unpadded = settings.but(fuse__padding=False)  # whether parts of a product are padded, the whole does not tell
+        (whole,) = ground.as_run([program], unpadded)
         kinds = {
             one: bounds.speed_of((program, whole), operations[ground.rates.index(one)], one.start_s)
             for one in dict.fromkeys(ground.rates)
@@ -307,11 +326,13 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
             lasting = [(one, 0.0) for one in every]
         if not shared and not stages:
             least_s = {one.name: bounds.alone(whole, seconds) for one in found if one.alone}
-            as_divided = plans.expanded(found[0])
-            (whole,) = ground.as_run([as_divided], settings)
-            of_parts = [
-                bounds.speed_of((as_divided, whole), operations[ground.rates.index(one)], one.start_s) for one in kinds
-            ]
+            as_divided, of_parts = plans.expanded(found[0]), list(kinds.values())
+            if as_divided is not program:
+                (whole,) = ground.as_run([as_divided], unpadded)
+                of_parts = [
+                    bounds.speed_of((as_divided, whole), operations[ground.rates.index(one)], one.start_s)
+                    for one in kinds
+                ]
             sizes = batch[0].placement.sizes if rows and isinstance(batch[0].placement, Split) else (0,)
             even = len(kinds) == 1 and not settings.batch.shares
             shares = bounds.Shares(min(sizes) / max(rows, 1), settings.size, even)
@@ -319,7 +340,7 @@ def _looked_at(plans: Plans, stages: int) -> list[tuple[Choice, float]]:
                 least_s[found[-1].name] = bounds.of_divided_state(program, whole, of_parts, shares, ground.rates, state)
             if rows >= settings.size and not (settings.zero.level or settings.split.tiles):
                 least_of_split = bounds.of_splits(program, whole, of_parts, shares, ground.rates, plans.scoped)
-                least_s.update((one.name, least_of_split(one)) for one in found if one.weights)
+                least_s.update((one.name, least_of_split(one)) for one in found if one.weights and one not in begun)
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from cost_model.machines.cluster import Cluster
 from whale.errors import PlanError
@@ -20,6 +20,7 @@ from whale.passes.settings import (
 )
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.run.context import Context
+from whale_ops.processor import multiplies_by_avx2
 
 
 def settings_of(context: Context) -> PlanSettings:
@@ -40,7 +41,6 @@ def settings_of(context: Context) -> PlanSettings:
             action="leave split.ranks out: mesh has the sizes of all axes",
         )
     fuse = FuseSettings(**{one.name: config[f"fuse.{one.name}"] for one in fields(FuseSettings)})
-    fuses = fuses_on(context.dry.cluster if context.dry is not None else None)
     return PlanSettings(
         size=context.size,
         batch=BatchSettings(
@@ -69,12 +69,16 @@ def settings_of(context: Context) -> PlanSettings:
             wire_dtype=config["communication.wire_dtype"],
         ),
         dump=config["dump"] if context.rank == 0 else "",
-        fuse=fuse if fuses else FuseSettings(),
+        fuse=fused_on(context.dry.cluster if context.dry is not None else None, fuse),
         mesh=tuple(Axis(name, size) for name, size in config.mesh.items()),
     )
 
 
-def fuses_on(cluster: Cluster | None) -> bool:
-    """Whether other operations may stand for the program's, on a described cluster or where this process computes: they
-    have kernels for processors."""
-    return not has_compute_device() if cluster is None else "gpu" not in cluster.kinds
+def fused_on(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
+    """Which operations stand for the program's, of those asked for, on a described cluster or in this process.
+
+    They have kernels for processors only; what a described one multiplies by is unknown.
+    """
+    if has_compute_device() if cluster is None else "gpu" in cluster.kinds:
+        return FuseSettings()
+    return replace(asked, padding=asked.padding and cluster is None and multiplies_by_avx2())

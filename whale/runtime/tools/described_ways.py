@@ -27,7 +27,7 @@ from whale.planner.captured.predict import Made, apply
 from whale.planner.captured.search import best_way
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile.memory_plan import options_text
-from whale.runtime.compile.settings import fuses_on
+from whale.runtime.compile.settings import fused_on
 from whale.runtime.described import Description, program_of
 from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
 from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, make_any_plan, shown_ranks, with_memory
@@ -107,8 +107,7 @@ def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
 
 
 def _settings(cluster: Cluster) -> PlanSettings:
-    fuse = FuseSettings.all_on() if fuses_on(cluster) else FuseSettings()
-    return PlanSettings(size=cluster.device_count, fuse=fuse)
+    return PlanSettings(size=cluster.device_count, fuse=fused_on(cluster, FuseSettings.all_on()))
 
 
 def _told(choice: Choice, made: Made, cluster: Cluster) -> Plan:

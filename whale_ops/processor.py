@@ -1,0 +1,29 @@
+"""What TensorFlow multiplies matrices by on this host's processor."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from tensorflow.python.util import _pywrap_util_port as built
+
+
+@cache
+def multiplies_by_avx2(root: Path = Path("/")) -> bool:
+    """Whether oneDNN multiplies float32 here, by its kernels for AVX2.
+
+    It is on by default on processors with AVX-512 VNNI, AVX-VNNI or newer instructions, elsewhere with
+    TF_ENABLE_ONEDNN_OPTS=1; its kernels for AVX-512 want the sets F, BW, DQ and VL (cpu_isa_traits.hpp: avx512_core).
+    """
+    if not built.IsMklEnabled():
+        return False
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False  # it is no Linux, or hides its processor
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "flags":
+            flags = set(value.split())
+            return "avx2" in flags and not {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags
+    return False
