@@ -105,11 +105,12 @@ def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
     counts[padding.dim, 1] = padding.zeros
     paddings = e.const(e.part(name, "paddings"), counts)
     kinds = {"T": DType(given.dtype), "Tpaddings": DType("int32"), **marks(node)}
-    operands = list(node.inputs)
-    operands[padding.operand] = e.add(e.part(name, "operand"), "Pad", (source, paddings), kinds, (wider,))
     # Not before the product can be computed: a copy of an activation or a weight would be held until then.
-    after = dict.fromkeys((*node.controls, node.inputs[1 - padding.operand].node))
-    e.nodes[operands[padding.operand].node] = replace(e.nodes[operands[padding.operand].node], controls=tuple(after))
+    after = tuple(dict.fromkeys((*node.controls, node.inputs[1 - padding.operand].node)))
+    pad = Node(e.part(name, "operand"), "Pad", (source, paddings), after, kinds, (wider,))
+    e.nodes[pad.name] = pad
+    operands = list(node.inputs)
+    operands[padding.operand] = Ref(pad.name)
     side = (result.shape or ())[padding.operand] or 0
     made = TensorType(result.dtype, with_size(result, padding.operand, side + padding.zeros))
     product = replace(node, name=f"{name}/{PRODUCT}", inputs=tuple(operands), outputs=(made,))

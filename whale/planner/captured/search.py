@@ -95,7 +95,7 @@ class Search:
 
     def begin_before_stages(self, plans: Plans, ready: list[Choice]) -> list[Choice]:
         """Has the others look at what is ``ready`` while this process asks whether stages can be; what is left."""
-        if self.team is None or not ready or self._under_way:
+        if self.team is None or not ready:
             return ready
         self.begin([one for one in ready if self._may_run(plans, one)])
         if self._under_way and not self._needs_all:
@@ -199,9 +199,8 @@ def best_way(
             if len(ready) == (at_once if search.found else 1):
                 search.look(plans, *ready)
                 ready = []
-        if not last and len(ready) < at_once and search.found:
-            later = any(one.stages and bound_s < search.to_beat_s() for one, bound_s in looked_at)
-            ready = search.begin_before_stages(plans, ready) if later else ready
+        if not last and any(one.stages and bound_s < search.to_beat_s() for one, bound_s in looked_at):
+            ready = search.begin_before_stages(plans, ready)
         search.look(plans, *ready)
         _look_at_leaner(search, plans)
     best = _best(search, ground)
