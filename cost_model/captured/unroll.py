@@ -247,9 +247,18 @@ class _Unroller:
             return _List((*items, *[None] * length)[:length])
         if node.op == "TensorListLength":
             return self._add(graph, const_node(node.name, np.array(len(items), np.int32)), ())
+        if node.op == "TensorListElementShape":
+            return self._element_shape(graph, node, items)
         if node.op == "TensorListStack" and items:
             return self._stack(graph, node, items)
         raise _NotFollowed(f"{node.op}: not followed through a loop")
+
+    def _element_shape(self, graph: _Graph, node: Node, items: Sequence[Ref | None]) -> Ref:
+        shape = next((self.types[one].shape for one in items if one is not None), None)
+        if shape is None:
+            raise _NotFollowed(f"{node.op}: of nothing that is known")
+        sizes = np.array([-1 if size is None else size for size in shape], node.outputs[0].dtype)
+        return self._add(graph, const_node(node.name, sizes), ())
 
     def _number(self, node: Node, value: _Value) -> int:
         found = self.known.get(value) if isinstance(value, Ref) else None
