@@ -17,11 +17,14 @@ from whale.runtime.ranks.device_exchange import ExchangeOps
 from whale.runtime.ranks.gpus import await_gpus
 from whale.runtime.run.context import Context
 
-SUSPECT = 1.1  # ranks that seem to differ by more are measured again
+# At first: the core of a rank with a quota is taken away once in 100 ms. Ranks that seem to differ by more than
+# SUSPECT are measured again.
+FIRST_S, SUSPECT = 0.15, 1.1
 # Of unequal ranks, those whose speeds differ by less are of one kind: what lies between them is mostly noise, and costs
 # more as parts of the work that differ than it gains.
 ONE_KIND = 1.15
-ROUNDS, ROUND_S = 5, 0.25  # of measuring them again; the median of each rank counts
+# Of measuring them again, as long as they seem to differ; the median of each rank counts.
+ROUNDS, ROUND_S = 5, 0.25
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 # An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it (`Table.node_s`).
 START_S = 5e-6
@@ -33,7 +36,7 @@ PASSES_IN_PROCESS = 4
 
 
 def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
-    """Less than a second of products, copies and exchanges on all ranks at the same time; unequal ranks take longer."""
+    """Half a second of products, copies and exchanges on all ranks at the same time; unequal ranks take longer."""
     import tensorflow as tf
 
     x = tf.random.normal([1024, 1024])
@@ -52,7 +55,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
     between = context.between_processes and not dry
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
     devices: Link | None = None
-    pairs = _together(context, "first", measured, 0.4) if between else [measured(0.4)]
+    pairs = _together(context, "first", measured, FIRST_S) if between else [measured(FIRST_S)]
     if between:
         host = _link(context, "")
         exchange_s, exchanged, how = host.exchange_s, host.bytes_per_s, f"exchange {_shown(host)}"
@@ -72,13 +75,14 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
 
     if not between:
         return [of(*pairs[0])] * context.planned_size
-    if unequal([of(*pair) for pair in pairs], SUSPECT):
+    rounds: list[list[tuple[float, float]]] = []
+    while unequal([of(*pair) for pair in pairs], SUSPECT) and len(rounds) < ROUNDS:
         # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
-        rounds = [_together(context, f"again/{n}", measured, ROUND_S) for n in range(ROUNDS)]
-        flops, moved = ([statistics.median(r[k][i] for r in rounds) for k in range(len(pairs))] for i in (0, 1))
-        pairs = list(zip(flops, moved))
-        if unequal([of(*pair) for pair in pairs]):
-            return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]
+        rounds.append(_together(context, f"again/{len(rounds)}", measured, ROUND_S))
+        pairs = [(statistics.median(f for f, _ in rank), statistics.median(m for _, m in rank)) for rank in zip(*rounds)]
+    if unequal([of(*pair) for pair in pairs]):
+        flops, moved = zip(*pairs)
+        return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]
     return [of(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
 
 
