@@ -96,12 +96,12 @@ def lay_out(program: Program, settings: PlanSettings, first: FirstLayouts | None
     composites |= frozenset(for_rings(program, settings.size, settings.memory.limit_bytes))
     round_ = in_rings(program, composites)
     losses = frozenset(n.name for n in round_.nodes if split_scope(n.scope) and has_split_form(round_, n))
+    tables = settings.split.tables and settings.time.micro_batches == 1  # micro-batches are an axis as well
+    at_rest, division = not settings.split.state_only, None
     while True:
         expanded = expand(program, composites | losses, settings)
         layouts = first.of(expanded, composites | losses, batch, settings)
-        tables = settings.split.tables and settings.time.micro_batches == 1  # micro-batches are an axis as well
-        at_rest = not settings.split.state_only
-        division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest, tables)
+        division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest, tables, division)
         whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
         if not whole:
             break

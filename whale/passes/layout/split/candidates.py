@@ -30,20 +30,27 @@ class Candidates:
       forms: tensor -> placements that it may have beside being whole.
     """
 
-    def __init__(self, region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int]):
+    def __init__(
+        self, region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int],
+        fixed: Mapping[str, Strategy],
+    ):  # fmt: skip
         """
         Args:
           sequences: how activations between products are to lie (see ``whale.passes.layout.split.sequence``).
           tables: that may lie whole on a rank, by handle node (see ``whale.passes.layout.split.tables``).
+          fixed: the only options of nodes and handles that have no other.
         """
         self.region, self.sequences, self.tables = region, sequences, tables
         self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*region.handles, *region.nodes)}
         self.forms: dict[Ref, dict[Placement, None]] = {}
         self._around: dict[Ref, list[str]] = {}  # tensor -> the nodes of the region that make or read it
         self._waiting: set[str] = set()  # nodes around tensors that have got candidates
-        self._views = {n.name: view(region.program, n, region.parts) for n in region.nodes.values()}
+        self._fixed = {name: fixed[name] for name in self.options if name in fixed}
+        self._asked = {name: node for name, node in region.nodes.items() if name not in fixed}
+        self._views = {name: view(region.program, node, region.parts) for name, node in self._asked.items()}
         self._few: set[frozenset[int]] = set()  # ranks that have experts where there are fewer than ranks, or a table
         self._seed()
+        self._settle_fixed()
         self._spread()
         self._settle_handles()
 
@@ -53,6 +60,15 @@ class Candidates:
         if kept:
             self.options[name] = kept
         return bool(kept)
+
+    def _settle_fixed(self) -> None:
+        for name, option in self._fixed.items():
+            self.options[name][option.inputs, option.outputs] = option
+            if (node := self.region.nodes.get(name)) is None:
+                self._note(Ref(name), option.outputs[0])
+                continue
+            for ref, placement in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
+                self._note(ref, placement)
 
     def _seed(self) -> None:
         """Where weights can be cut, and how tensors arrive."""
@@ -131,9 +147,9 @@ class Candidates:
 
     def _spread(self) -> None:
         """Each candidate of a tensor brings about options of the nodes around it, and these bring candidates."""
-        names = list(self.region.nodes)
+        names = list(self._asked)
         asked: dict[str, set[tuple[int, Placement]]] = {name: set() for name in names}
-        around = {name: [*node.inputs, *node.refs()] for name, node in self.region.nodes.items()}
+        around = {name: [*node.inputs, *node.refs()] for name, node in self._asked.items()}
         for name in names:
             for ref in around[name]:
                 self._around.setdefault(ref, []).append(name)
@@ -199,6 +215,8 @@ class Candidates:
     def _settle_handles(self) -> None:
         """A variable may lie as all that read or write it can take it; their other options go."""
         for name in self.region.handles:
+            if name in self._fixed:
+                continue
             ref = Ref(name)
             given = self.region.known.get(name)
             candidates: list[Placement] = [given] if given is not None else [B]

@@ -21,6 +21,7 @@ from whale.ir.layout import Placement, Split, Strategy
 from whale.ir.program import Program, Ref
 from whale.passes.facts.scopes import has_split_scopes, sequence_of
 from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.layout.propagate import NOTHING
 from whale.passes.layout.split.candidates import Candidates
 from whale.passes.layout.split.choose import choose
 from whale.passes.layout.split.costs import node_costs, tensor_forms
@@ -46,6 +47,7 @@ def divide(
     known: Mapping[str, Placement],
     at_rest: bool,
     tables: bool = True,
+    before: Division | None = None,
 ) -> Division:
     """Strategies for the nodes of split scopes.
 
@@ -54,6 +56,8 @@ def divide(
       known: placements of variables (by handle node) that earlier programs of the run have fixed.
       at_rest: whether variables that are not known yet may lie split between steps.
       tables: whether tables may lie whole on one rank.
+      before: of the same program with more operations taken apart. What stands in both lies as there; chosen is how
+        these operations do.
 
     Raises:
       PlanError: nothing under a scope can be divided as asked.
@@ -66,6 +70,9 @@ def divide(
     if parts > 1 and has_split_scopes(program):
         region = SplitRegion(program, outside, parts, known, at_rest, tables)
         refuse_rows_taken_apart(region)
+        if before is not None:
+            whole = {name for name, placement in before.variables.items() if is_whole(placement)}
+            return _among(region, {}, whole_tables(region, whole), before.strategies)
         division = _chosen(region, {})
         if any(sequence_of(n.scope) is not None for n in program.nodes):
             shapes = {region.handles[h].type.shape or () for uses in region.weights.values() for _, h in uses}
@@ -90,14 +97,16 @@ def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
     return division
 
 
-def _among(region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int]) -> Division:
-    """The cheapest choice, in which ``tables`` may lie whole on these ranks."""
-    candidates = Candidates(region, sequences, tables)
+def _among(
+    region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int], fixed: Mapping[str, Strategy] = NOTHING
+) -> Division:
+    """The cheapest choice, in which ``tables`` may lie whole on these ranks, and nodes are ``fixed``."""
+    candidates = Candidates(region, sequences, tables, fixed)
     insist(region, candidates)
     names = list(candidates.options)
     number = {name: i for i, name in enumerate(names)}
     options = {name: list(candidates.options[name].values()) for name in names}
-    costs = [node_costs(region, sequences, name, options[name], tables) for name in names]
+    costs = [[0.0] if name in fixed else node_costs(region, sequences, name, options[name], tables) for name in names]
     chosen = choose(costs, tensor_forms(region, number, options, len(tables)))
     strategies = {name: options[name][i] for name, i in zip(names, chosen)}
     variables = {name: strategies[name].outputs[0] for name in region.handles}
