@@ -278,6 +278,7 @@ KEYS: tuple[Key, ...] = (
         "on CPUs, a batch of products with one matrix in common is computed as one product, with the same results but "
         "for rounding",
     ),
+    Key("fuse.einsums", "bool", True, "batches of small products have a CPU kernel of Whale: equal but for rounding"),
     Key("fuse.padding", "bool", True, "products oneDNN's AVX2 code is slow at are padded: the same but for rounding"),
     Key(
         "fuse.kernels",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS, MATMULS
+from whale.ir.ops import CONVOLUTIONS, EINSUMS, FILTER_GRADIENTS, MATMULS
 from whale.ir.program import Node
 from whale.ir.values import TensorType
 
@@ -18,7 +18,7 @@ def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
             return 0
         transposed = node.attrs.get("transpose_a" if op == "MatMul" else "adj_x", False)
         return 2 * node.outputs[0].elements * (shape[-2 if transposed else -1] or 1)
-    if op == "Einsum":
+    if op in EINSUMS:
         return _einsum_flops(node, inputs)
     if op in CONVOLUTIONS:
         if op in FILTER_GRADIENTS:

@@ -25,7 +25,7 @@ DISJOINT = [
     ("LOOPS", "BRANCHES", "CALLS", "FRAMES"),
     ("IDENTITIES", "RESHAPES"),
     ("ASSIGNS", "APPLIES", "APPLIES_ROWS", "SCATTERS", "ADVANCES"),
-    ("MATMULS", "CONVOLUTIONS"),
+    ("MATMULS", "CONVOLUTIONS", "EINSUMS"),
     ("LIST_PUTS", "LIST_TAKES", "LIST_STACKS"),
 ]  # fmt: skip
 # Each is contained in the next, and is less than it.
@@ -47,6 +47,7 @@ CHAINS = [
     ("SCATTERS", "UPDATES"),
     ("ADVANCES", "UPDATES"),
     ("MATMULS", "CONTRACTIONS"),
+    ("EINSUMS", "CONTRACTIONS"),
     ("FILTER_GRADIENTS", "CONVOLUTIONS", "CONTRACTIONS"),
     ("STREAM_DRAWS", "STATELESS_DRAWS", "RANDOM"),
     ("DRAWS", "RANDOM"),

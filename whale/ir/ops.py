@@ -125,8 +125,10 @@ CONVOLUTIONS = FILTER_GRADIENTS | _named(
     "Conv Conv2D Conv2DBackpropInput Conv2DBackpropInputV2 Conv3D Conv3DBackpropInputV2 DepthwiseConv2dNative "
     "DepthwiseConv2dNativeBackpropInput"
 )
+# Products that an equation describes.
+EINSUMS = _named("Einsum WhaleEinsum")
 # Elements of operands are multiplied, and products summed over dimensions that the result lacks.
-CONTRACTIONS = MATMULS | CONVOLUTIONS | {"Einsum"}
+CONTRACTIONS = MATMULS | CONVOLUTIONS | EINSUMS
 
 # -- random numbers
 

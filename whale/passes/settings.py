@@ -143,6 +143,7 @@ class FuseSettings:
       elementwise: other arithmetic on elements, likewise (see ``whale.lowering.elementwise``).
       convolutions: small ones, as products of matrices (see ``whale.lowering.products.convolutions``).
       products: batches of them, as one (see ``whale.lowering.products.batches``).
+      einsums: batches of others, by a kernel of ours (see ``whale.lowering.products.einsums``).
       padding: products of matrices, as wider ones (see ``whale.lowering.products.padding``).
       kernels: what ours are faster at than TensorFlow's (see ``whale.lowering.kernels``).
     """
@@ -151,6 +152,7 @@ class FuseSettings:
     elementwise: bool = False
     convolutions: bool = False
     products: bool = False
+    einsums: bool = False
     padding: bool = False
     kernels: bool = False
 

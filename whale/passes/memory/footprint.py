@@ -7,7 +7,7 @@ communication keeps), gradients (with the sums of micro-batches, and what update
 
 from __future__ import annotations
 
-from whale.ir.ops import BATCH_NORM_GRADIENTS, FILTER_GRADIENTS, MATMULS, RANK_REDUCTIONS, VIEWS
+from whale.ir.ops import BATCH_NORM_GRADIENTS, EINSUMS, FILTER_GRADIENTS, MATMULS, RANK_REDUCTIONS, VIEWS
 from whale.ir.program import PRODUCT, Program, Ref
 from whale.ir.values import TensorType
 from whale.passes.memory.zero import is_model, leading_to, only_state
@@ -18,7 +18,8 @@ _MADE_BY = (
     MATMULS
     | FILTER_GRADIENTS
     | BATCH_NORM_GRADIENTS
-    | {"Einsum", "BiasAddGrad", "Sum", "UnsortedSegmentSum", "ReadVariableOp"}
+    | EINSUMS
+    | {"BiasAddGrad", "Sum", "UnsortedSegmentSum", "ReadVariableOp"}
 )
 
 

@@ -79,7 +79,9 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
     while unequal([of(*pair) for pair in pairs], SUSPECT) and len(rounds) < ROUNDS:
         # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
         rounds.append(_together(context, f"again/{len(rounds)}", measured, ROUND_S))
-        pairs = [(statistics.median(f for f, _ in rank), statistics.median(m for _, m in rank)) for rank in zip(*rounds)]
+        pairs = [
+            (statistics.median(f for f, _ in rank), statistics.median(m for _, m in rank)) for rank in zip(*rounds)
+        ]
     if unequal([of(*pair) for pair in pairs]):
         flops, moved = zip(*pairs)
         return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]

@@ -30,6 +30,7 @@ from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
 from whale.lowering.functions import load_ops, lower_to_function
 from whale.lowering.kernels import CROSS_ENTROPY, DEPTHWISE
+from whale.lowering.products.einsums import EINSUM
 from whale.lowering.updates.fuse import UPDATE
 from whale.runtime.ranks.gpus import await_gpus
 from whale_ops.memory import memory, reset_peak
@@ -41,7 +42,7 @@ ROUNDS = 5
 LEAST_S = 1e-3  # a round is at least so long, by repeated calls
 _OF_CLASSES = frozenset(("SparseSoftmaxCrossEntropyWithLogits", CROSS_ENTROPY))
 _TAKES_INDICES = ROW_LOOKUPS | _OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
-_OURS = frozenset((UPDATE, CROSS_ENTROPY, DEPTHWISE))  # that have the same work whatever else there is
+_OURS = frozenset((UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM))  # that have the same work whatever else there is
 _NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
 # What indices pass through on their way to a table; Keras adds the rows to those below zero.
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())

@@ -22,6 +22,7 @@ from whale.lowering.kernels import with_own_kernels
 from whale.lowering.local import localise
 from whale.lowering.products.batches import batches_as_products
 from whale.lowering.products.convolutions import convolutions_as_products
+from whale.lowering.products.einsums import einsums_by_own_kernel
 from whale.lowering.products.padding import with_padding
 from whale.lowering.updates.fuse import fuse_updates, written_together
 from whale.passes.exchange.fuse_sums import fuse_sums
@@ -141,6 +142,8 @@ def as_run(ranks: list[Program], settings: PlanSettings) -> list[Program]:
         ranks = list(map(convolutions_as_products, ranks))
     if fuse.products:
         ranks = list(map(batches_as_products, ranks))
+    if fuse.einsums:
+        ranks = list(map(einsums_by_own_kernel, ranks))
     if fuse.padding:
         ranks = list(map(with_padding, ranks))
     if fuse.kernels:

@@ -98,7 +98,10 @@ def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
 
 
 def _among(
-    region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int], fixed: Mapping[str, Strategy] = NOTHING
+    region: SplitRegion,
+    sequences: Mapping[Ref, Split],
+    tables: Mapping[str, int],
+    fixed: Mapping[str, Strategy] = NOTHING,
 ) -> Division:
     """The cheapest choice, in which ``tables`` may lie whole on these ranks, and nodes are ``fixed``."""
     candidates = Candidates(region, sequences, tables, fixed)

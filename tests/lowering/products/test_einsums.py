@@ -1,0 +1,173 @@
+"""Batches of products of small matrices: our kernel, with the values of TensorFlow's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+import whale_ops
+from tests.programs import Builder
+from whale.ir.program import COMPILED
+from whale.ir.values import DType, TensorType
+from whale.lowering.products.einsums import EINSUM, MOST_OF_BATCHES, MOST_OF_EINSUMS, einsums_by_own_kernel
+
+pytestmark = pytest.mark.core
+CLOSE = {"float32": 1e-5, "float64": 1e-13}
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    wh.shutdown()
+
+
+def kernel(equation: str, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return whale_ops.ops().whale_einsum(left=left, right=right, equation=equation).numpy()
+
+
+def drawn(equation: str, dtype: str, **sizes: int) -> list[np.ndarray]:
+    draw = np.random.default_rng(3)
+    terms = equation.partition("->")[0].split(",")
+    return [draw.normal(size=[sizes[letter] for letter in term]).astype(dtype) for term in terms]
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "bqhd,bkhd->bhqk",  # scores of an attention
+        "bhqk,bkhd->bqhd",
+        "bhqk,bqhd->bkhd",  # a gradient: the left matrix transposed
+        "bqd,bkd->bqk",
+        "bdq,bdk->bqk",
+    ],
+)
+@pytest.mark.parametrize("long", [1, 2, 3, 5, 7, 8, 16, 17, 31, 33, 47, 64, 70])
+def test_products_of_any_sizes_and_places(equation: str, long: int, dtype: str) -> None:
+    for short in (1, 4, 9):
+        sizes = {"b": 3, "h": 2, "q": long, "k": short, "d": 13}
+        for turned in (sizes, {**sizes, "q": short, "k": long}, {**sizes, "d": long}):
+            left, right = drawn(equation, dtype, **turned)
+            expected = np.einsum(equation, left, right)
+            np.testing.assert_allclose(
+                kernel(equation, left, right), expected, rtol=CLOSE[dtype], atol=10 * CLOSE[dtype]
+            )
+
+
+def test_few_products_are_divided_by_rows_and_nothing_is_nothing() -> None:
+    left, right = drawn("bqd,bkd->bqk", "float32", b=1, q=401, k=33, d=20)
+    expected = np.einsum("bqd,bkd->bqk", left, right)
+    np.testing.assert_allclose(kernel("bqd,bkd->bqk", left, right), expected, rtol=1e-5, atol=1e-4)
+    assert kernel("bqd,bkd->bqk", left[:, :0], right).shape == (1, 0, 33)
+    assert not kernel("bqd,bkd->bqk", left[..., :0], right[..., :0]).any()
+
+
+@pytest.mark.parametrize(
+    ("equation", "why"),
+    [
+        ("bqd->bq", "no two operands"),
+        ("bqd,bkd", "no two operands"),
+        ("bqq,bkq->bqk", "twice in a term"),
+        ("bqd,bkd->bkq", "ends with another"),
+        ("bqde,bkde->bqk", "letters of the left operand"),
+        ("bqd,bkde->bqk", "letters of the right operand"),
+        ("bqd,bkd->bqkx", "letters of the result"),
+        ("bqd,bd->bq", "are missing"),
+    ],
+)
+def test_other_equations_are_refused(equation: str, why: str) -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"equation '{equation}': .*{why}.*expected one like"):
+        whale_ops.ops().whale_einsum(left=np.ones((2, 2, 2)), right=np.ones((2, 2, 2)), equation=equation)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    said = r"\[2,3,4\] and \[2,3,5\]; expected sizes as in bqd,bkd->bqk"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=said):
+        kernel("bqd,bkd->bqk", np.ones((2, 3, 4)), np.ones((2, 3, 5)))
+
+
+def compiled(body: Callable[..., Any], *given: tf.Tensor, **config: Any) -> tuple[list[np.ndarray], Counter[str]]:
+    """What one rank finds, and the operations that it runs."""
+    wh.init({"communication.transport": "in-process", "cluster.ranks": 1, **config})
+    step = wh.function(body)
+    found = [value.numpy() for value in step(*given)]
+    program = step._step(given, {}).compiled.ranks[0]
+    wh.shutdown()
+    return found, Counter(node.op for graph in (program, *program.functions.values()) for node in graph.nodes)
+
+
+def attention(q: tf.Tensor, k: tf.Tensor) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        tape.watch((q, k))
+        shares = tf.nn.softmax(tf.einsum("aecd,abcd->acbe", k, q))
+        found = tf.einsum("acbe,aecd->abcd", shares, k)
+        loss = tf.reduce_sum(tf.square(found))
+    return [loss, *tape.gradient(loss, (q, k))]
+
+
+def products(q: tf.Tensor, k: tf.Tensor) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        tape.watch((q, k))
+        shares = tf.nn.softmax(tf.matmul(q, k, transpose_b=True))
+        loss = tf.reduce_sum(tf.square(shares @ k))
+    return [loss, *tape.gradient(loss, (q, k))]
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("body", [attention, products])
+def test_an_attention_and_its_gradients(body: Callable[..., Any], dtype: str) -> None:
+    draw = np.random.default_rng(5)
+    given = [tf.constant(draw.normal(size=(2, 7, 3, 5)), dtype) for _ in range(2)]
+    expected = [value.numpy() for value in tf.function(body)(*given)]
+    found, operations = compiled(body, *given)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=20 * CLOSE[dtype], atol=20 * CLOSE[dtype])
+    assert operations[EINSUM] == 6 and not operations["Einsum"] and not operations["BatchMatMulV2"]
+    _, operations = compiled(body, *given, **{"fuse.einsums": False})
+    assert operations[EINSUM] == 0 and operations["Einsum"] + operations["BatchMatMulV2"] == 6
+
+
+@pytest.mark.parametrize(
+    ("equation", "left", "right", "own"),
+    [
+        ("abd,acd->abc", (4, 6, 5), (4, 7, 5), "abd,acd->abc"),
+        ("abd,acd->acb", (4, 6, 5), (4, 7, 5), "acd,abd->acb"),  # what comes last is of the right operand
+        ("abd,acd->bca", (4, 6, 5), (4, 7, 5), ""),  # of both
+        ("bd,cd->bc", (6, 5), (7, 5), ""),  # one product
+        ("abd,acd->abc", (1, 6, 5), (1, 7, 5), ""),
+        ("abd,acd->abc", (1, 6, 5), (4, 7, 5), ""),  # repeated
+        ("...bd,...cd->...bc", (4, 6, 5), (4, 7, 5), ""),
+        ("abde,acde->abc", (4, 6, 5, 2), (4, 7, 5, 2), ""),
+        ("abd,ac->abc", (4, 6, 5), (4, 7), ""),  # a sum of one operand
+        ("abd,acd->abc", (4, 6, MOST_OF_EINSUMS + 1), (4, 7, MOST_OF_EINSUMS + 1), ""),
+    ],
+)
+def test_which_einsums(equation: str, left: tuple[int, ...], right: tuple[int, ...], own: str) -> None:
+    b = Builder()
+    x, y = b.input("x", left), b.input("y", right)
+    made = TensorType("float64", np.einsum(equation, np.zeros(left), np.zeros(right)).shape)
+    program = b.build([b.node("Einsum", (x, y), [made], "e", equation=equation, N=2, T=DType("float64"))])
+    (node,) = (n for n in einsums_by_own_kernel(program).nodes if n.name == "e")
+    assert (node.attrs["equation"] if node.op == EINSUM else "") == own
+    assert not own or sorted(r.node for r in node.inputs) == ["x", "y"]
+
+
+def test_which_batches() -> None:
+    for rows, dtype, attrs, mine in (
+        (6, "float64", {}, True),
+        (6, "bfloat16", {}, False),
+        (MOST_OF_BATCHES + 1, "float64", {}, False),
+        (6, "float64", {COMPILED: True}, False),
+    ):
+        b = Builder()
+        x, y = b.input("x", (4, rows, 5), dtype), b.input("y", (4, 7, 5), dtype)
+        batch = b.op("BatchMatMulV2", x, y, name="e", adj_x=False, adj_y=True, T=DType(dtype), **attrs)
+        (node,) = (n for n in einsums_by_own_kernel(b.build([batch])).nodes if n.name == "e")
+        assert (node.op == EINSUM) is mine, (rows, dtype, attrs)
+        assert not mine or node.attrs["equation"] == "amk,ank->amn"
