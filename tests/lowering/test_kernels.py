@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.lowering.one_rank import on_one_rank
 from whale.lowering.kernels import CROSS_ENTROPY, DEPTHWISE
 
 pytestmark = pytest.mark.core
@@ -26,16 +26,6 @@ def run(function: Callable[..., Any], body: Callable[..., Any], *given: tf.Tenso
     return [value.numpy() for value in function(body)(*given)]
 
 
-def ops(body: Callable[..., Any], *given: tf.Tensor, **config: Any) -> tuple[list[np.ndarray], Counter[str]]:
-    """What one rank finds, and the operations that it runs."""
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1, **config})
-    step = wh.function(body)
-    found = [value.numpy() for value in step(*given)]
-    program = step._step(given, {}).compiled.ranks[0]
-    wh.shutdown()
-    return found, Counter(node.op for graph in (program, *program.functions.values()) for node in graph.nodes)
-
-
 def loss_and_gradient(logits: tf.Tensor, labels: tf.Tensor) -> list[tf.Tensor]:
     with tf.GradientTape() as tape:
         tape.watch(logits)
@@ -48,7 +38,7 @@ def test_losses_of_float32_are_computed_by_a_kernel_of_whale() -> None:
     labels = tf.constant(draw.integers(0, 50, 12))
     for dtype, config, count in (("float32", {}, 1), ("float64", {}, 0), ("float32", {"fuse.kernels": False}, 0)):
         given = tf.constant(draw.normal(size=(12, 50)), dtype), labels
-        found, operations = ops(loss_and_gradient, *given, **config)
+        found, operations = on_one_rank(loss_and_gradient, *given, **config)
         for one, other in zip(found, run(tf.function, loss_and_gradient, *given), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
         assert operations[CROSS_ENTROPY] == count, (dtype, config)
@@ -76,8 +66,8 @@ def test_gradients_of_depthwise_filters(options: dict[str, Any], count: int, dty
         return list(tape.gradient(loss, (x, w)))
 
     allowed = {"float32": 1e-4, "float64": 1e-12}[dtype]
-    found, operations = ops(body, *given)
+    found, operations = on_one_rank(body, *given)
     for one, other in zip(found, run(tf.function, body, *given), strict=True):
         np.testing.assert_allclose(one, other, rtol=allowed, atol=allowed)
     assert operations[DEPTHWISE] == count
-    assert ops(body, *given, **{"fuse.kernels": False})[1][DEPTHWISE] == 0
+    assert on_one_rank(body, *given, **{"fuse.kernels": False})[1][DEPTHWISE] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 import whale as wh
 import whale_ops
+from tests.lowering.one_rank import on_one_rank
 from tests.programs import Builder
 from whale.ir.program import COMPILED
 from whale.ir.values import DType, TensorType
@@ -92,16 +92,6 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         kernel("bqd,bkd->bqk", np.ones((2, 3, 4)), np.ones((2, 3, 5)))
 
 
-def compiled(body: Callable[..., Any], *given: tf.Tensor, **config: Any) -> tuple[list[np.ndarray], Counter[str]]:
-    """What one rank finds, and the operations that it runs."""
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1, **config})
-    step = wh.function(body)
-    found = [value.numpy() for value in step(*given)]
-    program = step._step(given, {}).compiled.ranks[0]
-    wh.shutdown()
-    return found, Counter(node.op for graph in (program, *program.functions.values()) for node in graph.nodes)
-
-
 def attention(q: tf.Tensor, k: tf.Tensor) -> list[tf.Tensor]:
     with tf.GradientTape() as tape:
         tape.watch((q, k))
@@ -125,11 +115,11 @@ def test_an_attention_and_its_gradients(body: Callable[..., Any], dtype: str) ->
     draw = np.random.default_rng(5)
     given = [tf.constant(draw.normal(size=(2, 7, 3, 5)), dtype) for _ in range(2)]
     expected = [value.numpy() for value in tf.function(body)(*given)]
-    found, operations = compiled(body, *given)
+    found, operations = on_one_rank(body, *given)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=20 * CLOSE[dtype], atol=20 * CLOSE[dtype])
     assert operations[EINSUM] == 6 and not operations["Einsum"] and not operations["BatchMatMulV2"]
-    _, operations = compiled(body, *given, **{"fuse.einsums": False})
+    _, operations = on_one_rank(body, *given, **{"fuse.einsums": False})
     assert operations[EINSUM] == 0 and operations["Einsum"] + operations["BatchMatMulV2"] == 6
 
 
