@@ -19,7 +19,7 @@ from cost_model.captured.signature import signature
 from cost_model.captured.traffic import Exchange
 from cost_model.ops.work import Work
 from whale.errors import ClusterError
-from whale.ir.ops import CONTRACTIONS
+from whale.ir.ops import CONTRACTIONS, EINSUMS, MATMULS
 from whale.ir.program import Node, Program
 
 FORMAT_VERSION = 3
@@ -202,7 +202,7 @@ class Measured:
         found = self._exact.get(signature(program, node))
         if found is not None:
             return found.seconds * self.context, found.scratch_bytes
-        known = self._by_op.get(node.op) or self._by_op.get("AddV2") or self.table.operations
+        known = self._by_op.get(node.op) or self._alike(node.op) or self._by_op.get("AddV2") or self.table.operations
         if not known:
             raise ClusterError(
                 "the profile has no measurement of any such operation",
@@ -219,6 +219,11 @@ class Measured:
         computes = {node.op, near.op} <= CONTRACTIONS and near.flops > 0
         ratio = does.flops / near.flops if computes else (does.moved_bytes + 4096) / (near.moved_bytes + 4096)
         return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
+
+    def _alike(self, op: str) -> list[Operation]:
+        """Products of matrices, where the op is one."""
+        products = sorted(MATMULS | EINSUMS) if op in MATMULS | EINSUMS else ()
+        return [one for product in products for one in self._by_op.get(product, ())]
 
     def exchange_s(self, what: Exchange) -> float:
         """Seconds of work that an exchange is for each of its ranks.

@@ -254,7 +254,8 @@ class _Unroller:
         raise _NotFollowed(f"{node.op}: not followed through a loop")
 
     def _element_shape(self, graph: _Graph, node: Node, items: Sequence[Ref | None]) -> Ref:
-        shape = next((self.types[one].shape for one in items if one is not None), None)
+        shapes = (self.types[one].shape for one in items if one is not None)
+        shape = next((one for one in shapes if one is not None), None)
         if shape is None:
             raise _NotFollowed(f"{node.op}: of nothing that is known")
         sizes = np.array([-1 if size is None else size for size in shape], node.outputs[0].dtype)

@@ -25,6 +25,7 @@ from tests.programs import Builder, mlp, planned
 from whale.errors import ClusterError, PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program
+from whale.ir.values import TensorType
 from whale.lowering.local import localise
 
 KIND = "all_reduce all_gather reduce_scatter all_to_all broadcast point_to_point"
@@ -213,6 +214,19 @@ def test_a_measured_operation_is_found_by_its_signature_and_scaled_otherwise() -
     for ranks, factor in ((1, 0.5), (2, 3.0), (4, 3.0)):
         whole = measured_machine(table, ranks, ["another", mark])
         assert whole.operations[0](program, node, work(node, types))[0] == pytest.approx(factor * near[0])
+
+
+@pytest.mark.parametrize("op", ["BatchMatMulV2", "WhaleEinsum"])
+def test_products_that_were_not_measured_are_priced_as_those_that_were(op: str) -> None:
+    b = Builder("p", "float32")
+    x, y = b.input("x", (4, 64, 48)), b.input("y", (4, 48, 32))
+    attrs = {"equation": "abc,acd->abd"} if op == "WhaleEinsum" else {"adj_x": False, "adj_y": False}
+    made = b.node(op, (x, y), [TensorType("float32", (4, 64, 32))], "product", **attrs)
+    program = b.build([made])
+    node = program.by_name["product"]
+    does = work(node, [program.type_of(r) for r in node.inputs])
+    assert does.flops == 2 * 4 * 64 * 48 * 32
+    assert measured_machine(TABLE, 1).operations[0](program, node, does)[0] == pytest.approx(0.02 * does.flops / 1e9)
 
 
 def test_what_has_to_be_packed_is_an_exchange_of_its_own_kind() -> None:

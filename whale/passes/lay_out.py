@@ -7,7 +7,7 @@ divides depends on how tensors arrive there, and a loss is taken apart for its c
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
 from whale.ir.layout import Placement, Split, Strategy
@@ -106,6 +106,7 @@ def lay_out(program: Program, settings: PlanSettings, first: FirstLayouts | None
         if not whole:
             break
         losses -= whole
+        division = replace(division, strategies={n: s for n, s in division.strategies.items() if n not in whole})
     strategies, variables = dict(division.strategies), dict(division.variables)
     outside: dict[str, Placement] = {}  # variables that lie split for the optimizer's sake
     if settings.zero.level:

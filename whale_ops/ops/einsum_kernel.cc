@@ -2,6 +2,8 @@
 #define EIGEN_USE_THREADS  // Eigen then declares the device that the work is divided on
 
 #include <algorithm>
+#include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +27,7 @@ using tensorflow::shape_inference::ShapeHandle;
 using whale::ProductDim;
 
 constexpr double kFlopsPerCycle = 16;
+constexpr size_t kLineBytes = 64;  // of a cache
 constexpr int64_t kLeastRows = 32;  // of a part of a product: what it packs is little beside what it computes
 
 // "abc,abd->acd", and what its letters are for.
@@ -129,7 +132,10 @@ class EinsumOp : public tensorflow::OpKernel {
     const double flops = 2.0 * rows * sizes.columns.size * sizes.summed.size / parts;
     const Eigen::TensorOpCost cost(0, 0, flops / kFlopsPerCycle);
     ctx->eigen_cpu_device().parallelFor(products * parts, cost, [&](int64_t begin, int64_t end) {
-      std::vector<T> scratch(whale::scratch_elements<T>(sizes));
+      // Not a vector, which would be filled; and as vectors are loaded from it, it begins where a line of the cache does.
+      const std::unique_ptr<T[]> memory(new T[whale::scratch_elements<T>(sizes) + kLineBytes / sizeof(T)]);
+      const auto past = reinterpret_cast<uintptr_t>(memory.get()) % kLineBytes;
+      T* const scratch = memory.get() + (kLineBytes - past) % kLineBytes / sizeof(T);
       for (int64_t one = begin; one < end; ++one) {
         const int64_t part = one % parts, first = rows * part / parts;
         whale::ProductSizes some = sizes;
@@ -142,7 +148,7 @@ class EinsumOp : public tensorflow::OpKernel {
           right_at += index * dim->right;
           out_at += index * dim->out;
         }
-        whale::multiply<T>(some, a + left_at, b + right_at, to + out_at, scratch.data());
+        whale::multiply<T>(some, a + left_at, b + right_at, to + out_at, scratch);
       }
     });
   }
@@ -178,7 +184,7 @@ REGISTER_OP("WhaleEinsum")
     .Doc(
         "What Einsum gives of two operands whose equation has, beside letters that all terms have, one of left and "
         "output, one of right and output, with which output ends, and one of left and right: many products of small "
-        "matrices, each of which one thread computes where the matrices lie.");
+        "matrices, computed where these lie.");
 
 #define REGISTER_EINSUM(type) \
   REGISTER_KERNEL_BUILDER(Name("WhaleEinsum").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), EinsumOp<type>)

@@ -15,7 +15,7 @@ from tests.lowering.one_rank import on_one_rank
 from tests.programs import Builder
 from whale.ir.program import COMPILED
 from whale.ir.values import DType, TensorType
-from whale.lowering.products.einsums import EINSUM, MOST_OF_BATCHES, MOST_OF_EINSUMS, einsums_by_own_kernel
+from whale.lowering.products.einsums import EINSUM, LEAST, MOST, MOST_OF_BATCHES, einsums_by_own_kernel
 
 pytestmark = pytest.mark.core
 CLOSE = {"float32": 1e-5, "float64": 1e-13}
@@ -46,6 +46,7 @@ def drawn(equation: str, dtype: str, **sizes: int) -> list[np.ndarray]:
         "bhqk,bqhd->bkhd",  # a gradient: the left matrix transposed
         "bqd,bkd->bqk",
         "bdq,bdk->bqk",
+        "qdb,kdb->bqk",  # others lie between
     ],
 )
 @pytest.mark.parametrize("long", [1, 2, 3, 5, 7, 8, 16, 17, 31, 33, 47, 64, 70])
@@ -109,16 +110,27 @@ def products(q: tf.Tensor, k: tf.Tensor) -> list[tf.Tensor]:
     return [loss, *tape.gradient(loss, (q, k))]
 
 
+def heads(q: tf.Tensor, k: tf.Tensor) -> list[tf.Tensor]:
+    """As programs have it that know no Einsum."""
+    with tf.GradientTape() as tape:
+        tape.watch((q, k))
+        query, key = (tf.transpose(one, (0, 2, 1, 3)) for one in (q, k))
+        shares = tf.nn.softmax(tf.matmul(query, key, transpose_b=True))
+        loss = tf.reduce_sum(tf.square(tf.transpose(shares @ key, (0, 2, 1, 3))))
+    return [loss, *tape.gradient(loss, (q, k))]
+
+
 @pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("body", [attention, products])
+@pytest.mark.parametrize("body", [attention, products, heads])
 def test_an_attention_and_its_gradients(body: Callable[..., Any], dtype: str) -> None:
     draw = np.random.default_rng(5)
-    given = [tf.constant(draw.normal(size=(2, 7, 3, 5)), dtype) for _ in range(2)]
+    given = [tf.constant(draw.normal(size=(2, 7, 6, 5)), dtype) for _ in range(2)]
     expected = [value.numpy() for value in tf.function(body)(*given)]
     found, operations = on_one_rank(body, *given)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=20 * CLOSE[dtype], atol=20 * CLOSE[dtype])
     assert operations[EINSUM] == 6 and not operations["Einsum"] and not operations["BatchMatMulV2"]
+    assert operations["Transpose"] == (1 if body is heads else 0)  # of the sum of both gradients of the keys
     _, operations = on_one_rank(body, *given, **{"fuse.einsums": False})
     assert operations[EINSUM] == 0 and operations["Einsum"] + operations["BatchMatMulV2"] == 6
 
@@ -135,7 +147,11 @@ def test_an_attention_and_its_gradients(body: Callable[..., Any], dtype: str) ->
         ("...bd,...cd->...bc", (4, 6, 5), (4, 7, 5), ""),
         ("abde,acde->abc", (4, 6, 5, 2), (4, 7, 5, 2), ""),
         ("abd,ac->abc", (4, 6, 5), (4, 7), ""),  # a sum of one operand
-        ("abd,acd->abc", (4, 6, MOST_OF_EINSUMS + 1), (4, 7, MOST_OF_EINSUMS + 1), ""),
+        ("abd,acd->abc", (4, 6, MOST_OF_BATCHES + 1), (4, 7, MOST_OF_BATCHES + 1), ""),
+        ("bad,cad->abc", (6, 4, MOST_OF_BATCHES + 1), (7, 4, MOST_OF_BATCHES + 1), "bad,cad->abc"),
+        ("bad,cad->abc", (6, 4, MOST + 1), (7, 4, MOST + 1), ""),
+        ("abd,acd->abc", (4, LEAST - 1, 5), (4, 7, 5), ""),
+        ("abd,acd->abc", (4, 6, 5), (4, LEAST - 1, 5), ""),
     ],
 )
 def test_which_einsums(equation: str, left: tuple[int, ...], right: tuple[int, ...], own: str) -> None:
@@ -146,6 +162,34 @@ def test_which_einsums(equation: str, left: tuple[int, ...], right: tuple[int, .
     (node,) = (n for n in einsums_by_own_kernel(program).nodes if n.name == "e")
     assert (node.attrs["equation"] if node.op == EINSUM else "") == own
     assert not own or sorted(r.node for r in node.inputs) == ["x", "y"]
+
+
+@pytest.mark.parametrize("fetched", ["", "product", "moved"])
+def test_what_is_transposed_for_a_product_and_of_one(fetched: str) -> None:
+    b = Builder()
+    x, y = b.input("x", (2, 6, 3, 5)), b.input("y", (2, 7, 3, 5))
+    moved = b.transpose(x, 0, 2, 1, 3)
+    product = b.op("BatchMatMulV2", moved, b.transpose(y, 0, 2, 3, 1), name="p", adj_x=False, adj_y=False)
+    end = b.transpose(product, 0, 2, 1, 3)
+    program = b.build([end, *{"product": [product], "moved": [moved]}.get(fetched, [])])
+    made = einsums_by_own_kernel(program)
+    (node,) = (n for n in made.nodes if n.op == EINSUM)
+    assert [r.node for r in node.inputs] == ["x", "y"]
+    assert node.attrs["equation"] == ("ambk,anbk->abmn" if fetched == "product" else "ambk,anbk->ambn")
+    assert node.name == ("p" if fetched == "product" else end.node)
+    assert sum(n.op == "Transpose" for n in made.nodes) == (1 if fetched else 0)
+    assert {ref.node for ref in made.outputs} <= made.by_name.keys()
+
+
+def test_a_product_whose_transposition_another_one_reads() -> None:
+    b = Builder()
+    x, y = b.input("x", (2, 6, 5)), b.input("y", (2, 5, 6))
+    product = b.op("BatchMatMulV2", x, y, name="p", adj_x=False, adj_y=False)
+    again = b.op("BatchMatMulV2", b.transpose(product, 0, 2, 1), y, name="again", adj_x=False, adj_y=True)
+    program = einsums_by_own_kernel(b.build([again]))
+    found = {n.name: n for n in program.nodes}
+    assert found["p"].op == found["again"].op == EINSUM and "p" in {r.node for r in found["again"].inputs}
+    assert not any(n.op == "Transpose" for n in program.nodes)
 
 
 def test_which_batches() -> None:

@@ -18,6 +18,7 @@ void require(bool condition, const std::string& what) {
 // Argument: how many orders of overlapping groups are tried.
 int main(int count, char** arguments) {
   schedules();
+  products();
   for (const int size : {1, 2, 3, 5}) sums(size);
   disagreement();
   abort_while_waiting();

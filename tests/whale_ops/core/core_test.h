@@ -14,6 +14,9 @@ inline void require(bool condition, const char* what) {
 // core_test_schedules.cc: schedules whose messages fit together.
 void schedules();
 
+// core_test_products.cc: products of small matrices, by each code that this processor has.
+void products();
+
 // core_test_ranks.cc: ranks as threads over the in-process transport.
 void sums(int size);
 void disagreement();

@@ -17,13 +17,13 @@ from whale.runtime.ranks.device_exchange import ExchangeOps
 from whale.runtime.ranks.gpus import await_gpus
 from whale.runtime.run.context import Context
 
-# At first: the core of a rank with a quota is taken away once in 100 ms. Ranks that seem to differ by more than
-# SUSPECT are measured again.
-FIRST_S, SUSPECT = 0.15, 1.1
+# At first, and what is bound by memory for half of that: the core of a rank with a quota is taken away once in 100 ms.
+# Ranks that seem to differ by more than SUSPECT are measured again.
+FIRST_S, SUSPECT = 0.2, 1.1
 # Of unequal ranks, those whose speeds differ by less are of one kind: what lies between them is mostly noise, and costs
 # more as parts of the work that differ than it gains.
 ONE_KIND = 1.15
-# Of measuring them again, as long as they seem to differ; the median of each rank counts.
+# Of measuring them again, twice at least and as long as they seem to differ; the median of each rank counts.
 ROUNDS, ROUND_S = 5, 0.25
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 # An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it (`Table.node_s`).
@@ -76,7 +76,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
     if not between:
         return [of(*pairs[0])] * context.planned_size
     rounds: list[list[tuple[float, float]]] = []
-    while unequal([of(*pair) for pair in pairs], SUSPECT) and len(rounds) < ROUNDS:
+    while len(rounds) < ROUNDS and (len(rounds) == 1 or unequal([of(*pair) for pair in pairs], SUSPECT)):
         # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
         rounds.append(_together(context, f"again/{len(rounds)}", measured, ROUND_S))
         pairs = [

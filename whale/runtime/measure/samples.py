@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.ir.program import Program
+from whale.lowering.products.einsums import einsums_by_own_kernel
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 
@@ -21,9 +22,10 @@ LENGTH, HEADS = 64, 4
 
 
 def programs() -> list[Program]:
-    """The normalised programs."""
+    """The normalised programs, and the same with our kernel for products, which may be off in a run."""
     steps = [_transformer(*sizes) for sizes in TRANSFORMERS] + [_convolution(*sizes) for sizes in CONVOLUTIONS]
-    return [normalise(capture_function(step, specs, {}).program, PlanSettings(size=1)) for step, specs in steps]
+    found = [normalise(capture_function(step, specs, {}).program, PlanSettings(size=1)) for step, specs in steps]
+    return found + list(map(einsums_by_own_kernel, found))
 
 
 def _transformer(rows: int, width: int, words: int) -> tuple[Callable[..., tf.Tensor], Sequence[tf.TensorSpec]]:

@@ -3,7 +3,11 @@
 #include <algorithm>
 
 // A product and its addition in one instruction, where the processor has it: twice as many as in two.
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#else
 #pragma GCC optimize("fp-contract=fast")
+#endif
 
 #define WHALE_INLINE __attribute__((always_inline)) inline
 
@@ -16,21 +20,29 @@ constexpr int64_t kPanelBytes = 128;  // of a k of the columns of a panel: at mo
 typedef float FourFloats __attribute__((vector_size(16)));
 typedef double TwoDoubles __attribute__((vector_size(16)));
 
+#if defined(__clang__)
+#define WHALE_SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define WHALE_SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, type{__VA_ARGS__})
+#endif
+typedef int32_t FourNumbers __attribute__((vector_size(16)));
+typedef int64_t TwoNumbers __attribute__((vector_size(16)));
+
 WHALE_INLINE void transpose(FourFloats (&v)[4]) {
-  typedef int32_t Mask __attribute__((vector_size(16)));
-  const FourFloats a = __builtin_shuffle(v[0], v[1], Mask{0, 4, 1, 5}), b = __builtin_shuffle(v[0], v[1], Mask{2, 6, 3, 7});
-  const FourFloats c = __builtin_shuffle(v[2], v[3], Mask{0, 4, 1, 5}), d = __builtin_shuffle(v[2], v[3], Mask{2, 6, 3, 7});
-  v[0] = __builtin_shuffle(a, c, Mask{0, 1, 4, 5});
-  v[1] = __builtin_shuffle(a, c, Mask{2, 3, 6, 7});
-  v[2] = __builtin_shuffle(b, d, Mask{0, 1, 4, 5});
-  v[3] = __builtin_shuffle(b, d, Mask{2, 3, 6, 7});
+  const FourFloats a = WHALE_SHUFFLE(FourNumbers, v[0], v[1], 0, 4, 1, 5);
+  const FourFloats b = WHALE_SHUFFLE(FourNumbers, v[0], v[1], 2, 6, 3, 7);
+  const FourFloats c = WHALE_SHUFFLE(FourNumbers, v[2], v[3], 0, 4, 1, 5);
+  const FourFloats d = WHALE_SHUFFLE(FourNumbers, v[2], v[3], 2, 6, 3, 7);
+  v[0] = WHALE_SHUFFLE(FourNumbers, a, c, 0, 1, 4, 5);
+  v[1] = WHALE_SHUFFLE(FourNumbers, a, c, 2, 3, 6, 7);
+  v[2] = WHALE_SHUFFLE(FourNumbers, b, d, 0, 1, 4, 5);
+  v[3] = WHALE_SHUFFLE(FourNumbers, b, d, 2, 3, 6, 7);
 }
 
 WHALE_INLINE void transpose(TwoDoubles (&v)[2]) {
-  typedef int64_t Mask __attribute__((vector_size(16)));
   const TwoDoubles a = v[0];
-  v[0] = __builtin_shuffle(a, v[1], Mask{0, 2});
-  v[1] = __builtin_shuffle(a, v[1], Mask{1, 3});
+  v[0] = WHALE_SHUFFLE(TwoNumbers, a, v[1], 0, 2);
+  v[1] = WHALE_SHUFFLE(TwoNumbers, a, v[1], 1, 3);
 }
 
 // Of columns whose k lie side by side: from[j * across + k] to panel[k * width + j].
@@ -129,7 +141,6 @@ void anywhere(const ProductSizes& sizes, const T* left, const T* right, T* out, 
 }
 
 #if defined(__x86_64__)
-// Of the processor that is here: libraries are compiled for any.
 template <typename T>
 __attribute__((target("avx2,fma"))) void with_avx2(const ProductSizes& sizes, const T* left, const T* right, T* out,
                                                    T* panel) {
@@ -145,13 +156,16 @@ __attribute__((target("avx512f"))) void with_avx512(const ProductSizes& sizes, c
 }
 
 template <typename T>
-Multiply<T> best() {
-  if (__builtin_cpu_supports("avx512f")) return with_avx512<T>;
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? with_avx2<T> : anywhere<T>;
+Multiply<T> code_of(ProductCode code) {
+  switch (code) {
+    case ProductCode::kAvx512: return with_avx512<T>;
+    case ProductCode::kAvx2: return with_avx2<T>;
+    default: return anywhere<T>;
+  }
 }
 #else
 template <typename T>
-Multiply<T> best() {
+Multiply<T> code_of(ProductCode) {
   return anywhere<T>;
 }
 #endif
@@ -163,15 +177,32 @@ int64_t scratch_elements(const ProductSizes& sizes) {
   return sizes.summed.size * (kPanelBytes / sizeof(T));
 }
 
+std::vector<ProductCode> product_codes() {
+  std::vector<ProductCode> found;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) found.push_back(ProductCode::kAvx512);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(ProductCode::kAvx2);
+#endif
+  found.push_back(ProductCode::kAnywhere);
+  return found;
+}
+
 template <typename T>
 void multiply(const ProductSizes& sizes, const T* left, const T* right, T* out, T* scratch) {
-  static const Multiply<T> best_multiply = best<T>();
-  best_multiply(sizes, left, right, out, scratch);
+  static const Multiply<T> best = code_of<T>(product_codes().front());
+  best(sizes, left, right, out, scratch);
+}
+
+template <typename T>
+void multiply_by(ProductCode code, const ProductSizes& sizes, const T* left, const T* right, T* out, T* scratch) {
+  code_of<T>(code)(sizes, left, right, out, scratch);
 }
 
 template int64_t scratch_elements<float>(const ProductSizes&);
 template int64_t scratch_elements<double>(const ProductSizes&);
 template void multiply<float>(const ProductSizes&, const float*, const float*, float*, float*);
 template void multiply<double>(const ProductSizes&, const double*, const double*, double*, double*);
+template void multiply_by<float>(ProductCode, const ProductSizes&, const float*, const float*, float*, float*);
+template void multiply_by<double>(ProductCode, const ProductSizes&, const double*, const double*, double*, double*);
 
 }  // namespace whale

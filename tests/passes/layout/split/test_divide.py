@@ -107,6 +107,16 @@ def test_two_layers_need_one_sum(ranks: int) -> None:
     assert [(str(r.ref), r.source, r.target) for r in plan.reshards if r.bytes] == [("layer2:0", P_SUM, B)]
 
 
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_loss_whose_classes_stay_whole_is_planned_as_one_op_also_where_something_waits_for_it(waiting: bool) -> None:
+    program = classifier(8, 16, 6, "split_0")  # fewer classes than ranks
+    if waiting:
+        nodes = [replace(n, controls=(*n.controls, "entropy")) if n.name == "sgd_w" else n for n in program.nodes]
+        program = program.with_nodes(tuple(nodes))
+    plan = planned(program, 8)
+    assert not plan.expanded and plan.strategies[""]["w"].outputs[0].dim == 0
+
+
 def test_sizes_need_not_be_even() -> None:
     plan = planned(scoped(mlp(8, 5, 7, 3)), 3)
     assert plan.variables["w1"] == split(1, (3, 2, 2))

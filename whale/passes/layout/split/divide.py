@@ -71,8 +71,12 @@ def divide(
         region = SplitRegion(program, outside, parts, known, at_rest, tables)
         refuse_rows_taken_apart(region)
         if before is not None:
-            whole = {name for name, placement in before.variables.items() if is_whole(placement)}
-            return _among(region, {}, whole_tables(region, whole), before.strategies)
+            ranks = {
+                name: next(iter(p.holders))
+                for name, p in before.variables.items()
+                if isinstance(p, Split) and is_whole(p)
+            }
+            return _among(region, {}, ranks, before.strategies)
         division = _chosen(region, {})
         if any(sequence_of(n.scope) is not None for n in program.nodes):
             shapes = {region.handles[h].type.shape or () for uses in region.weights.values() for _, h in uses}

@@ -1,0 +1,40 @@
+"""How long ranks are measured: for a moment, and longer only as long as they seem to differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cost_model.captured.machine import Link
+from tests.programs import Builder
+from whale.runtime.compile import rates
+
+EQUAL, UNLIKE = [(10e9, 20e9), (10.2e9, 20e9)], [(10e9, 20e9), (20e9, 40e9)]
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "found"),
+    [
+        ([EQUAL], 1, [10e9, 10e9]),
+        ([UNLIKE, EQUAL, EQUAL], 3, [10e9, 10e9]),
+        ([UNLIKE, EQUAL, UNLIKE, EQUAL, EQUAL, EQUAL], 4, [10e9, 10e9]),  # one round may be lucky, or unlucky
+        ([UNLIKE] * 6, 6, [10e9, 20e9]),
+    ],
+)
+def test_rounds(monkeypatch: pytest.MonkeyPatch, said: list[Any], asked: int, found: list[float]) -> None:
+    heard: list[str] = []
+
+    def together(context: object, what: str, measured: object, seconds: float) -> list[tuple[float, float]]:
+        heard.append(what)
+        return list(said[len(heard) - 1])
+
+    monkeypatch.setattr(rates, "_together", together)
+    monkeypatch.setattr(rates, "_link", lambda context, through: Link(1e-4, 1e9))
+    config = {"communication.backend": ""}
+    context: Any = SimpleNamespace(between_processes=True, planned_size=2, rank=0, config=config)
+    b = Builder()
+    program = b.build([b.input("x", (2,))])
+    assert [one.flops_per_s for one in rates.measured_rates(context, False, program)] == pytest.approx(found)
+    assert heard == ["first", *(f"again/{n}" for n in range(asked - 1))]
