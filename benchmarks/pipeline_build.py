@@ -42,6 +42,8 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, nargs=2, default=(4, 64))
     options = parser.parse_args()
     wh.init()
+    if wh.size() < 2:
+        parser.error("one rank has no stages; run it by `whale run -np 2 benchmarks/pipeline_build.py`")
     model = Model(32, options.blocks, _LENGTH)
     model(tf.zeros((1, _LENGTH), tf.int32))
     optimizer = tf.keras.optimizers.Adam(1e-3)
