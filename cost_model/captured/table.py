@@ -222,8 +222,8 @@ class Measured:
 
     def _alike(self, op: str) -> list[Operation]:
         """Products of matrices, where the op is one."""
-        products = sorted(MATMULS | EINSUMS) if op in MATMULS | EINSUMS else ()
-        return [one for product in products for one in self._by_op.get(product, ())]
+        products = MATMULS | EINSUMS
+        return [one for one in self.table.operations if one.op in products] if op in products else []
 
     def exchange_s(self, what: Exchange) -> float:
         """Seconds of work that an exchange is for each of its ranks.

@@ -84,17 +84,16 @@ def _with_own(program: Program) -> Program:
     found = {node.name: equation for node in program.nodes if (equation := _equation(program, node)) is not None}
     if not found:
         return program
-    into = dict(_transposed_after(program, found))  # transposition of a product -> the product
-    gone = {*into.values()}
+    into = dict(_transposed_after(program, found))
+    gone = {program.by_name[name].inputs[0].node for name in into}
     nodes: list[Node] = []
     for node in program.nodes:
         if node.name in gone:
             continue
         if node.name in into:
-            product = program.by_name[into[node.name]]
-            equation = found[product.name].in_order(_order(program, node) or ())
+            product = program.by_name[node.inputs[0].node]
             controls = tuple(dict.fromkeys((*product.controls, *node.controls)))
-            node = equation.node(replace(node, controls=controls, attrs={**marks(product), **marks(node)}))
+            node = into[node.name].node(replace(node, controls=controls, attrs={**marks(product), **marks(node)}))
         elif node.name in found and found[node.name].is_written:
             node = found[node.name].node(node)
         nodes.append(node)
@@ -102,18 +101,18 @@ def _with_own(program: Program) -> Program:
     return without_unread(made, {node.name for node in program.nodes if node.op == "Transpose"} - into.keys())
 
 
-def _transposed_after(program: Program, found: Mapping[str, Equation]) -> Iterator[tuple[str, str]]:
-    """Transpositions of products that nothing else reads, where the kernel can write these so; and the products."""
+def _transposed_after(program: Program, found: Mapping[str, Equation]) -> Iterator[tuple[str, Equation]]:
+    """Transpositions of products that nothing else reads, where the kernel can write these so; and what it computes."""
     needed = {*program.effects, *[ref.node for ref in program.outputs]}
     needed.update(name for node in program.nodes for name in node.controls)
     needed.update(ref.node for one in found.values() for ref in (one.left, one.right))
     for node in program.nodes:
         order = _order(program, node)
-        product = node.inputs[0].node if order is not None else ""
-        if order is None or product not in found or product in needed or len(program.consumers[node.inputs[0]]) > 1:
+        if order is None or len(program.consumers[node.inputs[0]]) > 1:
             continue
-        if found[product].in_order(order).is_written:
-            yield node.name, product
+        product = node.inputs[0].node
+        if product in found and product not in needed and (turned := found[product].in_order(order)).is_written:
+            yield node.name, turned
 
 
 def _order(program: Program, node: Node) -> tuple[int, ...] | None:
@@ -144,7 +143,7 @@ def _equation(program: Program, node: Node) -> Equation | None:
     return found if max(sizes[rows], sizes[columns], sizes[summed]) <= most else None
 
 
-def _kinds(terms: Sequence[str]) -> tuple[str, str, str, str] | None:
+def _kinds(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
     """The letters of all terms, and the one of each two of them; None where there are others."""
     left, right, out = (frozenset(term) for term in terms)
     if sum(map(len, terms)) > len(left) + len(right) + len(out) or "." in left | right | out:
@@ -154,7 +153,7 @@ def _kinds(terms: Sequence[str]) -> tuple[str, str, str, str] | None:
     if not batch or [len(pair) for pair in pairs] != [1, 1, 1] or len(left | right | out) != len(batch) + 3:
         return None
     rows, columns, summed = (next(iter(pair)) for pair in pairs)
-    return "".join(sorted(batch)), rows, columns, summed
+    return batch, rows, columns, summed
 
 
 def _sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Mapping[str, int] | None:
