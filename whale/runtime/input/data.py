@@ -21,7 +21,6 @@ from whale.runtime.input.dataset_rows import (
     batch_size,
     own_rows,
     refuse_other_orders,
-    reshuffles,
     shuffles_freely,
 )
 from whale.runtime.input.local_batches import (
@@ -33,6 +32,7 @@ from whale.runtime.input.local_batches import (
     rows_of,
     rows_of_values,
 )
+from whale.runtime.input.shuffle_orders import Orders, counts_ends, reshuffles, restarts
 from whale.runtime.run.context import Context, current
 
 Element = Any  # a structure of tensors, as the dataset yields it
@@ -57,13 +57,14 @@ class ShardedDataset:
         self._leaves = tf.nest.flatten(dataset.element_spec)
         shares_rows = context.between_processes and by == "row" and not agreed
         self._seed = context.survived(self._common_seed) if shares_rows else self._drawn_seed()
+        self._orders, self._counts_ends = Orders(dataset), counts_ends(dataset)
         self._divide()
         several = context.between_processes or context.elastic is not None  # one that is alone may not stay so
         gave = context.seeds.gave if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
             elements=self._traced,
             begin=lambda: iter(self._read),
-            make_again=self._divide,
+            orders=self._orders,
             reshuffles=reshuffles(dataset),
             reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
             parts=context.size if context.between_processes and by == "file" else 0,
@@ -95,7 +96,11 @@ class ShardedDataset:
         if options.threading.private_threadpool_size is None:
             # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
             options.threading.private_threadpool_size = context.config["input.threads"]
-        self._read = self._read.with_options(options).prefetch(context.config["input.prefetch"])
+        ahead = context.config["input.prefetch"]
+        if restarts(self._whole):  # what is read ahead begins an order: no earlier than where TensorFlow alone does it
+            ahead = 1
+            options.experimental_optimization.inject_prefetch = False
+        self._read = self._read.with_options(options).prefetch(ahead)
 
     @property
     def whole(self) -> tf.data.Dataset:
@@ -103,13 +108,18 @@ class ShardedDataset:
         return self._whole
 
     @property
-    def begun(self) -> int:
-        """How many iterations over it have begun; where others have begun them, it is set in a process that joins."""
-        return self._epochs.begun
+    def begun(self) -> tuple[int, tuple[int, ...] | None]:
+        """How many iterations over it have begun, and how many seeds its shuffles have drawn, if that is known.
+
+        Where others have begun them, it is set in a process that joins.
+        """
+        return self._epochs.begun, self._orders.now()
 
     @begun.setter
-    def begun(self, count: int) -> None:
-        self._epochs.begun = count
+    def begun(self, others: tuple[int, tuple[int, ...] | None]) -> None:
+        self._epochs.begun, drawn = others
+        if drawn is not None:
+            self._orders.go_to(drawn)
 
     @property
     def element_spec(self) -> Any:
@@ -124,7 +134,10 @@ class ShardedDataset:
         return f"<wh.shard of {self._whole!r}: {self.report}>"
 
     def __iter__(self) -> ShardedIterator:
-        return ShardedIterator(self._epochs)
+        made = ShardedIterator(self._epochs)
+        if self._orders.now():  # as an iterator of the dataset itself; elsewhere it could not be restored any more
+            made.begin()
+        return made
 
     def _traced(self, start: int) -> Iterator[Element]:
         trace = self._context.trace
@@ -147,8 +160,9 @@ class ShardedDataset:
         try:
             if not all(isinstance(s, tf.TensorSpec) and s.dtype.name not in UNMOVABLE for s in self._leaves):
                 raise Unknown("its batches hold strings, ragged or sparse tensors")
-            own = own_rows(self._whole, self._shares, rank, lambda: next(seeds))
-            if self._context.elastic is not None and own.shares_order:
+            ahead = self._context.config["input.prefetch"]
+            own = own_rows(self._whole, self._shares, rank, lambda: next(seeds), ahead)
+            if self._context.elastic is not None and self._orders.now() is None:
                 raise Unknown("where ranks that are gone were in its order is known to the dataset alone")
         except Unknown as reason:
             refuse_other_orders(self._whole)
@@ -201,6 +215,8 @@ class ShardedDataset:
                 local = [tf.zeros([0, *s.shape[1:]], s.dtype) for s in self._leaves]
             alone = len(sizes) == 1  # the others are gone
             yield self._element(local if alone else [ShardedTensor(t, sizes, rank) for t in local])
+        if self._counts_ends and self._shares(batch_size(self._whole))[rank]:
+            next(rows_read, None)
 
     def _cut(self, element: Element) -> Element:
         """This rank's part of a whole batch."""

@@ -20,8 +20,17 @@ from tensorflow.python.framework import op_def_registry
 
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS, DRAWS, HAS_BODIES
+from whale.runtime.input.shuffle_orders import (
+    Seeds,
+    common_order,
+    generator_of,
+    is_reshuffled,
+    reshuffles,
+    restarts,
+    shuffled,
+    upstream,
+)
 
-Seeds = Callable[[], tuple[int, int]]
 Shares = Callable[[int], tuple[int, ...]]
 
 UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
@@ -46,7 +55,6 @@ class OwnRows:
       batch_sizes: makes an iterator over the rows of each global batch.
       moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
       reseeded: the dataset's shuffles that had no seed, and got one.
-      shares_order: whether it goes on with the dataset's own shuffles, which no one can set back.
     """
 
     dataset: tf.data.Dataset
@@ -54,30 +62,32 @@ class OwnRows:
     moved: int
     kept: tuple[str, ...]
     reseeded: tuple[Any, ...]
-    shares_order: bool
 
 
-def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds) -> OwnRows:
+def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, ahead: int = 0) -> OwnRows:
     """``dataset`` cut down to the samples of ``rank``.
 
     Args:
       shares: rows of every rank, given those of the batch.
       seeds: seeds for a shuffle that has none; equal on all ranks.
+      ahead: batches that may be read ahead in a repetition, where reading into the next one would begin its order.
 
     Raises:
       Unknown: the dataset's structure does not allow it.
     """
     kind = type(dataset).__name__
     if kind in UNCHANGED:
-        return own_rows(dataset._input_dataset, shares, rank, seeds)
+        return own_rows(dataset._input_dataset, shares, rank, seeds, ahead)
     if kind in ("_RepeatDataset", "_TakeDataset"):
         count = _number(dataset._count)
-        inner = own_rows(dataset._input_dataset, shares, rank, seeds)
+        inner = own_rows(dataset._input_dataset, shares, rank, seeds, ahead)
         if kind == "_TakeDataset":
             sizes = functools.partial(_first, inner.batch_sizes, count)
             return replace(inner, dataset=inner.dataset.take(count), batch_sizes=sizes)
         sizes = functools.partial(_again, inner.batch_sizes, count)
-        return replace(inner, dataset=inner.dataset.repeat(count), batch_sizes=sizes)
+        begins_here = restarts(dataset) and not restarts(dataset._input_dataset)
+        repeated = inner.dataset.prefetch(ahead) if ahead and begins_here else inner.dataset
+        return replace(inner, dataset=repeated.repeat(count), batch_sizes=sizes)
     if kind not in _BATCHES:
         raise Unknown(f"it ends in {kind.strip('_')}, not in batch(n)")
     return _before_batch(dataset, shares, rank, seeds)
@@ -117,7 +127,7 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
     count = int(samples.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
         raise Unknown("its number of samples is not known; tf.data.experimental.assert_cardinality tells it")
-    stream, maps, kept, reseeded, shares_order = _without_maps(samples, seeds)
+    stream, maps, kept, reseeded = _without_maps(samples, seeds)
     usual = shares(size)
     full = 0 if count < 0 else count // size
     rest = () if count < 0 or drop or count % size == 0 else shares(count % size)
@@ -146,28 +156,29 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
             return itertools.repeat(size)
         return itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ())
 
-    return OwnRows(own, batch_sizes, len(maps), kept, reseeded, shares_order)
+    return OwnRows(own, batch_sizes, len(maps), kept, reseeded)
 
 
-def _without_maps(
-    dataset: Any, seeds: Seeds
-) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...], bool]:
+def _without_maps(dataset: Any, seeds: Seeds) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...]]:
     """The samples before the maps that may come later.
 
     Returns:
-      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed, whether
-      shuffles of the dataset itself are left).
+      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed).
     """
     above: list[Any] = []  # what has to be put on again
     maps: list[Any] = []
-    lowest = 0  # how much of ``above`` lies over a map that moved, or is a shuffle
+    lowest = 0  # how much of ``above`` lies over a map that moved, or has no seed
     base = dataset
     node = dataset
     while True:
         kind = type(node).__name__
         if kind in _MOVES:
+            if is_reshuffled(node) and not _unseeded(node) and _has_maps(node) and generator_of(node) is None:
+                break  # what is built in its place could not draw as it does
+            if restarts(node) and _has_maps(node):
+                break  # behind the repetition, a map reads ahead: the next order would begin before its time
             above.append(node)
-            if kind == "_ShuffleDataset":  # one of its own: which iteration it is at is not that of the script's
+            if _unseeded(node):
                 lowest, base = len(above), node._input_dataset
         elif kind in _MAPS and not _state(node):
             maps.append(node)
@@ -177,31 +188,31 @@ def _without_maps(
         node = node._input_dataset
     for made in reversed(above[:lowest]):
         base = _put_on(base, made, seeds)
-    kept = tuple(d._map_func._func.__name__ for d in _upstream(node) if type(d).__name__ in _MAPS)
-    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d)), reshuffles(node)
+    kept = tuple(d._map_func._func.__name__ for d in upstream(node) if type(d).__name__ in _MAPS)
+    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d))
+
+
+def _has_maps(dataset: Any) -> bool:
+    """Whether maps lie below that could move over it."""
+    node = dataset
+    while type(node).__name__ in (*_MOVES, *UNCHANGED):
+        node = node._input_dataset
+    return type(node).__name__ in _MAPS and not _state(node)
 
 
 def _put_on(base: tf.data.Dataset, made: Any, seeds: Seeds) -> tf.data.Dataset:
     kind = type(made).__name__
     if kind == "_RepeatDataset":
-        return base.repeat(made._count)
+        # TensorFlow makes one of a shuffle and a repetition that are side by side; that one draws fewer seeds.
+        is_apart = type(made._input_dataset).__name__ != "_ShuffleDataset"
+        return (base.prefetch(1) if is_apart and reshuffles(made) else base).repeat(made._count)
     if kind == "_TakeDataset":
         return base.take(made._count)
     if kind == "_SkipDataset":
         return base.skip(made._count)
-    # Not base.shuffle: a seed that came from TensorFlow's global one has to stay what it was.
-    seed, seed2 = seeds() if _unseeded(made) else (made._seed, made._seed2)
-    variant = tf.raw_ops.ShuffleDatasetV3(
-        input_dataset=tf.data.experimental.to_variant(base),
-        buffer_size=made._buffer_size,
-        seed=tf.cast(seed, tf.int64),
-        seed2=tf.cast(seed2, tf.int64),
-        seed_generator=tf.raw_ops.DummySeedGenerator(),
-        reshuffle_each_iteration=made._reshuffle_each_iteration in (None, True),
-        output_types=tf.nest.flatten(tf.compat.v1.data.get_output_types(base)),
-        output_shapes=tf.nest.flatten(tf.compat.v1.data.get_output_shapes(base)),
-    )
-    return tf.data.experimental.from_variant(variant, base.element_spec)
+    if _unseeded(made):
+        return shuffled(base, made, *common_order(made, seeds))
+    return shuffled(base, made, (made._seed, made._seed2), generator_of(made) if is_reshuffled(made) else None)
 
 
 def refuse_other_orders(dataset: tf.data.Dataset, reseeded: Collection[Any] = ()) -> None:
@@ -239,14 +250,8 @@ def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bo
     Args:
       of_this_run: whether two seeds are those that this run gave to a shuffle without one.
     """
-    shuffles = (d for d in _upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
+    shuffles = (d for d in upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
     return any(_unseeded(d) or of_this_run(_number(d._seed), _number(d._seed2)) for d in shuffles)
-
-
-def reshuffles(dataset: Any) -> bool:
-    """Whether a shuffle has another order in each iteration."""
-    shuffles = (d for d in _upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
-    return any(d._reshuffle_each_iteration in (None, True) for d in shuffles)
 
 
 def _no_order(given: str, action: str) -> ProgramError:
@@ -256,13 +261,6 @@ def _no_order(given: str, action: str) -> ProgramError:
         expected="the same order on every rank, of which each reads its rows",
         action=f'{action}, or give every rank files of its own: wh.shard(dataset, by="file")',
     )
-
-
-def _upstream(dataset: Any) -> Iterator[Any]:
-    """The dataset and all that it is made from."""
-    yield dataset
-    for source in dataset._inputs():
-        yield from _upstream(source)
 
 
 def _graphs(dataset: Any) -> Iterator[dict[str, Any]]:
