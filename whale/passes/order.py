@@ -46,6 +46,7 @@ from whale.passes.normalise.mixed_precision import mixed_precision
 from whale.passes.normalise.reads import merge_reads
 from whale.passes.normalise.scalars import share_scalars
 from whale.passes.normalise.specialise import specialise
+from whale.passes.normalise.streams import mark_streams
 from whale.passes.normalise.unpack import unpack
 from whale.passes.settings import PlanSettings
 
@@ -126,6 +127,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("annotate", always, lambda p, s: annotate(p)),
     Pass("mark_flattened", always, lambda p, s: mark_flattened(p)),
     Pass("update_by_owner", lambda s: s.size > 1, lambda p, s: update_by_owner(p)),
+    Pass("mark_streams", always, lambda p, s: mark_streams(p)),
     Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
     Pass("merge_reads", lambda s: s.zero.level > 0, lambda p, s: merge_reads(p)),
     Pass("hoist_reads", _gathers_weights, lambda p, s: hoist_reads(p, _fewest_bytes(s))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.data.util import random_seed as dataset_seeds
 from tensorflow.python.eager import context as tf_context
 
+import whale_ops
 from whale.runtime.ranks.plain import pack, unpack
 from whale.runtime.ranks.script_line import script_line
 
@@ -103,3 +104,24 @@ class CommonSeeds:
         pair = drawn >> 31, drawn & 0x7FFFFFFF
         self._given.add(pair)
         return tf.constant(pair[0], tf.int64), tf.constant(pair[1], tf.int64)
+
+
+def streams_begin_anew() -> Callable[[], None]:
+    """From now on streams begin anew with each ``tf.random.set_seed``, as those of TensorFlow's kernels do.
+
+    Returns:
+      what ends that.
+    """
+    original = tf_context.Context._set_global_seed
+
+    def set_global_seed(self: Any, seed: Any) -> None:
+        original(self, seed)
+        if self._context_handle is not None:
+            whale_ops.forget_streams()
+
+    tf_context.Context._set_global_seed = set_global_seed
+
+    def put_back() -> None:
+        tf_context.Context._set_global_seed = original
+
+    return put_back
