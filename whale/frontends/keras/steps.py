@@ -39,6 +39,7 @@ class BatchStep:
         self._name, self._step, self._jit, self._autograph = name, step, jit_compile, autograph
         self._made: list[tuple[Any, tuple[Any, ...], Function]] = []  # structure, (of the call, what is there), step
         self._traces = Relaxed()
+        self._rows_vary: dict[Hashable, bool] = {}  # by trace
         self._latest: tuple[Any, Hashable] = (None, None)  # what iterators yield, and the trace for it
 
     def trace(self, batches: Any, slot: int = 0) -> Hashable:
@@ -66,6 +67,8 @@ class BatchStep:
         leaves = [None if isinstance(leaf, tf.experimental.Optional) else leaf for leaf in tf.nest.flatten(batch)]
         present = tuple([leaf is not None for leaf in leaves])
         tensors = [leaf for leaf in leaves if leaf is not None]
+        if trace is not None:  # it was made for the batches that came first
+            rows_vary = self._rows_vary.setdefault(trace, rows_vary)
         kind = (rows_vary, present, trace)
         for structure, other, made in self._made:
             if other == kind and _same_structure(structure, batch):
