@@ -276,6 +276,20 @@ def test_without_tensorflow_the_error_says_what_to_install() -> None:
     assert done[1].returncode == 2 and done[1].stderr.startswith("whale plan: whale plan needs TensorFlow\n")
 
 
+def test_type_checkers_see_what_is_loaded() -> None:
+    import whale
+
+    tree = ast.parse((ROOT / "whale/__init__.py").read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    shown = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names:
+            child = f"{node.module}.{alias.name}"
+            shown[alias.asname] = child if _is_module(child) else node.module
+    assert shown == whale._PUBLIC
+
+
 def test_a_name_that_does_not_exist() -> None:
     import whale
 
