@@ -17,7 +17,7 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType, static_shape
 from whale.lowering.emit import Emitter
 from whale.rules.structure.communication import RUNS
-from whale.rules.structure.shape import RUNS as IN_RUNS
+from whale.rules.structure.shape import CUT_IN_RUNS
 
 _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
 _OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise
@@ -78,4 +78,4 @@ def _in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batche
     name = f"{node.name}/in_turn"
     e.nodes[name] = replace(node, name=name, inputs=(node.inputs[0], seen), attrs=attrs, outputs=(viewed(made),))
     e.reshape(node.name, Ref(name), made.dtype, static_shape(made))
-    return [replace(n, attrs={**n.attrs, IN_RUNS: True}) if n.op == "Reshape" else n for n in e.nodes.values()]
+    return [replace(n, attrs={**n.attrs, CUT_IN_RUNS: True}) if n.op == "Reshape" else n for n in e.nodes.values()]

@@ -13,6 +13,7 @@ import msgspec
 import tensorflow as tf
 
 import whale_ops
+from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.function import Trace, trace_function
 from whale.capture.sharded import Drawing, ShardedTensor
@@ -264,7 +265,7 @@ def _in_scopes(captured: Captured, context: Context) -> Captured:
 def _with_scopes(captured: Captured, context: Context) -> Captured:
     """Variables created under a scope carry it (the node that reads one joins it), and the run may have one too."""
     program = captured.program
-    scopes = {c.node: getattr(c.variable, "_whale_scope", "") for c in captured.variables}
+    scopes = {c.node: getattr(c.variable, SCOPE_ATTR, "") for c in captured.variables}
     if any(scopes.values()):
         variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in program.variables)
         program = replace(program, variables=variables)
