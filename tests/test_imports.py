@@ -42,8 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "whale.frontends": _TOP
     | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"}
     | {"whale.launcher"},
-    "whale.horovod": {"whale.frontends"},
-    "whale.epl": {"whale.frontends"},
+    "whale.horovod": {"whale.imports"},
+    "whale.epl": {"whale.frontends", "whale.imports"},
     "whale.ray": {"whale.frontends"},
     "whale.launcher": {
         "whale.errors",
