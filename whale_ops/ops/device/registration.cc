@@ -12,7 +12,7 @@ constexpr char kCommunicator[] = "communicator: string";
 constexpr char kRank[] = "rank: int";
 constexpr char kKey[] = "key: string";
 constexpr char kRanks[] = "ranks: list(int) = []";
-constexpr char kReduction[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
+constexpr char kReductionOfDevices[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
 constexpr char kFloats[] = "T: {half, bfloat16, float, double}";
 constexpr char kAny[] = "T: type";
 
@@ -25,7 +25,7 @@ REGISTER_OP("WhaleDeviceAllReduce")
     .Attr(kRank)
     .Attr(kKey)
     .Attr(kRanks)
-    .Attr(kReduction)
+    .Attr(kReductionOfDevices)
     .Attr("N: int >= 1")
     .Attr(kFloats)
     .Attr("wire_dtype: {'', 'float16', 'bfloat16'} = ''")
@@ -57,7 +57,7 @@ REGISTER_OP("WhaleDeviceReduceScatter")
     .Attr(kRank)
     .Attr(kKey)
     .Attr(kRanks)
-    .Attr(kReduction)
+    .Attr(kReductionOfDevices)
     .Attr("axis: int = 0")
     .Attr("sizes: list(int)")
     .Attr(kFloats)
