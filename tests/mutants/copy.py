@@ -37,13 +37,14 @@ class Ended:
 
 
 class Copy:
-    """The files that git knows of, with the compiled libraries and their objects."""
+    """The files that git has or would take, with the compiled libraries and their objects."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self._kept, self._token = folder / "checkout", folder / "lib", secrets.token_hex(16)
         self._temporary = folder / "tmp"
         self._temporary.mkdir()
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
         for name in filter(None, listed.decode().split("\0")):
             if (ROOT / name).is_file():  # one that was removed is listed until that is committed
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,8 @@ _RUNNING = "tests/a/test_a.py::test_one PASSED  [ 50%]\ntests/a/test_a.py::test_
         (None, _RUNNING, False, "no test's own limit ended tests/a/test_a.py::test_two[x y] within 60 s"),
         (4, "ERROR: file or directory not found: tests/b\n", False,
          "pytest ended with code 4: ERROR: file or directory not found: tests/b"),
-        (2, "ERROR tests/a/test_a.py - ImportError\n!!! 1 error !!!\n", False, "pytest ended with code 2: !!! 1 error !!!"),
+        (2, "ERROR tests/a/test_a.py - ImportError\n!!! 1 error !!!\n", False,
+         "pytest ended with code 2: !!! 1 error !!!"),
     ],
 )  # fmt: skip
 def test_what_a_run_of_tests_says(code: int | None, output: str, is_found: bool, what: str) -> None:
