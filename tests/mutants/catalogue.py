@@ -49,7 +49,7 @@ MUTANTS = (
         "        own = strategy.inputs[0].local(coordinate) if i == strategy.inputs[0].dim else op.inputs[0].shape[i]\n"
         "        count *= own or 1  # type: ignore[operator]\n",
         "sum",
-        ("tests/runtime/compile/test_micro_batches.py",),
+        ("tests/rules/test_rules.py::test_mean_over_a_cut_dimension_is_a_sum",),
     ),
     Mutant(
         "slices_stay_scaled",  # gradients of tables keep the scale of the loss
@@ -65,7 +65,7 @@ MUTANTS = (
         "update_state(values, sample_weight=None if isinstance(sample_weight, int) else sample_weight)",
         "update_state(values, sample_weight=sample_weight)",
         "sum",
-        ("tests/keras_fit/test_keras_fit.py",),
+        ("tests/keras_fit/test_partial_batches.py",),
     ),
     Mutant(
         "sum_counted_on_every_rank",  # what all have becomes a partial sum
@@ -106,7 +106,7 @@ MUTANTS = (
         "    if (lanes_[lane].pending == 0) run_lane(link, static_cast<int>(lane));\n",
         "",
         "exchange",
-        ("tests/whale_ops/core/test_core.py",),
+        ("tests/whale_ops/core/test_core.py::test_calls_under_one_key_meet_in_order",),
     ),
     Mutant(
         "halo_one_short",  # what a rank has of the next one's indices
@@ -130,7 +130,7 @@ MUTANTS = (
         "return rank % self.tiles.count\n",
         "return rank * self.tiles.count // self._context.size\n",
         "share",
-        ("tests/runtime/compile/test_mesh.py",),
+        ("tests/runtime/layouts/test_tiles.py::test_a_step_is_that_of_one_device",),
     ),
     Mutant(
         "part_saved_from_another_place",  # where it begins in the variable, not in what the rank has of it
@@ -146,7 +146,7 @@ MUTANTS = (
         '"+" if known and op.outputs[0].dtype in FLOATING else "^"',
         '"+" if known else "^"',
         "share",
-        ("tests/rules/test_rules.py",),
+        ("tests/rules/test_rules.py::test_mean_over_a_cut_dimension_is_a_sum",),
     ),
     Mutant(
         "padding_rounded_down",  # of images whose stride does not divide the padding
@@ -230,7 +230,7 @@ MUTANTS = (
         "best = min(fitting, key=lambda way: way.seconds)",
         "best = max(fitting, key=lambda way: way.seconds)",
         "prediction",
-        ("tests/runtime/compile/test_auto.py",),
+        ("tests/planner/test_best_way.py",),
     ),
     Mutant(
         "memory_of_some_ranks",  # a step is refused only where it fits on no rank
