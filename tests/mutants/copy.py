@@ -181,5 +181,5 @@ def copied() -> Iterator[Copy]:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             yield Copy(Path(folder))
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for told, handler in previous.items():
+            signal.signal(told, handler)
