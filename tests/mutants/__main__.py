@@ -23,6 +23,7 @@ from tests.mutants.copy import Copy, Ended, copied
 
 # Its test compares the catalogue with the product, and would find every fault.
 _OTHERS = ("-x", "--ignore=tests/mutants", "tests")
+PASSED = "all tests passed"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", re.MULTILINE)
 _STARTED = re.compile(r"^(tests/\S+::\S.*?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b| *$)", re.MULTILINE)
 _LIMIT_OF_PYTEST = re.compile(r"^Timeout \(\d+:\d\d:\d\d\)!", re.MULTILINE)  # as faulthandler says it
@@ -30,10 +31,11 @@ _LIMIT_OF_PYTEST = re.compile(r"^Timeout \(\d+:\d\d:\d\d\)!", re.MULTILINE)  # a
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether tests find a fault, and which test, or why not."""
+    """Whether tests find a fault, and how, or why not; and by which test."""
 
     is_found: bool
     what: str
+    test: str = ""
 
 
 def judged(ended: Ended, limit_s: float) -> Verdict:
@@ -43,23 +45,26 @@ def judged(ended: Ended, limit_s: float) -> Verdict:
     if ended.code is None:
         return Verdict(False, f"no test's own limit ended {last} within {limit_s:g} s")
     if ended.code == 0:
-        return Verdict(False, "all tests passed")
+        return Verdict(False, PASSED)
     if _LIMIT_OF_PYTEST.search(ended.output):
-        return Verdict(True, f"hung: {last}")
+        return Verdict(True, f"hung: {last}", last)
     if ended.code < 0:
-        return Verdict(True, f"crashed: {last}")
+        return Verdict(True, f"crashed: {last}", last)
     failed = _FAILED.findall(ended.output)
     if ended.code != 1 or not failed:
         return Verdict(False, f"pytest ended with code {ended.code}: {ended.output.strip().splitlines()[-1]}")
-    return Verdict(True, failed[0])
+    return Verdict(True, failed[0], failed[0])
 
 
 def look(copy: Copy, mutant: Mutant, whole: bool, limit_s: float) -> Verdict:
     """Whether the tests find one fault."""
     with copy.planted(mutant):
         verdict = judged(copy.test(["-x", *mutant.found_by], limit_s), limit_s)
-        if whole and not verdict.is_found:
-            verdict = judged(copy.test(_OTHERS, limit_s), limit_s)
+        if verdict.is_found or not whole:
+            return verdict
+        verdict = judged(copy.test(_OTHERS, limit_s), limit_s)
+    if verdict.is_found and judged(copy.test([verdict.test], limit_s), limit_s).what != PASSED:
+        return Verdict(False, f"{verdict.test} fails on the product as it is")
     return verdict
 
 
