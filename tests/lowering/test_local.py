@@ -14,8 +14,9 @@ from whale.errors import PlanError
 from whale.ir.layout import B, Partial, even_sizes, split
 from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
-from whale.ir.program import Program
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType
+from whale.lowering.emit import unread_communication
 from whale.lowering.local import localise
 from whale.passes.judge.check import check
 
@@ -264,3 +265,20 @@ def test_strings_are_fetched_from_the_first_rank() -> None:
     assert first.by_name["text"].op == "StringFormat"
     assert second.const(second.outputs[0]) == b""
     assert B == planned(program, 2, 2).strategies[""]["text"].inputs[0]
+
+
+@pytest.mark.parametrize(
+    ("read", "effects", "added"),
+    [
+        ((), (), ["branch"]),  # only what it does inside counts
+        (("y",), (), ["branch"]),  # its result is read, which alone does not run all of it
+        (("y",), ("branch",), []),
+        ((), ("branch",), []),
+    ],
+)
+def test_a_branch_with_exchanges_inside_runs_to_its_end(read: list[str], effects: list[str], added: list[str]) -> None:
+    t = TensorType("float32", ())
+    nodes = [Node("x", "Placeholder", outputs=(t,)), Node("branch", "If", (Ref("x"),), outputs=(t,))]
+    nodes += [Node("quiet", "If", (Ref("x"),), outputs=(t,)), Node("y", "Neg", (Ref("branch"),), outputs=(t,))]
+    by_name = {node.name: node for node in nodes}
+    assert unread_communication(by_name, read, effects, lambda node: node.name == "branch") == added

@@ -59,7 +59,7 @@ def _cuts(shape: tuple[int, ...], parts: int) -> list[Placement]:
 
 CASES = [
     (shape, parts, source, target)
-    for shape in ((5,), (4, 3), (6, 3), (2, 3, 4))
+    for shape in ((), (5,), (4, 3), (6, 3), (2, 3, 4))
     for parts in (1, 2, 3, 4)
     for source, target in itertools.product(
         [B, FIRST, P_SUM, P_MAX, P_MIN, *_cuts(shape, parts)], [B, P_SUM, P_MAX, P_MIN, *_cuts(shape, parts)]
@@ -67,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(5,), (4, 3), (6, 3), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (6, 3), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_every_change(shape: tuple[int, ...], parts: int) -> None:
     cases = [(s, t) for n, p, s, t in CASES if n == shape and p == parts]

@@ -291,7 +291,7 @@ class _Localiser:
             found = self.get(ref, placement)
             assert found is not None, (node.name, ref, placement)
             if i in edit.added:
-                operand = f"{name}/whale_operand_{i}"
+                operand = f"{name}/{e.prefix}_operand_{i}"  # a rank's seed is moved once more in its micro-batches
                 t = self.program.type_of(ref)
                 both = (found, e.const(f"{operand}/added", seed_of_rank(edit.added[i], self.plan.in_time)))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
