@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 FOLDER_VARIABLE = "FORKSERVER_FOLDER"  # set in the test session and all that it starts
 PYTHON_VARIABLE = "FORKSERVER_PYTHON"
+HASH_SEED_VARIABLE = "FORKSERVER_HASH_SEED"
 _CLIENT = Path(__file__).with_name("client.py")
 
 
@@ -36,12 +38,14 @@ def open_folder() -> None:
         program.chmod(0o755)
     os.environ[FOLDER_VARIABLE] = str(folder)
     os.environ[PYTHON_VARIABLE] = str(folder / "python-whale")
+    os.environ[HASH_SEED_VARIABLE] = str(secrets.randbelow(1 << 32))
 
 
 def close_folder() -> None:
     """Removes the folder, whereupon its servers end within a second."""
     folder = os.environ.pop(FOLDER_VARIABLE, None)
-    os.environ.pop(PYTHON_VARIABLE, None)
+    for name in (PYTHON_VARIABLE, HASH_SEED_VARIABLE):
+        os.environ.pop(name, None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 

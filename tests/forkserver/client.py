@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+HASH_SEED_VARIABLE = "FORKSERVER_HASH_SEED"
 PROTOCOL = b"forkserver 1\n"
 # Variables that decide something while TensorFlow is imported: servers differ in them.
 IMPORT_VARIABLES = ("TF_USE_LEGACY_KERAS", "TF_ENABLE_ONEDNN_OPTS")
@@ -38,7 +39,12 @@ def _fits(arguments: list[str]) -> bool:
         if not argument.startswith("-") or argument in ("-m", "-c"):
             break
         options.append(argument)
-    return len(options) < len(arguments) and set(options) <= {"-P", "-u"} and "PYTHONHASHSEED" not in os.environ
+    return len(options) < len(arguments) and set(options) <= {"-P", "-u"} and _has_hash_seed()
+
+
+def _has_hash_seed() -> bool:
+    """Tells whether a server hashes text as is asked for here."""
+    return os.environ.get("PYTHONHASHSEED") in (None, os.environ[HASH_SEED_VARIABLE])
 
 
 def _connect(python: str, folder: str, name: str):
@@ -88,6 +94,7 @@ def _server_environment() -> dict[str, str]:
     prefixes = ("WHALE_", "OMP_", "TF_", "OMPI_", "PMIX", "PRTE", "HOROVOD_", "LD_PRELOAD", "GLIBC_", "KERAS_")
     found = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
     found |= {name: os.environ[name] for name in IMPORT_VARIABLES if name in os.environ}
+    found["PYTHONHASHSEED"] = os.environ[HASH_SEED_VARIABLE]
     return found | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
 
 

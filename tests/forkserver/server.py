@@ -225,8 +225,10 @@ def _become(directory: str, environment: dict[str, str], streams: list[int]) -> 
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    # A launcher hands the seed on to its ranks, which are then forked as well.
+    seed = {"PYTHONHASHSEED": os.environ["PYTHONHASHSEED"]}
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(seed | environment)
     os.chdir(directory)
     sys.stdin, sys.stdout, sys.stderr = (
         open(0, closefd=False),
