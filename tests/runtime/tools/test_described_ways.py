@@ -19,6 +19,8 @@ from cost_model.machines import cluster
 from tests.cost_model.test_captured import LAB
 from whale.cli import main
 from whale.errors import PlanError
+from whale.kernels.substitute import substitute_kernels
+from whale.partition.lower import lower_ranks, make_any_plan
 from whale.passes.order import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.captured import predict, search, team, ways
@@ -28,7 +30,6 @@ from whale.runtime.described import families as f
 from whale.runtime.described import models
 from whale.runtime.described.program import program_of, trained_step
 from whale.runtime.run.context import current
-from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
 from whale.runtime.tools.described_ways import planned_as, read, spread
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
@@ -123,7 +124,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     captured = program_of(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
     settings = PlanSettings(size=4, fuse=FuseSettings.all_on())
     program = normalise(captured, settings)
-    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
+    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, substitute_kernels, lambda _: "", None)
     plans = predict.Plans(program, settings, ground)
     looked_at = search._looked_at(plans, 0)
     few = [predict.predicted(plans, choice) for choice, _ in looked_at]
@@ -150,7 +151,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     four = cluster.parse("name: four\nhosts: [{name: a, devices: [{type: v100, count: 4}]}]")
     monkeypatch.setattr(ways, "LEAST_BYTES", 1)
     program = normalise(program_of(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4))
-    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
+    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, substitute_kernels, lambda _: "", None)
     looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), ground), 0)
     splits = {choice.name: least_s for choice, least_s in looked_at if choice.weights}
     planned: dict[str, float] = {}
@@ -184,7 +185,7 @@ def test_ways_are_judged_with_what_nccl_takes() -> None:
     program = normalise(program_of(read(CLASSIFIER)), through_host)
     held = {}
     for settings in (through_host, by_nccl, by_nccl.but(memory__limit_bytes=1 << 40)):
-        ground = Ground.described(two, program, 2, make_any_plan, lower_ranks, as_run, lambda _: "", None)
+        ground = Ground.described(two, program, 2, make_any_plan, lower_ranks, substitute_kernels, lambda _: "", None)
         ground = replace(ground, limits_bytes=[nccl_bytes(1, 0, {})] * 2)
         way = predict.predicted(predict.Plans(program, settings, ground), Choice("data parallel"))
         held[settings.exchange.backend, settings.memory.limit_bytes] = way.bytes, way.fits

@@ -16,7 +16,9 @@ from cost_model.captured.table import Table
 from whale.errors import ClusterError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.kernels.substitute import substitute_kernels
 from whale.log import log
+from whale.partition.lower import lower_ranks, make_any_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ground import Again, Ground, Options
 from whale.planner.captured.predict import Made, Plans, apply
@@ -29,9 +31,8 @@ from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.progress import told
 from whale.runtime.compile.rates import measured_rates
+from whale.runtime.compile.search_team import RankTeam, found_together
 from whale.runtime.run.context import Context
-from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
-from whale.runtime.spread.team import RankTeam, found_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +139,15 @@ def _ground(program: Program, context: Context, options: Options, again: Again |
     """What ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
     size, dry, profile = context.planned_size, context.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
-        ground = Ground.described(dry.cluster, program, size, make_any_plan, lower_ranks, as_run, options, again)
+        ground = Ground.described(
+            dry.cluster, program, size, make_any_plan, lower_ranks, substitute_kernels, options, again
+        )
         asked = context.config["memory.limit_bytes"]
         return replace(ground, limits_bytes=[asked] * size) if asked else ground
     with eager_mode():  # a session's script has a graph here, which is not to grow
         rates = measured_rates(context, dry is not None, program)
     limit, _ = limit_bytes(context.config, context.local_ranks)
-    return Ground(rates, profile, make_any_plan, lower_ranks, as_run, [limit] * size, options, again)
+    return Ground(rates, profile, make_any_plan, lower_ranks, substitute_kernels, [limit] * size, options, again)
 
 
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> Choice | None:

@@ -17,11 +17,13 @@ from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
+from whale.kernels.substitute import substitute_kernels
+from whale.kernels.updates.last import updates_last
+from whale.kernels.xla import compile_marked
 from whale.log import log
-from whale.lowering.compiled import compile_marked
-from whale.lowering.functions import LoweredFunction, communicates
-from whale.lowering.micro import CALL
-from whale.lowering.updates.last import updates_last
+from whale.partition.lower import first_ranks, lower_ranks, shown_ranks, with_memory
+from whale.partition.pipeline.microbatch_loop import CALL
+from whale.partition.variable_use import VariableUse
 from whale.passes.dump import dump
 from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
 from whale.passes.facts.axes import tiles_that_fit
@@ -43,10 +45,9 @@ from whale.runtime.compile.memory_plan import beside_files, limit_bytes, options
 from whale.runtime.compile.numbering import with_number
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
+from whale.runtime.compile.tensorflow_functions import LoweredFunction, communicates
 from whale.runtime.run.context import Context
 from whale.runtime.run.scopes import one_number
-from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, shown_ranks, with_memory
-from whale.runtime.variables.stage_variables import Use
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,10 @@ def compile_program(
     compare_exchanges(lowered, plan, number, context)
     _tell_of_backend(lowered[0], plan, settings, context)
     _tell_of_micro_batches(plan, settings, context)
-    clock.lap("localise")
+    clock.lap("partition")
     if settings.fuse != FuseSettings():
         with no_garbage_collection():
-            lowered = as_run(lowered, settings)
+            lowered = substitute_kernels(lowered, settings)
         dump(settings.dump, "fuse", lowered[0])
         clock.lap("fuse")
     if context.elastic is not None:
@@ -292,7 +293,7 @@ def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
 
 
 def ready_step(
-    compiled: Compiled, function: LoweredFunction, uses: dict[str, Use], context: Context, inputs: str
+    compiled: Compiled, function: LoweredFunction, uses: dict[str, VariableUse], context: Context, inputs: str
 ) -> Ready:
     """What is kept of a compiled program, and called."""
     plan, program = compiled.plan, compiled.program
@@ -336,7 +337,7 @@ def bytes_under(
         again = partial(normalise, captured)
         spread = spread_program(program, settings, context, 0, again, lambda _: "")
         program, settings = spread.program, spread.settings
-    lowered = as_run(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
+    lowered = substitute_kernels(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
     return step_bytes(beside_files(lowered[0], in_files), context.rank, context.size)
 
 

@@ -20,6 +20,8 @@ from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
+from whale.kernels.substitute import substitute_kernels
+from whale.partition.lower import first_ranks, lower_ranks, make_any_plan, shown_ranks, with_memory
 from whale.passes.order import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.captured.ground import Ground
@@ -30,7 +32,6 @@ from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.compile.settings import fused_on
 from whale.runtime.described import Description, program_of
 from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
-from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.plan_prediction import Planned, predicted_on
 
 FAMILIES: dict[str, type[Description]] = {
@@ -85,7 +86,9 @@ def spread(described: Description, cluster: Cluster, budget_s: float | None = No
         return options_text(settings, limit_bytes, captured, lambda: captured, first_ranks, apart)
 
     program = again(settings)
-    ground = Ground.described(cluster, program, settings.size, make_any_plan, lower_ranks, as_run, options, again)
+    ground = Ground.described(
+        cluster, program, settings.size, make_any_plan, lower_ranks, substitute_kernels, options, again
+    )
     found = best_way(program, settings, ground, budget_s=budget_s)
     plan = (
         planned_as(found.choice, captured, cluster) if found.made is None else _told(found.choice, found.made, cluster)
