@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from types import MappingProxyType
 
 import msgspec
@@ -21,7 +21,7 @@ from whale.kernels.substitute import substitute_kernels
 from whale.kernels.updates.last import updates_last
 from whale.kernels.xla import compile_marked
 from whale.log import log
-from whale.partition.lower import first_ranks, lower_ranks, shown_ranks, with_memory
+from whale.partition.lower import lower_ranks, shown_ranks, with_memory
 from whale.partition.pipeline.microbatch_loop import CALL
 from whale.partition.variable_use import VariableUse
 from whale.passes.dump import dump
@@ -35,13 +35,12 @@ from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.order import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured.ground import Again, Options
 from whale.planner.captured.ways import updates
 from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.auto import Spread, seen_by_plan, spread_program
 from whale.runtime.compile.exchanges import compare_exchanges
 from whale.runtime.compile.kept_steps import Ready
-from whale.runtime.compile.memory_plan import beside_files, limit_bytes, options_text, refuse_what_does_not_fit
+from whale.runtime.compile.memory_plan import Options, beside_files, limit_bytes, options_text, refuse_what_does_not_fit
 from whale.runtime.compile.numbering import with_number
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
@@ -111,12 +110,12 @@ def compile_program(
     clock.lap("normalise")
 
     def options(limit: float) -> str:
-        return options_text(settings, limit, captured, marked, first_ranks, has_compute_device())
+        return options_text(settings, limit, captured, marked, has_compute_device())
 
     # Recomputation needs the marks of gradients, which steps that can be captured with them have under auto_parallel.
-    again = (lambda changed: normalise(captured, changed)) if marked is not None else None
+    recomputable = captured if marked is not None else None
     if context.dry is not None:
-        _show(program, context, settings.but(size=context.dry.size, batch__local=local), number, again, options)
+        _show(program, context, settings.but(size=context.dry.size, batch__local=local), number, recomputable, options)
     else:
         settings = settings.but(batch__local=local)
     compare_programs(program, local, number, context)
@@ -125,7 +124,7 @@ def compile_program(
     if context.dry is None:
         if movable and context.auto is None:  # the search is about programs without stages, too
             settings = settings.but(split__tiles=tiles_that_fit(program, settings))
-        spread = _spread(program, settings, context, number, again, options)
+        spread = _spread(program, settings, context, number, recomputable, options)
         program, settings, made = spread.program, spread.settings, spread.plan
         if movable:
             made, settings = None, settings.but(split__tiles=tiles_that_fit(program, settings.but(split__tiles=lying)))
@@ -260,20 +259,20 @@ def micro_batches_of(program: Program, context: Context) -> int:
 
 
 def _spread(
-    program: Program, settings: PlanSettings, context: Context, number: int, again: Again | None, options: Options
+    program: Program, settings: PlanSettings, context: Context, number: int, captured: Program | None, options: Options
 ) -> Spread:
     """The program and its settings as `auto_parallel`, or the plan of a described model, has them."""
     if not context.config["auto_parallel"] and context.auto is None and context.described is None:
         return Spread(program, settings)
-    return spread_program(program, settings, context, number, again, options)
+    return spread_program(program, settings, context, number, captured, options)
 
 
 def _show(
-    program: Program, context: Context, settings: PlanSettings, number: int, again: Again | None, options: Options
+    program: Program, context: Context, settings: PlanSettings, number: int, captured: Program | None, options: Options
 ) -> None:
     """Plans for the ranks of a dry run, which then sees the plan; what runs is planned for one rank."""
     assert context.dry is not None
-    spread = _spread(program, settings, context, number, again, options)
+    spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
     plan = made_plan(program, context, settings, spread.plan)
     ranks = shown_ranks(program, plan, settings)
@@ -334,8 +333,7 @@ def bytes_under(
     captured, program = program, normalise(program, settings)
     settings = settings.but(batch__local=local)
     if context.auto is not None:
-        again = partial(normalise, captured)
-        spread = spread_program(program, settings, context, 0, again, lambda _: "")
+        spread = spread_program(program, settings, context, 0, captured, lambda _: "")
         program, settings = spread.program, spread.settings
     lowered = substitute_kernels(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
     return step_bytes(beside_files(lowered[0], in_files), context.rank, context.size)

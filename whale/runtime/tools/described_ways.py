@@ -9,22 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 
 from cost_model.machines.allocation import named_cluster
 from cost_model.machines.cluster import Cluster
 from whale.cgroup import cpu_quota
-from whale.errors import PlanError
+from whale.errors import DoesNotFitError, PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.kernels.substitute import substitute_kernels
-from whale.partition.lower import first_ranks, lower_ranks, make_any_plan, shown_ranks, with_memory
+from whale.partition.lower import make_any_plan, shown_ranks, with_memory
 from whale.passes.order import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured.ground import Ground
+from whale.planner.captured.environment import SearchEnvironment
 from whale.planner.captured.predict import Made, apply
 from whale.planner.captured.search import best_way
 from whale.planner.captured.ways import Choice
@@ -79,17 +77,14 @@ def spread(described: Description, cluster: Cluster, budget_s: float | None = No
     """
     captured = program_of(described, mark_gradients=True)
     settings = _settings(cluster)
-    again = partial(normalise, captured)
-    apart = cluster.kinds == {"gpu"}
-
-    def options(limit_bytes: float) -> str:
-        return options_text(settings, limit_bytes, captured, lambda: captured, first_ranks, apart)
-
-    program = again(settings)
-    ground = Ground.described(
-        cluster, program, settings.size, make_any_plan, lower_ranks, substitute_kernels, options, again
-    )
-    found = best_way(program, settings, ground, budget_s=budget_s)
+    program = normalise(captured, settings)
+    environment = SearchEnvironment.of_cluster(cluster, program, settings.size, captured)
+    try:
+        found = best_way(program, settings, environment, budget_s=budget_s)
+    except DoesNotFitError as error:
+        limit_bytes, apart = min(environment.limits_bytes), cluster.kinds == {"gpu"}
+        error.action = options_text(settings, limit_bytes, captured, lambda: captured, apart)
+        raise
     plan = (
         planned_as(found.choice, captured, cluster) if found.made is None else _told(found.choice, found.made, cluster)
     )

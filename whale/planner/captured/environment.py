@@ -1,8 +1,8 @@
-"""What ways to spread a captured program are judged by: who computes how fast, and what fits."""
+"""Holds what a search judges plans by: the speed of each rank, prices of operations and exchanges, limits of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_model.captured.machine import (
@@ -17,63 +17,37 @@ from cost_model.captured.predict import rank_seconds
 from cost_model.captured.table import Table
 from cost_model.machines.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
-from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.passes.lay_out import FirstLayouts
-from whale.passes.settings import PlanSettings
 
 UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 # An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
 PASSES_OF_AN_EXCHANGE = 3
 
-# The plan of a normalised program, which may be one of several (see ``whale.passes.lay_out.lay_out``).
-MakePlan = Callable[[Program, PlanSettings, FirstLayouts | None], Plan]
-# What some ranks would run under it: (program, plan, settings, ranks) -> their programs.
-Lower = Callable[[Program, Plan, PlanSettings, Sequence[int]], list[Program]]
-# Ranks' programs as they run, with their updates fused where the settings say so.
-AsRun = Callable[[list[Program], PlanSettings], list[Program]]
-# Which settings would make the step fit into so many bytes of a rank, in words.
-Options = Callable[[float], str]
-# The program as it was captured, normalised under other settings.
-Again = Callable[[PlanSettings], Program]
-
 
 @dataclass(frozen=True)
-class Ground:
-    """What ways are judged by.
+class SearchEnvironment:
+    """The values that a search judges plans by. It partitions programs itself (`whale.partition`).
 
     Attributes:
       rates: of each rank.
-      on: what then prices operations and exchanges instead of the rates: a file that `whale profile` wrote, or the
+      prices: what then prices operations and exchanges instead of the rates: a file that `whale profile` wrote, or the
         cluster of which these are the first devices; None: nothing.
-      plan: plans a program; lower, as_run: make what ranks would run.
       limits_bytes: memory that each rank has for a step.
-      options: what would make a step fit.
-      again: None: the program cannot be captured with its gradients marked, which recomputation needs.
+      captured: the program as it was captured, with its gradients marked, which recomputation needs: the search
+        normalises it under other settings. It is there before the search begins, as the searched program was made of
+        it. None: its gradients are not marked.
     """
 
     rates: Sequence[Rates]
-    on: Table | Cluster | None
-    plan: MakePlan
-    lower: Lower
-    as_run: AsRun
+    prices: Table | Cluster | None
     limits_bytes: Sequence[float]
-    options: Options
-    again: Again | None
+    captured: Program | None = None
 
     @classmethod
-    def described(
-        cls,
-        cluster: Cluster,
-        program: Program,
-        size: int,
-        plan: MakePlan,
-        lower: Lower,
-        as_run: AsRun,
-        options: Options,
-        again: Again | None,
-    ) -> Ground:
-        """The first devices of a cluster, as the catalogue has them.
+    def of_cluster(
+        cls, cluster: Cluster, program: Program, size: int, captured: Program | None = None
+    ) -> SearchEnvironment:
+        """Reads the first ``size`` devices of a cluster from the catalogue.
 
         Raises:
           ClusterError: it has fewer.
@@ -82,19 +56,20 @@ class Ground:
         machine.check_holds(size)
         weights = [v.type for v in program.variables if len(v.type.shape or ()) >= 2]
         dtype = max(weights, key=lambda t: t.bytes).dtype if weights else "float32"
-        rates, memory_bytes = cluster_rates(cluster, dtype)[:size], machine.memory_bytes[:size]
-        return cls(rates, cluster, plan, lower, as_run, memory_bytes, options, again)
+        return cls(cluster_rates(cluster, dtype)[:size], cluster, machine.memory_bytes[:size], captured)
 
     @property
     def origin(self) -> str:
         """Where the figures come from, in words."""
-        return f"{self.on.host} as `whale profile` measured it" if isinstance(self.on, Table) else self.rates[0].origin
+        if isinstance(self.prices, Table):
+            return f"{self.prices.host} as `whale profile` measured it"
+        return self.rates[0].origin
 
     def machine(self, program: Program) -> Machine:
         """What prices the operations of ranks that run ``program``."""
-        if isinstance(self.on, Table):
-            return measured_machine(self.on, len(self.rates), [fingerprint(program)])
-        return rated_machine(self.rates) if self.on is None else cluster_machine(self.on)
+        if isinstance(self.prices, Table):
+            return measured_machine(self.prices, len(self.rates), [fingerprint(program)])
+        return rated_machine(self.rates) if self.prices is None else cluster_machine(self.prices)
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:
         """By how much ranks that take so much do not fit, the one that lacks most; below 0: they do."""
