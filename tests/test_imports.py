@@ -92,7 +92,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.passes.normalise": ("folding", "emitter", "by_ids", "*"),
     "whale.kernels": ("xla", "elementwise", "matmuls", "updates", "nn", "substitute"),
     "whale.partition": (
-        "communication",
         "resharding",
         "local_indices",
         "ring_attention",

@@ -14,7 +14,7 @@ from whale.passes.settings import PlanSettings
 
 
 def substitute_kernels(ranks: list[Program], settings: PlanSettings) -> list[Program]:
-    """Ranks' programs as they run, with the operations that their settings put in place of others."""
+    """Puts faster operations in place of others in ranks' programs, as far as the settings say so."""
     fuse = settings.fuse
     if fuse.convolutions:
         ranks = list(map(convolutions_as_products, ranks))

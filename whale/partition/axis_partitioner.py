@@ -36,7 +36,9 @@ def prefix_of(level: int) -> str:
 
 
 class AxisPartitioner:
-    """A program over the axes of a mesh: what ranks of equal first coordinates run, and the plan of the axis after.
+    """Partitions a program over the axes of a mesh, one after the other.
+
+    It gives what ranks of equal first coordinates run, and the plan of the axis after.
 
     Coordinates are a tuple with one number for each axis that the program is lowered for already.
     """

@@ -39,7 +39,7 @@ _MOST_RANKS_SHOWN = 8
 
 
 def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
-    """The plan of a normalised program, in stages where it has some.
+    """Plans a normalised program, in stages where it has some.
 
     Args:
       first: of other plans of the program without stages, which may have other split scopes.
@@ -66,7 +66,7 @@ def lower_ranks(
     what: str = "",
     expanded: Program | None = None,
 ) -> list[Program]:
-    """What ``ranks`` run under a plan: local shapes, exchanges, micro-batches where there are any.
+    """Makes what ``ranks`` run under a plan: local shapes, exchanges, micro-batches where there are any.
 
     Args:
       program: normalised.

@@ -9,12 +9,23 @@ import numpy as np
 
 from whale.errors import LayoutError
 from whale.ir.emitter import Emitter, with_size
-from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, in_runs, local_shape, split
+from whale.ir.layout import (
+    B,
+    Broadcast,
+    FirstRank,
+    Partial,
+    PerRank,
+    Placement,
+    Split,
+    in_runs,
+    label,
+    local_shape,
+    split,
+)
 from whale.ir.ops import COLLECTIVES
 from whale.ir.plan import Reshard
 from whale.ir.program import Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.partition.communication import reshard_name
 from whale.rules.math.linear import ROUNDS
 from whale.rules.structure.communication import RUNS
 
@@ -275,3 +286,17 @@ def fused_result(prefix: str, r: Reshard, place: int) -> Ref:
     """The tensor of ``r`` in its new form, where it travels at a place of a group."""
     whole = isinstance(r.source, Partial)
     return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(reshard_name(prefix, r.ref, r.target))
+
+
+def reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
+    """Name of the node that has ``ref`` as ``target``."""
+    text = f"{ref.node}_{ref.index}_to_{label(target)}"
+    return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
+
+
+def is_joint(r: Reshard) -> bool:
+    """Whether all ranks have to take part in the change, those too that do not need its result."""
+    have, want = type(r.source), type(r.target)
+    if PerRank in (have, want):
+        return False
+    return have is not Broadcast and want is not FirstRank and not (have is Split and want is Partial)

@@ -1,8 +1,11 @@
-"""One rank's program: local shapes, local constants, and communication ops where a layout changes. No TensorFlow."""
+"""Partitions a program over one axis, as GSPMD does: each rank runs the same program on its shards (SPMD).
+
+One rank's program has local shapes, local constants, and communication ops where a layout changes. No TensorFlow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +14,13 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.emitter import Emitter
 from whale.ir.layout import FIRST, B, Broadcast, Partial, Placement, Split, Strategy, local_shape
-from whale.ir.ops import HAS_BODIES, LOOPS
+from whale.ir.ops import EXCHANGES, HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
 from whale.ir.program import Node, Program, Ref, Variable, topological
 from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, static_shape
-from whale.partition.communication import emit_check, is_joint, seed_of_rank, unread_communication
 from whale.partition.embedding import RowExchanges, emit_sums, sums_of, without_owners
 from whale.partition.local_indices import emit_window, emit_zeroed
-from whale.partition.resharding import emit_fused, emit_reshard, fused_result
+from whale.partition.resharding import emit_fused, emit_reshard, fused_result, is_joint
 from whale.partition.ring_attention import emit_attention
 from whale.rules import rule_of
 from whale.rules.base import OWNED, UNCHANGED, Local, as_whole
@@ -30,12 +32,13 @@ from whale.rules.rows import SUMS_BY_ID, is_owned
 _ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
 _WHOLE = frozenset({Broadcast})
 _OTHERWISE = HAS_BODIES | RINGS | {SUMS_BY_ID}  # what a rank runs in their place is not what stands in the program
+_TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables of linear congruential generators", 1999)
 
 
 def partition_for_rank(
     program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale"
 ) -> Program:
-    """What ``rank`` runs.
+    """Makes the program that ``rank`` runs: local shapes and constants, communication where a layout changes.
 
     Args:
       program: the expanded program that ``plan`` was made for.
@@ -49,7 +52,7 @@ def partition_for_rank(
     functions: dict[str, Program] = {}
     talks: set[str] = set()
     for name, body in _callees_first(program):
-        lowered, communicates = _Localiser(body, name, plan, rank, comm, talks, prefix).run(None)
+        lowered, communicates = _RankPartitioner(body, name, plan, rank, comm, talks, prefix).run(None)
         functions[name] = lowered
         if communicates:
             talks.add(name)
@@ -57,7 +60,7 @@ def partition_for_rank(
     for name, body in program.functions.items():  # called by ops that run on the first rank, or not at all: unchanged
         if name not in bodies:
             functions.setdefault(name, body)
-    lowered, _ = _Localiser(program, "", plan, rank, comm, talks, prefix).run(what)
+    lowered, _ = _RankPartitioner(program, "", plan, rank, comm, talks, prefix).run(what)
     return replace(lowered, functions=functions)
 
 
@@ -76,7 +79,7 @@ def _callees_first(program: Program) -> list[tuple[str, Program]]:
     return [(name, program.functions[name]) for name in order]
 
 
-class _Localiser:
+class _RankPartitioner:
     """Lowers one graph for one rank."""
 
     def __init__(
@@ -394,3 +397,49 @@ def _as_whole(strategy: Strategy) -> Strategy:
     """To a rank, a value of its own is a whole tensor."""
     inputs, outputs = map(as_whole, strategy.inputs), map(as_whole, strategy.outputs)
     return replace(strategy, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def unread_communication(
+    nodes: Mapping[str, Node],
+    read: Sequence[str],
+    effects: Sequence[str] = (),
+    talks: Callable[[Node], bool] = lambda node: False,
+) -> list[str]:
+    """Communication that nothing of ``read`` or ``effects`` depends on: what it brings, or gives, other ranks read.
+
+    Args:
+      talks: whether a node is a loop or branch with communication inside. Such nodes belong to the result unless they
+        are effects: TensorFlow runs what a branch does beside its results only if somebody waits for the whole branch.
+    """
+    live: set[str] = set()
+
+    def mark(stack: list[str]) -> None:
+        while stack:
+            name = stack.pop()
+            if name not in live:
+                live.add(name)
+                node = nodes[name]
+                stack.extend([before for before, _ in node.inputs if before not in live])
+                stack.extend(node.controls)
+
+    mark([*read, *effects])
+    added = []
+    for name in reversed([n for n, node in nodes.items() if node.op in EXCHANGES or talks(node)]):
+        if name not in live:
+            added.append(name)
+            mark([name])
+        elif name not in effects and talks(nodes[name]):
+            added.append(name)
+    return added
+
+
+def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
+    """The node by which ranks find out that they run different things."""
+    attrs = {"key": "whale/check", "fingerprint": fingerprint, "what": what, "ranks": ()}
+    return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
+
+
+def seed_of_rank(value: np.ndarray, in_time: bool) -> np.ndarray:
+    """What is added to a seed for a rank's stream; those of micro-batches are others."""
+    with np.errstate(over="ignore"):
+        return value * np.array(_TIME_STREAM, value.dtype) if in_time else value

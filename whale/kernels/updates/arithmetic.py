@@ -9,8 +9,7 @@ from whale.ir.ops import ADDS, IDENTITIES
 from whale.ir.program import Node, Program, Ref
 from whale.kernels.elementwise.code import MOST_OF_A_KIND, Code, Value, placed
 from whale.kernels.elementwise.operations import BINARY, UNARY, UNARY_OF_DOUBLES
-from whale.kernels.updates.accesses import Accesses
-from whale.kernels.updates.units import Unit, is_row
+from whale.kernels.updates.units import Accesses, Unit, is_row
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from whale.ir.ops import EXCHANGES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, in_groups, static_shape
 from whale.kernels.elementwise.graph import with_operations
-from whale.kernels.updates.accesses import accesses
 from whale.kernels.updates.arithmetic import Arithmetic, arithmetic
 from whale.kernels.updates.in_place import in_place
-from whale.kernels.updates.units import Unit, find_units
+from whale.kernels.updates.units import Unit, accesses, find_units
 
 UPDATE = "WhaleUpdate"
 # Of the variables that one operation updates. What it reads is held until it has run, and it waits for all of it.

@@ -10,11 +10,11 @@ from whale.ir.layout import Split, even_sizes, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
 from whale.partition.axis_partitioner import axes_with_rows, chain, prefix_of
-from whale.partition.communication import reshard_name
 from whale.partition.identical_ranks import is_alike
 from whale.partition.pipeline.interleaved_rows import interleave_rows, interleaved_split
 from whale.partition.pipeline.microbatch_loop import outline
 from whale.partition.rank_mapping import ROWS_OF_GROUP
+from whale.partition.resharding import reshard_name
 from whale.passes.facts.rank_groups import brings_rows_together, named_ranks
 from whale.passes.in_time.micro_batches import EACH, time_plan
 from whale.passes.in_time.preparing import prepared

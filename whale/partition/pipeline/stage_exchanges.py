@@ -13,8 +13,8 @@ from whale.ir.layout import Split, split
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.partition.communication import unread_communication
 from whale.partition.pipeline.stages import Stages
+from whale.partition.spmd import unread_communication
 from whale.rules.structure.communication import EDGE, ROWS
 
 
