@@ -69,12 +69,12 @@ MUTANTS = (
     ),
     Mutant(
         "sum_counted_on_every_rank",  # what all have becomes a partial sum
-        "whale/lowering/reshard.py",
+        "whale/partition/resharding.py",
         "        return local if e.rank == 0 else e.fill(name, local, t, want.op)\n    if isinstance(have, Split):",
         "        return local if e.rank == 0 or t.elements == 1 else e.fill(name, local, t, want.op)\n"
         "    if isinstance(have, Split):",
         "sum",
-        ("tests/lowering/test_reshards.py::test_every_change",),
+        ("tests/partition/test_resharding.py::test_every_change",),
     ),
     Mutant(
         "slices_summed_for_average",  # hvd.Average of tf.IndexedSlices
@@ -86,15 +86,15 @@ MUTANTS = (
     ),
     Mutant(
         "exchange_in_branch_dropped",  # where this rank reads nothing of the branch
-        "whale/lowering/emit.py",
+        "whale/partition/spmd.py",
         "if node.op in EXCHANGES or talks(node)]):",
         "if node.op in EXCHANGES]):",
         "exchange",
-        ("tests/lowering/test_local.py::test_a_branch_with_exchanges_inside_runs_to_its_end",),
+        ("tests/partition/test_spmd.py::test_a_branch_with_exchanges_inside_runs_to_its_end",),
     ),
     Mutant(
         "sender_of_own_place",  # in stages of unlike meshes the sender has another place than the receiver
-        "whale/runtime/spread/stage_exchanges.py",
+        "whale/partition/pipeline/stage_exchanges.py",
         "peer = self.stages.meshes[source].ranks[part.sender]",
         "peer = self.stages.meshes[source].ranks[self.position % len(self.stages.meshes[source].ranks)]",
         "exchange",
@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     Mutant(
         "stream_repeated_in_time",  # micro-batch 1 of rank 0 draws what micro-batch 0 of rank 1 draws
-        "whale/lowering/emit.py",
+        "whale/partition/spmd.py",
         "return value * np.array(_TIME_STREAM, value.dtype) if in_time else value",
         "return value",
         "state",

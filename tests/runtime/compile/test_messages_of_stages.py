@@ -7,12 +7,12 @@ from math import prod
 
 import pytest
 
-from tests.lowering.talk import communication
+from tests.partition.talk import communication
 from tests.programs import mlp
 from whale.ir.mesh import Axis
+from whale.partition.lower import lower_ranks, make_any_plan
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.lower import lower_ranks, make_any_plan
 
 pytestmark = pytest.mark.core
 
