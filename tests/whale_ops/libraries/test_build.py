@@ -188,8 +188,9 @@ fi
 while [ $# -gt 0 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done
 """
 _BUILDER = """
-import os, sys
+import os, signal, sys
 from whale_ops.build import build
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may ignore it
 os.environ["BUILDER"] = str(os.getpid())
 build(sys.argv[1], objects=sys.argv[2])
 """
