@@ -50,16 +50,21 @@ def _has_hash_seed() -> bool:
 def _connect(python: str, folder: str, name: str):
     """Connects to the server of that name, which is started if there is none; None if it does not come up."""
     path = os.path.join(folder, name)
-    for attempt in range(2):
-        connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        try:
-            connection.connect(path)
-            return connection
-        except OSError:
-            connection.close()
-        if attempt == 0 and not _start(python, folder, name):
-            return None
-    return None
+    connection = _connected(path)
+    if connection is None and _start(python, folder, name):
+        connection = _connected(path)
+    return connection
+
+
+def _connected(path: str):
+    """Connects to who listens there; None if nobody does."""
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        return None
+    return connection
 
 
 def _start(python: str, folder: str, name: str) -> bool:
@@ -71,7 +76,11 @@ def _start(python: str, folder: str, name: str) -> bool:
     with open(path + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(path):
-            return True
+            connection = _connected(path)
+            if connection is not None:  # another client has started it
+                connection.close()
+                return True
+            os.unlink(path)  # of one that was killed
         with open(path + ".log", "ab") as log:
             server = subprocess.Popen(
                 [python, "-m", "tests.forkserver.server", folder, name],
