@@ -116,7 +116,8 @@ def test_ranks_that_bring_data_of_their_own_draw_for_themselves() -> None:
 
 def test_what_has_a_seed_keeps_it_and_all_is_put_back() -> None:
     draws = [lambda: tf.random.stateless_uniform([3], [1, 2]), lambda: np.random.default_rng(4).normal(size=3)]
-    kept = [np.random.bit_generator.randbits, stateful_random_ops.non_deterministic_ints, operation_seeds.get_seed]
+    numpy: Any = np.random.bit_generator
+    kept = [numpy.randbits, stateful_random_ops.non_deterministic_ints, operation_seeds.get_seed]
     before = [draw() for draw in draws]
     seeds = CommonSeeds(5)
     np.testing.assert_array_equal(before, [draw() for draw in draws])
@@ -127,7 +128,7 @@ def test_what_has_a_seed_keeps_it_and_all_is_put_back() -> None:
     tf.random.set_seed(8)
     np.testing.assert_array_equal(here, tf.random.uniform([3]))
     assert kept == [
-        np.random.bit_generator.randbits,
+        numpy.randbits,
         stateful_random_ops.non_deterministic_ints,
         operation_seeds.get_seed,
     ]
