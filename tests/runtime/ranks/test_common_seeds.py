@@ -108,7 +108,8 @@ def test_ranks_that_bring_data_of_their_own_draw_for_themselves() -> None:
     found = []
     for _ in range(2):
         tf_context.context().clear_kernel_cache()
-        seeds = CommonSeeds(5, own_data=True)
+        seeds = CommonSeeds(5)
+        seeds.leave_draws_to_ranks()
         found.append([np.random.default_rng().normal(size=3), tf.random.uniform([3]).numpy()])
         seeds.take_back()
     assert not np.array_equal(*found)

@@ -57,7 +57,8 @@ def compared(
       constants: what the step takes beside its arguments, by name.
     """
     every = context.config["check.inputs"]
-    if not every or not context.between_processes or context.local_batch or not (names or constants):
+    brings = constants or any(name not in parts for name in names) or (parts and context.elastic is None)
+    if not every or not context.between_processes or context.local_batch or not brings:
         return call
     calls = 0
 

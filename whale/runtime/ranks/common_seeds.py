@@ -109,33 +109,38 @@ def _keras2_seeds() -> Iterator[tuple[str, Any]]:
 class CommonSeeds:
     """Draws seeds for what a script gives none, from its making to ``take_back``.
 
-    That are tf.data's shuffles, and unless each rank brings data of its own: random operations that run eagerly,
-    generators of NumPy (``np.random.default_rng()``) and those of TensorFlow.
+    That are tf.data's shuffles, random operations that run eagerly, generators of NumPy (``np.random.default_rng()``)
+    and those of TensorFlow.
 
     A seed follows from the number that all ranks were given, and from the line of the script that asks, so that a
     dataset which one rank alone makes changes nothing for the others.
 
     Args:
       number: what the first rank drew.
-      own_data: whether each rank brings data of its own, which it may disturb in its own way.
     """
 
-    def __init__(self, number: int, own_data: bool = False) -> None:
+    def __init__(self, number: int) -> None:
         self._number = number
         self._asked: Counter[str] = Counter()
         self._given: set[tuple[int, int]] = set()
         self._replaced: list[tuple[Any, str, Any]] = []
         self._original = self._replace(dataset_seeds, "get_seed", self._get_seed)
-        if not own_data:
-            self._seed_of_operation = self._replace(operation_seeds, "get_seed", self._get_operation_seed)
-            self._replace(np.random.bit_generator, "randbits", self._entropy)
-            self._fresh_state = self._replace(stateful_random_ops, "non_deterministic_ints", self._generator_state)
+        self._seed_of_operation = self._replace(operation_seeds, "get_seed", self._get_operation_seed)
+        self._replace(np.random.bit_generator, "randbits", self._entropy)
+        self._fresh_state = self._replace(stateful_random_ops, "non_deterministic_ints", self._generator_state)
 
     def take_back(self) -> None:
         """What has no seed from now on is seeded as TensorFlow and NumPy do it."""
-        for where, name, original in self._replaced:
+        self._put_back(0)
+
+    def leave_draws_to_ranks(self) -> None:
+        """From now on only shuffles get seeds: each rank has data of its own, and disturbs it in its own way."""
+        self._put_back(1)
+
+    def _put_back(self, first: int) -> None:
+        for where, name, original in self._replaced[first:]:
             setattr(where, name, original)
-        self._replaced.clear()
+        del self._replaced[first:]
 
     def _replace(self, where: Any, name: str, by: Any) -> Any:
         original = getattr(where, name)

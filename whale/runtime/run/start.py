@@ -146,7 +146,7 @@ def _begin(
             if own_programs:
                 context.own_programs = OwnPrograms(local_ranks(context))
             elif context.between_processes or joins():
-                _share_random_state(context)
+                _share_random_state(context, solo)
             if isinstance(saved, SavedPlan):
                 context.saved, context.auto = saved, saved.choice
             elif saved is not None:
@@ -386,7 +386,7 @@ def _end_trace(context: Context, reason: str) -> None:
         context.trace.stop(reason)
 
 
-def _share_random_state(context: Context) -> None:
+def _share_random_state(context: Context, solo: bool) -> None:
     """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave.
 
     Python's string hashes cannot be changed any more; it is said where they differ.
@@ -408,5 +408,7 @@ def _share_random_state(context: Context) -> None:
                 "makes in that order: start the ranks with PYTHONHASHSEED=0 in their environment, or by `whale run`"
             )
     number = number_of(said) if first else take_random_state(said)
-    context.seeds = CommonSeeds(number, context.local_batch)
+    context.seeds = CommonSeeds(number)
+    if solo or context.local_batch:
+        context.seeds.leave_draws_to_ranks()
     context.outside = Outside()
