@@ -70,7 +70,7 @@ def _attempts(
     trace: TraceFile | None,
     progress: RunProgress | None,
 ) -> int:
-    restarts = 0
+    restarts, hash_seed = 0, mpirun.draw_hash_seed()
     while True:
         address = mpirun.listen_address(options)
         with (
@@ -78,7 +78,7 @@ def _attempts(
             mpirun.loopback(options) as library,
         ):
             token, port = secrets.token_hex(16), listener.getsockname()[1]
-            environment = mpirun.environment(options, f"{address}:{port}", token, restarts, library)
+            environment = mpirun.environment(options, f"{address}:{port}", token, restarts, library, hash_seed)
             starts = mpirun.starts(options, program, environment)
             grows = (
                 functools.partial(Newcomers, options, program, environment) if options.hosts_from is not None else None

@@ -70,6 +70,8 @@ def init(config: Config | None = None) -> None:
     reading.change()
     context = current("epl.init()")
     context.meaning = _Meaning()
+    if context.seeds is not None:
+        context.seeds.leave_draws_to_ranks()
     # Task graphs come to lie apart or split; that is known when they are all there.
     context.dividing_scope_seen = True
     env.is_ready = True

@@ -16,6 +16,7 @@ from whale.ir.values import UNMOVABLE
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import UNCHANGED
+from whale.runtime.input.equal_datasets import built_of
 from whale.runtime.input.equal_inputs import refuse_other_values
 from whale.runtime.input.local_batches import rows_of
 from whale.runtime.run.context import Context
@@ -130,7 +131,8 @@ def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | N
         return None
     if context.config["check.inputs"] and not again:
         given = dict(named_parts(next(iter(arrays))))
-        refuse_other_values(given, context, "fit, evaluate or predict", "these arrays")
+        order = {f"the order of rows ({what})": value for what, value in built_of(indices).items()}
+        refuse_other_values(given | order, context, "fit, evaluate or predict", "these arrays")
 
     def bounds(rows: np.ndarray) -> np.ndarray:
         sizes = rows_of(int(rows), context)

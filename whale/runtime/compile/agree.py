@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -15,6 +15,7 @@ from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.kept_plans import keep_plan, kept_plan
 from whale.runtime.compile.progress import told
+from whale.runtime.ranks.likely_cause import likely_cause
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 
@@ -69,6 +70,7 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
     first, other = others[0], others[rank]
     at = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
     described = [rows[at][0] if at < len(rows) else "(no more nodes)" for rows in (first, other)]
+    cause = _cause(described, context)
     if described[0] == described[1] and first[at][2] != other[at][2]:
         described = [f"{d} of {row[at][2]}" for d, row in zip(described, (first, other))]
     elif described[0] == described[1]:
@@ -77,9 +79,17 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
         "the ranks are about to run different programs",
         given=f"rank 0 runs {marks[0].name}, rank {rank} runs {marks[rank].name}",
         **{"first difference": f"node {at}: rank 0 has {described[0]}; rank {rank} has {described[1]}"},
+        **({"likely cause": cause} if cause else {}),
         expected="the same program, inputs' shapes and fetches on every rank",
         action="remove what depends on the rank (wh.rank(), host names, unseeded randomness) from step and fetches",
     )
+
+
+def _cause(nodes: Sequence[str], context: Context) -> str:
+    """What may have made two ranks' nodes differ, "name (op)" each; "": the shapes of what they are given, it seems."""
+    if nodes[0] != nodes[1]:
+        return likely_cause(context, names=True)
+    return likely_cause(context) if context.other_hashes or not nodes[0].endswith("(Placeholder)") else ""
 
 
 def _passed(mark: _Mark) -> str:

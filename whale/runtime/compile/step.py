@@ -31,7 +31,7 @@ from whale.runtime.compile.compile import Compiled, bytes_under, compile_program
 from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
-from whale.runtime.input.equal_inputs import compared
+from whale.runtime.input.equal_inputs import as_rows_of, compared
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
@@ -65,7 +65,9 @@ class Step:
         if not self.gathers:
             return [rows_of_run(t, context) for t in tensors]
         return [
-            whole_batch(t, name, context) if type(t) is ShardedTensor and rows_of_run(t, context) is not t else t
+            as_rows_of(whole_batch(t, name, context), t.local)
+            if type(t) is ShardedTensor and rows_of_run(t, context) is not t
+            else t
             for name, t in zip(self.captured.inputs, tensors)
         ]
 

@@ -20,6 +20,7 @@ from tensorflow.python.framework import op_def_registry
 
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS, DRAWS, HAS_BODIES
+from whale.runtime.input.equal_datasets import Summary, summary_of
 
 Seeds = Callable[[], tuple[int, int]]
 Shares = Callable[[int], tuple[int, ...]]
@@ -47,6 +48,7 @@ class OwnRows:
       moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
       reseeded: the dataset's shuffles that had no seed, and got one.
       shares_order: whether it goes on with the dataset's own shuffles, which no one can set back.
+      summary: sums up batches that all ranks have to meet alike, where they are not known without reading them.
     """
 
     dataset: tf.data.Dataset
@@ -55,24 +57,26 @@ class OwnRows:
     kept: tuple[str, ...]
     reseeded: tuple[Any, ...]
     shares_order: bool
+    summary: Summary | None
 
 
-def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds) -> OwnRows:
+def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, every: int = 0) -> OwnRows:
     """``dataset`` cut down to the samples of ``rank``.
 
     Args:
       shares: rows of every rank, given those of the batch.
       seeds: seeds for a shuffle that has none; equal on all ranks.
+      every: of how many batches one is summed up; 0: none.
 
     Raises:
       Unknown: the dataset's structure does not allow it.
     """
     kind = type(dataset).__name__
     if kind in UNCHANGED:
-        return own_rows(dataset._input_dataset, shares, rank, seeds)
+        return own_rows(dataset._input_dataset, shares, rank, seeds, every)
     if kind in ("_RepeatDataset", "_TakeDataset"):
         count = _number(dataset._count)
-        inner = own_rows(dataset._input_dataset, shares, rank, seeds)
+        inner = own_rows(dataset._input_dataset, shares, rank, seeds, every)
         if kind == "_TakeDataset":
             sizes = functools.partial(_first, inner.batch_sizes, count)
             return replace(inner, dataset=inner.dataset.take(count), batch_sizes=sizes)
@@ -80,7 +84,7 @@ def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds) 
         return replace(inner, dataset=inner.dataset.repeat(count), batch_sizes=sizes)
     if kind not in _BATCHES:
         raise Unknown(f"it ends in {kind.strip('_')}, not in batch(n)")
-    return _before_batch(dataset, shares, rank, seeds)
+    return _before_batch(dataset, shares, rank, seeds, every)
 
 
 def batch_size(dataset: Any) -> int:
@@ -111,13 +115,14 @@ def _again(sizes: Callable[[], Iterator[int]], count: int) -> Iterator[int]:
     return itertools.chain.from_iterable(sizes() for _ in rounds)
 
 
-def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRows:
+def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds, every: int) -> OwnRows:
     size, drop = _number(batch._batch_size), bool(_number(batch._drop_remainder))
     samples = batch._input_dataset
     count = int(samples.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
         raise Unknown("its number of samples is not known; tf.data.experimental.assert_cardinality tells it")
-    stream, maps, kept, reseeded, shares_order = _without_maps(samples, seeds)
+    stream, maps, kept, reseeded, node = _without_maps(samples, seeds)
+    summary = summary_of(node, every)
     usual = shares(size)
     full = 0 if count < 0 else count // size
     rest = () if count < 0 or drop or count % size == 0 else shares(count % size)
@@ -133,7 +138,10 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
         """This rank's samples among those of one batch. One call a batch: a filter would be one a sample."""
         whole = samples if isinstance(samples, tf.data.Dataset) else tf.data.Dataset.zip(samples)
         kind = 0 if count < 0 else tf.cast(number >= full, tf.int32)
-        return whole.skip(tf.gather(skipped, kind)).take(tf.gather(taken, kind))
+        begin = tf.gather(skipped, kind)
+        if summary is not None:
+            begin += summary.after(number, whole)
+        return whole.skip(begin).take(tf.gather(taken, kind))
 
     own = stream.window(size).enumerate().flat_map(mine)
     for made in reversed(maps):
@@ -146,17 +154,17 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
             return itertools.repeat(size)
         return itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ())
 
-    return OwnRows(own, batch_sizes, len(maps), kept, reseeded, shares_order)
+    return OwnRows(own, batch_sizes, len(maps), kept, reseeded, reshuffles(node), summary)
 
 
 def _without_maps(
     dataset: Any, seeds: Seeds
-) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...], bool]:
+) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...], Any]:
     """The samples before the maps that may come later.
 
     Returns:
-      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed, whether
-      shuffles of the dataset itself are left).
+      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed, what is left
+      of the dataset itself).
     """
     above: list[Any] = []  # what has to be put on again
     maps: list[Any] = []
@@ -178,7 +186,7 @@ def _without_maps(
     for made in reversed(above[:lowest]):
         base = _put_on(base, made, seeds)
     kept = tuple(d._map_func._func.__name__ for d in _upstream(node) if type(d).__name__ in _MAPS)
-    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d)), reshuffles(node)
+    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d)), node
 
 
 def _put_on(base: tf.data.Dataset, made: Any, seeds: Seeds) -> tf.data.Dataset:

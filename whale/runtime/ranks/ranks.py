@@ -36,6 +36,7 @@ class Ranks:
         and `whale run` asks for no progress.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       seeds: for what draws without one, equal on all ranks; None when no other process takes part.
+      other_hashes: ranks in which Python's hash of a text is another one than in the first rank.
       ended: whether the run is over; what its variables hold then is all that can be had of them.
     """
 
@@ -48,6 +49,7 @@ class Ranks:
     watch: Watch | None = None
     trace: Trace | None = None
     seeds: CommonSeeds | None = None
+    other_hashes: tuple[int, ...] = ()
     ended: bool = field(default=False, kw_only=True)
 
     @property

@@ -31,7 +31,7 @@ from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import current
 from whale.runtime.run.elastic import refuse_session
 from whale.runtime.run.loss_scale import fed_scale_of
-from whale.runtime.session.batches import batches_of, fed_parts, fed_rows, refuse_fixed_rows
+from whale.runtime.session.batches import batches_of, compared_feeds, fed_parts, fed_rows, refuse_fixed_rows
 from whale.runtime.session.fetched_reads import read_last
 from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
@@ -324,6 +324,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         run = self._ranks_graph.run_of(
             compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host
         )
+        if batches_of(self._whale, self.graph) is None:
+            run = compared_feeds(run, self._whale, name, compiled.number, set(captured.fed) - set(local))
         self._runs[key] = self._whale.watched(run, name, compiled.number, lambda: compiled.plan)
         return compiled
 
