@@ -42,8 +42,8 @@ from whale.ir.mesh import Axis, format_axes
 from whale.ir.program import Program
 from whale.partition.lower import lower_ranks, make_any_plan
 from whale.partition.spmd import partition_for_rank
-from whale.passes.lay_out import expand
-from whale.passes.order import make_plan, normalise
+from whale.passes.pass_manager import make_plan, normalise
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 from whale_ops import ops
 

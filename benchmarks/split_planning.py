@@ -29,7 +29,7 @@ from benchmarks.steps import train_step
 from whale.capture.function import trace_function
 from whale.ir.program import Program
 from whale.partition.lower import make_any_plan
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 
 _MOST_S = 3.0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cost_model.captured.table import Curve
+from cost_model.graph.machine_profile import Curve
 from whale.errors import ClusterError, CommError
 from whale_ops import build, build_cuda
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import whale as wh
-from cost_model.machines import cluster
+from cost_model.cluster import cluster_file
 from tests.launcher.helpers import ROOT
 from whale.cli import parser
 from whale.cli.cluster import EXAMPLE
@@ -198,7 +198,7 @@ def test_clusters_and_annotations_can_be_read() -> None:
     found = [yaml.safe_load(text) for page in PAGES for text in blocks(page, "yaml")]
     clusters = [one for one in found if "hosts" in one]
     for one in clusters:
-        assert cluster.parse(yaml.safe_dump(one)).hosts
+        assert cluster_file.parse(yaml.safe_dump(one)).hosts
     assert clusters and all(json.loads(text) for text in blocks(GUIDES / "split.md", "json"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.captured.table import Curve
+from cost_model.graph.machine_profile import Curve
 from tests import gpu
 from whale.runtime.measure import profile
 from whale.runtime.measure.links import Links

@@ -16,8 +16,8 @@ import tensorflow as tf
 from whale.capture import attrs
 from whale.capture.function import capture_function
 from whale.capture.graph import program_from_graph
-from whale.passes.normalise.folding.fold import fold
-from whale.passes.normalise.inline import inline
+from whale.passes.normalize.folding.fold import fold
+from whale.passes.normalize.inline import inline
 
 # Calls of Python functions for each node, of all functions together: 21 when this was written.
 _MOST_CALLS = 30

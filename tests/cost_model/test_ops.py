@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.ops import Work, covered, program_work, work
+from cost_model.kernels.op_work import Work, covered, program_work, work
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func, TensorType
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cost_model.captured.graph import Graph, graph_of
+from cost_model.graph.executor_graph import Graph, graph_of
 from tests.programs import mlp, planned
 from whale.ir.exchanged_bytes import collective_bytes, rank_bytes
 from whale.ir.layout import Partial
@@ -16,7 +16,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.partition.spmd import partition_for_rank
-from whale.passes.exchange.wire_dtype import reshard_bytes
+from whale.passes.resharding.wire_dtype import reshard_bytes
 from whale.runtime.measure.without_exchanges import apart
 
 

@@ -258,7 +258,7 @@ def test_rank_that_is_killed_before_it_sends_first_values(launcher: Launcher) ->
         STEP
         + """
 import os, signal
-import whale.runtime.variables.owner as owner
+import whale.runtime.variables.variable_store as owner
 wh.init()
 assert callable(owner.broadcast_values)
 if wh.rank() == 0:

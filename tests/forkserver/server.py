@@ -37,7 +37,7 @@ _MODULES = ("whale_ops", "cost_model", "whale.cli", "whale.launcher.worker", "wh
 _PACKAGES = (
     "cost_model",
     "whale.ir",
-    "whale.rules",
+    "whale.sharding_rules",
     "whale.passes",
     "whale.capture",
     "whale.kernels",

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
-from whale.launcher import relay
+from whale.launcher import worker_io
 from whale.launcher.job import ranks
 from whale.launcher.protocol import Raised
 
@@ -69,12 +69,12 @@ def test_a_rank_that_closes_what_it_has_not_opened_ends_the_run(launcher: Launch
 
 
 def test_a_process_that_gives_its_memory_back_has_ended() -> None:
-    assert not relay.is_ending(os.getpid())
+    assert not worker_io.is_ending(os.getpid())
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert relay.is_ending(child)
+    assert worker_io.is_ending(child)
     os.waitpid(child, 0)
 
 

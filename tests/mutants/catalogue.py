@@ -44,12 +44,12 @@ MUTANTS = (
     ),
     Mutant(
         "mean_of_own_rows",  # of a micro-batch or a rank: divided by its rows in place of the batch's
-        "whale/rules/math/reductions.py",
+        "whale/sharding_rules/math/reductions.py",
         "        count *= op.inputs[0].shape[i]  # type: ignore[index,operator]\n",
         "        own = strategy.inputs[0].local(coordinate) if i == strategy.inputs[0].dim else op.inputs[0].shape[i]\n"
         "        count *= own or 1  # type: ignore[operator]\n",
         "sum",
-        ("tests/rules/test_rules.py::test_mean_over_a_cut_dimension_is_a_sum",),
+        ("tests/sharding_rules/test_rules.py::test_mean_over_a_cut_dimension_is_a_sum",),
     ),
     Mutant(
         "slices_stay_scaled",  # gradients of tables keep the scale of the loss
@@ -142,11 +142,11 @@ MUTANTS = (
     ),
     Mutant(
         "whole_numbers_averaged_in_parts",  # each rank rounds its part of the mean
-        "whale/rules/math/reductions.py",
+        "whale/sharding_rules/math/reductions.py",
         '"+" if known and op.outputs[0].dtype in FLOATING else "^"',
         '"+" if known else "^"',
         "share",
-        ("tests/rules/test_rules.py::test_mean_over_a_cut_dimension_is_a_sum",),
+        ("tests/sharding_rules/test_rules.py::test_mean_over_a_cut_dimension_is_a_sum",),
     ),
     Mutant(
         "padding_rounded_down",  # of images whose stride does not divide the padding
@@ -186,7 +186,7 @@ MUTANTS = (
     ),
     Mutant(
         "plan_of_other_variables",  # a kept plan is found whatever the variables are
-        "whale/runtime/compile/kept_plans.py",
+        "whale/runtime/compile/plan_cache.py",
         '{_digest(fingerprint(program), program.name, program.variables, settings)}.plan"',
         '{_digest(fingerprint(program), program.name, settings)}.plan"',
         "state",
@@ -218,7 +218,7 @@ MUTANTS = (
     ),
     Mutant(
         "products_of_the_wrong_size",  # FLOPs of one whose first operand is transposed
-        "cost_model/ops/contraction.py",
+        "cost_model/kernels/contraction.py",
         "(shape[-2 if transposed else -1] or 1)",
         "(shape[-1] or 1)",
         "prediction",
@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "slowest_way",  # of those that auto_parallel has predicted
-        "whale/planner/captured/search.py",
+        "whale/planner/graph_search/search.py",
         "best = min(fitting, key=lambda way: way.seconds)",
         "best = max(fitting, key=lambda way: way.seconds)",
         "prediction",
@@ -286,7 +286,7 @@ MUTANTS = (
     ),
     Mutant(
         "segments_left",  # of a run that was killed with its launcher
-        "whale/launcher/segments.py",
+        "whale/launcher/shm_cleanup.py",
         "            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):\n"
         "                shutil.rmtree(folder, ignore_errors=True)",
         "            if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):\n"

@@ -157,7 +157,7 @@ def _segments() -> set[Path]:
 
 
 def _remove_left(folder: Path) -> None:
-    """Removes a folder that no run holds (see whale/launcher/segments.py): others may run tests beside this."""
+    """Removes a folder that no run holds (see whale/launcher/shm_cleanup.py): others may run tests beside this."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

@@ -17,13 +17,13 @@ from tests.programs import Builder
 from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, split
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.facts.rank_groups import RankGroups
-from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.graph_state import Axis, GraphState
-from whale.passes.layout.node_choice import NodeChoice
-from whale.passes.layout.per_rank import Semantics
-from whale.passes.layout.propagate import Propagation
-from whale.passes.layout.propagate import Strategy as Choice
+from whale.passes.analysis.rank_groups import RankGroups
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.propagation.graph_state import Axis, GraphState
+from whale.passes.propagation.node_choice import NodeChoice
+from whale.passes.propagation.per_rank import Semantics
+from whale.passes.propagation.propagate import Propagation
+from whale.passes.propagation.propagate import Strategy as Choice
 
 Draw = Callable[[Any], Any]
 _SIZES = (1, 2, 3, 4, 4, 6, 6)

@@ -11,7 +11,7 @@ import pytest
 from tests.interpreter import Outcome
 from tests.partition.compare import assert_equal_mesh
 from tests.partition.test_spmd import looping
-from tests.passes.layout.split.test_divide import carried, classifier, scoped
+from tests.passes.autoshard.test_divide import carried, classifier, scoped
 from tests.programs import mlp
 from whale.errors import PlanError
 from whale.ir.layout import split
@@ -23,7 +23,7 @@ from whale.partition import axis_partitioner
 from whale.partition.lower import lower_ranks, make_any_plan
 from whale.partition.mesh import plan_program
 from whale.partition.spmd import partition_for_rank
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 
 

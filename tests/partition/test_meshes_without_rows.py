@@ -7,7 +7,7 @@ from tests.programs import Builder
 from whale.ir.mesh import Axis
 from whale.partition.mesh import plan_program
 from whale.passes.settings import PlanSettings
-from whale.rules.structure.shape import reshape_terms
+from whale.sharding_rules.structure.shape import reshape_terms
 
 SETTINGS = PlanSettings(4, mesh=(Axis("data", 2), Axis("tensor", 2)))
 

@@ -21,8 +21,8 @@ from whale.ir.mesh import Axis
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
 from whale.partition.mesh import plan_program
-from whale.passes.lay_out import expand
-from whale.passes.order import make_plan
+from whale.passes.pass_manager import make_plan
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 
 RELAXED = settings(

@@ -18,7 +18,7 @@ from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Program, Ref, topological
 from whale.ir.values import DType, TensorType
 from whale.partition.resharding import emit_reshard
-from whale.passes.layout.graph_layout import GraphLayout
+from whale.passes.propagation.graph_layout import GraphLayout
 
 
 def _program(

@@ -16,8 +16,8 @@ from whale.ir.program import Program
 from whale.partition.axis_partitioner import prefix_of
 from whale.partition.rank_mapping import map_to_ranks, mark_axis
 from whale.partition.spmd import partition_for_rank
-from whale.passes.layout.propagate import propagate
-from whale.passes.order import complete_plan
+from whale.passes.pass_manager import complete_plan
+from whale.passes.propagation.propagate import propagate
 from whale.passes.settings import PlanSettings
 
 SHAPE = (6, 6)

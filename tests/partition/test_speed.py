@@ -10,8 +10,8 @@ from whale.ir.layout import split
 from whale.ir.program import Program
 from whale.ir.values import DType, TensorType
 from whale.partition.spmd import partition_for_rank
-from whale.passes.layout.partial_sums import reduce_partial_sums
-from whale.passes.layout.propagate import propagate
+from whale.passes.propagation.partial_sums import reduce_partial_sums
+from whale.passes.propagation.propagate import propagate
 
 _ROWS, _WIDTH = 8, 4
 _MANY, _MOST_GROWTH = 600, 1.05

@@ -17,7 +17,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType
 from whale.partition.spmd import partition_for_rank, unread_communication
-from whale.passes.judge.check import check
+from whale.passes.verify.check import check
 
 SHARES = [(8,), (4, 4), (5, 3), (8, 0), (0, 8), (3, 3, 2), (0, 7, 1), (2, 2, 2, 2), (0, 5, 0, 3)]
 

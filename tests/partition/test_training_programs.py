@@ -24,8 +24,8 @@ from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.partition.mesh import plan_program
-from whale.passes.lay_out import expand
-from whale.passes.order import make_plan
+from whale.passes.pass_manager import make_plan
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 
 KINDS = ("cheapest", "any", "split", "groups")

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from whale.planner.captured.predict import Way
-from whale.planner.captured.search import LEAST_GAIN, Search
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search.predict import Candidate
+from whale.planner.graph_search.search import LEAST_GAIN, Search
+from whale.planner.graph_search.strategies import Choice
 
 NO_ROOM = 1.0  # bytes that a rank lacks
 
@@ -28,6 +28,6 @@ def test_the_fastest_way_that_fits_is_taken_if_it_gains_something(
     ways: dict[str, tuple[float, float]], best: str | None
 ) -> None:
     search = Search(math.inf)
-    search.found = [Way(Choice(name), seconds, lacking) for name, (seconds, lacking) in ways.items()]
+    search.found = [Candidate(Choice(name), seconds, lacking) for name, (seconds, lacking) in ways.items()]
     found = search.best()
     assert (found and found.choice.name) == best

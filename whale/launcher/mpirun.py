@@ -19,7 +19,7 @@ from pathlib import Path
 from whale import python
 from whale.config import parse_mesh
 from whale.errors import ClusterError, ConfigError
-from whale.launcher import segments
+from whale.launcher import shm_cleanup
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
     FIRST_VARIABLE,
@@ -354,7 +354,7 @@ def environment(
     result[HASH_SEED_VARIABLE] = hash_seed or draw_hash_seed(result)
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
-    result[SEGMENTS_VARIABLE] = segments.folder_of(token)
+    result[SEGMENTS_VARIABLE] = shm_cleanup.folder_of(token)
     progress = options.logdir is not None or options.metrics is not None
     asked = (
         (TRACE_VARIABLE, options.trace is not None),

@@ -21,12 +21,12 @@ from whale.ir.program import Node, Program
 from whale.partition.identical_ranks import is_alike, surely_as_first
 from whale.partition.rank_mapping import cut_rows, mark_axis
 from whale.partition.spmd import partition_for_rank
-from whale.passes.exchange.joint_sums import axes_of_sum, join_sums, sums_to_join
-from whale.passes.facts.axes import known_along, seen_along
-from whale.passes.facts.rank_groups import named_ranks
-from whale.passes.lay_out import expand
-from whale.passes.layout.model import same_kind
-from whale.passes.order import complete_plan, make_plan
+from whale.passes.analysis.axes import known_along, seen_along
+from whale.passes.analysis.rank_groups import named_ranks
+from whale.passes.pass_manager import complete_plan, make_plan
+from whale.passes.plan_builder import expand
+from whale.passes.propagation.reference_plan import same_kind
+from whale.passes.resharding.joint_sums import axes_of_sum, join_sums, sums_to_join
 from whale.passes.settings import PlanSettings
 
 

@@ -1,4 +1,4 @@
-"""Rows of tables that are exchanged by their ids (``whale.rules.rows``), as nodes: tables travel together.
+"""Rows of tables exchanged by their ids (``whale.sharding_rules.embedding``), as nodes: tables travel together.
 
 What does not depend on each other goes in one exchange: the ids of all lookups, their rows, and what is added to rows.
 """
@@ -18,10 +18,10 @@ from whale.ir.ops import IDENTITIES, RESHAPES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType, item_bytes, numpy_dtype, static_shape
-from whale.rules.base import OWNED, Route
-from whale.rules.graph import view
-from whale.rules.registry import rule_of
-from whale.rules.rows import SUMS_BY_ID
+from whale.sharding_rules.base import OWNED, Route
+from whale.sharding_rules.embedding import SUMS_BY_ID
+from whale.sharding_rules.graph import view
+from whale.sharding_rules.registry import rule_of
 
 _GROUP = "group "  # begins what stands for sums that travel together
 _ROUTE_RESULTS = 4  # asked, back, sent, came: of each table

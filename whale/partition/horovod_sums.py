@@ -1,7 +1,7 @@
 """Sums over all ranks that a step over several axes, or in stages, has carried out by Horovod.
 
 These connect all ranks, so the sums of some ranks stay with Whale. Plans of one axis say by themselves who carries out
-what (``whale.passes.exchange``).
+what (``whale.passes.resharding``).
 
   give_to_horovod   a rank's program in which Horovod carries out what it can
 """
@@ -17,8 +17,8 @@ from whale.ir.layout import B, Partial
 from whale.ir.ops import ALL_REDUCE
 from whale.ir.plan import Reshard
 from whale.ir.program import Node, Program, Ref, rewired
-from whale.passes.exchange.horovod import HOROVOD_DTYPES
-from whale.passes.facts.uses import taken_by_updates
+from whale.passes.analysis.uses import taken_by_updates
+from whale.passes.resharding.horovod import HOROVOD_DTYPES
 
 
 def give_to_horovod(program: Program, rank: int, size: int, comm: str) -> Program:

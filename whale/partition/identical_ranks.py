@@ -5,8 +5,8 @@ from __future__ import annotations
 from whale.ir.layout import Broadcast, FirstRank, Partial, PerRank, Placement, Split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.rules import rule_of
-from whale.rules.nn.attention import RINGS
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.nn.attention import RINGS
 
 
 def surely_as_first(program: Program, plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""Indices into a dimension of which a rank holds a part (whale.rules.base.Window), as nodes."""
+"""Indices into a dimension of which a rank holds a part (whale.sharding_rules.base.Window), as nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from whale.ir.emitter import Emitter
 from whale.ir.program import Ref
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
-from whale.rules.base import BLOCKS, Window
+from whale.sharding_rules.base import BLOCKS, Window
 
 
 def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:

@@ -24,15 +24,15 @@ from whale.partition.pipeline.microbatches import InTime, in_micro_batches, own_
 from whale.partition.pipeline.stage_groups import lower_stage_groups, plan_stage_groups
 from whale.partition.ring_attention import in_blocks, without_examples
 from whale.partition.spmd import partition_for_rank
-from whale.passes.exchange.fuse_sums import fuse_sums
-from whale.passes.facts.rank_groups import refuse_rank_groups
-from whale.passes.facts.stages import stage_groups_of
-from whale.passes.lay_out import FirstLayouts, expand
+from whale.passes.analysis.rank_groups import refuse_rank_groups
+from whale.passes.analysis.stages import stage_groups_of
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.normalise.ring import in_blocks_if_large
-from whale.passes.order import normalise
+from whale.passes.normalize.ring import in_blocks_if_large
+from whale.passes.pass_manager import normalise
+from whale.passes.plan_builder import FirstLayouts, expand
+from whale.passes.resharding.fuse_sums import fuse_sums
 from whale.passes.settings import PlanSettings
 
 _MOST_RANKS_SHOWN = 8

@@ -5,7 +5,7 @@ outermost axis; what the ranks of one coordinate then run is a program again, wi
 and is planned and lowered for the next axis like any other. Communication ops of earlier axes have rules like other
 ops: each rank of a group sends the part that it holds to the ranks of equal place in the other groups.
 
-An axis divides tensors under the ``wh.split`` scopes that name it and rows elsewhere (``whale.passes.facts.axes``).
+An axis divides tensors under the ``wh.split`` scopes that name it and rows elsewhere (``whale.passes.analysis.axes``).
 
   plan_program    the plan of a normalised program over the axes that make a difference
   lower_mesh      what each rank runs under a plan
@@ -24,12 +24,12 @@ from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.partition.axis_partitioner import AxisPartitioner, partitioner_of, sizes_of, summed, with_sizes
 from whale.partition.rank_mapping import map_to_ranks, with_check
-from whale.passes.facts.axes import axes_of, batch_of, known_along, named_axes, seen_along
-from whale.passes.facts.batch import rows_of_ranks
-from whale.passes.facts.rank_groups import named_ranks
-from whale.passes.facts.scopes import context_of, has_split_scopes
-from whale.passes.lay_out import FirstLayouts
-from whale.passes.order import make_plan
+from whale.passes.analysis.axes import axes_of, batch_of, known_along, named_axes, seen_along
+from whale.passes.analysis.batch import rows_of_ranks
+from whale.passes.analysis.rank_groups import named_ranks
+from whale.passes.analysis.scopes import context_of, has_split_scopes
+from whale.passes.pass_manager import make_plan
+from whale.passes.plan_builder import FirstLayouts
 from whale.passes.settings import PlanSettings
 
 

@@ -26,8 +26,8 @@ from whale.ir.ops import COLLECTIVES
 from whale.ir.plan import Reshard
 from whale.ir.program import Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.rules.math.linear import ROUNDS
-from whale.rules.structure.communication import RUNS
+from whale.sharding_rules.math.linear import ROUNDS
+from whale.sharding_rules.structure.communication import RUNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from whale.ir.emitter import Emitter
 from whale.ir.layout import Split, Strategy
 from whale.ir.program import RECOMPUTED, Node, Program, Ref, rewired
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.rules.math.einsum import product_letters
-from whale.rules.nn.attention import ATTENTION, RINGS, sides_of
-from whale.rules.structure.communication import ROUND
+from whale.sharding_rules.math.einsum import product_letters
+from whale.sharding_rules.nn.attention import ATTENTION, RINGS, sides_of
+from whale.sharding_rules.structure.communication import ROUND
 
 
 def emit_attention(

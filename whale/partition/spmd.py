@@ -22,12 +22,12 @@ from whale.partition.embedding import RowExchanges, emit_sums, sums_of, without_
 from whale.partition.local_indices import emit_window, emit_zeroed
 from whale.partition.resharding import emit_fused, emit_reshard, fused_result, is_joint
 from whale.partition.ring_attention import emit_attention
-from whale.rules import rule_of
-from whale.rules.base import OWNED, UNCHANGED, Local, as_whole
-from whale.rules.empty import known_outputs
-from whale.rules.graph import USE, called_functions, handles_lists, recreatable, view
-from whale.rules.nn.attention import RINGS
-from whale.rules.rows import SUMS_BY_ID, is_owned
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import OWNED, UNCHANGED, Local, as_whole
+from whale.sharding_rules.embedding import SUMS_BY_ID, is_owned
+from whale.sharding_rules.empty import known_outputs
+from whale.sharding_rules.graph import USE, called_functions, handles_lists, recreatable, view
+from whale.sharding_rules.nn.attention import RINGS
 
 _ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
 _WHOLE = frozenset({Broadcast})

@@ -17,9 +17,9 @@ from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program
 from whale.partition.lower import lower_ranks
-from whale.passes.lay_out import expand
-from whale.passes.normalise.inline import inline
-from whale.passes.order import CHECKS
+from whale.passes.normalize.inline import inline
+from whale.passes.pass_manager import CHECKS
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 
 _Moment = tuple[int, str, str]  # rank, node, which of these two; what is no exchange only ends

@@ -14,7 +14,7 @@ from whale.ir.mesh import Axis
 from whale.ir.program import Program
 from whale.partition.lower import lower_ranks, make_any_plan
 from whale.partition.pipeline import microbatches, stage_schedule
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 
 pytestmark = pytest.mark.core

@@ -18,7 +18,7 @@ from whale.errors import ProgramError
 from whale.ir.program import Program, const_node, renamed
 from whale.ir.values import Tensor, TensorType
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile import agree
+from whale.runtime.compile import cross_rank_checks
 
 _TIMEOUT_S = 30.0
 
@@ -59,7 +59,7 @@ def test_ranks_with_different_programs_hear_a_likely_cause(
             between_processes=True, comms=[comms[rank]], config=config, compiled_for={}, other_hashes=hashes
         )
         with pytest.raises(ProgramError, match="about to run different programs") as refused:
-            agree.compare_programs(programs[rank], {}, 0, context)
+            cross_rank_checks.compare_programs(programs[rank], {}, 0, context)
         return refused.value.facts
 
     with ThreadPoolExecutor(2) as threads:
@@ -82,9 +82,9 @@ def test_a_rank_that_waits_for_a_plan_says_that_rank_0_is_planning(monkeypatch: 
     def of_rank(rank: int) -> Any:
         config = {"check.timeout_s": _TIMEOUT_S}
         context: Any = SimpleNamespace(between_processes=True, rank=rank, comms=[comms[rank]], config=config)
-        return agree.agreed_plan(program, 3, context, PlanSettings(size=2))
+        return cross_rank_checks.agreed_plan(program, 3, context, PlanSettings(size=2))
 
-    monkeypatch.setattr(agree, "made_plan", slowly)
+    monkeypatch.setattr(cross_rank_checks, "made_plan", slowly)
     with ThreadPoolExecutor(2) as threads:
         plans = list(threads.map(of_rank, (0, 1)))
     assert said == ["the planning of program 3, `mlp` (rank 0 is planning)"]

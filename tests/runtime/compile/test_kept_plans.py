@@ -17,12 +17,12 @@ from tests.programs import Builder
 from tests.runtime.compile.test_auto import MIDDLE, speed
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.ir.plan import Plan, plan_from_json
-from whale.passes.order import make_plan
+from whale.passes.pass_manager import make_plan
 from whale.passes.settings import PlanSettings
-from whale.planner.captured import search
-from whale.runtime.compile import agree, auto, progress
-from whale.runtime.compile.kept_files import KeptFiles
-from whale.runtime.compile.kept_plans import keep_plan, kept_plan
+from whale.planner.graph_search import search
+from whale.runtime.compile import auto, cross_rank_checks, progress
+from whale.runtime.compile.cache_files import KeptFiles
+from whale.runtime.compile.plan_cache import keep_plan, kept_plan
 from whale.runtime.run.context import current
 
 __all__ = ["double", "speed"]
@@ -32,7 +32,7 @@ __all__ = ["double", "speed"]
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the programs that are planned, and of those whose ways are searched."""
     names: list[str] = []
-    plan, look = agree.make_any_plan, auto.best_way
+    plan, look = cross_rank_checks.make_any_plan, auto.best_way
 
     def planned(program: Any, settings: Any) -> Any:
         names.append(program.name)
@@ -42,7 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(f"{program.name}: ways")
         return look(program, *others, **named)
 
-    monkeypatch.setattr(agree, "make_any_plan", planned)
+    monkeypatch.setattr(cross_rank_checks, "make_any_plan", planned)
     monkeypatch.setattr(auto, "best_way", looked)
     return names
 

@@ -16,8 +16,8 @@ from tests.runtime.layouts.test_split import Classifier
 from whale.capture import function as capture
 from whale.ir.plan import Plan
 from whale.runtime.compile import compile as compiling
-from whale.runtime.compile import kept_plans
-from whale.runtime.compile.kept_files import KeptFiles
+from whale.runtime.compile import plan_cache
+from whale.runtime.compile.cache_files import KeptFiles
 from whale.runtime.run.context import current, process
 
 __all__ = ["speed"]
@@ -147,7 +147,7 @@ def test_other_code_lowers_by_itself(
 ) -> None:
     first = trained(ranks, tmp_path / "whale")
     done.clear()
-    monkeypatch.setattr("whale.runtime.compile.kept_steps.code_digest", lambda: (*kept_plans.code_digest(), "later"))
+    monkeypatch.setattr("whale.runtime.compile.step_cache.code_digest", lambda: (*plan_cache.code_digest(), "later"))
     assert_equal(trained(ranks, tmp_path / "whale"), first)
     assert "lower_ranks" in done and len(steps_in(tmp_path / "whale")) == 2
 

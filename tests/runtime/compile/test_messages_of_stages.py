@@ -11,7 +11,7 @@ from tests.partition.talk import communication
 from tests.programs import mlp
 from whale.ir.mesh import Axis
 from whale.partition.lower import lower_ranks, make_any_plan
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 
 pytestmark = pytest.mark.core

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.captured.machine import Rates
+from cost_model.graph.machine import Rates
 from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, THIN_LINK, Deep, double, speed
 from tests.runtime.layouts.test_split import Classifier
 from tests.zoo.case import Setting, build
@@ -19,8 +19,8 @@ from whale.ir.program import Program
 from whale.kernels.substitute import substitute_kernels
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured import predict, search, team
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search import predict, search, team
+from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile import compile, memory_plan
 from whale.runtime.run import context
 

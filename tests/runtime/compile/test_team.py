@@ -16,11 +16,11 @@ from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, speed
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import AcrossMicroBatchesError
 from whale.ir.plan import Plan
-from whale.planner.captured import team
-from whale.planner.captured.predict import Plans, Way
-from whale.planner.captured.search import Found, Search, best_way
-from whale.planner.captured.team import Answer, Asked, Member
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search import team
+from whale.planner.graph_search.predict import Candidate, Plans
+from whale.planner.graph_search.search import Found, Search, best_way
+from whale.planner.graph_search.strategies import Choice
+from whale.planner.graph_search.team import Answer, Asked, Member
 from whale.runtime.compile import auto
 from whale.runtime.run import context
 
@@ -90,7 +90,7 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     speed(MIDDLE)
     predicted = team.predicted
 
-    def hardly_faster(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Way:
+    def hardly_faster(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Candidate:
         way = predicted(plans, choice)
         lacking_bytes = 1e9 if choice.name.startswith("data parallel") else 0.0
         first = not any(one.startswith("split") for one in seen)

@@ -13,7 +13,7 @@ from whale.ir.layout import split
 from whale.ir.mesh import one_axis
 from whale.partition.variable_use import VariableUse
 from whale.runtime.elastic.allowed import divides, fitting, hosts_left, refuse_plan
-from whale.runtime.elastic.calls import Calls
+from whale.runtime.elastic.call_replay import Calls
 
 pytestmark = pytest.mark.core
 

@@ -20,14 +20,14 @@ import tensorflow as tf
 
 import whale as wh
 import whale_ops
-from cost_model.captured.machine import Link
+from cost_model.graph.machine import Link
 from tests.whale_ops.device.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, PlanError
 from whale.ir.program import Node
 from whale.ir.values import DType
-from whale.runtime.compile import memory_plan, rates
+from whale.runtime.compile import memory_plan, microbenchmark
 from whale.runtime.ranks import device_exchange, gpus
 from whale.runtime.ranks.device_exchange import Gpu
 from whale.started import ProcessPlace
@@ -204,7 +204,7 @@ def test_auto_parallel_measures_the_devices_beside_the_host(library: Path) -> No
     def measured(comm: whale_ops.Communicator) -> list[Link]:
         comm.open_device(library, "cuda-ipc", 0, 1 << 20)
         try:
-            return [rates._link(SimpleNamespace(comms=[comm]), through) for through in ("", "cuda-ipc")]
+            return [microbenchmark._link(SimpleNamespace(comms=[comm]), through) for through in ("", "cuda-ipc")]
         finally:
             comm.close_device()
 

@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.captured.table import write
+from cost_model.graph.machine_profile import write
 from tests.cost_model.test_captured import TABLE
 from tests.oracle.metric import difference, limit
-from tests.passes.layout.split.test_divide import scoped
+from tests.passes.autoshard.test_divide import scoped
 from tests.programs import mlp, planned
 from tests.runtime.compile.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
@@ -25,10 +25,10 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, load_plan
 from whale.ir.plan_diff import diff_plans
 from whale.partition.mesh import plan_program
-from whale.passes.judge.check import check
-from whale.passes.order import make_plan
+from whale.passes.pass_manager import make_plan
 from whale.passes.settings import PlanSettings
-from whale.planner.captured import search
+from whale.passes.verify.check import check
+from whale.planner.graph_search import search
 from whale.planner.report import analysis
 from whale.runtime.compile import auto
 from whale.runtime.run import context

@@ -19,7 +19,7 @@ from whale.ir.plan import StageGroup, load_plan
 from whale.ir.program import Node, Program, topological
 from whale.partition import verify_saved_plan
 from whale.partition.spmd import partition_for_rank
-from whale.passes.lay_out import expand
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 from whale.runtime.tools import dry_run
 from whale.runtime.tools.as_main import beside, located

@@ -19,9 +19,9 @@ from whale.frontends.epl.merged import growing, merge
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
 from whale.log import log
-from whale.runtime.run.again import begin_again
 from whale.runtime.run.context import current
-from whale.runtime.run.meaning import Batches
+from whale.runtime.run.graph_semantics import Batches
+from whale.runtime.run.reinit import begin_again
 
 VERSION = "0.6.0"  # of the library whose names these are
 
@@ -104,7 +104,7 @@ def _tell(config: Config) -> None:
 
 
 class _Meaning:
-    """See ``whale.runtime.run.meaning.Meaning``."""
+    """See ``whale.runtime.run.graph_semantics.Meaning``."""
 
     def batches(self, graph: tf.Graph) -> Batches:
         return Env.get().graph_of(graph).layout.batches

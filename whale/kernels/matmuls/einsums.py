@@ -16,7 +16,7 @@ from whale.ir.program import Node, Program, Ref, marks, without_unread
 from whale.ir.values import DType, TensorType, static_shape
 from whale.kernels.matmuls.matrices import may_multiply
 from whale.kernels.xla import in_other_graphs
-from whale.rules.math.einsum import product_letters
+from whale.sharding_rules.math.einsum import product_letters
 
 EINSUM = "WhaleEinsum"
 # The longest side of matrices: what a thread multiplies stays in its cache. Where nothing has to be moved about,

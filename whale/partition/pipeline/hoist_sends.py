@@ -16,7 +16,7 @@ from whale.ir.ops import POINT_TO_POINT
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import DType, Func, Shape
 from whale.partition.pipeline.microbatch_loop import CALL
-from whale.rules.structure.communication import EDGE, ROWS
+from whale.sharding_rules.structure.communication import EDGE, ROWS
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from whale.ir.layout import Split, split, times_of
 from whale.ir.ops import COLLECTIVES, ROW_EXCHANGES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType, static_shape
-from whale.rules.structure.communication import RUNS
-from whale.rules.structure.shape import CUT_IN_RUNS
+from whale.sharding_rules.structure.communication import RUNS
+from whale.sharding_rules.structure.shape import CUT_IN_RUNS
 
 _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
 _OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise

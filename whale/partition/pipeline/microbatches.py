@@ -15,7 +15,7 @@ from whale.partition.pipeline.interleaved_rows import interleave_rows, interleav
 from whale.partition.pipeline.microbatch_loop import outline
 from whale.partition.rank_mapping import ROWS_OF_GROUP
 from whale.partition.resharding import reshard_name
-from whale.passes.facts.rank_groups import brings_rows_together, named_ranks
+from whale.passes.analysis.rank_groups import brings_rows_together, named_ranks
 from whale.passes.in_time.micro_batches import EACH, time_plan
 from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings

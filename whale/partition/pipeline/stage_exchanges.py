@@ -15,7 +15,7 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.partition.pipeline.stages import Stages
 from whale.partition.spmd import unread_communication
-from whale.rules.structure.communication import EDGE, ROWS
+from whale.sharding_rules.structure.communication import EDGE, ROWS
 
 
 def connect(

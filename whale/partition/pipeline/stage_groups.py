@@ -18,13 +18,13 @@ from whale.partition.mesh import in_even_micro_batches, plan_program, wants_same
 from whale.partition.pipeline.stage_exchanges import connect
 from whale.partition.pipeline.stage_schedule import Agreed, WholeInTime
 from whale.partition.pipeline.stages import Stages
-from whale.passes.facts.axes import data_coordinates
-from whale.passes.facts.batch import batch_inputs, rows_of_ranks
-from whale.passes.facts.rank_groups import in_positions
-from whale.passes.facts.stages import DATA, STAGE, TENSOR, stage_of
+from whale.passes.analysis.axes import data_coordinates
+from whale.passes.analysis.batch import batch_inputs, rows_of_ranks
+from whale.passes.analysis.rank_groups import in_positions
+from whale.passes.analysis.stages import DATA, STAGE, TENSOR, stage_of
 from whale.passes.in_time.stage_groups import Cut
-from whale.passes.lay_out import expand
-from whale.passes.normalise.annotate import task_graphs
+from whale.passes.normalize.annotate import task_graphs
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 
 

@@ -15,12 +15,12 @@ from whale.partition.pipeline.hoist_sends import hoist_sends
 from whale.partition.pipeline.microbatch_loop import Call, outline
 from whale.partition.pipeline.microbatches import InTime, batch_rows
 from whale.partition.pipeline.stages import Stages
-from whale.passes.facts.stages import stage_of, stages_of
+from whale.passes.analysis.stages import stage_of, stages_of
 from whale.passes.in_time.micro_batches import EACH, time_plan
 from whale.passes.in_time.phases import in_stages_of_readers, kinds, phases_of_rank
 from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
-from whale.rules.structure.communication import ROWS
+from whale.sharding_rules.structure.communication import ROWS
 
 _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 

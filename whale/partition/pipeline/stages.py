@@ -29,10 +29,10 @@ from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType, static_shape
 from whale.partition.axis_partitioner import AxisPartitioner, partitioner_of
 from whale.partition.rank_mapping import map_to_ranks
-from whale.passes.facts.rank_groups import in_positions
+from whale.passes.analysis.rank_groups import in_positions
 from whale.passes.in_time.stage_groups import FETCH_KEY, cut
-from whale.passes.lay_out import expand
-from whale.passes.order import plan_of_part
+from whale.passes.pass_manager import plan_of_part
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 
 Layout = tuple[Placement, ...]

@@ -1,6 +1,6 @@
 """`auto_parallel`: rank 0 looks for the fastest way to spread the first training step, and all ranks take it.
 
-Measuring and telling are here; the search is `whale.planner.captured.search`, in which other ranks help. Later
+Measuring and telling are here; the search is `whale.planner.graph_search.search`, in which other ranks help. Later
 programs of the run are spread in the same way, because the variables lie so.
 """
 
@@ -11,25 +11,25 @@ from dataclasses import dataclass, replace
 import msgspec
 from tensorflow.python.eager.context import eager_mode
 
-from cost_model.captured import table as tables
-from cost_model.captured.table import Table
+from cost_model.graph import machine_profile as tables
+from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import ClusterError, DoesNotFitError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.environment import SearchEnvironment
-from whale.planner.captured.predict import Made, Plans, apply
-from whale.planner.captured.search import best_way
-from whale.planner.captured.ways import Choice, has_scopes, trains, without_scopes
+from whale.planner.graph_search.environment import SearchEnvironment
+from whale.planner.graph_search.predict import Made, Plans, apply
+from whale.planner.graph_search.search import best_way
+from whale.planner.graph_search.strategies import Choice, has_scopes, trains, without_scopes
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import choice_of
-from whale.runtime.compile.kept_plans import keep_choice, kept_choice
 from whale.runtime.compile.memory_plan import Options, limit_bytes
+from whale.runtime.compile.microbenchmark import measured_rates
 from whale.runtime.compile.offload import has_compute_device
+from whale.runtime.compile.plan_cache import keep_choice, kept_choice
 from whale.runtime.compile.progress import told
-from whale.runtime.compile.rates import measured_rates
 from whale.runtime.compile.search_team import RankTeam, found_together
 from whale.runtime.run.context import Context
 
@@ -179,7 +179,7 @@ def _say(chosen: Choice, lines: list[str]) -> None:
         log.info(line)
 
 
-def _profile(context: Context) -> Table | None:
+def _profile(context: Context) -> MachineProfile | None:
     """What `cost_model.profile` names, if anything; it describes one host, so all ranks have to be there."""
     path = context.config["cost_model.profile"]
     if not path:

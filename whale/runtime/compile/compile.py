@@ -24,27 +24,27 @@ from whale.log import log
 from whale.partition.lower import lower_ranks, shown_ranks, with_memory
 from whale.partition.pipeline.microbatch_loop import CALL
 from whale.partition.variable_use import VariableUse
+from whale.passes.analysis.axes import tiles_that_fit
+from whale.passes.analysis.scopes import all_paths
 from whale.passes.dump import dump
-from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
-from whale.passes.facts.axes import tiles_that_fit
-from whale.passes.facts.scopes import all_paths
-from whale.passes.judge.undivided import undivided
-from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
+from whale.passes.plan_builder import expand
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured.ways import updates
-from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
+from whale.passes.verify.undivided import undivided
+from whale.planner.graph_search.strategies import updates
 from whale.runtime.compile.auto import Spread, seen_by_plan, spread_program
+from whale.runtime.compile.cross_rank_checks import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.exchanges import compare_exchanges
-from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.memory_plan import Options, beside_files, limit_bytes, options_text, refuse_what_does_not_fit
-from whale.runtime.compile.numbering import with_number
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
+from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction, communicates
+from whale.runtime.compile.unique_keys import with_number
 from whale.runtime.run.context import Context
 from whale.runtime.run.scopes import one_number
 

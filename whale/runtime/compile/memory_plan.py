@@ -1,6 +1,6 @@
 """What a step will take in memory, before it runs: by rank and category, against what the devices have.
 
-The prediction is made of the programs that the ranks would run (see cost_model.captured.held), so the schedule,
+The prediction is made of the programs that the ranks would run (see cost_model.graph.peak_memory), so the schedule,
 micro-batches, recomputation, mixed precision and `zero.level` are in it by themselves.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from cost_model.formulas.gpu_memory import tensorflow_bytes
-from cost_model.machines.discover import host_resources
+from cost_model.cluster.discover import host_resources
+from cost_model.kernels.gpu_memory import tensorflow_bytes
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
 from whale.errors import PlanError, WhaleError

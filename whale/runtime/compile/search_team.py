@@ -19,9 +19,9 @@ import msgspec
 from whale.cgroup import cpu_quota
 from whale.errors import PlanError
 from whale.ir.plan import Plan, plan_from_json
-from whale.planner.captured.predict import Made, Plans
-from whale.planner.captured.team import Answer, Asked, Member
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search.predict import Made, Plans
+from whale.planner.graph_search.strategies import Choice
+from whale.planner.graph_search.team import Answer, Asked, Member
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale_ops.communicator import Communicator
@@ -32,7 +32,7 @@ _BROKEN = b"!"  # of an answer: the member's own error
 
 
 class RankTeam:
-    """The ranks that help, as rank 0 sees them; see `whale.planner.captured.team.Team`."""
+    """The ranks that help, as rank 0 sees them; see `whale.planner.graph_search.team.Team`."""
 
     def __init__(self, comm: Communicator, key: str, purpose: str, helpers: Sequence[int]) -> None:
         self._comm, self._key, self._purpose = comm, key, purpose

@@ -23,13 +23,13 @@ from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan
 from whale.partition.pipeline.microbatches import keeps_own_rows
 from whale.partition.variable_use import VariableUse, uses_of
-from whale.passes.facts.stages import has_stages
-from whale.runtime.compile import kept_steps
-from whale.runtime.compile.agree import all_take
-from whale.runtime.compile.call import callable_step
+from whale.passes.analysis.stages import has_stages
+from whale.runtime.compile import step_cache
 from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
-from whale.runtime.compile.kept_steps import Ready
+from whale.runtime.compile.cross_rank_checks import all_take
 from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.step_cache import Ready
+from whale.runtime.compile.step_call import callable_step
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.input.equal_inputs import as_rows_of, compared
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
@@ -37,7 +37,7 @@ from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import Context
 from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.run.writes import with_equal_replicas
+from whale.runtime.run.replica_writes import with_equal_replicas
 from whale.runtime.variables.deferred import capturing, creator_in_traces
 from whale.runtime.variables.given_tiles import refuse_other_tiles
 from whale.runtime.variables.in_files import folder_of
@@ -139,7 +139,7 @@ def _compiled(
     local = {t.op.name: own.sizes for t, own in zip(trace.inputs, tensors) if isinstance(own, ShardedTensor)}
     with span(context.trace, "look for a kept step", "compile"):
         layouts = context.variables.layouts(trace.variables)
-        name, ready = kept_steps.find(trace, local, layouts, context.programs, context)
+        name, ready = step_cache.find(trace, local, layouts, context.programs, context)
         if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_text, context):
             ready = None
     if ready is None:
@@ -185,12 +185,12 @@ def _lowered(
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"):
         load_ops(compiled.ranks)
-        tag = kept_steps.new_tag(f"whale_{compiled.number}_{_identifier(compiled.program.name)}")
+        tag = step_cache.new_tag(f"whale_{compiled.number}_{_identifier(compiled.program.name)}")
         function = lower_to_function(compiled.ranks, tag)
         ready = ready_step(compiled, function, uses, context, trace.inputs_text)
         ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged)
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
-    kept_steps.keep(kept, ready, function, compiled.plan, context)
+    step_cache.keep(kept, ready, function, compiled.plan, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
     return _step(call, captured, ready, lambda: compiled.plan, parts, seconds, context, compiled)
 
@@ -217,7 +217,7 @@ def _taken(
         program = _in_scopes(trace.read(), context).program
         return bytes_under(program, plan(), context, {} if ready.gathers else local, here, _in_files(tied.variables))
 
-    kept_steps.remember(ready, plan, predicted, context)
+    step_cache.remember(ready, plan, predicted, context)
     _adopt(tied.variables, ready.uses, ready.offloaded, ready.kinds, context)
     with span(context.trace, "functions", "compile"):
         if ready.communicates:

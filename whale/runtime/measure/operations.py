@@ -17,13 +17,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from cost_model.captured.buffers import copied_reads
-from cost_model.captured.graph import copying
-from cost_model.captured.signature import signature
-from cost_model.captured.table import Operation
-from cost_model.captured.unroll import unrolled
-from cost_model.ops import work
-from cost_model.ops.work import Work
+from cost_model.graph.buffers import copied_reads
+from cost_model.graph.executor_graph import copying
+from cost_model.graph.machine_profile import Operation
+from cost_model.graph.signature import signature
+from cost_model.graph.unroll_loops import unrolled
+from cost_model.kernels.op_work import Work, work
 from whale.errors import ProgramError
 from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, const_node

@@ -17,7 +17,7 @@ from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import random_seed as operation_seeds
 from tensorflow.python.ops import stateful_random_ops
 
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.script_line import script_line
 
 _KERAS_GENERATOR = "global_seed_generator"  # the attribute in which Keras 3 keeps it

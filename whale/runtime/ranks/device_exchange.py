@@ -16,7 +16,7 @@ import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, CommError, ConfigError
 from whale.log import log
-from whale.passes.exchange.on_devices import DEVICE_BACKENDS, PINNED
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, PINNED
 from whale.started import ProcessPlace, joins
 from whale_ops import build_cuda
 

@@ -65,7 +65,7 @@ class Ranks:
     def survived(self, call: Callable[[], _T]) -> _T:
         """What a call that exchanges something returns, made again where this rank goes on without others.
 
-        That is something that ``whale.runtime.ranks.plain.pack`` takes, since another rank may have been told it.
+        That is something that ``msgpack_values.pack`` takes, since another rank may have been told it.
         """
         return call()
 

@@ -34,11 +34,11 @@ from whale.runtime.elastic.allowed import (
     refuse_variables,
 )
 from whale.runtime.elastic.balance import Balance, Watched
-from whale.runtime.elastic.calls import Calls, in_scopes
+from whale.runtime.elastic.call_replay import Calls, in_scopes
 from whale.runtime.elastic.generations import Generations
 from whale.runtime.elastic.group import Group
-from whale.runtime.elastic.growth import Commits, Times, Welcome, pays
-from whale.runtime.elastic.meeting import (
+from whale.runtime.elastic.joining import Commits, Times, Welcome, pays
+from whale.runtime.elastic.membership import (
     ANEW,
     GROWN,
     MET,
@@ -52,7 +52,7 @@ from whale.runtime.elastic.meeting import (
 )
 from whale.runtime.elastic.recovery import Recovered, become_whole, lost, recover
 from whale.runtime.elastic.rows import rows_again
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.started import joins

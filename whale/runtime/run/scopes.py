@@ -14,8 +14,8 @@ from tensorflow.core.framework import attr_value_pb2
 from whale.capture.attrs import SCOPE_ATTR
 from whale.errors import PlanError
 from whale.ir.program import AGAIN, CHECKPOINT
-from whale.passes.facts.scopes import micro_batches_in, ranks_of_scope, split_scope
-from whale.passes.facts.stages import CONTEXT, stage_of
+from whale.passes.analysis.scopes import micro_batches_in, ranks_of_scope, split_scope
+from whale.passes.analysis.stages import CONTEXT, stage_of
 from whale.runtime.run.context import Context, current
 
 _DEVICE = re.compile(

@@ -13,23 +13,23 @@ import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.log import log, set_level
-from whale.runtime.elastic.apart import Apart, connected
+from whale.runtime.elastic.socket_bootstrap import Apart, connected
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import CommonSeeds, number_of, random_state, take_random_state
 from whale.runtime.ranks.connect import as_configured, share_where_possible
-from whale.runtime.ranks.notice import Notice
+from whale.runtime.ranks.preemption import Notice
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
-from whale.runtime.run.again import begin_again
-from whale.runtime.run.alone import trained_alone
 from whale.runtime.run.annotate import annotate, read_annotations, unmatched
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, local_ranks, process
 from whale.runtime.run.elastic import Elastic
+from whale.runtime.run.reinit import begin_again
 from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.run.tf_config import check_alone
+from whale.runtime.run.unsynchronized_training import trained_alone
 from whale.runtime.variables import deferred
-from whale.runtime.variables.outside import Outside
+from whale.runtime.variables.external_updates import Outside
 from whale.started import PROGRESS_VARIABLE, ProcessPlace, joins, process_place
 
 _ANY_TEXT = "whale"  # of which each rank says its hash

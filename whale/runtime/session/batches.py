@@ -15,7 +15,7 @@ from whale.runtime.input.equal_inputs import FIRST_STEPS, refuse_other_values
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, exchange, failed
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.run.context import Context
-from whale.runtime.run.meaning import Batches
+from whale.runtime.run.graph_semantics import Batches
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
 from whale.runtime.session.ranks_graph import Run
 

@@ -22,10 +22,10 @@ from whale.partition.variable_use import VariableUse, uses_of
 from whale.runtime.compile.compile import Compiled
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.session.lying import Lying, Moves, lying_of
+from whale.runtime.session.deferred_initializers import Recorded, Waiting, waiting_in
 from whale.runtime.session.names import name_of, rank_prefix
 from whale.runtime.session.ranks_graph import RanksGraph
-from whale.runtime.session.waiting import Recorded, Waiting, waiting_in
+from whale.runtime.session.variable_shardings import Lying, Moves, lying_of
 from whale.runtime.variables.partial_initializers import Initial
 
 _TOGETHER_BYTES = 64 << 20

@@ -12,20 +12,20 @@ from dataclasses import replace
 
 import msgspec
 
-from cost_model.machines.allocation import named_cluster
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.allocation import named_cluster
+from cost_model.cluster.cluster_file import Cluster
 from whale.cgroup import cpu_quota
 from whale.errors import DoesNotFitError, PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.partition.lower import make_any_plan, shown_ranks, with_memory
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured.environment import SearchEnvironment
-from whale.planner.captured.predict import Made, apply
-from whale.planner.captured.search import best_way
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search.environment import SearchEnvironment
+from whale.planner.graph_search.predict import Made, apply
+from whale.planner.graph_search.search import best_way
+from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.compile.settings import fused_on
 from whale.runtime.described import Description, program_of

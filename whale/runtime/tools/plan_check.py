@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-from cost_model.captured.machine import cluster_machine
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine import cluster_machine
 from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
