@@ -1,8 +1,8 @@
 """What works of GPUs' exchanges on this machine, a line for each part: ``make gpu``, or ``python -m tests.gpu``.
 
-Without a GPU the parts are tested with the host's memory as device. With one they are tested on it, and what all-reduces
-and steps take is written into docs/gpu.md. Ends with 1 where a part fails. What needs no TensorFlow is tried by
-gpu_first.py, in its first quarter of an hour.
+Without a GPU the parts are tested with the host's memory as device. With one they are tested on it, and what
+all-reduces and steps take is written into docs/gpu.md. Ends with 1 where a part fails. What needs no TensorFlow is
+tried by gpu_first.py, in its first quarter of an hour.
 """
 
 from __future__ import annotations

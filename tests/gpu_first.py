@@ -1,9 +1,9 @@
-"""The first quarter of an hour on a machine with a GPU: ``make gpu-first``, or ``python -m tests.gpu_first [WORDS ...]``.
+"""The first quarter of an hour on a machine with a GPU: ``make gpu-first``, or ``python -m tests.gpu_first [WORDS]``.
 
 Parts that stand alone: each is a process or several, with a limit of its own, and prints one line with what was seen;
-one that cannot run says why. Without TensorFlow all run but the last ones. WORDS select parts whose name has one of them.
-``--host`` tries the parts themselves on a machine without a GPU, with the stand-ins of tests/whale_ops/device. Ends with 1
-where a part fails.
+one that cannot run says why. Without TensorFlow all run but the last ones. WORDS select parts whose name has one of
+them. ``--host`` tries the parts themselves on a machine without a GPU, with the stand-ins of tests/whale_ops/device.
+Ends with 1 where a part fails.
 """
 
 from __future__ import annotations

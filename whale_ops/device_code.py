@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs (cuda/kernels.cu) to machine code of one GPU, by NVRTC, without nvcc and CUDA's headers.
+"""Compiles the kernels for GPUs (cuda/kernels.cu) to machine code of one GPU, by NVRTC; without nvcc and headers.
 
 NVRTC is the compiler that ``tensorflow[and-cuda]`` brings as the package ``nvidia-cuda-nvrtc-cu12``. It is looked for
 among the libraries that this process has loaded, in NVIDIA's packages of this environment, and where the loader looks.
@@ -86,7 +86,7 @@ def _loaded() -> list[str]:
 
 
 def package_folders(name: str) -> list[Path]:
-    """Folders of that name in NVIDIA's packages of this environment, as ``cuda_nvrtc/lib``; ``*`` stands for any name."""
+    """Folders of that name in NVIDIA's packages of this environment: ``cuda_nvrtc/lib``, or a pattern."""
     found = importlib.util.find_spec("nvidia")
     roots = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
     return [folder for root in roots for folder in sorted(root.glob(name)) if folder.is_dir()]

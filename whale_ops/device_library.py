@@ -1,7 +1,7 @@
 """The library for GPUs, libwhale_cuda.so (``cuda/``), and what it takes at run time: a driver, machine code, NCCL.
 
-It is built with the other libraries (build.py) by the C++ compiler alone, and finds NVIDIA's driver when it is asked for
-a GPU. Kernels are compiled for the GPU that is there (device_code.py).
+It is built with the other libraries (build.py) by the C++ compiler alone, and finds NVIDIA's driver when it is asked
+for a GPU. Kernels are compiled for the GPU that is there (device_code.py).
 """
 
 from __future__ import annotations

@@ -78,5 +78,5 @@ def test_what_a_gpu_lacks_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_library_that_does_not_load_says_how_to_build_it(tmp_path: Path) -> None:
-    with pytest.raises(CommError, match="python -m whale_ops.build"):
+    with pytest.raises(CommError, match=r"python -m whale_ops\.build"):
         device_library.architecture_of(tmp_path / "none.so", 0)

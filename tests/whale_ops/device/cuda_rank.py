@@ -1,4 +1,4 @@
-"""One rank of test_cuda.py: `python -m tests.whale_ops.device.cuda_rank LIBRARY IMAGE TRANSPORT RANK SIZE DEVICE FD [MODE]`.
+"""One rank of test_cuda.py, which runs this module with LIBRARY IMAGE TRANSPORT RANK SIZE DEVICE FD [MODE].
 
 IMAGE is a file with the kernels' machine code for the GPU. Needs no TensorFlow and no MPI: the ranks meet through a
 socket (file descriptor FD) whose other end the test holds. MODE is one of

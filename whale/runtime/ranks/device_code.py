@@ -1,4 +1,4 @@
-"""Machine code of the kernels for a rank's GPU: compiled when a run first has that kind of GPU, and kept for later ones."""
+"""Machine code of the kernels for a rank's GPU: compiled when a run first has that kind of GPU, and kept."""
 
 from __future__ import annotations
 
