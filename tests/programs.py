@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels import run_kernel
+from tests.numpy_kernels import run_kernel
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput, Plan

@@ -63,9 +63,9 @@ AROUND = {
     "cost_model.md": [
         Around(after="assert found.step_s > 1 and found.memory_curve(stage=0)"),
         Around(
-            "from tests.programs import mlp, planned\nfrom whale.lowering.local import localise\n"
+            "from tests.programs import mlp, planned\nfrom whale.partition.spmd import partition_for_rank\n"
             "program = mlp(8, 4, 4, 2)\nplan = planned(program, 4, 4)\n"
-            "programs = [localise(program, plan, rank, 'c', None) for rank in (0, 1)]",
+            "programs = [partition_for_rank(program, plan, rank, 'c', None) for rank in (0, 1)]",
             "assert found.step_s > 0",
         ),
     ],

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from whale.frontends.giant import optimizers as optimizers
     from whale.frontends.keras.distribute import distribute as distribute
     from whale.frontends.launch import launch as launch
+    from whale.frontends.start import init as init
     from whale.frontends.strategy.strategy import Strategy as Strategy
     from whale.frontends.tf1.monitored import MonitoredTrainingSession as MonitoredTrainingSession
     from whale.runtime.checkpoint.export import export as export
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from whale.runtime.run.context import size as size
     from whale.runtime.run.loss_scale import loss_scale as loss_scale
     from whale.runtime.run.start import check_replicas as check_replicas
-    from whale.runtime.run.start import init as init
     from whale.runtime.run.start import shutdown as shutdown
     from whale.runtime.session.session import InteractiveSession as InteractiveSession
     from whale.runtime.session.session import Session as Session

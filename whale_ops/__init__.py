@@ -30,6 +30,8 @@ __all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops", "ove
 
 FINISH_S = 60.0  # that MPI may take to end
 
+EXCHANGE_PAYLOAD = b"whale_ops.exchange"  # of the status of an exchange that failed; as kExchange of ops/common.cc
+
 COMMUNICATING_OPS = (
     "WhaleAllReduce",
     "WhaleAllGather",

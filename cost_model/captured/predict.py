@@ -98,7 +98,7 @@ class CapturedPrediction:
 def predict_ranks(
     programs: Sequence[Program], machine: Machine, with_timelines: bool = False, plays: int = PLAYS
 ) -> CapturedPrediction:
-    """One step of ranks that run ``programs`` (see whale.lowering.local), rank i the i-th: its time and its memory.
+    """One step of ranks that run ``programs`` (see whale.partition.spmd), rank i the i-th: its time and its memory.
 
     Args:
         plays: how many more orders of a step are played for its memory; its time is that of the first.

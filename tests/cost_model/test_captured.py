@@ -26,7 +26,7 @@ from whale.errors import ClusterError, PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program
 from whale.ir.values import TensorType
-from whale.lowering.local import localise
+from whale.partition.spmd import partition_for_rank
 
 KIND = "all_reduce all_gather reduce_scatter all_to_all broadcast point_to_point"
 TABLE = Table(
@@ -42,7 +42,7 @@ LAB = cluster.parse(
 
 def ranks_of(program: Program, *sizes: int) -> list[Program]:
     plan = planned(program, *sizes)
-    return [localise(program, plan, rank, "", None) for rank in range(len(sizes))]
+    return [partition_for_rank(program, plan, rank, "", None) for rank in range(len(sizes))]
 
 
 def in_order(program: Program) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from whale.capture.function import capture_function
 from whale.errors import PlanError
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import Func, TensorType
-from whale.lowering.local import localise
+from whale.partition.spmd import partition_for_rank
 from whale.passes.order import make_plan, normalise
 from whale.passes.settings import PlanSettings
 
@@ -134,7 +134,7 @@ def recurrent(turns: int, rows: int, unroll: bool = False, layers: int = 1) -> P
 
 def predicted(program: Program) -> Ran:
     return predict_ranks(
-        [localise(program, make_plan(program, PlanSettings(size=1)), 0, "", None)], MACHINE, plays=2
+        [partition_for_rank(program, make_plan(program, PlanSettings(size=1)), 0, "", None)], MACHINE, plays=2
     ).ranks[0]
 
 

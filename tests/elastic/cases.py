@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from tests.forkserver import plain_python, warm_python
 
 SCRIPT = Path(__file__).parent / "script.py"
 MODES = ("loop", "shard", "save", "fit", "arrays")
@@ -138,7 +139,7 @@ class Reference:
         kind = mode if mode in ("fit", "arrays") else f"loop+{otherwise}" if otherwise else "loop"
         if kind not in self._known:
             result = self._folder / f"{kind}.npz"
-            line = [sys.executable, str(SCRIPT), kind, str(result), ""]
+            line = [plain_python(), str(SCRIPT), kind, str(result), ""]
             subprocess.run(line, check=True, capture_output=True, timeout=_LIMIT_S, env=_environment())
             self._known[kind] = _read(result)
         return self._known[kind]
@@ -159,7 +160,7 @@ def run(case: Case, reference: Reference, restarts: int = 0) -> Outcome:
         grows = several or "join" in case.faults
         started = ["--hosts-from", str(hosts)] if grows else ["-np", str(case.ranks)]
         started += ["--max-restarts", str(restarts)] * (restarts > 0)
-        line = [sys.executable, "-m", "whale", "run", *started, "--", str(SCRIPT), case.mode, str(result), case.faults]
+        line = [warm_python(), "-m", "whale", "run", *started, "--", str(SCRIPT), case.mode, str(result), case.faults]
         start_s = time.monotonic()
         environment = {**_environment(), "ELASTIC_HOSTS": str(hosts)}
         ended = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, env=environment)

@@ -208,3 +208,13 @@ def test_an_error_inside_a_traced_step_is_named_by_what_it_says() -> None:
     text = 'in user code:\n\n    File "train.py", line 3, in step  *\n        act()\n\n    ValueError: this is bad\n'
     failure = ranks.raised(1, Raised(type="ValueError", message=text, traceback="", code=1))
     assert failure.reason == "failed: ValueError: this is bad (exit code 1)"
+
+
+def test_the_cause_is_no_rank_that_only_says_that_another_one_is_gone() -> None:
+    said = [
+        ranks.raised(0, Raised(type="CommError", message="rank 1 is gone", traceback="", code=1)),
+        ranks.raised(1, Raised(type="ValueError", message="this is bad", traceback="", code=1)),
+        ranks.raised(2, Raised(type="KeyError", message="later", traceback="", code=1)),
+    ]
+    assert ranks.cause(said).rank == 1
+    assert ranks.cause(said[:1]).rank == 0

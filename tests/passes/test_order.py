@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.lowering.compare import assert_equal_runs
+from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, mlp
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.interpreter import InterpreterError
-from tests.kernels import run_kernel
-from tests.lowering.test_training_programs import check_step
+from tests.numpy_kernels import run_kernel
+from tests.partition.test_training_programs import check_step
 from tests.programs import Builder, layouts_of, plan_of
 from tests.rules.prover import Case, prove
 from tests.rules.sampling import F, K, case

@@ -216,6 +216,8 @@ def test_mean_over_a_cut_dimension_is_a_sum():
     assert (local.op, local.divide_by) == ("Sum", 8.0)
     unknown = view("Mean", ["float32[?,4]", "int32[1]"], ["float32[4]"], {1: [0]})
     assert strategies(unknown, "S(0)[3,5] B") == []
+    whole_numbers = view("Mean", ["int32[8,4]", "int32[1]"], ["int32[4]"], {1: [0]})
+    assert strategies(whole_numbers, "S(0)[3,5] B") == []  # each part would be rounded
 
 
 def test_an_empty_share_knows_its_outputs():

@@ -27,7 +27,7 @@ from whale.ir.program import Node
 from whale.ir.values import TensorType, item_bytes, static_shape
 from whale.rules.base import BLOCKS, OWNED, OpView, Route
 
-# Each id once, and the sums of the rows that belong to it; no rank's kernel is this one (``whale.lowering.rows``).
+# Each id once, and the sums of the rows that belong to it; no rank's kernel is it (``whale.partition.embedding``).
 SUMS_BY_ID = "WhaleSumsById"
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MOST_ROWS = {"int32": 1 << 31, "int64": 1 << 63}

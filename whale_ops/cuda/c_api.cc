@@ -100,10 +100,7 @@ class Arrays {
   std::vector<CUdeviceptr> memory_;
 };
 
-size_t bytes_of(int32_t dtype) {
-  const auto type = static_cast<DType>(dtype);
-  return type == DType::kFloat64 ? 8 : type == DType::kFloat32 ? 4 : 2;
-}
+size_t bytes_of(int dtype) { return whale::cuda::bytes_of(static_cast<DType>(dtype)); }
 
 // Runs `body(gpu, stream, arrays)` with the GPU's context, on a stream of its own.
 template <typename Body>

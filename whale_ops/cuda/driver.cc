@@ -13,12 +13,12 @@ namespace {
 
 constexpr char kLibrary[] = "libcuda.so.1";
 
-Driver* loaded() {
+Driver* driver_calls() {
   static auto* driver = new Driver();  // never destroyed: TensorFlow's threads may still ask while the process exits
   return driver;
 }
 
-Status load() {
+Status load_calls() {
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) {
     const char* error = dlerror();
@@ -26,8 +26,8 @@ Status load() {
                                                  "; install it, or start the container with its runtime (docker run --gpus all)");
   }
 #define WHALE_DRIVER_CALL(name, symbol, arguments)                                                                                        \
-  *reinterpret_cast<void**>(&loaded()->name) = dlsym(library, symbol);                                                                    \
-  if (loaded()->name == nullptr) {                                                                                                        \
+  *reinterpret_cast<void**>(&driver_calls()->name) = dlsym(library, symbol);                                                                    \
+  if (driver_calls()->name == nullptr) {                                                                                                        \
     return Status::Error(Code::kUnavailable, std::string("NVIDIA's driver has no ") + symbol + "; install version 525 or newer");         \
   }
   WHALE_DRIVER_CALLS(WHALE_DRIVER_CALL)
@@ -48,11 +48,11 @@ Gpus& gpus() {
 }  // namespace
 
 Status load_driver() {
-  static const auto* status = new Status(load());
+  static const auto* status = new Status(load_calls());
   return *status;
 }
 
-const Driver& driver() { return *loaded(); }
+const Driver& driver() { return *driver_calls(); }
 
 Status check(CUresult error, const char* call) {
   if (error == kSuccess) return Status::Ok();

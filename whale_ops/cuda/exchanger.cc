@@ -5,12 +5,6 @@
 #include "whale_ops/cuda/queue.h"
 
 namespace whale::cuda {
-namespace {
-
-size_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
-
-}  // namespace
-
 Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger) {
   std::unique_ptr<Exchanger> made(new Exchanger(gpu));
   made->transport_ = std::move(transport);

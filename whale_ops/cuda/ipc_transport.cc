@@ -10,16 +10,6 @@
 namespace whale::cuda {
 namespace {
 
-size_t bytes_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-    case DType::kBFloat16: return 2;
-    case DType::kFloat32: return 4;
-    case DType::kFloat64: return 8;
-    default: return 0;
-  }
-}
-
 constexpr size_t kAlignmentBytes = 256;
 
 // What a rank tells the others once.

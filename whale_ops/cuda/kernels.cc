@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kMaxBlocks = 1024;  // per tensor; a thread takes several elements of a large one
 
 // None for dtypes without kernels.
-const char* name_of(DType dtype) {
+const char* dtype_name(DType dtype) {
   switch (dtype) {
     case DType::kFloat16: return "float16";
     case DType::kBFloat16: return "bfloat16";
@@ -24,10 +24,10 @@ constexpr DType kFloats[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32,
 constexpr Reduction kReductions[] = {Reduction::kSum, Reduction::kMin, Reduction::kMax, Reduction::kProd};
 
 std::string copy_name(bool packs, DType tensor, DType buffer) {
-  return std::string(packs ? "pack_" : "unpack_") + name_of(tensor) + "_" + name_of(buffer);
+  return std::string(packs ? "pack_" : "unpack_") + dtype_name(tensor) + "_" + dtype_name(buffer);
 }
 
-std::string reduce_name(Reduction reduction, DType dtype) { return std::string("reduce_") + whale::name_of(reduction) + "_" + name_of(dtype); }
+std::string reduce_name(Reduction reduction, DType dtype) { return std::string("reduce_") + whale::name_of(reduction) + "_" + dtype_name(dtype); }
 
 unsigned blocks_for(int64_t count) { return static_cast<unsigned>(std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, kMaxBlocks)); }
 
@@ -72,6 +72,8 @@ std::vector<std::string> kernel_names() {
   return names;
 }
 
+size_t bytes_of(DType dtype) { return dtype_name(dtype) == nullptr ? 0 : dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
 bool is_supported(DType tensor, DType buffer) {
   const bool narrow = buffer == DType::kFloat16 || buffer == DType::kBFloat16;
   if (tensor == DType::kFloat32) return narrow || buffer == tensor;
@@ -87,7 +89,7 @@ Status unpack(const Gpu& gpu, const void* buffer, DType dtype, const std::vector
 }
 
 Status reduce(const Gpu& gpu, const std::vector<const void*>& sources, void* dst, int64_t count, DType dtype, Reduction reduction, CUstream stream) {
-  if (sources.empty() || sources.size() > kMaxSources || name_of(dtype) == nullptr) {
+  if (sources.empty() || sources.size() > kMaxSources || dtype_name(dtype) == nullptr) {
     return Status::Error(Code::kInvalidArgument, "no kernel adds buffers of that dtype, or of more than " + std::to_string(kMaxSources) + " ranks");
   }
   ReduceArguments arguments = {};

@@ -18,6 +18,9 @@ struct Span {
 // Names of all kernels.
 std::vector<std::string> kernel_names();
 
+// Of an element; 0 for dtypes without kernels.
+size_t bytes_of(DType dtype);
+
 // Whether the kernels know the pair: equal float dtypes, or float32 tensors with a float16 or bfloat16 buffer.
 bool is_supported(DType tensor, DType buffer);
 

@@ -11,13 +11,13 @@
 namespace whale::cuda {
 namespace {
 
-Nccl* loaded() {
+Nccl* nccl_calls() {
   static auto* made = new Nccl();  // never destroyed, as the driver
   return made;
 }
-const Nccl& nccl() { return *loaded(); }
+const Nccl& nccl() { return *nccl_calls(); }
 
-Status load() {
+Status load_nccl() {
   constexpr char kLibrary[] = "libnccl.so.2", kAction[] = "; pip install nvidia-nccl-cu12 (-cu13 where the driver has CUDA 13)";
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);  // what the process has loaded, or what its loader finds
   if (library == nullptr) {
@@ -25,11 +25,11 @@ Status load() {
     return Status::Error(Code::kUnavailable, std::string("NCCL was not found: ") + (error == nullptr ? kLibrary : error) + kAction);
   }
 #define WHALE_NCCL_CALL(name, Result, arguments)                                                                                          \
-  *reinterpret_cast<void**>(&loaded()->name) = dlsym(library, #name);                                                                     \
-  if (loaded()->name == nullptr) return Status::Error(Code::kUnavailable, std::string("this NCCL has no ") + #name + kAction);
+  *reinterpret_cast<void**>(&nccl_calls()->name) = dlsym(library, #name);                                                                     \
+  if (nccl_calls()->name == nullptr) return Status::Error(Code::kUnavailable, std::string("this NCCL has no ") + #name + kAction);
   WHALE_NCCL_CALLS(WHALE_NCCL_CALL)
 #undef WHALE_NCCL_CALL
-  *reinterpret_cast<void**>(&loaded()->ncclGetLastError) = dlsym(library, "ncclGetLastError");
+  *reinterpret_cast<void**>(&nccl_calls()->ncclGetLastError) = dlsym(library, "ncclGetLastError");
   return Status::Ok();
 }
 
@@ -249,7 +249,7 @@ class NcclTransport final : public DeviceTransport {
 }  // namespace
 
 Status open_nccl(int rank, int size, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport) {
-  static const auto* found = new Status(load());
+  static const auto* found = new Status(load_nccl());
   if (!found->ok()) return *found;
   auto made = std::make_unique<NcclTransport>(rank, size, std::move(gather));
   const Status status = made->open();

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.forkserver import plain_python
 from tests.launcher.helpers import Launcher
 
 FOLDER = Path(__file__).parent
@@ -38,7 +38,7 @@ def test_tutorial(launcher: Launcher, name: str) -> None:
     folder = launcher.folder / "alone"  # where its checkpoints are
     folder.mkdir()
     done = subprocess.run(
-        [sys.executable, script], cwd=folder, env=launcher.environment, capture_output=True, text=True, check=False
+        [plain_python(), script], cwd=folder, env=launcher.environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     expected = result(done.stdout)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.lowering.random_programs import placements, programs
+from tests.partition.random_programs import placements, programs
 from tests.programs import Builder, layouts_of, mlp
 from whale.ir.layout import P_SUM, B, Broadcast, Partial, Placement, split
 from whale.ir.plan import Reshard

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.lowering.random_programs import placements, programs, random_layouts
+from tests.partition.random_programs import placements, programs, random_layouts
 from tests.programs import Builder, body, mlp, plan_of, planned
 from whale.errors import PlanError
 from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Partial, Placement, Strategy, split

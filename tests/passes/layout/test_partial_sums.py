@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.lowering.compare import assert_equal_runs
+from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, plan_of
 from whale.ir.layout import P_SUM, B, Broadcast, Partial, Split, Strategy, even_sizes, split
 from whale.ir.program import Program, Ref

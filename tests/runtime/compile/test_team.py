@@ -64,9 +64,9 @@ def test_a_team_finds_what_one_process_finds(
     found: list[Found] = []
     teams: list[InOneProcess] = []
 
-    def both(program: Any, settings: Any, ground: Any, stages: int, team: None) -> Found:
-        teams.append(InOneProcess(size, partial(Plans, program, settings, ground)))
-        found[:] = [best_way(program, settings, ground, stages, 1e9, one) for one in (None, teams[-1])]
+    def both(program: Any, settings: Any, environment: Any, stages: int, team: None) -> Found:
+        teams.append(InOneProcess(size, partial(Plans, program, settings, environment)))
+        found[:] = [best_way(program, settings, environment, stages, 1e9, one) for one in (None, teams[-1])]
         return found[1]
 
     monkeypatch.setattr(auto, "best_way", both)
@@ -101,10 +101,10 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     found: list[Found] = []
     plans: list[Plans] = []
 
-    def together(program: Any, settings: Any, ground: Any, stages: int, team: None) -> Found:
-        plans.append(Plans(program, settings, ground))
-        helpers = InOneProcess(2, partial(Plans, program, settings, ground))
-        found.append(best_way(program, settings, ground, stages, 1e9, helpers))
+    def together(program: Any, settings: Any, environment: Any, stages: int, team: None) -> Found:
+        plans.append(Plans(program, settings, environment))
+        helpers = InOneProcess(2, partial(Plans, program, settings, environment))
+        found.append(best_way(program, settings, environment, stages, 1e9, helpers))
         assert len(helpers.looked_at) > 1 and helpers.looked_at[0] == found[-1].choice.name
         return found[-1]
 

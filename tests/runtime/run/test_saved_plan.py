@@ -24,6 +24,7 @@ from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, load_plan
 from whale.ir.plan_diff import diff_plans
+from whale.partition.mesh import plan_program
 from whale.passes.judge.check import check
 from whale.passes.order import make_plan
 from whale.passes.settings import PlanSettings
@@ -34,7 +35,6 @@ from whale.runtime.run import context
 from whale.runtime.run.context import DryRun
 from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.run.start import planning_run
-from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools import analyze, dry_run
 
 __all__ = ["double", "speed"]

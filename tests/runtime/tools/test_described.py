@@ -22,11 +22,11 @@ from whale.errors import ClusterError, PlanError
 from whale.ir.layout import B, split
 from whale.ir.program import BACKWARD, RECOMPUTED, Program, Ref
 from whale.ir.values import TensorType
+from whale.partition.mesh import plan_program
 from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.runtime.described import families as f
 from whale.runtime.described import program_of, read, traced
-from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 TEXT = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 6, "vocabulary": 40, "batch": 4}

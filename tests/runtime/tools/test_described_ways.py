@@ -22,13 +22,12 @@ from whale.errors import PlanError
 from whale.passes.order import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.captured import predict, search, team, ways
-from whale.planner.captured.ground import Ground
+from whale.planner.captured.environment import SearchEnvironment
 from whale.planner.captured.ways import Choice, choices
 from whale.runtime.described import families as f
 from whale.runtime.described import models
 from whale.runtime.described.program import program_of, trained_step
 from whale.runtime.run.context import current
-from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
 from whale.runtime.tools.described_ways import planned_as, read, spread
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
@@ -123,8 +122,8 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     captured = program_of(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
     settings = PlanSettings(size=4, fuse=FuseSettings.all_on())
     program = normalise(captured, settings)
-    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
-    plans = predict.Plans(program, settings, ground)
+    environment = SearchEnvironment.of_cluster(four, program, 4)
+    plans = predict.Plans(program, settings, environment)
     looked_at = search._looked_at(plans, 0)
     few = [predict.predicted(plans, choice) for choice, _ in looked_at]
     assert all(least_s <= way.seconds for way, (_, least_s) in zip(few, looked_at))
@@ -132,7 +131,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     assert all(0 < least_s for choice, least_s in looked_at if choice.weights)
     replicas = [choice for choice, _ in looked_at if choice.group or len(choice.stages) == 2]
     assert len(replicas) > 3
-    assert all(len(predict._played(settings, choice, ground)) == 2 for choice in replicas)
+    assert all(len(predict._played(settings, choice, environment)) == 2 for choice in replicas)
     monkeypatch.setattr(predict, "_played", lambda *_: range(4))
     for way in few:
         if way.choice in replicas:
@@ -150,8 +149,8 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     four = cluster.parse("name: four\nhosts: [{name: a, devices: [{type: v100, count: 4}]}]")
     monkeypatch.setattr(ways, "LEAST_BYTES", 1)
     program = normalise(program_of(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4))
-    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
-    looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), ground), 0)
+    environment = SearchEnvironment.of_cluster(four, program, 4)
+    looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), environment), 0)
     splits = {choice.name: least_s for choice, least_s in looked_at if choice.weights}
     planned: dict[str, float] = {}
     predict_way = team.predicted
@@ -163,7 +162,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
         return way
 
     monkeypatch.setattr(team, "predicted", predicted)
-    found = search.best_way(program, PlanSettings(size=4), ground, budget_s=1e3)
+    found = search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3)
     assert found.choice.name == "data parallel" and splits and not planned.keys() & splits.keys()
     said = "\n".join(found.lines)
     assert not any("pipeline" in name for name in planned)  # the plan of data parallelism says that none can run
@@ -172,7 +171,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     assert all(f"{name}: {1e3 * least_s:.2f} ms at least" in said for name, least_s in splits.items())
     bounded, _ = dict(planned), planned.clear()
     monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.stages])
-    assert search.best_way(program, PlanSettings(size=4), ground, budget_s=1e3).choice == found.choice
+    assert search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3).choice == found.choice
     assert all(least_s <= planned[name] for name, least_s in splits.items())
     assert planned["data parallel"] == bounded["data parallel"]
 
@@ -184,9 +183,9 @@ def test_ways_are_judged_with_what_nccl_takes() -> None:
     program = normalise(program_of(read(CLASSIFIER)), through_host)
     held = {}
     for settings in (through_host, by_nccl, by_nccl.but(memory__limit_bytes=1 << 40)):
-        ground = Ground.described(two, program, 2, make_any_plan, lower_ranks, as_run, lambda _: "", None)
-        ground = replace(ground, limits_bytes=[nccl_bytes(1, 0, {})] * 2)
-        way = predict.predicted(predict.Plans(program, settings, ground), Choice("data parallel"))
+        environment = SearchEnvironment.of_cluster(two, program, 2)
+        environment = replace(environment, limits_bytes=[nccl_bytes(1, 0, {})] * 2)
+        way = predict.predicted(predict.Plans(program, settings, environment), Choice("data parallel"))
         held[settings.exchange.backend, settings.memory.limit_bytes] = way.bytes, way.fits
     (tensors, fits), (with_nccl, fits_beside) = held["whale", 0], held["nccl", 0]
     assert with_nccl == tensors + nccl_bytes(1, 0, {})

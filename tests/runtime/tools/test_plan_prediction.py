@@ -23,6 +23,7 @@ from whale.capture.function import capture_function
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
+from whale.partition.lower import make_any_plan
 from whale.passes.order import normalise
 from whale.planner.report.mesh_drawn import mesh_of_plan
 from whale.planner.report.sliders import captured_sliders
@@ -31,7 +32,6 @@ from whale.runtime.measure import operations as measure
 from whale.runtime.measure.profile import programs as profile_programs
 from whale.runtime.measure.without_exchanges import apart
 from whale.runtime.run.context import current
-from whale.runtime.spread.lower import make_any_plan
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 Start = Callable[..., None]

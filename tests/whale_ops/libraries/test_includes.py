@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import graphlib
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[3]
 OURS = ROOT / "whale_ops"
-MOST_LINES, MOST_MODULES = 400, 15
 
 # Room -> the rooms that it includes. Nothing of TensorFlow, MPI or CUDA in the core: each has a library of its own.
 INCLUDED: dict[str, set[str]] = {
@@ -81,11 +79,3 @@ def test_no_circles() -> None:
     assert circle(INCLUDED) == []
     files = {str(path.relative_to(ROOT)): {name for _, name in includes(path)} for path in sources()}
     assert circle({path: {name for name in names if name in files} for path, names in files.items()}) == []
-
-
-def test_folders_and_files_can_be_read_in_one_sitting() -> None:
-    modules: dict[str, set[str]] = defaultdict(set)
-    for path in sources():
-        modules[room(path)].add(path.stem)
-        assert path.read_text().count("\n") <= MOST_LINES, path
-    assert {folder: len(names) for folder, names in modules.items() if len(names) > MOST_MODULES} == {}

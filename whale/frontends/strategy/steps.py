@@ -141,9 +141,7 @@ class Steps:
         code = getattr(fn, "__code__", None)
         key = id(fn) if code is None else (code, tuple(map(id, held)), repr(getattr(fn, "__defaults__", None)))
         if key not in self._found:
-            step = function(fn)
-            step._whale_holds = fn  # so that no other object gets the numbers in its key
-            self._found[key] = step
+            self._found[key] = function(fn)  # holds fn: no other object gets the numbers in its key
         return self._found[key]
 
 

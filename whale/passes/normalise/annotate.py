@@ -17,7 +17,7 @@ from whale.ir.plan import TaskGraph
 from whale.ir.program import Node, Program
 from whale.passes.facts.scopes import PASSED_ON, context_of, ranks_of_scope, split_scope
 from whale.passes.facts.stages import assign_stages, stage_of
-from whale.rules.structure.shape import RUNS
+from whale.rules.structure.shape import CUT_IN_RUNS
 
 
 def annotate(program: Program) -> Program:
@@ -169,6 +169,6 @@ def mark_flattened(program: Program) -> Program:
     def marked(node: Node) -> Node:
         if node.op != "Reshape" or context_of(node.scope) is None:
             return node
-        return replace(node, attrs={**node.attrs, RUNS: True})
+        return replace(node, attrs={**node.attrs, CUT_IN_RUNS: True})
 
     return program.with_nodes(tuple(map(marked, program.nodes)))

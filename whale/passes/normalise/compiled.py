@@ -3,7 +3,7 @@
 Communication cannot sit inside a compiled region, so such a function is taken apart. XLA is an optimisation for most of
 it. Some ops need it: on the CPU there is no kernel for the gradients of grouped or dilated convolutions, for three
 dimensions with the channels first, for pooling with the channels first, and none for XLA's own ops. Each of these is
-compiled by itself again in every rank's program (``whale.lowering.compiled``).
+compiled by itself again in every rank's program (``whale.kernels.xla``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``WhaleAttention`` is the part of the program from queries, keys and values to the result; ``WhaleAttentionGrad`` the
 part from the gradient of the result to theirs, which computes the scores again. Each keeps what it stands for as a
 function of the program, so what a scale, a mask or a cap between the products does is not known here. On a rank keys
-and values travel round, and the softmax is summed up block by block (``whale.lowering.attention``).
+and values travel round, and the softmax is summed up block by block (``whale.partition.ring_attention``).
 """
 
 from __future__ import annotations

@@ -224,8 +224,7 @@ def of_splits(
     kinds: Collection[Speed],
     shares: Shares,
     rates: Sequence[Rates],
-    scoped: Callable[[Choice], Program],
-) -> Callable[[Choice], float]:
+) -> Callable[[Choice, Program], float]:
     """What ranks take at least that divide tensors from a weight on: all operations divided, but updates of what lies
     outside of the scope, whose variables every rank has whole. What a rank exchanges itself, it exchanges in that time:
     of each weight outside, the gradient or its parts.
@@ -233,7 +232,9 @@ def of_splits(
     Args:
         whole: the program with its updates as they run, and what ways with rows need in simple operations.
         kinds: of ranks; rates: of each.
-        scoped: the program with a scope on what a choice divides.
+
+    Returns:
+        what gives it for a choice, and the program with a scope on what that divides.
     """
     sizes = {v.node: v.type.bytes for v in program.variables}
     written = {  # what writes variables, of which several are updated together
@@ -255,9 +256,8 @@ def of_splits(
         total = sum(sizes[h] for h in handles)
         return sum(sizes[h] for h in handles if h not in divided) / total if total else 0.0
 
-    def least(choice: Choice) -> float:
+    def least(choice: Choice, inside: Program) -> float:
         if choice.weights not in known:
-            inside = scoped(choice)
             divided = divisible(inside)
             by_rows = {node.name for node in inside.nodes if not node.scope}
             mine = {name: own(handles, divided) for name, handles in written.items()}

@@ -7,7 +7,7 @@ predicted    seconds of a step, and whether it fits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,13 +18,15 @@ from whale.errors import AcrossMicroBatchesError, WhaleError
 from whale.ir.mesh import Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.kernels.substitute import substitute_kernels
+from whale.partition.lower import lower_ranks, make_any_plan
 from whale.passes.exchange.on_devices import told_apart
 from whale.passes.facts.stages import DATA, TENSOR
 from whale.passes.lay_out import FirstLayouts, expand
 from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.ground import Ground, unequal
+from whale.planner.captured.environment import SearchEnvironment, unequal
 from whale.planner.captured.pipelines import chain, staged
 from whale.planner.captured.ways import Choice, scoped, trains
 
@@ -78,7 +80,7 @@ class Plans:
 
     program: Program
     settings: PlanSettings
-    ground: Ground
+    environment: SearchEnvironment
     _of_rows: dict[tuple[int, ...], Made] = field(default_factory=dict)
     _scoped: dict[tuple[str, ...], Program] = field(default_factory=dict)
     _first: FirstLayouts = field(default_factory=FirstLayouts)
@@ -110,10 +112,11 @@ class Plans:
           WhaleError: the program cannot be spread so.
         """
         # A dump is of the plan that is taken.
-        program, settings = apply(self.program, self.settings.but(dump=""), choice, self.scoped)
+        inside = self.scoped(choice) if choice.weights else None
+        program, settings = apply(self.program, self.settings.but(dump=""), choice, inside)
         if plan is None:
             same = not (choice.stages or choice.tensors)  # but for its scopes
-            plan = self.ground.plan(program, settings, self._first if same else None)
+            plan = make_any_plan(program, settings, self._first if same else None)
         return Made(program, settings, plan)
 
     def expanded(self, choice: Choice) -> Program:
@@ -141,7 +144,7 @@ class Plans:
         count = max(2, rows.plan.micro_batches)
         plan, settings = replace(rows.plan, micro_batches=count), rows.settings.but(time__micro_batches=count)
         try:
-            self.ground.lower(rows.program, plan, settings, (0,))
+            lower_ranks(rows.program, plan, settings, (0,))
         except AcrossMicroBatchesError:
             raise
         except WhaleError:
@@ -149,21 +152,21 @@ class Plans:
 
     def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
         """The programs that these ranks run."""
-        return self.ground.as_run(self.ground.lower(made.program, made.plan, made.settings, ranks), made.settings)
+        return substitute_kernels(lower_ranks(made.program, made.plan, made.settings, ranks), made.settings)
 
 
 def apply(
-    program: Program, settings: PlanSettings, chosen: Choice, inside: Callable[[Choice], Program] | None = None
+    program: Program, settings: PlanSettings, chosen: Choice, inside: Program | None = None
 ) -> tuple[Program, PlanSettings]:
     """What a choice makes of a program and of the settings for planning it.
 
     Args:
-      inside: the program with a scope on what a choice divides, where that may be known.
+      inside: the program with a scope on what the choice divides, where it is made already.
     """
     if chosen.alone and not settings.batch.local:
         return program, settings.but(batch__inputs=())
     if chosen.weights:
-        return inside(chosen) if inside else scoped(program, chosen), settings.but(split__ranks=chosen.group)
+        return inside or scoped(program, chosen), settings.but(split__ranks=chosen.group)
     changed = settings.but(zero__level=chosen.zero) if chosen.zero else settings
     if chosen.offload:
         changed = changed.but(memory__offload=chosen.offload)
@@ -204,33 +207,33 @@ def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> W
     Raises:
       WhaleError: the program cannot be spread so.
     """
-    settings, ground = plans.settings, plans.ground
-    unlike = bool(choice.stages or choice.shares or settings.batch.shares) or unequal(ground.rates)
-    ranks, made = _played(settings, choice, ground), plans.made(choice)
+    settings, environment = plans.settings, plans.environment
+    unlike = bool(choice.stages or choice.shares or settings.batch.shares) or unequal(environment.rates)
+    ranks, made = _played(settings, choice, environment), plans.made(choice)
     programs = dict(zip(ranks, plans.lowered(made, ranks)))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
     backend = settings.exchange.backend
     played = {rank: told_apart(inline(one), backend) for rank, one in programs.items()}
-    seconds = step_seconds(played, settings.size, ground.machine(plans.program))
+    seconds = step_seconds(played, settings.size, environment.machine(plans.program))
     if seconds >= needed_s:
         return Way(choice, seconds)
     asked = programs if unlike else {0: programs[0]}
-    if ground.lacking_bytes({rank: at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}) <= 0:
+    if environment.lacking_bytes({rank: at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}) <= 0:
         return Way(choice, seconds, made=made, programs=asked)
     held = _held(asked, made.settings)
-    return Way(choice, seconds, ground.lacking_bytes(held), made, held)
+    return Way(choice, seconds, environment.lacking_bytes(held), made, held)
 
 
 def _held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, int]:
     return {rank: sum(taken_bytes(one, rank, settings).values()) for rank, one in programs.items()}
 
 
-def _played(settings: PlanSettings, choice: Choice, ground: Ground) -> Sequence[int]:
+def _played(settings: PlanSettings, choice: Choice, environment: SearchEnvironment) -> Sequence[int]:
     """Ranks whose steps say what a step of all takes, and whose memory what all hold: of those alike the first."""
     shares = choice.shares or settings.batch.shares or (0,) * settings.size
-    kinds: list[Hashable] = list(zip(ground.rates, ground.limits_bytes, shares))
+    kinds: list[Hashable] = list(zip(environment.rates, environment.limits_bytes, shares))
     # Those of a profile share one host's cores.
-    if isinstance(ground.on, Table) or choice.tensors or len({len(group) for group in choice.stages}) > 1:
+    if isinstance(environment.prices, Table) or choice.tensors or len({len(group) for group in choice.stages}) > 1:
         return range(settings.size)
     first: dict[Hashable, Sequence[int]] = {}
     if choice.stages:

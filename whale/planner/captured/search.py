@@ -15,17 +15,19 @@ import msgspec
 
 from cost_model.captured.machine import rated_machine
 from cost_model.captured.table import Table
-from whale.errors import AcrossMicroBatchesError, PlanError
+from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError
 from whale.ir.layout import Split, proportional_sizes
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
+from whale.kernels.substitute import substitute_kernels
 from whale.passes.facts.axes import batch_of, known_along
 from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalise.inline import inline
+from whale.passes.order import normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.captured import bounds
 from whale.planner.captured.balance import balanced
-from whale.planner.captured.ground import Ground, unequal
+from whale.planner.captured.environment import SearchEnvironment, unequal
 from whale.planner.captured.pipelines import pipelines, why_none, work_of_chain
 from whale.planner.captured.predict import Made, Plans, Way
 from whale.planner.captured.team import Answer, Asked, Team, tried
@@ -160,7 +162,7 @@ class Search:
 def best_way(
     program: Program,
     settings: PlanSettings,
-    ground: Ground,
+    environment: SearchEnvironment,
     stages: int = 0,
     budget_s: float | None = None,
     team: Team | None = None,
@@ -176,10 +178,11 @@ def best_way(
       team: who looks at ways at the same time.
 
     Raises:
-      PlanError: no way can run, or none fits into the ranks' memory; says by how much, and what would make it fit.
+      PlanError: no way can run.
+      DoesNotFitError: none fits into the ranks' memory; says by how much.
     """
     search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s), team)
-    plans = Plans(program, settings, ground)
+    plans = Plans(program, settings, environment)
     at_once = team.size if team is not None else 1
     # Bounds come from the first way's plan; others begin without.
     begun = [] if stages else [one for one in choices(program, settings.size) if one.weights][: at_once - 1]
@@ -203,20 +206,20 @@ def best_way(
             ready = search.begin_before_stages(plans, ready)
         search.look(plans, *ready)
         _look_at_leaner(search, plans)
-    best = _best(search, ground)
+    best = _best(search, environment)
     if team is not None and best.by:
         plan, held_bytes = team.plan(best.by, best.choice)
         made = plans.applied(best.choice, plan)
     else:
         made, held_bytes = best.made or plans.made(best.choice), best.bytes
     chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=held_bytes)
-    return Found(chosen, made, list(_told(best, search, ground)), search.is_whole)
+    return Found(chosen, made, list(_told(best, search, environment)), search.is_whole)
 
 
 def _look_at_leaner(search: Search, plans: Plans) -> None:
     """Ways that do not fit, with state (and weights, where there are no stages) divided, and with activations computed
     again."""
-    program, settings, again = plans.program, plans.settings, plans.ground.again
+    program, settings, captured = plans.program, plans.settings, plans.environment.captured
     for choice in list(search.full()):
         replicas = len(choice.stages[0]) if choice.stages else settings.size
         level = 1 if choice.stages else 3
@@ -226,12 +229,12 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
             name = f"{choice.name.removesuffix(STATE_DIVIDED)}, {what} state divided"
             if name not in {way.choice.name for way in search.found}:
                 search.look(plans, msgspec.structs.replace(choice, name=name, zero=level))
-    if again is None or settings.memory.recompute:
+    if captured is None or settings.memory.recompute:
         return
     full = [choice for choice in search.full() if not choice.recompute]
     if full:
         changed = settings.but(memory__recompute=RECOMPUTE)
-        less = Plans(again(changed), changed, plans.ground)
+        less = Plans(normalise(captured, changed), changed, plans.environment)
         seen = {way.choice.name for way in search.found}
         for choice in full:
             name = f"{choice.name}, activations computed again"
@@ -253,23 +256,22 @@ def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: i
     return more if level == 1 or len(more) > len(divided(False)) else ()
 
 
-def _best(search: Search, ground: Ground) -> Way:
+def _best(search: Search, environment: SearchEnvironment) -> Way:
     if not search.found:
         raise PlanError("no way to spread the program was found", reason="; ".join(search.lost))
     best = search.best()
     if best is None:
-        least, limit = min(search.found, key=lambda way: way.lacking_bytes), min(ground.limits_bytes)
-        raise PlanError(
+        least, limit = min(search.found, key=lambda way: way.lacking_bytes), min(environment.limits_bytes)
+        raise DoesNotFitError(
             "the program fits into the ranks' memory in no way",
             given=f"{human_bytes(least.bytes)} per rank, {least.choice.name}, which takes the least",
             expected=f"at most {human_bytes(limit)}, {human_bytes(least.lacking_bytes)} less",
-            action=ground.options(limit),
         )
     return best
 
 
-def _told(best: Way, search: Search, ground: Ground) -> Iterator[str]:
-    yield f"{best.choice.name}, predicted {1e3 * best.seconds:.2f} ms a step ({ground.origin})"
+def _told(best: Way, search: Search, environment: SearchEnvironment) -> Iterator[str]:
+    yield f"{best.choice.name}, predicted {1e3 * best.seconds:.2f} ms a step ({environment.origin})"
     for way in sorted(search.found, key=lambda w: w.seconds):
         if way is not best:
             limit = human_bytes(way.bytes - way.lacking_bytes)
@@ -284,7 +286,7 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
 
     With a number of stages only pipelines of so many. Of what is ``begun`` already nothing is computed.
     """
-    program, settings, ground = plans.program, plans.settings, plans.ground
+    program, settings, environment = plans.program, plans.settings, plans.environment
     found = choices(program, settings.size)
     lasting: list[tuple[Choice, float]] = []
     least_s = dict[str, float]()  # of other ways than pipelines, by name
@@ -294,7 +296,7 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
         return [(one, 0.0) for one in found]
     rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0
     speeds = [1.0] * settings.size
-    if unequal(ground.rates):
+    if unequal(environment.rates):
         speeds = _speeds(plans)
         if not settings.batch.local and not settings.batch.shares:
             found[1:1] = _by_speed(plans, rows, speeds)
@@ -303,13 +305,13 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
         found.append(Choice(f"data parallel{STATE_DIVIDED}", zero=1))
     if not settings.batch.local:
         # A table prices what ranks compute at the same time, on cores that they share.
-        shared = isinstance(ground.on, Table)
-        operations = (rated_machine(ground.rates) if shared else ground.machine(program)).operations
+        shared = isinstance(environment.prices, Table)
+        operations = (rated_machine(environment.rates) if shared else environment.machine(program)).operations
         unpadded = settings.but(fuse__padding=False)  # whether parts of a product are padded, the whole does not tell
-        (whole,) = ground.as_run([program], unpadded)
+        (whole,) = substitute_kernels([program], unpadded)
         kinds = {
-            one: bounds.speed_of((program, whole), operations[ground.rates.index(one)], one.start_s)
-            for one in dict.fromkeys(ground.rates)
+            one: bounds.speed_of((program, whole), operations[environment.rates.index(one)], one.start_s)
+            for one in dict.fromkeys(environment.rates)
         }
 
         def seconds(node: Node) -> float:
@@ -319,7 +321,9 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
         asked = settings.time.micro_batches
         every = pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
         if every and not shared:
-            least = bounds.of_pipelines(program, whole, [kinds[one] for one in ground.rates], not settings.batch.shares)
+            least = bounds.of_pipelines(
+                program, whole, [kinds[one] for one in environment.rates], not settings.batch.shares
+            )
             lasting = sorted(((one, least(one)) for one in every), key=lambda one: one[1])
         else:
             lasting = [(one, 0.0) for one in every]
@@ -327,19 +331,22 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
             least_s = {one.name: bounds.alone(whole, seconds) for one in found if one.alone}
             as_divided, of_parts = plans.expanded(found[0]), list(kinds.values())
             if as_divided is not program:
-                (whole,) = ground.as_run([as_divided], unpadded)
+                (whole,) = substitute_kernels([as_divided], unpadded)
                 of_parts = [
-                    bounds.speed_of((as_divided, whole), operations[ground.rates.index(one)], one.start_s)
+                    bounds.speed_of((as_divided, whole), operations[environment.rates.index(one)], one.start_s)
                     for one in kinds
                 ]
             sizes = batch[0].placement.sizes if rows and isinstance(batch[0].placement, Split) else (0,)
             even = len(kinds) == 1 and not settings.batch.shares
             shares = bounds.Shares(min(sizes) / max(rows, 1), settings.size, even)
             if state:
-                least_s[found[-1].name] = bounds.of_divided_state(program, whole, of_parts, shares, ground.rates, state)
+                least_s[found[-1].name] = bounds.of_divided_state(
+                    program, whole, of_parts, shares, environment.rates, state
+                )
             if rows >= settings.size and not (settings.zero.level or settings.split.tiles):
-                least_of_split = bounds.of_splits(program, whole, of_parts, shares, ground.rates, plans.scoped)
-                least_s.update((one.name, least_of_split(one)) for one in found if one.weights and one not in begun)
+                least_of_split = bounds.of_splits(program, whole, of_parts, shares, environment.rates)
+                splits = [one for one in found if one.weights and one not in begun]
+                least_s.update((one.name, least_of_split(one, plans.scoped(one))) for one in splits)
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting
@@ -358,7 +365,7 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
 def _speeds(plans: Plans) -> list[float]:
     """How much of the program each rank would compute in a second, had all the same rows; the slowest one has 1."""
     (first,) = plans.lowered(plans.made(Choice("equal rows")), (0,))
-    times = plans.ground.seconds_of_each(inline(first), 0)
+    times = plans.environment.seconds_of_each(inline(first), 0)
     return [max(times) / t for t in times]
 
 
@@ -374,7 +381,7 @@ def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Choice]:
             return []
         few, many = (shares.index(most) for most in (min(shares), max(shares)))
         lowered = plans.lowered(plans.made(Choice("rows by speed", shares=shares)), (few, many))
-        least, most = (plans.ground.seconds_of_each(inline(one), at) for one, at in zip(lowered, (few, many)))
+        least, most = (plans.environment.seconds_of_each(inline(one), at) for one, at in zip(lowered, (few, many)))
         per_row = [(more - less) / (shares[many] - shares[few]) for less, more in zip(least, most)]
         once = [less - shares[few] * row_s for less, row_s in zip(least, per_row)]
         if min(per_row) > 0:

@@ -1,7 +1,7 @@
 """Attention as one operation, and its gradient: queries, keys and values lie along the sequence, and go round.
 
 These nodes are made of a program's attention for one axis (``whale.passes.normalise.ring``), and what a rank runs in
-their place exchanges blocks of keys and values (``whale.lowering.attention``): no rank's kernel is one of theirs.
+their place exchanges blocks of keys and values (``whale.partition.ring_attention``): no rank's kernel is one of theirs.
 """
 
 from __future__ import annotations

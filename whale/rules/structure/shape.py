@@ -13,7 +13,7 @@ from whale.rules.dims import axis, constant, freeze, names, same, term, times
 from whale.rules.notation import REPLICATED
 from whale.rules.registry import rule
 
-RUNS = "_whale_runs"  # attribute of reshapes of which dimensions that are not outermost may be cut, in runs
+CUT_IN_RUNS = "_whale_cut_in_runs"  # attribute of reshapes: dimensions that are not outermost may be cut, in runs
 
 
 def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int = 1) -> tuple[list[str], list[str]]:
@@ -145,7 +145,7 @@ def reshape(op: OpView) -> str:
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
-    left, right = reshape_terms(before, after, bool(op.attr(RUNS)), op.parts)
+    left, right = reshape_terms(before, after, bool(op.attr(CUT_IN_RUNS)), op.parts)
     return f"{term(left)}, [shape] -> {term(right)}"
 
 

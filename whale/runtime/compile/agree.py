@@ -10,13 +10,13 @@ from whale.errors import PlanError, ProgramError
 from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
+from whale.partition.lower import make_any_plan
+from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.kept_plans import keep_plan, kept_plan
 from whale.runtime.compile.progress import told
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.spread.lower import make_any_plan
-from whale.runtime.spread.proof import prove
 
 
 class _Mark(msgspec.Struct):
@@ -135,7 +135,7 @@ def made_plan(program: Program, context: Context, settings: PlanSettings, made: 
                 plan = make_any_plan(program, settings)
         keep_plan(program, context, settings, plan)
         return plan
-    prove(program, saved, settings, context.saved.path)
+    verify_saved_plan(program, saved, settings, context.saved.path)
     return saved
 
 

@@ -16,10 +16,10 @@ from whale.capture.captured import Traced
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.lowering.functions import LoweredFunction
-from whale.lowering.updates.last import written_early
+from whale.kernels.updates.last import written_early
 from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.tensorflow_functions import LoweredFunction
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.run.context import Context
 from whale.runtime.run.writes import refuse_lone_writes

@@ -24,12 +24,12 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.log import log
+from whale.partition.verify_saved_plan import CONTRADICTIONS, illegal
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.ranks.kept_files import Damaged, KeptFiles, folder_named
 from whale.runtime.run.context import Context
-from whale.runtime.spread.proof import CONTRADICTIONS, illegal
 
 
 def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:

@@ -21,15 +21,15 @@ from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.log import log
-from whale.lowering.functions import LoweredFunction
+from whale.partition.variable_use import VariableUse
 from whale.planner.captured.ways import Choice
 from whale.runtime.compile.auto import say_kept
 from whale.runtime.compile.kept_plans import code_digest, files_of, get_kept, machine, put_kept
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.settings import settings_of
+from whale.runtime.compile.tensorflow_functions import LoweredFunction
 from whale.runtime.run.annotate import variable_names
 from whale.runtime.run.context import Context, unique
-from whale.runtime.variables.stage_variables import Use
 
 # Of the configuration what changes nothing of what ranks run.
 _NO_MATTER = frozenset({"plan_cache", "log.level", "trace", "input.prefetch", "input.threads", "check.timeout_s"})
@@ -64,7 +64,7 @@ class Ready(msgspec.Struct, frozen=True):
     handles: tuple[tuple[str, ...], ...]
     outputs: int
     variables: tuple[str, ...]
-    uses: dict[str, Use]
+    uses: dict[str, VariableUse]
     kinds: dict[str, str]
     offloaded: tuple[str, ...]
     communicates: bool

@@ -21,6 +21,7 @@ from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program
 from whale.ir.values import TensorType
+from whale.partition.lower import first_ranks
 from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks.device_exchange import device_buffer_bytes
@@ -30,8 +31,8 @@ from whale_ops import gpu_driver
 
 _MOST_MICRO_BATCHES = 64
 
-# The programs that some ranks would run, under other settings: (settings, program as captured) -> rank -> program.
-Lower = Callable[[PlanSettings, Program], Mapping[int, Program]]
+# Which settings would make the step fit into so many bytes of a rank, in words; found only for an error.
+Options = Callable[[float], str]
 
 
 def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
@@ -154,7 +155,6 @@ def options_text(
     limit: float,
     program: Program,
     marked: Callable[[], Program] | None,
-    lower: Lower,
     beside_host: bool,
 ) -> str:
     """Which other settings would make a step fit into ``limit`` bytes, by what they are predicted to take.
@@ -162,7 +162,6 @@ def options_text(
     Args:
       settings, program: with which it does not fit; the program is as captured.
       marked: captures it with its gradients marked, which recomputation needs; None: it cannot.
-      lower: gives the programs of some ranks.
       beside_host: the device that computes has a memory of its own, beside its host's.
     """
 
@@ -170,7 +169,7 @@ def options_text(
         other = settings.but(dump="", **option.changes)
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
-            return max(sum(taken_bytes(p, r, other).values()) for r, p in lower(other, source).items())
+            return max(sum(taken_bytes(p, r, other).values()) for r, p in first_ranks(other, source).items())
         except WhaleError:
             return None  # this program cannot run so
 

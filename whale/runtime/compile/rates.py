@@ -12,7 +12,7 @@ import msgspec
 from cost_model.captured.machine import Link, Rates
 from whale.ir.program import Program
 from whale.passes.exchange.on_devices import DEVICE_BACKENDS
-from whale.planner.captured.ground import unequal
+from whale.planner.captured.environment import unequal
 from whale.runtime.ranks.device_exchange import ExchangeOps
 from whale.runtime.ranks.gpus import await_gpus
 from whale.runtime.run.context import Context

@@ -13,6 +13,7 @@ import msgspec
 import tensorflow as tf
 
 import whale_ops
+from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.function import Trace, trace_function
 from whale.capture.sharded import Drawing, ShardedTensor
@@ -20,7 +21,8 @@ from whale.capture.signature import Arguments
 from whale.ir.collector import no_garbage_collection
 from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan
-from whale.lowering.functions import load_ops, lower_to_function
+from whale.partition.pipeline.microbatches import keeps_own_rows
+from whale.partition.variable_use import VariableUse, uses_of
 from whale.passes.facts.stages import has_stages
 from whale.runtime.compile import kept_steps
 from whale.runtime.compile.agree import all_take
@@ -28,6 +30,7 @@ from whale.runtime.compile.call import callable_step
 from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
 from whale.runtime.compile.kept_steps import Ready
 from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.input.equal_inputs import compared
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.ranks.trace import span
@@ -35,12 +38,9 @@ from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import Context
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.writes import with_equal_replicas
-from whale.runtime.spread.micro_batches import keeps_own_rows
-from whale.runtime.spread.stage_groups import uses_of
 from whale.runtime.variables.deferred import capturing, creator_in_traces
 from whale.runtime.variables.given_tiles import refuse_other_tiles
 from whale.runtime.variables.in_files import folder_of
-from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
 
 
@@ -226,7 +226,7 @@ def _taken(
 
 def _adopt(
     variables: Sequence[CapturedVariable],
-    uses: Mapping[str, Use],
+    uses: Mapping[str, VariableUse],
     on_host: Collection[str],
     kinds: Mapping[str, str],
     context: Context,
@@ -264,7 +264,7 @@ def _in_scopes(captured: Captured, context: Context) -> Captured:
 def _with_scopes(captured: Captured, context: Context) -> Captured:
     """Variables created under a scope carry it (the node that reads one joins it), and the run may have one too."""
     program = captured.program
-    scopes = {c.node: getattr(c.variable, "_whale_scope", "") for c in captured.variables}
+    scopes = {c.node: getattr(c.variable, SCOPE_ATTR, "") for c in captured.variables}
     if any(scopes.values()):
         variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in program.variables)
         program = replace(program, variables=variables)

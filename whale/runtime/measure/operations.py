@@ -28,10 +28,10 @@ from whale.errors import ProgramError
 from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
-from whale.lowering.functions import load_ops, lower_to_function
-from whale.lowering.kernels import CROSS_ENTROPY, DEPTHWISE
-from whale.lowering.products.einsums import EINSUM
-from whale.lowering.updates.fuse import UPDATE
+from whale.kernels.matmuls.einsums import EINSUM
+from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
+from whale.kernels.updates.fuse import UPDATE
+from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.ranks.gpus import await_gpus
 from whale_ops.memory import memory, reset_peak
 

@@ -25,14 +25,14 @@ from whale import python
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program
-from whale.lowering.local import localise
+from whale.partition.mesh import plan_program
+from whale.partition.spmd import partition_for_rank
 from whale.passes.order import make_plan
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.gpus import copies, found_gpus
 from whale.runtime.measure.links import Links
 from whale.runtime.measure.steps import step_seconds
 from whale.runtime.measure.without_exchanges import apart, talks_inside
-from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools.dry_run import first_step
 from whale.runtime.tools.plan_prediction import Planned, rank_programs
 
@@ -165,7 +165,7 @@ def _alone(planned: Planned) -> Program:
         size=1, devices=(), batch__shares=(), batch__local={}, split__ranks=0, zero__level=0
     )
     plan = make_plan(planned.program, settings)
-    return localise(planned.program, plan, 0, "", None)
+    return partition_for_rank(planned.program, plan, 0, "", None)
 
 
 def _predicted_s(table: Table, run: Sequence[Program]) -> float:

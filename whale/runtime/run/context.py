@@ -14,6 +14,7 @@ from whale.capture.scaling import FedScale, LossScale
 from whale.errors import ClusterError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.partition.variable_use import VariableUse
 from whale.passes.facts.patterns import Pattern
 from whale.passes.settings import PlanSettings
 from whale.planner.captured.ways import Choice
@@ -26,7 +27,6 @@ from whale.runtime.run.meaning import Meaning
 from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.owner import VariableOwner
-from whale.runtime.variables.stage_variables import Use
 
 _T = TypeVar("_T")
 # Under auto_parallel, variables so small are made at once, up to so many bytes of them together: to record what their
@@ -120,7 +120,7 @@ class GoesOn(Protocol):
         """In a process that joins, what the script has committed in the others, once they take this one in."""
         ...
 
-    def check(self, uses: Mapping[str, Use], variables: Sequence[CapturedVariable]) -> None:
+    def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
         """A program is about to divide variables so."""
 
 

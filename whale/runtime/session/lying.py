@@ -11,9 +11,9 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.ir.mesh import Tiles
 from whale.ir.values import TensorType
+from whale.partition.variable_use import VariableUse
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.split_variable import cut, gathered
-from whale.runtime.variables.stage_variables import Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Lying:
         return (self.tiles, self.order) == (wanted.tiles, wanted.order)
 
 
-def lying_of(use: Use, size: int) -> Lying:
+def lying_of(use: VariableUse, size: int) -> Lying:
     """Where a run of ``size`` ranks has a variable."""
     if use.tiles is None:
         return Lying(use.ranks)

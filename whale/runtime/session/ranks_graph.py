@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from whale.config import Config
 from whale.ir.program import Program
-from whale.lowering.functions import lower_to_graph
 from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.tensorflow_functions import lower_to_graph
 from whale.runtime.run.context import unique
 from whale.runtime.session.names import own_resources, random_streams
 from whale.runtime.session.plain import PlainSession

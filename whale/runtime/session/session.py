@@ -19,11 +19,11 @@ from whale.capture.v1 import BEGINS, SAVES, GraphCapture
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import without
-from whale.lowering.functions import load_ops
 from whale.passes.normalise.inline import inline
 from whale.passes.normalise.specialise import specialise
 from whale.passes.normalise.unpack import unpack
 from whale.runtime.compile.compile import Compiled, compile_program
+from whale.runtime.compile.tensorflow_functions import load_ops
 from whale.runtime.input.local_batches import brought, exchange, rows_of_values
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span

@@ -21,6 +21,7 @@ from whale.errors import ClusterError, ProgramError, WhaleError
 from whale.ir.plan import Plan, Predicted, plan_from_json
 from whale.ir.plan_text import format_plan, human_bytes, step_lines
 from whale.ir.program import Program
+from whale.partition.lower import make_any_plan, shown_ranks, with_memory
 from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_lines
 from whale.passes.judge.explain import explained
 from whale.passes.lay_out import expand
@@ -36,7 +37,6 @@ from whale.runtime.ranks.gpus import told_of_processors
 from whale.runtime.run.context import DryRun, process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
-from whale.runtime.spread.lower import first_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.as_main import as_main, beside, failures_told, located
 from whale.runtime.tools.plan_prediction import (
     Planned,
@@ -154,7 +154,7 @@ class Prediction:
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
             beside_host = on is not None and on.kinds == {"gpu"}
-            options = options_text(settings, min(limits), planned.program, None, first_ranks, beside_host)
+            options = options_text(settings, min(limits), planned.program, None, beside_host)
             raise refusal_of_plan(plan.program, memory, limits, options)
 
 

@@ -13,10 +13,11 @@ from cost_model.machines.cluster import Cluster
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, Predicted, PredictedRank
 from whale.ir.program import Program
+from whale.kernels.substitute import substitute_kernels
+from whale.partition.lower import lower_ranks
 from whale.passes.exchange.on_devices import told_apart
 from whale.passes.normalise.inline import inline
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.lower import as_run, lower_ranks
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def rank_programs(planned: Planned) -> list[Program]:
     program, plan, settings = planned.program, planned.plan, planned.settings
     known = planned.ranks
     if len(known) != plan.ranks:
-        known = tuple(as_run(lower_ranks(program, plan, settings, range(plan.ranks)), settings))
+        known = tuple(substitute_kernels(lower_ranks(program, plan, settings, range(plan.ranks)), settings))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
     return [inline(r) for r in known]
 

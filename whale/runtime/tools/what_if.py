@@ -19,10 +19,10 @@ from whale.errors import PlanError
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program, Ref
+from whale.partition.lower import make_any_plan
 from whale.passes.facts.scopes import split_scope
 from whale.passes.normalise.annotate import annotate
 from whale.planner.captured.ways import products
-from whale.runtime.spread.lower import make_any_plan
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 SCOPE = "set/split_0"

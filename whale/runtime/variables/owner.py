@@ -15,6 +15,7 @@ from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
 from whale.ir.layout import split
 from whale.ir.mesh import Tiles, one_axis
+from whale.partition.variable_use import VariableUse
 from whale.replicas import Said
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
@@ -26,7 +27,7 @@ from whale.runtime.variables.holdings import Held, Holding
 from whale.runtime.variables.outside import Outside
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import Parts, forget_parts, hold_nothing
-from whale.runtime.variables.stage_variables import Home, Use, home_of_copies, present_copies, refresh, refresh_for
+from whale.runtime.variables.stage_variables import Home, home_of_copies, present_copies, refresh, refresh_for
 
 _TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
 
@@ -90,7 +91,7 @@ class VariableOwner:
         self,
         captured: Sequence[CapturedVariable],
         context: Ranks,
-        uses: Mapping[str, Use],
+        uses: Mapping[str, VariableUse],
         on_host: Collection[str] = (),
     ) -> None:
         """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
@@ -151,7 +152,7 @@ class VariableOwner:
         initials: Sequence[Initial | None],
         context: Ranks,
         placed: Mapping[str, Tiles],
-        uses: Mapping[str, Use],
+        uses: Mapping[str, VariableUse],
         on_host: Collection[str],
     ) -> None:
         """The first rank's values on every rank; of those that come to lie split, one at a time is whole there."""
@@ -197,7 +198,7 @@ class VariableOwner:
         tiles: Tiles,
         initial: Initial | None,
         context: Ranks,
-        use: Use | None,
+        use: VariableUse | None,
         on_host: bool,
     ) -> None:
         """Parts of the variable on the ranks of this process, unless it has them."""
@@ -237,24 +238,24 @@ class VariableOwner:
         return sum(e.parts.bytes for e in self._entries.values() if e.parts is not None and e.parts.device is not None)
 
     def uses(
-        self, captured: Sequence[CapturedVariable], uses: Mapping[str, Use], context: Ranks
-    ) -> list[tuple[int, Use]]:
+        self, captured: Sequence[CapturedVariable], uses: Mapping[str, VariableUse], context: Ranks
+    ) -> list[tuple[int, VariableUse]]:
         """What a program does with its variables, for ``before`` and ``after``; a variable of one stage gets a home."""
         found = []
         for c in captured:
-            use = uses.get(c.node, Use(frozenset(range(context.size)), True))
+            use = uses.get(c.node, VariableUse(frozenset(range(context.size)), True))
             key, entry = id(c.handle), self._entries[id(c.handle)]
             found.append((key, use))
             if use.writes and len(use.ranks) < context.size and key not in self._homes and entry.parts is None:
                 self._homes[key] = Home(entry.name, entry.variable, entry.copies, context)
         return found
 
-    def before(self, uses: Sequence[tuple[int, Use]], context: Ranks) -> None:
+    def before(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
         """Before a step: present values where it reads them. Collective where a stage reads what another one holds."""
         if self._homes:
             refresh_for(self._homes, uses, context)
 
-    def after(self, uses: Sequence[tuple[int, Use]]) -> None:
+    def after(self, uses: Sequence[tuple[int, VariableUse]]) -> None:
         """After a step: where its variables have their present values now."""
         if self._homes:
             for key, use in uses:
@@ -356,7 +357,7 @@ class VariableOwner:
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
 
 
-def _refuse_elsewhere(entry: _Entry | None, c: CapturedVariable, use: Use | None) -> None:
+def _refuse_elsewhere(entry: _Entry | None, c: CapturedVariable, use: VariableUse | None) -> None:
     """Raises PlanError for a variable that lies split over the ranks of a stage, and is used by others."""
     if entry is not None and entry.parts is not None and entry.parts.group:
         if use is None or use.place != entry.parts.group:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from tests.lowering.compare import assert_equal_runs
+from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, body, mlp
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Split, Strategy, split
