@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.whale_ops.device.cuda_as_host import build_host_cuda
+from tests.whale_ops.device.host_cuda import build_host_cuda
 from tests.whale_ops.device.test_cuda import Ranks
 from whale.errors import CommError
 from whale_ops import device_code, device_library, gpu_driver

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import whale_ops
-from tests.whale_ops.device.cuda_as_host import HostCuda, build_host_cuda
+from tests.whale_ops.device.host_cuda import HostCuda, build_host_cuda
 from whale.errors import CommError
 from whale_ops import device_code, device_library
 

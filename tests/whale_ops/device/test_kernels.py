@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.whale_ops.device.cuda_as_host import ROOT, build_host_cuda
+from tests.whale_ops.device.host_cuda import ROOT, build_host_cuda
 from whale.errors import CommError
 from whale_ops import device_code, device_library
 from whale_ops.device_code import Nvrtc
