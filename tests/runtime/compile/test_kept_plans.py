@@ -21,8 +21,8 @@ from whale.passes.pass_manager import make_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import search
 from whale.runtime.compile import auto, cross_rank_checks, progress
-from whale.runtime.compile.cache_files import KeptFiles
 from whale.runtime.compile.plan_cache import keep_plan, kept_plan
+from whale.runtime.ranks.cache_files import KeptFiles
 from whale.runtime.run.context import current
 
 __all__ = ["double", "speed"]

@@ -17,7 +17,7 @@ from whale.capture import function as capture
 from whale.ir.plan import Plan
 from whale.runtime.compile import compile as compiling
 from whale.runtime.compile import plan_cache
-from whale.runtime.compile.cache_files import KeptFiles
+from whale.runtime.ranks.cache_files import KeptFiles
 from whale.runtime.run.context import current, process
 
 __all__ = ["speed"]

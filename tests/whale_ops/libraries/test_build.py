@@ -43,12 +43,12 @@ def names() -> list[str]:
 
 
 def test_libraries_name_others_without_folders() -> None:
-    assert build.CORE_NAME in names() and build.MPI_NAME in names()
+    assert {build.CORE_NAME, build.CUDA_NAME} <= {*names()} and build.MPI_NAME in names()
     for name in names():
         entries = dynamic(_native.library_path(name))
         assert entries["SONAME"] == [name]
         assert "RPATH" not in entries
-        ops = name not in (build.CORE_NAME, build.LOOPBACK_NAME, build.MPI_NAME)
+        ops = name not in (build.CORE_NAME, build.LOOPBACK_NAME, build.CUDA_NAME, build.MPI_NAME)
         assert entries["RUNPATH"] == (["$ORIGIN"] if ops else [])
         others = {text for text in entries["NEEDED"] if text not in SYSTEM}
         if ops:
@@ -71,7 +71,8 @@ def test_what_is_told_to_bazel_is_what_is_built() -> None:
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
     described = {library["name"]: library for library in json.loads(done.stdout)["libraries"]}
     assert next(iter(described)) == build.CORE_NAME
-    assert list(described)[2:] in ([build.LOOPBACK_NAME], [build.LOOPBACK_NAME, build.MPI_NAME])
+    always = [build.LOOPBACK_NAME, build.CUDA_NAME]
+    assert list(described)[2:] in (always, [*always, build.MPI_NAME])
     info = _native.build_info()
     for name, library in described.items():
         assert library["facts"].items() <= info[name].items()
@@ -94,7 +95,7 @@ def bazel_rules() -> dict[str, dict[str, Any]]:
         SimpleNamespace(name=library["name"], copts=[], linkopts=[], headers="")
         for library in build.describe()["libraries"]
     ]
-    names = dict(zip(("CORE", "OPS", "LOOPBACK"), libraries), MPI=libraries[3:], FLAGS=[], glob=glob)
+    names = dict(zip(("CORE", "OPS", "LOOPBACK", "CUDA"), libraries), MPI=libraries[4:], FLAGS=[], glob=glob)
     names |= dict.fromkeys(("load", "package", "exports_files"), lambda *_, **__: None)
     exec((ROOT / "BUILD").read_text(), defaultdict(lambda: note, names))
     return rules
@@ -112,7 +113,9 @@ def test_bazel_compiles_what_pip_compiles() -> None:
         assert {name for name in files if not name.endswith(".h")} == sources, target.name
         assert files >= headers, target.name
     compiled = {source for target in targets for source in target.sources}
-    there = {path for folder in ("core", "ops", "loopback") for path in (ROOT / "whale_ops" / folder).rglob("*.cc")}
+    there = {
+        path for folder in ("core", "ops", "loopback", "cuda") for path in (ROOT / "whale_ops" / folder).rglob("*.cc")
+    }
     assert compiled >= there
 
 

@@ -27,11 +27,9 @@ from whale.log import log
 from whale.partition.verify_saved_plan import CONTRADICTIONS, illegal
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.strategies import Choice
-from whale.runtime.compile.cache_files import Damaged, KeptFiles
 from whale.runtime.compile.memory_plan import limit_bytes
+from whale.runtime.ranks.cache_files import Damaged, KeptFiles, folder_named
 from whale.runtime.run.context import Context
-
-DEFAULT = "auto"
 
 
 def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
@@ -80,13 +78,7 @@ def keep_choice(program: Program, context: Context, settings: PlanSettings, choi
 
 def folder_of(context: Context) -> Path | None:
     """Where plans are kept; None: they are not."""
-    asked = context.config["plan_cache"]
-    if not asked or context.dry is not None:
-        return None
-    if asked != DEFAULT:
-        return Path(asked)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "whale"
+    return None if context.dry is not None else folder_named(context.config["plan_cache"])
 
 
 def _plan_name(program: Program, settings: PlanSettings) -> str:

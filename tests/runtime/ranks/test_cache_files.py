@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from whale.runtime.compile.cache_files import Damaged, KeptFiles
+from whale.runtime.ranks.cache_files import Damaged, KeptFiles
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_what_was_not_used_for_longest_goes(folder: Path) -> None:
 _WRITES = """
 import sys
 from pathlib import Path
-from whale.runtime.compile.cache_files import KeptFiles
+from whale.runtime.ranks.cache_files import KeptFiles
 files, mine = KeptFiles(Path(sys.argv[1])), sys.argv[2].encode() * 100_000
 for _ in range(100):
     files.put("one", mine)

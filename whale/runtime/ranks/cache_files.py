@@ -14,7 +14,18 @@ from hashlib import blake2b
 from pathlib import Path
 
 MOST_BYTES, MOST_FILES = 256 << 20, 1000
+DEFAULT = "auto"
 _DIGEST = 32
+
+
+def folder_named(asked: str) -> Path | None:
+    """The folder that the key `plan_cache` names; None: nothing is kept."""
+    if not asked:
+        return None
+    if asked != DEFAULT:
+        return Path(asked)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "whale"
 
 
 class Damaged(Exception):
