@@ -123,8 +123,8 @@ KEYS: tuple[Key, ...] = (
         "plan_cache",
         "str",
         "auto",
-        "folder in which plans, lowered steps and GPU kernels are kept for later runs; auto = whale in XDG_CACHE_HOME or ~/.cache; "
-        "empty = they are not kept",
+        "folder in which plans, lowered steps and GPU kernels are kept for later runs; auto = whale in XDG_CACHE_HOME "
+        "or ~/.cache; empty = they are not kept",
     ),
     Key(
         "annotate",

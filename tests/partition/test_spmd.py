@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from whale.partition.communication import unread_communication
 
 from tests.partition.compare import assert_equal_runs, lowered
 from tests.partition.talk import assert_ranks_agree, communication
