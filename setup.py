@@ -38,7 +38,11 @@ class BuildOps(build_ext):
         if self._folder() != ROOT / LIBRARY:
             shutil.rmtree(self._folder(), ignore_errors=True)  # what an earlier build made for another TensorFlow
         try:
-            build(self._folder())
+            # In place, the objects lie beside the libraries.
+            build(
+                self._folder(),
+                objects=None if self._folder() == ROOT / LIBRARY else Path(self.build_temp) / "whale_ops",
+            )
         except CommError as error:
             raise SystemExit(f"whale_ops: {error}") from None
 

@@ -77,10 +77,10 @@ def _python_environment_impl(context):
             headers = "@environment//:{}.headers".format(library["name"]),
         ))
     context.file("BUILD", build)
-    context.file("libraries.bzl", "FLAGS = {}\n\nCORE, OPS, LOOPBACK = {}\n\nMPI = {}\n".format(
+    context.file("libraries.bzl", "FLAGS = {}\n\nCORE, OPS, LOOPBACK, CUDA = {}\n\nMPI = {}\n".format(
         description["flags"],
-        libraries[:3],
-        libraries[3:],
+        libraries[:4],
+        libraries[4:],
     ))
 
 python_environment = repository_rule(

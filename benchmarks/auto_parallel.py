@@ -67,8 +67,8 @@ def _described(texts: list[str], seconds: float) -> None:
 
     import whale as wh
     from whale.errors import WhaleError
-    from whale.planner.captured import search
-    from whale.planner.captured.ways import Choice
+    from whale.planner.graph_search import search
+    from whale.planner.graph_search.strategies import Choice
     from whale.runtime.run import context
 
     wh.init(wh.Config({"auto_parallel": True}))
@@ -155,7 +155,7 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     from msgspec.structs import replace
 
     import whale as wh
-    from whale.planner.captured.ways import Choice
+    from whale.planner.graph_search.strategies import Choice
     from whale.runtime.run import context
 
     wh.init(wh.Config({"auto_parallel": True}))

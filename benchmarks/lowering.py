@@ -4,7 +4,7 @@
     python -m benchmarks.lowering --rank-0-of 4 64 1024 [--repeats 5]
     python -m benchmarks.lowering --mesh 4,8,32 4,8,8 2,4,4 [--layers 24]
 
-The ranks live in this process, so `localise` and `import` are those of all of them. Tracing is TensorFlow's own time;
+The ranks live in this process, so `partition` and `import` are those of all of them. Tracing is TensorFlow's own time;
 what is printed is the fastest of the repeats for each phase after it.
 
 With --rank-0-of, what the first of that many ranks does by itself: planning, lowering its part, and writing it as
@@ -40,11 +40,11 @@ from whale.capture.function import capture_function
 from whale.ir.collector import no_garbage_collection
 from whale.ir.mesh import Axis, format_axes
 from whale.ir.program import Program
-from whale.lowering.local import localise
-from whale.passes.lay_out import expand
-from whale.passes.order import make_plan, normalise
+from whale.partition.lower import lower_ranks, make_any_plan
+from whale.partition.spmd import partition_for_rank
+from whale.passes.pass_manager import make_plan, normalise
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.lower import lower_ranks, make_any_plan
 from whale_ops import ops
 
 _MOST_S, _MOST_APART, _MOST_TIMES = 3.0, 0.1, 1.5
@@ -122,8 +122,8 @@ def lower_once(program: Program, size: int) -> dict[str, float]:
     plan = make_plan(normalised, settings)
     lap("plan")
     with no_garbage_collection():
-        lowered = localise(expand(normalised, plan.expanded, settings), plan, 0, "benchmark", "benchmark")
-        lap("localise")
+        lowered = partition_for_rank(expand(normalised, plan.expanded, settings), plan, 0, "benchmark", "benchmark")
+        lap("partition")
         to_function_def(lowered, "benchmark")
         lap("encode")
     return {**seconds, "together": last_s - start_s}

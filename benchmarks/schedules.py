@@ -35,7 +35,7 @@ import tensorflow as tf
 
 import whale as wh
 from whale.ir.schedule import bubble_s, live_micro_batches, schedule
-from whale.rules import registry
+from whale.sharding_rules import registry
 from whale.started import process_place
 
 _LOG = Path(tempfile.mkdtemp()) / "slept"

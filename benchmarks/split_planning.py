@@ -28,9 +28,9 @@ import whale as wh
 from benchmarks.steps import train_step
 from whale.capture.function import trace_function
 from whale.ir.program import Program
-from whale.passes.order import normalise
+from whale.partition.lower import make_any_plan
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.lower import make_any_plan
 
 _MOST_S = 3.0
 _WIDTH, _HEADS, _LENGTH, _WORDS, _ROWS = 64, 4, 16, 512, 8

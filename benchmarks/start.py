@@ -26,7 +26,7 @@ from benchmarks.machine import machine
 _ROOT = Path(__file__).resolve().parents[1]
 _RULES = (
     "import time, numpy, whale.ir.program, whale.ir.layout; start_s = time.perf_counter()\n"
-    "import whale.rules; whale.rules.all_rules(); print(time.perf_counter() - start_s)"
+    "import whale.sharding_rules; whale.sharding_rules.all_rules(); print(time.perf_counter() - start_s)"
 )
 _UP = "import signal, time\n{handler}\nprint('up', flush=True)\nwhile True: time.sleep(1)"
 _STUBBORN = "signal.signal(signal.SIGINT, lambda *_: print('told', flush=True))"
@@ -40,7 +40,7 @@ def main() -> None:
     print(machine())
     capture = capturing()
     measures: dict[str, Callable[[], float]] = {
-        "importing whale.rules, with all rules": importing_rules,
+        "importing whale.sharding_rules, with all rules": importing_rules,
         "the strategies of an op, asked for again": strategies,
         "ResNet50 with Adam, traced: to a program, inlined, folded": capture,
         "whale --help": lambda: command("--help"),
@@ -66,7 +66,7 @@ def strategies() -> float:
     from whale.ir.layout import B, split
     from whale.ir.program import Node
     from whale.ir.values import TensorType
-    from whale.rules import OpView, rule_of
+    from whale.sharding_rules import OpView, rule_of
 
     rule = rule_of("AddV2")
     assert rule is not None
@@ -90,8 +90,8 @@ def capturing() -> Callable[[], float]:
     from benchmarks.steps import train_step
     from whale.capture.function import capture_function
     from whale.capture.graph import program_from_graph
-    from whale.passes.normalise.folding.fold import fold
-    from whale.passes.normalise.inline import inline
+    from whale.passes.normalize.folding.fold import fold
+    from whale.passes.normalize.inline import inline
 
     arguments = [np.zeros((8, 64, 64, 3), np.float32), np.zeros(8, np.int32)]
     captured = capture_function(train_step(resnet50()), arguments)

@@ -82,7 +82,7 @@ def work(options: argparse.Namespace) -> None:
     import tensorflow as tf
 
     import whale as wh
-    from whale.planner.captured.ways import Choice
+    from whale.planner.graph_search.strategies import Choice
     from whale.runtime.run import context
 
     asked = {"pipeline.num_stages": options.stages} if options.what == "pipeline" else {}

@@ -17,9 +17,9 @@ from unittest import mock
 
 import msgspec
 
-from cost_model.described.stacks import stacks
-from cost_model.formulas import compute
+from cost_model.analytic.stacks import stacks
 from cost_model.hardware import catalogue
+from cost_model.kernels import compute
 from cost_model.validation import cases
 from cost_model.validation.cases import DATA, Case
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
+from tests import forkserver
+from tests.times import Times
+
+_TIMES = pytest.StashKey[Times]()
 # No test runs under a plan that another one, or the user, has kept; those of the keeping name a folder of their own.
 os.environ["WHALE_PLAN_CACHE"] = ""
 # TensorFlow's allocator tells what it gives out where oneDNN is on; its default is off on processors without AVX-512.
@@ -29,3 +35,67 @@ def no_global_seed() -> Iterator[None]:
     yield
     if "tensorflow" in sys.modules:
         sys.modules["tensorflow"].random.set_seed(None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options of this suite."""
+    parser.addoption(
+        "--without-tensorflow", action="store_true", help="skip tests that import TensorFlow or start processes"
+    )
+
+
+class _Refusal(importlib.abc.MetaPathFinder):
+    """Skips the test, or the file, that imports TensorFlow or Keras."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname in ("tensorflow", "keras", "tf_keras"):
+            pytest.skip("needs TensorFlow", allow_module_level=True)
+
+
+def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    """Skips the test that starts a process; what asks git is let through."""
+    if event == "subprocess.Popen" and "PYTEST_CURRENT_TEST" in os.environ and arguments[1][:1] != ["git"]:
+        pytest.skip("starts processes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Opens the folder of the fork server, once for all processes of the session."""
+    config.stash[_TIMES] = Times()
+    if config.option.without_tensorflow:
+        sys.meta_path.insert(0, _Refusal())
+        sys.addaudithook(_refuse_processes)
+    if not hasattr(config, "workerinput"):
+        forkserver.open_folder()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Forgets a module that was skipped half-way, so that the next one that imports it is skipped too."""
+    report = yield
+    if report.skipped and isinstance(collector, pytest.Module):
+        sys.modules.pop(collector.nodeid.removesuffix(".py").replace("/", "."), None)
+    return report
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the fork server."""
+    if not hasattr(config, "workerinput"):
+        forkserver.close_folder()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Begins to measure what a test takes."""
+    item.config.stash[_TIMES].begin()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Writes what a test took into its report."""
+    result = yield
+    measured = item.config.stash[_TIMES].end(item.nodeid, getattr(item, "module", None))
+    item.user_properties += measured.items()
+    return result

@@ -1,27 +1,28 @@
 """What works of GPUs' exchanges on this machine, a line for each part: ``make gpu``, or ``python -m tests.gpu``.
 
-Without a GPU the parts are compiled, and tested with the host's memory as device. With one they are tested on it, and
-what all-reduces and steps take is written into docs/gpu.md. Ends with 1 where a part fails. Where there is no compiler,
-as on a machine that has a bundle (gpu_bundle.py), the library is the one that is there.
+Without a GPU the parts are tested with the host's memory as device. With one they are tested on it, and what
+all-reduces and steps take is written into docs/gpu.md. Ends with 1 where a part fails. What needs no TensorFlow is
+tried by gpu_first.py, in its first quarter of an hour.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import datetime
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cost_model.captured.table import Curve
+from cost_model.graph.machine_profile import Curve
 from whale.errors import ClusterError, CommError
-from whale_ops import build, build_cuda
+from whale_ops import build, device_code, device_library
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu.md"
@@ -42,17 +43,18 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """The library, if it could be compiled, and the GPUs that it finds."""
+    """The library, if it is built, the GPUs that it finds, and a file with its kernels' machine code for the first."""
 
     library: Path | None
     compiled: str
     gpus: tuple[str, ...] = ()
+    image: Path | None = None
 
     @property
     def backends(self) -> dict[str, int]:
         """Values of ``communication.backend`` that can run here, with a number of ranks."""
         found = {"cuda-ipc": 2, "pinned": 2}
-        if len(self.gpus) > 1 and self.library is not None and build_cuda.has_nccl(self.library):
+        if len(self.gpus) > 1 and device_library.find_nccl() is not None:
             found["nccl"] = min(len(self.gpus), 8)
         return found
 
@@ -63,40 +65,41 @@ class Machine:
 
 
 def look() -> Machine:
-    """Compiles the library, and asks it for the GPUs.
+    """Asks the library for the GPUs, and compiles its kernels for the first.
 
     Raises:
-      Failed: it does not compile.
+      Failed: they do not compile.
     """
-    library = build_cuda.IN_PLACE / build_cuda.NAME
-    if build_cuda.has_compilers():
-        try:
-            build_cuda.build()
-        except CommError as error:
-            raise Failed(str(error)) from error
-        nvcc = build_cuda.find_nvcc() or "nvcc"
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-        version = re.search(r"release ([\d.]+)", said)
-        compiled = f"compiled by nvcc {version[1] if version else '?'}, {_nccl_of(library)}"
-    elif build_cuda.fits(library):
-        compiled = f"compiled elsewhere, {_nccl_of(library)}"
-    else:
-        return Machine(
-            None, "not compiled: no C++ compiler, or no nvcc (pip install nvidia-cuda-nvcc nvidia-cuda-cccl)"
-        )
-    build_cuda.load_nccl()
+    library = device_library.PATH
+    if not library.exists():
+        return Machine(None, "not built: python -m whale_ops.build")
     loaded, count = ctypes.CDLL(str(library)), ctypes.c_int(0)
+    if loaded.whale_cuda_devices(ctypes.byref(count)) != 0 or count.value == 0:
+        return Machine(library, f"built, {_nccl()}, {_nvrtc()}")
     names = []
-    if loaded.whale_cuda_devices(ctypes.byref(count)) == 0:
-        for device in range(count.value):
-            name = ctypes.create_string_buffer(256)
-            loaded.whale_cuda_device_name(device, name, ctypes.c_size_t(len(name)))
-            names.append(name.value.decode())
-    return Machine(library, compiled, tuple(names))
+    for device in range(count.value):
+        name = ctypes.create_string_buffer(256)
+        loaded.whale_cuda_device_name(device, name, len(name))
+        names.append(name.value.decode())
+    try:
+        architecture = device_library.architecture_of(library, 0)
+        nvrtc = device_code.choose([*device_code.find_nvrtcs()], architecture)
+        code = device_code.compile_kernels(nvrtc, architecture)
+    except CommError as error:
+        raise Failed(str(error)) from error
+    descriptor, path = tempfile.mkstemp(prefix="whale-gpu-kernels-")
+    with open(descriptor, "wb") as file:
+        file.write(code)
+    atexit.register(os.unlink, path)
+    return Machine(library, f"built, {_nccl()}, kernels by {nvrtc}", tuple(names), Path(path))
 
 
-def _nccl_of(library: Path) -> str:
-    return "with NCCL" if build_cuda.has_nccl(library) else "without NCCL (pip install nvidia-nccl-cu12)"
+def _nccl() -> str:
+    return "NCCL found" if device_library.find_nccl() else "no NCCL (pip install nvidia-nccl-cu12)"
+
+
+def _nvrtc() -> str:
+    return next(map(str, device_code.find_nvrtcs()), "no NVRTC (pip install 'nvidia-cuda-nvrtc-cu12==12.9.*')")
 
 
 def tested(*files: str) -> None:
@@ -118,15 +121,16 @@ def rates(machine: Machine) -> str:
     Raises:
       Failed: a rank says something else.
     """
-    from tests.whale_ops.device.test_cuda import run
+    from tests.whale_ops.device.test_cuda import Ranks
 
-    assert machine.library is not None
+    assert machine.library is not None and machine.image is not None
     gpus = len(machine.gpus)
     rows = []
     for transport, ranks in machine.backends.items():
         if transport == "pinned":  # the core's, and not the library's
             continue
-        said = run(machine.library, transport, ranks, gpus if transport == "nccl" else 1, "rates")
+        on = gpus if transport == "nccl" else 1  # GPUs of one kind: they share the machine code
+        said = Ranks(machine.library, machine.image, transport, ranks, on).run("rates")
         try:
             seconds = {int(size): float(s) for size, s in json.loads(said[0]).items()}
         except ValueError as error:

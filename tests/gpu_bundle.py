@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from whale_ops import build, build_cuda
+from whale_ops import build
 
 PROJECT = "whale-tensorflow"
 CARD = "bundle.json"
@@ -149,8 +149,8 @@ def main() -> None:
         found = wheels_of(asked.python, together, asked.alone)
         print("\n".join([*found, f"{len(found)} wheels for Python {asked.python}"]))
         return
-    if not (build.IN_PLACE / build_cuda.NAME).exists():
-        raise SystemExit(f"{build_cuda.NAME} is not built: python -m whale_ops.build_cuda")
+    if not (build.IN_PLACE / build.CUDA_NAME).exists():
+        raise SystemExit(f"{build.CUDA_NAME} is not built: python -m whale_ops.build")
     card = pack(asked.folder, asked.python, together, asked.alone)
     size_gb = sum(p.stat().st_size for p in asked.folder.rglob("*")) / 1e9
     print(f"{asked.folder}: {len(card['files'])} files, {size_gb:.1f} GB; copy this checkout with it, then: make gpu")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels import run_kernel
+from tests.numpy_kernels import run_kernel
 from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.program import Node, Program, Ref, prune
 from whale.ir.values import Func, TensorType

@@ -15,7 +15,6 @@ import argparse
 import gc
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.predictions import allocations
+from tests.forkserver import warm_python
 
 MOST_ERROR = 0.10
 
@@ -155,7 +155,7 @@ def main() -> int:
     if len(options.models) > 1:  # each in a process of its own: the allocator keeps what models before it have left
         print(f"{'model':<10}{'predicted MB':>14}{'measured':>10}{'least':>8}{'most':>8}{'error %':>9}", flush=True)
         arguments = ["--set", *options.set, "--steps", str(options.steps)]
-        command = [sys.executable, "-m", "tests.memory", *arguments, "--models"]
+        command = [warm_python(), "-m", "tests.memory", *arguments, "--models"]
         return max(subprocess.run([*command, name], check=False).returncode for name in options.models)
     (name,) = options.models
     wh.init(config)

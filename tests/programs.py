@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels import run_kernel
+from tests.numpy_kernels import run_kernel
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
-from whale.passes.exchange.fuse_all_reduces import fuse_all_reduces
-from whale.passes.exchange.reshards import explicit_reshards
-from whale.passes.judge.check import check
-from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.partial_sums import reduce_partial_sums
-from whale.passes.layout.propagate import propagate
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.propagation.partial_sums import reduce_partial_sums
+from whale.passes.propagation.propagate import propagate
+from whale.passes.resharding.fuse_all_reduces import fuse_all_reduces
+from whale.passes.resharding.reshards import explicit_reshards
+from whale.passes.verify.check import check
 
 
 class Builder:

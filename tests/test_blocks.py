@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import whale as wh
-from cost_model.machines import cluster
+from cost_model.cluster import cluster_file
 from tests.launcher.helpers import ROOT
 from whale.cli import parser
 from whale.cli.cluster import EXAMPLE
@@ -63,9 +63,9 @@ AROUND = {
     "cost_model.md": [
         Around(after="assert found.step_s > 1 and found.memory_curve(stage=0)"),
         Around(
-            "from tests.programs import mlp, planned\nfrom whale.lowering.local import localise\n"
+            "from tests.programs import mlp, planned\nfrom whale.partition.spmd import partition_for_rank\n"
             "program = mlp(8, 4, 4, 2)\nplan = planned(program, 4, 4)\n"
-            "programs = [localise(program, plan, rank, 'c', None) for rank in (0, 1)]",
+            "programs = [partition_for_rank(program, plan, rank, 'c', None) for rank in (0, 1)]",
             "assert found.step_s > 0",
         ),
     ],
@@ -198,7 +198,7 @@ def test_clusters_and_annotations_can_be_read() -> None:
     found = [yaml.safe_load(text) for page in PAGES for text in blocks(page, "yaml")]
     clusters = [one for one in found if "hosts" in one]
     for one in clusters:
-        assert cluster.parse(yaml.safe_dump(one)).hosts
+        assert cluster_file.parse(yaml.safe_dump(one)).hosts
     assert clusters and all(json.loads(text) for text in blocks(GUIDES / "split.md", "json"))
 
 

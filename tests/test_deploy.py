@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from whale.cli import parser
-from whale.launcher.growth.hosts_from import hosts_of
+from whale.launcher.scale_up.hosts_from import hosts_of
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]

@@ -132,4 +132,6 @@ def _defined(source: Path) -> set[str]:
             names |= {alias.asname or alias.name for alias in statement.names}
         elif isinstance(statement, ast.Name) and isinstance(statement.ctx, ast.Store):
             names.add(statement.id)
+        elif isinstance(statement, ast.Constant) and isinstance(statement.value, str) and "__path__" in names:
+            names |= set(re.split(r"[\s.]", statement.value))  # of modules that exist by their names only
     return names

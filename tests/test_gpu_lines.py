@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.captured.table import Curve
+from cost_model.graph.machine_profile import Curve
 from tests import gpu
 from whale.runtime.measure import profile
 from whale.runtime.measure.links import Links
-from whale_ops import build, build_cuda
+from whale_ops import device_library
 
 
 @pytest.mark.parametrize("gpus", [(), ("NVIDIA Whatever",)], ids=["none", "one"])
@@ -19,7 +19,7 @@ def test_every_part_says_what_was_done(
     gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(gpu, "look", lambda: gpu.Machine(Path("lib.so"), "compiled by nvcc 1.0, with NCCL", gpus))
+    monkeypatch.setattr(gpu, "look", lambda: gpu.Machine(Path("lib.so"), "built, NCCL found", gpus))
     monkeypatch.setattr(gpu, "tested", lambda *files: ran.extend(files))
     for measured in ("rates", "exchanges", "steps"):
         monkeypatch.setattr(gpu, measured, lambda machine: "measured")
@@ -41,27 +41,28 @@ def test_a_part_that_fails_is_told_and_the_others_run(
         if "kernels" in files[0]:
             raise gpu.Failed("element 7 differs")
 
-    monkeypatch.setattr(gpu, "look", lambda: gpu.Machine(None, "not compiled: no nvcc"))
+    monkeypatch.setattr(gpu, "look", lambda: gpu.Machine(None, "not built"))
     monkeypatch.setattr(gpu, "tested", tested)
     assert gpu.main() == 1
     out = capsys.readouterr().out
     assert "FAILED\nelement 7 differs" in out and out.count(gpu.WAITING) == 5
 
 
-def test_without_compilers_the_library_is_the_one_that_is_there(
+def test_without_a_compiler_what_takes_one_is_not_tested(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build_cuda, "IN_PLACE", tmp_path)
+    monkeypatch.setattr(device_library, "PATH", tmp_path / "none.so")
     assert gpu.look().library is None
-    library = tmp_path / build_cuda.NAME
-    command = ["cc", "-shared", "-x", "c", "-", "-o", str(library)]
-    code = f'const char* digest = "{build.core_digest()}"; int whale_cuda_devices(int* count) {{ return 4; }}'
-    subprocess.run(command, input=code, text=True, check=True)
+    library = tmp_path / "libwhale_cuda.so"
+    code = "int whale_cuda_devices(int* count) { return 4; }"
+    subprocess.run(["cc", "-shared", "-x", "c", "-", "-o", str(library)], input=code, text=True, check=True)
+    monkeypatch.setattr(device_library, "PATH", library)
+    monkeypatch.setattr(device_library, "find_nccl", lambda: None)
     monkeypatch.setattr(gpu, "tested", lambda *files: pytest.fail("nothing can be compiled"))
     assert gpu.main() == 0
     out = capsys.readouterr().out
-    assert "compiled elsewhere, without NCCL" in out and out.count("not tested: no C++ compiler") == 5
+    assert "built, no NCCL" in out and out.count("not tested: no C++ compiler") == 5
 
 
 def test_exchanges_and_steps_are_added_to_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_plan_for_more_kinds_of_devices_than_the_cluster_has(
 
 
 def test_numbers_of_profiles_are_as_json_writes_them(folder: Path) -> None:
-    from whale.planner.described.layer_tables import read
+    from whale.planner.analytic_search.layer_profiles import read
 
     one = {"layer": "dense", "device": "t4", "forward_s": 4e-06, "backward_s": 1e-05}
     layer = {"name": "dense", "count": 2, "parameters": 10, "output_bytes": 8}

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from whale.errors import ProgramError as ProgramError
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
-    from whale.frontends.giant import layers as layers
-    from whale.frontends.giant import losses as losses
-    from whale.frontends.giant import optimizers as optimizers
     from whale.frontends.keras.distribute import distribute as distribute
     from whale.frontends.launch import launch as launch
-    from whale.frontends.strategy.strategy import Strategy as Strategy
+    from whale.frontends.layers import layers as layers
+    from whale.frontends.layers import losses as losses
+    from whale.frontends.layers import optimizers as optimizers
+    from whale.frontends.start import init as init
     from whale.frontends.tf1.monitored import MonitoredTrainingSession as MonitoredTrainingSession
+    from whale.frontends.tf_distribute.strategy import Strategy as Strategy
     from whale.runtime.checkpoint.export import export as export
     from whale.runtime.checkpoint.manager import CheckpointManager as CheckpointManager
     from whale.runtime.function import function as function
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from whale.runtime.run.context import size as size
     from whale.runtime.run.loss_scale import loss_scale as loss_scale
     from whale.runtime.run.start import check_replicas as check_replicas
-    from whale.runtime.run.start import init as init
     from whale.runtime.run.start import shutdown as shutdown
     from whale.runtime.session.session import InteractiveSession as InteractiveSession
     from whale.runtime.session.session import Session as Session
@@ -68,7 +68,7 @@ _PUBLIC = {
     "rank": "whale.runtime.run.context",
     "size": "whale.runtime.run.context",
     "local_rank": "whale.runtime.run.context",
-    "Strategy": "whale.frontends.strategy.strategy",
+    "Strategy": "whale.frontends.tf_distribute.strategy",
     "distribute": "whale.frontends.keras.distribute",
     "shutdown": "whale.runtime.run.start",
     "check_replicas": "whale.runtime.run.start",
@@ -80,9 +80,9 @@ _PUBLIC = {
     "CheckpointManager": "whale.runtime.checkpoint.manager",
     "export": "whale.runtime.checkpoint.export",
     "function": "whale.runtime.function",
-    "layers": "whale.frontends.giant.layers",
-    "losses": "whale.frontends.giant.losses",
-    "optimizers": "whale.frontends.giant.optimizers",
+    "layers": "whale.frontends.layers.layers",
+    "losses": "whale.frontends.layers.losses",
+    "optimizers": "whale.frontends.layers.optimizers",
     "Session": "whale.runtime.session.session",
     "InteractiveSession": "whale.runtime.session.session",
     "MonitoredTrainingSession": "whale.frontends.tf1.monitored",

@@ -36,7 +36,7 @@ class replica(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> replica:
-        from whale.runtime.run.counts import check_count
+        from whale.runtime.run.device_counts import check_count
         from whale.runtime.run.scopes import entered
 
         check_count("replica", self.device_count)
@@ -97,7 +97,7 @@ class split(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
-        from whale.runtime.run.counts import split_over
+        from whale.runtime.run.device_counts import split_over
         from whale.runtime.run.scopes import entered
 
         split_over(self.device_count)
@@ -139,7 +139,7 @@ class stage(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> stage:
-        from whale.runtime.run.counts import one_of_a_stage
+        from whale.runtime.run.device_counts import one_of_a_stage
         from whale.runtime.run.scopes import entered_stage, refuse_number
 
         one_of_a_stage(self.device_count)
@@ -170,7 +170,7 @@ class replicate(replica):
         self._stages: list[AbstractContextManager[Any] | None] = []
 
     def __enter__(self) -> replicate:
-        from whale.runtime.run.counts import is_a_stage
+        from whale.runtime.run.device_counts import is_a_stage
 
         apart = stage(device_count=self.device_count) if is_a_stage(self.device_count) else None
         if apart is None:
@@ -204,7 +204,7 @@ class auto_parallel(ContextDecorator):
     """
 
     def __init__(self, modes: Any = None) -> None:
-        from whale.runtime.run.counts import spread_by_itself
+        from whale.runtime.run.device_counts import spread_by_itself
 
         kinds = modes if isinstance(modes, (list, tuple)) else [] if modes is None else [modes]
         spread_by_itself([getattr(kind, "__name__", type(kind).__name__) for kind in kinds])
@@ -243,7 +243,7 @@ class pipeline(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> pipeline:
-        from whale.runtime.run.counts import configured_number, same_schedule
+        from whale.runtime.run.device_counts import configured_number, same_schedule
         from whale.runtime.run.scopes import entered_pipeline
 
         same_schedule(self.strategy)

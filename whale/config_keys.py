@@ -123,8 +123,8 @@ KEYS: tuple[Key, ...] = (
         "plan_cache",
         "str",
         "auto",
-        "folder in which plans and lowered steps are kept for later runs; auto = whale in XDG_CACHE_HOME or ~/.cache; "
-        "empty = they are not kept",
+        "folder in which plans, lowered steps and GPU kernels are kept for later runs; auto = whale in XDG_CACHE_HOME "
+        "or ~/.cache; empty = they are not kept",
     ),
     Key(
         "annotate",
@@ -375,8 +375,8 @@ KEYS: tuple[Key, ...] = (
         "check.inputs",
         "int",
         100,
-        "whole batches and captured tensors that the ranks give to a step of wh.function are compared on its first "
-        "three calls, and then once in so many calls; 0 = never",
+        "what the ranks give to a step, feed a session or read of a dataset is compared on the first three calls, and "
+        "then once in so many calls, and what a step captures and a dataset is built of once; 0 = never",
         minimum=0,
     ),
     Key(

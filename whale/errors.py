@@ -100,5 +100,9 @@ class PlanError(WhaleError):
     """A plan is not legal for its program, or no legal plan exists."""
 
 
+class DoesNotFitError(PlanError):
+    """A step takes more memory than its ranks have, however it is spread."""
+
+
 class AcrossMicroBatchesError(PlanError):
     """A step cannot be gone through in micro-batches, however many: it needs a value of all before the last one."""

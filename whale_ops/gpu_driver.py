@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 LIBRARY = "libcuda.so.1"
 _NAME_BYTES = 256
-_CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ..._MINOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,19 @@ class Gpu:
         memory_bytes: all that it has.
         capability: the major number of its compute capability.
         peers: of every GPU, by number, whether this one can read its memory; itself: yes.
+        minor: the minor number of its compute capability.
     """
 
     name: str
     memory_bytes: int
     capability: int
     peers: tuple[bool, ...]
+    minor: int = 0
+
+    @property
+    def architecture(self) -> int:
+        """90 for the compute capability 9.0."""
+        return 10 * self.capability + self.minor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +85,14 @@ def look(library: str | None = None) -> Driver | None:
 
 def _gpu(cuda: ctypes.CDLL, device: ctypes.c_int, devices: list[ctypes.c_int]) -> Gpu:
     name, memory_bytes, can = ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_size_t(), ctypes.c_int()
-    capability = ctypes.c_int()
+    capability = ctypes.c_int(), ctypes.c_int()
     cuda.cuDeviceGetName(name, _NAME_BYTES, device)
     cuda.cuDeviceTotalMem_v2(ctypes.byref(memory_bytes), device)
-    cuda.cuDeviceGetAttribute(ctypes.byref(capability), _CAPABILITY_MAJOR, device)
+    for number, attribute in zip(capability, _CAPABILITY):
+        cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
     peers = []
     for other in devices:
         same = other is device
         known = same or cuda.cuDeviceCanAccessPeer(ctypes.byref(can), device, other) == 0
         peers.append(same or (known and bool(can.value)))
-    return Gpu(name.value.decode(), memory_bytes.value, capability.value, tuple(peers))
+    return Gpu(name.value.decode(), memory_bytes.value, capability[0].value, tuple(peers), capability[1].value)

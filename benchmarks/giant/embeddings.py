@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.measure import ALONE, RANKS, Line, Scopes, sgd, weight
-from whale.frontends.giant.vocabulary import tensor_of
+from whale.frontends.layers.vocabulary import tensor_of
 from whale.ir.layout import even_sizes
 
 ROWS, EACH, WORDS, WIDTH = 256, 4, 20_000, 32

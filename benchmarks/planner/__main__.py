@@ -18,18 +18,18 @@ import msgspec
 import cost_model.validation.cases as published_cases
 from benchmarks.planner.instances import enumerate_best, instance
 from benchmarks.planner.monotone import monotone
-from cost_model.described.evaluate import Evaluation, evaluate
-from cost_model.described.spread import Part, Spread, Stage, even_chunks
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Transformer
-from cost_model.described.transformer_model import TransformerModel
-from cost_model.machines import cluster
-from cost_model.machines.cluster import Cluster
-from cost_model.machines.pools import Machines
+from cost_model.analytic.evaluate import Evaluation, evaluate
+from cost_model.analytic.spread import Part, Spread, Stage, even_chunks
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Transformer
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster import cluster_file
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.planner.search.candidates import Limits
-from whale.planner.search.rounds import search
-from whale.planner.search.whale22 import flops_of, formula_1
+from whale.planner.analytic_search.candidates import Constraints
+from whale.planner.analytic_search.search_rounds import search
+from whale.planner.analytic_search.whale22 import flops_of, formula_1
 
 GPT_175B = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
 AHEAD = 64  # instances that are waiting for a processor, or for those before them
@@ -119,7 +119,7 @@ def _compared(levels: tuple[int, ...], seed: int) -> _Compared:
     model = one.model()
     start_s = time.monotonic()
     try:
-        limits = Limits(zero=0 if levels == (0,) else None, budget_s=float("inf"), runnable=False)
+        limits = Constraints(zero=0 if levels == (0,) else None, budget_s=float("inf"), runnable=False)
         found_s = search(model, model.machines, one.batch, limits).evaluation.step_s
     except PlanError:
         found_s = float("inf")
@@ -142,7 +142,7 @@ def hosts(*groups: tuple[str, int, int]) -> Cluster:
         f" networks: {{fabric: {{nics: {nics}}}}}}}"
         for device, count, nics in groups
     )
-    return cluster.parse(f"name: mixed\nnetworks: {{fabric: {{type: infiniband-hdr-200}}}}\nhosts:\n{rows}\n")
+    return cluster_file.parse(f"name: mixed\nnetworks: {{fabric: {{type: infiniband-hdr-200}}}}\nhosts:\n{rows}\n")
 
 
 def scale(_: argparse.Namespace) -> None:
@@ -165,7 +165,7 @@ def scale(_: argparse.Namespace) -> None:
         start_s, clock_s = time.process_time(), time.monotonic()
         machines = Machines(machines_file)
         model = TransformerModel(transformer, stack("megatron-2022"), machines)
-        found = search(model, machines, batch, Limits(budget_s=budget_s))
+        found = search(model, machines, batch, Constraints(budget_s=budget_s))
         took_s = time.process_time() - start_s
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
         print(
@@ -180,7 +180,7 @@ def published(options: argparse.Namespace) -> None:
     """For each row: the published configuration, the planner's with the same recompute, the former's rank."""
     for row, own, machines, model in _published(options.rows):
         for zero in (0, None):
-            limits = Limits(recompute=row["recompute"], zero=zero)
+            limits = Constraints(recompute=row["recompute"], zero=zero)
             found = search(model, machines, int(row["gbs"]), limits)
             shapes: dict[tuple[int, int, int], float] = {}
             for spread, evaluation in [(found.spread, found.evaluation), *found.others]:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cost_model.described.evaluate import evaluate
-from cost_model.described.memory import part_memory
-from cost_model.described.spread import Part, Recompute, Spread, Stage
-from cost_model.described.stacks import stack
-from cost_model.described.stage_cache import StageCosts
-from cost_model.machines.cluster import Cluster, parse
-from cost_model.machines.pools import Machines
-from whale.planner.described.layer_tables import Measured, Table, TableLayer, TableModel
-from whale.planner.search.estimate import divisors
+from cost_model.analytic.evaluate import evaluate
+from cost_model.analytic.memory import part_memory
+from cost_model.analytic.spread import Part, Recompute, Spread, Stage
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.stage_cache import StageCosts
+from cost_model.cluster.cluster_file import Cluster, parse
+from cost_model.cluster.pools import Machines
+from whale.planner.analytic_search.estimate import divisors
+from whale.planner.analytic_search.layer_profiles import LayerProfile, Measured, TableLayer, TableModel
 
 TYPES = (
     "v100-sxm2-32gb",
@@ -36,7 +36,7 @@ class Instance:
     """A model by tables, a cluster, a batch."""
 
     cluster: Cluster
-    table: Table
+    table: LayerProfile
     batch: int
 
     def model(self) -> TableModel:
@@ -86,7 +86,7 @@ def instance(seed: int, names: tuple[str, ...] = TYPES) -> Instance:
         for k, (device, count) in enumerate(zip(devices, counts))
     )
     cluster = parse(f"name: random-{seed}\nnetworks: {{fabric: {{type: infiniband-hdr-200}}}}\nhosts:\n{hosts}\n")
-    return Instance(cluster, Table(table_layers, measured, f"random-{seed}"), batch)
+    return Instance(cluster, LayerProfile(table_layers, measured, f"random-{seed}"), batch)
 
 
 def enumerate_best(one: Instance, zero: int, known_s: float = float("inf")) -> tuple[float, Spread | None, int]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import random
 
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Transformer
-from cost_model.described.transformer_model import TransformerModel
-from cost_model.machines.cluster import Cluster, parse
-from cost_model.machines.pools import Machines
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Transformer
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster.cluster_file import Cluster, parse
+from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.planner.search.candidates import Limits
-from whale.planner.search.rounds import search
+from whale.planner.analytic_search.candidates import Constraints
+from whale.planner.analytic_search.search_rounds import search
 
 KINDS = ("v100-sxm2-32gb", "p100-pcie-16gb", "a100-sxm-40gb", "t4", "a100-sxm-80gb", "h100-sxm-80gb")
 NETWORKS = ("ethernet-25g", "infiniband-edr-100", "infiniband-hdr-200")
@@ -55,7 +55,7 @@ def best_s(model: Transformer, where: Cluster, batch: int, budget_s: float = flo
     machines = Machines(where)
     described = TransformerModel(model, stack("megatron-2022"), machines)
     try:
-        return search(described, machines, batch, Limits(budget_s=budget_s)).evaluation.step_s
+        return search(described, machines, batch, Constraints(budget_s=budget_s)).evaluation.step_s
     except PlanError:
         return float("inf")
 

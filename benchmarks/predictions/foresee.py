@@ -13,15 +13,15 @@ from pathlib import Path
 import whale as wh
 from benchmarks.predictions.models import WORKLOADS, make_step
 from benchmarks.predictions.plans import KINDS
-from cost_model.captured import table as tables
+from cost_model.graph import machine_profile as tables
 from whale.capture.function import capture_function
 from whale.errors import WhaleError
-from whale.passes.order import normalise
+from whale.partition.mesh import plan_program
+from whale.passes.pass_manager import normalise
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure.profile import programs as profile_programs
 from whale.runtime.run.context import DryRun, current
 from whale.runtime.run.start import planning_run
-from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools.plan_prediction import Planned, predict_plan
 from whale_ops.memory import COUNTED_FROM_BYTES
 

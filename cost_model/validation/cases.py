@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from cost_model.described.predict import Prediction, predict
-from cost_model.described.spread import Recompute
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Parallel, Transformer, padded_vocabulary
-from cost_model.machines import cluster
-from cost_model.machines.cluster import Cluster
+from cost_model.analytic.predict import Prediction, predict
+from cost_model.analytic.spread import Recompute
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Parallel, Transformer, padded_vocabulary
+from cost_model.cluster import cluster_file as cluster
+from cost_model.cluster.cluster_file import Cluster
 from cost_model.validation.division import Division, completed
 from whale.errors import PlanError, ProgramError
 

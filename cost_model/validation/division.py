@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cost_model.described.job import too_large
-from cost_model.described.predict import predict
-from cost_model.described.spread import Recompute
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Parallel, Transformer
-from cost_model.machines.cluster import Cluster
+from cost_model.analytic.job import too_large
+from cost_model.analytic.predict import predict
+from cost_model.analytic.spread import Recompute
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.cluster.cluster_file import Cluster
 from whale.errors import PlanError, WhaleError
 
 NAMES = ("t", "p", "d", "v", "b")  # as labels have them

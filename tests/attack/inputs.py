@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cost_model.captured import table
+from cost_model.graph import machine_profile
 from tests.attack.plans import changed
 from tests.cost_model.test_captured import TABLE
 from tests.programs import mlp, planned
@@ -100,7 +100,7 @@ class Inputs:
         node = list(plan.strategies[""])[-1]
         (folder / "config.json").write_text(json.dumps({"auto_parallel": True, "zero": {"level": 1}}))
         (folder / "checkpoint").write_text('model_checkpoint_path: "ckpt-2"\nall_model_checkpoint_paths: "ckpt-2"\n')
-        table.write(TABLE, folder / "profile.json")
+        machine_profile.write(TABLE, folder / "profile.json")
         (folder / "annotations.json").write_text('{"a/*": {"split": {"dim": -1}}, "b": {"stage": 1}}')
         spread, captured, cluster = map(self._path, ("spread.json", "captured.json", "cluster.yaml"))
         out = self._path("out")
@@ -121,7 +121,7 @@ class Inputs:
             "config.json": lambda path: Config(environment={FILE_VARIABLE: path}),
             "annotations.json": read_annotations,
             "checkpoint": lambda path: CheckpointFolder(str(folder), "ckpt", 3, None),
-            "profile.json": table.read,
+            "profile.json": machine_profile.read,
         }
         for command in (one for commands in self.commands.values() for one in commands):
             assert self._run(*command) in (0, 1), command

@@ -19,10 +19,10 @@ from tests.runtime.compile.test_auto import Deep
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
+from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.run.context import DryRun
 from whale.runtime.run.start import planning_run
-from whale.runtime.spread.proof import prove
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "rows": {},
@@ -110,7 +110,7 @@ def judged(count: int, seed: int) -> Counts:
                 if read.ranks != 2:
                     counts.unreadable += 1
                     continue
-                prove(program, read, settings, name)
+                verify_saved_plan(program, read, settings, name)
                 counts.legal.append((tree, config))
             except PlanError:
                 counts.illegal += 1

@@ -15,8 +15,8 @@ from tests.attack.control_port import ATTACKS, attack
 from tests.launcher.helpers import PATIENCE_S, Launcher
 from whale.launcher import connection as connection_of_worker
 from whale.launcher.connection import keep_alive
-from whale.launcher.job import door
-from whale.launcher.job.door import STRANGERS, Door
+from whale.launcher.job import listener
+from whale.launcher.job.listener import STRANGERS, Door
 from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
 
 TOKEN = "0123456789abcdef" * 2
@@ -123,7 +123,7 @@ def test_a_worker_that_a_flood_has_pushed_out_comes_again(loop: _Loop, monkeypat
 
 
 def test_strangers_have_a_deadline_each(loop: _Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "TOKEN_S", 0.05)
+    monkeypatch.setattr(listener, "TOKEN_S", 0.05)
     with loop.connect() as first:
         loop.turn(lambda: loop.held == 1)
         assert loop.door.deadlines_s[0] <= time.monotonic() + 0.05

@@ -14,8 +14,8 @@ from whale.capture.function import capture_function
 from whale.capture.signature import take_apart
 from whale.capture.v1 import GraphCapture
 from whale.ir.program import Program
-from whale.passes.normalise.folding.fold import fold
-from whale.passes.normalise.inline import inline
+from whale.passes.normalize.folding.fold import fold
+from whale.passes.normalize.inline import inline
 
 Pass = Callable[[Program], Program]
 NORMALISED: tuple[Pass, ...] = (inline, fold)

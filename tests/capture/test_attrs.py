@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 
-from whale.capture.attrs import NodeAttrs, decode, decode_tensor
+from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, decode, decode_tensor
 from whale.capture.encode import encode, encode_tensor, to_node_def
 from whale.errors import ProgramError
 from whale.ir.program import Node
@@ -83,7 +83,7 @@ def _node_def() -> node_def_pb2.NodeDef:
     node.attr["_class"].list.s.append(b"loc:@gone")
     node.attr["_output_shapes"].list.shape.add()
     node.attr["_XlaMustCompile"].b = False
-    node.attr["_whale_scope"].s = b"replica"
+    node.attr[SCOPE_ATTR].s = b"replica"
     return node
 
 

@@ -14,7 +14,7 @@ from whale.capture.function import capture_function
 from whale.capture.names import Names
 from whale.ir.fingerprint import fingerprint, node_digests
 from whale.ir.program import Program
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 
 pytestmark = pytest.mark.core

@@ -19,7 +19,7 @@ _STEPS = 2
 _ALSO_RAW = {"mlp", "gpt", "lstm", "masked_bilstm", "tf1_mlp", "tf1_dynamic_rnn"}  # without passes, too
 _BY_XLA = {"grouped"}  # what was compiled as one function is compiled op by op: equal but for rounding (tests/oracle)
 _HERE = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.heavy else [])
+    pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.heavy else [])
     for case in CASES
     if flavour() in case.flavours and case.name not in _BY_XLA
 ]

@@ -16,15 +16,15 @@ import tensorflow as tf
 from whale.capture import attrs
 from whale.capture.function import capture_function
 from whale.capture.graph import program_from_graph
-from whale.passes.normalise.folding.fold import fold
-from whale.passes.normalise.inline import inline
+from whale.passes.normalize.folding.fold import fold
+from whale.passes.normalize.inline import inline
 
 # Calls of Python functions for each node, of all functions together: 21 when this was written.
 _MOST_CALLS = 30
 _MOST_DECODED = 0.1  # attributes for each node: they are read where they lie; 0.016 when this was written
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resnet50_is_captured_inlined_and_folded_in_few_calls_for_each_node() -> None:
     model = tf.keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), classes=10)
     optimizer = tf.keras.optimizers.Adam(1e-3)

@@ -12,8 +12,8 @@ from tests.capture.roundtrip import NORMALISED, ProgramSession
 from whale.capture.v1 import GraphCapture, capture_graph
 from whale.errors import CaptureError
 from whale.ir.program import Program
-from whale.passes.normalise.folding.fold import fold
-from whale.passes.normalise.inline import inline
+from whale.passes.normalize.folding.fold import fold
+from whale.passes.normalize.inline import inline
 
 pytestmark = pytest.mark.core
 v1 = tf.compat.v1

@@ -16,13 +16,15 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from tests.forkserver import warm_python
+
 SCRIPT = Path(__file__).with_name("saver.py")
 
 
 def trial(folder: Path, seed: int) -> str:
     """What is wrong after a run in which a rank is killed; "" if nothing is."""
     ended = subprocess.run(
-        [sys.executable, "-m", "whale", "run", "-np", "2", str(SCRIPT), str(folder), str(seed)],
+        [warm_python(), "-m", "whale", "run", "-np", "2", str(SCRIPT), str(folder), str(seed)],
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     if "was killed by SIGKILL" not in ended.stdout + ended.stderr:

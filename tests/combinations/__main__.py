@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.combinations.features import BY_NAME, FEATURES, RANKS, Feature, clash
+from tests.forkserver import warm_python
 from whale.python import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +108,7 @@ def in_this_process(combinations: Sequence[Names], jobs: int) -> Iterator[tuple[
 
 
 def _in_another(combinations: Sequence[Names]) -> list[tuple[Names, Outcome]]:
-    command = [sys.executable, "-m", "tests.combinations.on_ranks"]
+    command = [warm_python(), "-m", "tests.combinations.on_ranks"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "asked.json").write_text(json.dumps(combinations))
         subprocess.run([*command, folder, "--alone"], cwd=ROOT, check=True)
@@ -129,7 +130,7 @@ def on_ranks(combinations: Sequence[Names]) -> Iterator[tuple[Names, Outcome]]:
 
 def _of_processes(combinations: Sequence[Names], folder: str) -> list[Outcome]:
     Path(folder, "asked.json").write_text(json.dumps(combinations))
-    command = [sys.executable, "-m", "whale", "run", "-np", str(RANKS), str(ROOT / "tests/combinations/on_ranks.py")]
+    command = [warm_python(), "-m", "whale", "run", "-np", str(RANKS), str(ROOT / "tests/combinations/on_ranks.py")]
     known = environment() | {"CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run([*command, folder], cwd=ROOT, env=known, capture_output=True, text=True)
     ranks = [_said(Path(folder, f"rank{rank}.jsonl")) for rank in range(RANKS)]

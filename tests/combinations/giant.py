@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.frontends.giant.vocabulary import tensor_of
+from whale.frontends.layers.vocabulary import tensor_of
 from whale.runtime.run.context import running
 
 OF_GIANT = frozenset({"experts", "none dropped", "table", "growing", "hot", "classes", "sampled classes"})

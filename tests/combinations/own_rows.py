@@ -9,9 +9,9 @@ import pytest
 
 from tests.combinations.program import ROWS
 from whale.ir.program import Program
+from whale.partition.rank_mapping import cut_rows
 from whale.runtime.compile import compile as compiling
 from whale.runtime.compile import step
-from whale.runtime.spread.placing import cut_rows
 
 
 def bring_own_rows(monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]) -> None:

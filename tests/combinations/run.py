@@ -22,7 +22,7 @@ from tests.combinations.program import OF_PROGRAM, Net, batches, rows_of, scopes
 from tests.whale_ops.device.host_device import build_host_device, host_devices
 from whale.capture.sharded import ShardedTensor
 from whale.errors import WhaleError
-from whale.passes.facts.batch import rows_of_ranks
+from whale.passes.analysis.batch import rows_of_ranks
 from whale.runtime.run.start import check_replicas
 
 Values = dict[str, np.ndarray]

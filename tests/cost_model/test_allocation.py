@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.machines import allocation, cluster
-from cost_model.machines.cluster import Cluster, DeviceEntry, HostEntry
+from cost_model.cluster import allocation, cluster_file
+from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
 from whale.cli import main
 from whale.errors import ClusterError
 from whale.planner.report import planfile
@@ -46,7 +46,7 @@ def test_kubernetes_and_neither() -> None:
 def test_all_hosts_are_like_the_one_at_hand() -> None:
     assert allocation.cluster_of(LOCAL, ("here",), None) is LOCAL
     found = allocation.cluster_of(LOCAL, ("n1", "n2", "n3"), "infiniband-hdr-200")
-    assert found.device_count == 12 and cluster.parse(cluster.to_yaml(found)) == found
+    assert found.device_count == 12 and cluster_file.parse(cluster_file.to_yaml(found)) == found
     with pytest.raises(ClusterError, match="--network"):
         allocation.cluster_of(LOCAL, ("n1", "n2"), None)
     with pytest.raises(ClusterError, match="no such network"):

@@ -10,31 +10,41 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_model.captured.allocator import Allocator
-from cost_model.captured.cores import Clock, Host, Thread
-from cost_model.captured.graph import graph_of
-from cost_model.captured.liveness import peak_bytes
-from cost_model.captured.machine import Link, Rates, cluster_machine, measured_machine, rated_machine
-from cost_model.captured.predict import predict_ranks
-from cost_model.captured.signature import signature
-from cost_model.captured.table import Copies, Curve, Gpu, Operation, Step, Table, check_writable, read, write
-from cost_model.captured.traffic import Exchange
-from cost_model.machines import cluster
-from cost_model.ops import work
+from cost_model.cluster import cluster_file
+from cost_model.graph.allocator import Allocator
+from cost_model.graph.cpu_sharing import Clock, Host, Thread
+from cost_model.graph.executor_graph import graph_of
+from cost_model.graph.liveness import peak_bytes
+from cost_model.graph.machine import Link, Rates, cluster_machine, measured_machine, rated_machine
+from cost_model.graph.machine_profile import (
+    Copies,
+    Curve,
+    Gpu,
+    MachineProfile,
+    Operation,
+    Step,
+    check_writable,
+    read,
+    write,
+)
+from cost_model.graph.predict import predict_ranks
+from cost_model.graph.signature import signature
+from cost_model.graph.traffic import Exchange
+from cost_model.kernels.op_work import work
 from tests.programs import Builder, mlp, planned
 from whale.errors import ClusterError, PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program
 from whale.ir.values import TensorType
-from whale.lowering.local import localise
+from whale.partition.spmd import partition_for_rank
 
 KIND = "all_reduce all_gather reduce_scatter all_to_all broadcast point_to_point"
-TABLE = Table(
+TABLE = MachineProfile(
     "lab", 2.0, 16.0, 1e-4, 1e-6, 4e-3, 1e-4,
     [Operation("?", "AddV2", 1e6, 12e6, 1e-3), Operation("??", "MatMul", 1e9, 6e6, 0.02)],
     [Curve(kind, 2, [(1e3, 2e-5), (1e6, 1e-3)]) for kind in KIND.split()],
 )  # fmt: skip
-LAB = cluster.parse(
+LAB = cluster_file.parse(
     "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\n"
     "hosts: [{name: a, count: 2, devices: [{type: a100, count: 2}], networks: {f: {nics: 2}}}]"
 )
@@ -42,7 +52,7 @@ LAB = cluster.parse(
 
 def ranks_of(program: Program, *sizes: int) -> list[Program]:
     plan = planned(program, *sizes)
-    return [localise(program, plan, rank, "", None) for rank in range(len(sizes))]
+    return [partition_for_rank(program, plan, rank, "", None) for rank in range(len(sizes))]
 
 
 def in_order(program: Program) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model import hardware
-from cost_model.formulas import collectives
-from cost_model.formulas.collectives import ALL_REDUCE, COLLECTIVES, Group, group, point_to_point_s
+from cost_model.kernels import collectives
+from cost_model.kernels.collectives import ALL_REDUCE, COLLECTIVES, Group, group, point_to_point_s
 from whale.ir.layout import Broadcast, Partial, Split, moved_bytes
 
 NVSWITCH, HDR = hardware.link("nvswitch2"), hardware.network("infiniband-hdr-200")

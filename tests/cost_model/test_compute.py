@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model import hardware
-from cost_model.formulas.compute import load_s, matmul_flops, matmul_s, rates_of, slowest_of, streaming_s, update_bytes
+from cost_model.kernels.compute import load_s, matmul_flops, matmul_s, rates_of, slowest_of, streaming_s, update_bytes
 from whale.errors import ClusterError
 
 A100 = rates_of(hardware.device("a100-sxm-80gb"), "float16")

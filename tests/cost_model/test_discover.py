@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.machines import cluster, discover
+from cost_model.cluster import cluster_file, discover
 from whale.errors import ClusterError
 
 
@@ -73,7 +73,7 @@ def test_the_machine_is_a_cluster_of_one_host(tmp_path: Path, monkeypatch: pytes
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", f"{driver.parent}:{os.environ['PATH']}")
     found = discover.local()
-    assert found.device_count == 2 and cluster.parse(cluster.to_yaml(found)) == found
+    assert found.device_count == 2 and cluster_file.parse(cluster_file.to_yaml(found)) == found
     driver.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
     with pytest.raises(ClusterError, match=r"does not answer\n  given: nvidia-smi .*version mismatch"):
         discover.local()

@@ -8,19 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cost_model.described import job, sharded
-from cost_model.described.evaluate import evaluate, kernels_s, played
-from cost_model.described.predict import predict, spread_of
-from cost_model.described.sharded import ShardedUnit
-from cost_model.described.spread import Part, Spread, Stage, even_chunks, live_chunks
-from cost_model.described.stacks import stack
-from cost_model.described.stage_costs import stage_cost
-from cost_model.described.transformer import Parallel, Transformer
-from cost_model.described.transformer_model import TransformerModel
-from cost_model.formulas.simulate import simulate
-from cost_model.machines import cluster
-from cost_model.machines.cluster import Cluster
-from cost_model.machines.pools import Machines
+from cost_model.analytic import job, sharded
+from cost_model.analytic.evaluate import evaluate, kernels_s, played
+from cost_model.analytic.predict import predict, spread_of
+from cost_model.analytic.sharded import ShardedUnit
+from cost_model.analytic.spread import Part, Spread, Stage, even_chunks, live_chunks
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.stage_costs import stage_cost
+from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster import cluster_file
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
+from cost_model.simulator import simulate
 from whale.errors import PlanError
 from whale.ir.schedule import live_micro_batches, schedule
 
@@ -35,7 +35,7 @@ def hosts(*kinds: str, count: int = 2, name: str = "lab") -> Cluster:
         f"- {{name: h{i}, count: {count}, devices: [{devices}], networks: {{f: {{nics: 4}}}}}}\n"
         for i, devices in enumerate(kinds)
     )
-    return cluster.parse(f"name: {name}\nnetworks: {{f: {{type: infiniband-hdr-200}}}}\nhosts:\n{entries}")
+    return cluster_file.parse(f"name: {name}\nnetworks: {{f: {{type: infiniband-hdr-200}}}}\nhosts:\n{entries}")
 
 
 LAB = hosts("{type: a100, count: 8}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cost_model.formulas.gpu_memory import nccl_bytes, tensorflow_bytes
+from cost_model.kernels.gpu_memory import nccl_bytes, tensorflow_bytes
 
 MIB = 1 << 20
 

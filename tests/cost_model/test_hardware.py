@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from cost_model import hardware
-from cost_model.machines import cluster
+from cost_model.cluster import cluster_file
 from whale.errors import ClusterError
 
 ASKED_FOR = """p100 v100-pcie-16gb v100-sxm2-16gb v100-sxm2-32gb t4 a10 l4 l40s a100-40gb a100-80gb h100-pcie
@@ -70,8 +70,8 @@ def test_names_are_forgiving_and_errors_name_the_nearest() -> None:
 
 
 def test_a_cluster_file_round_trips() -> None:
-    read = cluster.parse(GOOD)
-    assert cluster.parse(cluster.to_yaml(read)) == read
+    read = cluster_file.parse(GOOD)
+    assert cluster_file.parse(cluster_file.to_yaml(read)) == read
     assert read.device_count == 2 * 8 + 4 + 1
     name, entry, nics = read.path(read.hosts[0], read.hosts[1])
     assert (name, entry.type, nics) == ("fabric", "infiniband-hdr-200", 1)
@@ -101,15 +101,15 @@ def test_a_cluster_file_round_trips() -> None:
 def test_mistakes_name_line_and_key(old: str, new: str, where: str, what: str) -> None:
     assert old in GOOD
     with pytest.raises(ClusterError) as caught:
-        cluster.parse(GOOD.replace(old, new), "c.yaml")
+        cluster_file.parse(GOOD.replace(old, new), "c.yaml")
     assert where in str(caught.value) and what in str(caught.value)
 
 
 def test_the_published_schema_is_the_one_that_is_checked() -> None:
-    assert json.loads(cluster.SCHEMA.read_text()) == cluster.schema()
+    assert json.loads(cluster_file.SCHEMA.read_text()) == cluster_file.schema()
 
 
 def test_importing_loads_nothing_heavy() -> None:
-    code = "import cost_model.described.predict, cost_model.validation.cases, sys; print(*sys.modules)"
+    code = "import cost_model.analytic.predict, cost_model.validation.cases, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"tensorflow", "keras", "matplotlib", "scipy", "networkx", "numpy"} & set(done.stdout.split())

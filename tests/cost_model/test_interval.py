@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.formulas.interval import ONE_HOST, OWN_RUNS, PART, SEVERAL_HOSTS, calibrated
+from cost_model.kernels.interval import ONE_HOST, OWN_RUNS, PART, SEVERAL_HOSTS, calibrated
 from cost_model.validation.cases import DATA, published_cluster, read
 from cost_model.validation.report import results
 from whale.errors import ProgramError

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.described import job
-from cost_model.described import layer_profile as profile
-from cost_model.described.job import Job
-from cost_model.machines import cluster
+from cost_model.analytic import job
+from cost_model.analytic import layer_profile as profile
+from cost_model.analytic.job import Job
+from cost_model.cluster import cluster_file
 from whale.cli import main
 from whale.errors import ClusterError
 
@@ -87,7 +87,7 @@ def test_measured_layers_take_the_place_of_formulas(tmp_path: Path, capsys: pyte
     (tmp_path / "profile.yaml").write_text(PROFILE)
     assert simulate(tmp_path, GPT3, "--profile", str(tmp_path / "profile.yaml")) == 0
     assert capsys.readouterr().out.startswith("174.62 billion parameters")
-    machines, task = cluster.read(SELENE), job.read(tmp_path / "job.yaml")
+    machines, task = cluster_file.read(SELENE), job.read(tmp_path / "job.yaml")
     plain, measured = task.predict(machines), task.predict(machines, profile.read(tmp_path / "profile.yaml"))
     # 6 layers of 16 ms per micro-batch and stage, the busiest with the logits; the first stage holds 16 micro-batches.
     assert 192 * 6 * 0.016 < measured.compute_s < 1.1 * 192 * 6 * 0.016

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cost_model.captured.machine import measured_machine
-from cost_model.captured.predict import Ran, predict_ranks
-from cost_model.captured.unroll import unrolled
-from cost_model.ops import executions, program_work
+from cost_model.graph.machine import measured_machine
+from cost_model.graph.predict import Ran, predict_ranks
+from cost_model.graph.unroll_loops import unrolled
+from cost_model.kernels.loop_counts import executions
+from cost_model.kernels.op_work import program_work
 from tests.cost_model.test_captured import TABLE
 from whale.capture.function import capture_function
 from whale.errors import PlanError
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import Func, TensorType
-from whale.lowering.local import localise
-from whale.passes.order import make_plan, normalise
+from whale.partition.spmd import partition_for_rank
+from whale.passes.pass_manager import make_plan, normalise
 from whale.passes.settings import PlanSettings
 
 TURNS, ROWS, WIDTH = 7, 3, 5
@@ -134,7 +135,7 @@ def recurrent(turns: int, rows: int, unroll: bool = False, layers: int = 1) -> P
 
 def predicted(program: Program) -> Ran:
     return predict_ranks(
-        [localise(program, make_plan(program, PlanSettings(size=1)), 0, "", None)], MACHINE, plays=2
+        [partition_for_rank(program, make_plan(program, PlanSettings(size=1)), 0, "", None)], MACHINE, plays=2
     ).ranks[0]
 
 

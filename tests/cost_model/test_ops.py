@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.ops import Work, covered, program_work, work
+from cost_model.kernels.op_work import Work, covered, program_work, work
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func, TensorType
 
@@ -43,6 +43,16 @@ HANDLE = TensorType("resource", ())
         (
             node("BatchMatMulV2", f32(3, 4, 6)),
             [f32(3, 4, 5), f32(3, 5, 6)],
+            Work(2 * 3 * 4 * 5 * 6, 4 * (60 + 90), 4 * 72, 1),
+        ),
+        (
+            node("MatMul", f32(8, 32), transpose_a=True),
+            [f32(16, 8), f32(16, 32)],
+            Work(2 * 8 * 16 * 32, 4 * (8 * 16 + 16 * 32), 4 * 8 * 32, 1),
+        ),
+        (
+            node("BatchMatMulV2", f32(3, 4, 6), adj_x=True),
+            [f32(3, 5, 4), f32(3, 5, 6)],
             Work(2 * 3 * 4 * 5 * 6, 4 * (60 + 90), 4 * 72, 1),
         ),
         (

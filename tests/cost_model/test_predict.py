@@ -5,21 +5,21 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cost_model.described import predict
-from cost_model.described.layer_costs import LayerCosts
-from cost_model.described.memory import layer_activation_bytes, states
-from cost_model.described.stacks import Stack, stack
-from cost_model.described.transformer import Parallel, Transformer
-from cost_model.described.transformer_kernels import Collective, Matmul, layer_backward, layer_forward
-from cost_model.described.transformer_model import TransformerModel
+from cost_model.analytic import predict
+from cost_model.analytic.layer_costs import LayerCosts
+from cost_model.analytic.memory import layer_activation_bytes, states
+from cost_model.analytic.stacks import Stack, stack
+from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer_kernels import Collective, Matmul, layer_backward, layer_forward
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster import cluster_file
+from cost_model.cluster.pools import Machines
 from cost_model.hardware import catalogue
-from cost_model.machines import cluster
-from cost_model.machines.pools import Machines
 from whale.errors import ClusterError, PlanError
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
 MEGATRON = stack("megatron-2021")
-LAB = cluster.parse(
+LAB = cluster_file.parse(
     "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\n"
     "hosts: [{name: a, count: 16, devices: [{type: a100, count: 8}], networks: {f: {nics: 8}}}]"
 )
@@ -59,7 +59,7 @@ def test_rings_without_a_common_adapter_leave_hosts_from_far_devices() -> None:
     """Two of eight devices are beside an adapter: all eight in a ring, or neighbours, or one of a host, are near."""
     text = "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
     text += "- {name: a, count: 16, devices: [{type: a100, count: 8}], networks: {f: {nics: 4, far_gb_per_s: 6.1}}}"
-    machines, adapter = Machines(cluster.parse(text)), catalogue.network("infiniband-hdr-200").bytes_per_s
+    machines, adapter = Machines(cluster_file.parse(text)), catalogue.network("infiniband-hdr-200").bytes_per_s
 
     def shared_by_groups(plan: Parallel, groups: int) -> float:
         return machines.data_group(((0, plan.tensor, plan.data),)).host_bytes_per_s * groups / 4
@@ -140,7 +140,7 @@ def test_a_pipeline_runs_at_the_pace_of_its_slower_devices() -> None:
         for name, kind in (("a", "h100"), ("b", "{second}"))
     )
     times = [
-        on(Parallel(tensor=8, pipeline=2, global_batch=16), cluster.parse(text.format(second=second))).step_s
+        on(Parallel(tensor=8, pipeline=2, global_batch=16), cluster_file.parse(text.format(second=second))).step_s
         for second in ("h100", "a100", "v100")
     ]
     assert times == sorted(set(times))
@@ -159,7 +159,7 @@ def test_plans_that_cannot_be() -> None:
         on(Parallel(tensor=2, data=4, global_batch=4, zero=3))
     with pytest.raises(PlanError, match="hidden must be positive"):
         Transformer(2, 0, 2, 8, 8)
-    v100 = cluster.parse("name: old\nhosts: [{name: a, devices: [{type: v100}]}]")
+    v100 = cluster_file.parse("name: old\nhosts: [{name: a, devices: [{type: v100}]}]")
     with pytest.raises(ClusterError, match="does not compute in bfloat16"):
         on(Parallel(global_batch=1), v100, software=stack("composer-bf16"))
     with pytest.raises(ClusterError, match="expected: megatron-202"):
@@ -175,7 +175,7 @@ def test_single_precision_doubles_what_is_held_and_needs_no_copy_of_weights() ->
     whole, halved = (layer_activation_bytes(model, plan, one) - masks for one in (fp32, half))
     assert whole == pytest.approx(2 * halved)
     devices = "{type: v100-sxm2-32gb}, {type: p100-pcie-16gb}"
-    machines = Machines(cluster.parse(f"name: w\nhosts: [{{name: h, devices: [{devices}]}}]\n"))
+    machines = Machines(cluster_file.parse(f"name: w\nhosts: [{{name: h, devices: [{devices}]}}]\n"))
 
     def costs(one: Stack, pool: int = 0) -> LayerCosts:
         return TransformerModel(model, one, machines).layer_costs(pool, 1, 4, "none", False, 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.formulas.simulate import Tasks, memory_curve, one_f_one_b_ends_s, pipeline_tasks, simulate
+from cost_model.simulator import Tasks, memory_curve, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.schedule import bubble_fraction, live_micro_batches, schedule
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cost_model.captured.graph import Graph, graph_of
+from cost_model.graph.executor_graph import Graph, graph_of
 from tests.programs import mlp, planned
 from whale.ir.exchanged_bytes import collective_bytes, rank_bytes
 from whale.ir.layout import Partial
@@ -15,8 +15,8 @@ from whale.ir.ops import COLLECTIVES, EXCHANGES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
-from whale.lowering.local import localise
-from whale.passes.exchange.wire_dtype import reshard_bytes
+from whale.partition.spmd import partition_for_rank
+from whale.passes.resharding.wire_dtype import reshard_bytes
 from whale.runtime.measure.without_exchanges import apart
 
 
@@ -33,7 +33,7 @@ def carried(program: Program, plan: Plan, backend: str = "whale", wire_dtype: st
 
 
 def graphs_of(program: Program, plan: Plan) -> list[Graph]:
-    ranks = [localise(program, plan, rank, "comm", None) for rank in range(plan.size)]
+    ranks = [partition_for_rank(program, plan, rank, "comm", None) for rank in range(plan.size)]
     return [graph_of(rank, i, plan.size) for i, rank in enumerate(ranks)]
 
 
@@ -69,7 +69,7 @@ def test_sums_take_their_operands_memory() -> None:
 def test_a_rank_alone_exchanges_nothing(backend: str) -> None:
     program = mlp(dtype="float32")
     plan = carried(program, planned(program, 4, 4), backend)
-    rank = localise(program, plan, 0, "comm", "a step")
+    rank = partition_for_rank(program, plan, 0, "comm", "a step")
     assert EXCHANGES & {n.op for n in rank.nodes} and not EXCHANGES & {n.op for n in apart(rank).nodes}
 
 

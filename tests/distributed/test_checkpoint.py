@@ -19,7 +19,6 @@ def manager(**options):
 """
 
 
-@pytest.mark.slow
 def test_all_ranks_write_and_read_one_checkpoint(launcher: Launcher) -> None:
     script = launcher.script(
         TEXT

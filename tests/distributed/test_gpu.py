@@ -1,6 +1,6 @@
 """Programs on GPUs that exchange themselves what they compute, and the same with the host's memory as device.
 
-On GPUs: only where there is a GPU, nvcc and (for NCCL) a GPU for each rank.
+On GPUs: only where there is a GPU, and for NCCL one for each rank.
 
 pip install nvidia-nccl-cu12
 python -m pytest -rs tests/whale_ops/device/test_cuda.py tests/distributed/test_gpu.py
@@ -22,7 +22,7 @@ from tests.gpu import variables_of
 from tests.launcher.helpers import ROOT, Launcher
 from tests.oracle.pool import Pool
 from tests.whale_ops.device.host_device import build_host_device
-from whale_ops import build, build_cuda
+from whale_ops import build, device_library
 
 ON_HOST_DEVICE = str(ROOT / "tests/whale_ops/device/on_host_device.py")
 
@@ -70,16 +70,12 @@ EVERY = "WITH_EVERY_DEVICE"
 
 @pytest.fixture(scope="module")
 def gpus() -> int:
-    """How many GPUs there are, with the library built for them."""
+    """How many GPUs there are."""
     import tensorflow as tf
 
     found = len(tf.config.list_physical_devices("GPU"))  # takes none of their memory
     if found == 0:
         pytest.skip("TensorFlow sees no GPU here: no program has run with GPUs that communicate")
-    if not build_cuda.fits(build_cuda.IN_PLACE / build_cuda.NAME):
-        if not build_cuda.has_compilers():
-            pytest.skip("no nvcc on PATH: the CUDA library is not compiled here")
-        build_cuda.build()
     return found
 
 
@@ -90,8 +86,8 @@ def test_what_gpus_exchange_is_what_one_device_computes(
 ) -> None:
     if backend == "nccl" and gpus < run.size:
         pytest.skip(f"NCCL wants a GPU for each rank, and there is {gpus}")
-    if backend == "nccl" and not build_cuda.has_nccl(build_cuda.IN_PLACE / build_cuda.NAME):
-        pytest.skip("the library was built without NCCL: pip install nvidia-nccl-cu12")
+    if backend == "nccl" and device_library.find_nccl() is None:
+        pytest.skip("no NCCL here: pip install nvidia-nccl-cu12")
     # Ranks of other tests of this folder see no GPU.
     del launcher.environment["CUDA_VISIBLE_DEVICES"]
     launcher.environment |= {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"} | variables_of(backend)

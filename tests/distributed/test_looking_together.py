@@ -9,7 +9,7 @@ from tests.launcher.helpers import Launcher
 STEP = """
 import os, signal, sys
 import numpy as np, tensorflow as tf, whale as wh
-from whale.planner.captured import team, ways
+from whale.planner.graph_search import team, ways
 
 ways.LEAST_BYTES = 1
 wh.init({"auto_parallel": True})

@@ -211,6 +211,28 @@ print("went on")
     assert said.count("Traceback") == 1, said
 
 
+def test_layer_called_as_the_project_that_fails_on_one_rank(launcher: Launcher) -> None:
+    done, said = fails(
+        launcher,
+        """
+import numpy as np, tensorflow as tf, whale as wh
+wh.init()
+def total(x):
+    with tf.name_scope("WhaleNet"):
+        return tf.reduce_sum(tf.debugging.check_numerics(x, "WhaleNet was given no numbers"))
+step = wh.function(total)
+x = np.ones((8, 2), np.float32)
+step(x)
+x[6] = np.nan  # a row of rank 1
+step(x)
+print("went on")
+""",
+    )
+    assert done.returncode == 1
+    assert "whale run: rank 1 failed: InvalidArgumentError: " in said and "WhaleNet was given no numbers" in said
+    assert "CommError" not in said, said
+
+
 def test_rank_that_is_killed(launcher: Launcher) -> None:
     done, said = fails(
         launcher,
@@ -236,7 +258,7 @@ def test_rank_that_is_killed_before_it_sends_first_values(launcher: Launcher) ->
         STEP
         + """
 import os, signal
-import whale.runtime.variables.owner as owner
+import whale.runtime.variables.variable_store as owner
 wh.init()
 assert callable(owner.broadcast_values)
 if wh.rank() == 0:

@@ -7,7 +7,6 @@ import re
 import signal
 
 import numpy as np
-import pytest
 
 from tests.launcher.helpers import PATIENCE_S, ROOT, Launcher, wait_for_line
 
@@ -50,7 +49,6 @@ def weights(launcher: Launcher, name: str) -> list[np.ndarray]:
         return [arrays[key] for key in arrays]
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_or_told_to_end_ends_with_the_weights_of_an_undisturbed_one(launcher: Launcher) -> None:
     generator = random.Random()
     fatal = generator.randrange(2), generator.randrange(SAVE_EVERY, STEPS - 1)

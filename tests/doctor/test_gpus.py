@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.whale_ops.device.host_cuda import build_driver
 from whale.config import Config
 from whale.doctor import gpus
 from whale.runtime.compile import memory_plan
-from whale_ops import build, build_cuda, gpu_driver
-
-ROOT = Path(__file__).resolve().parents[2]
+from whale_ops import build, device_code, device_library, gpu_driver
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    output = str(tmp_path_factory.mktemp("driver") / "libcuda.so")
-    source = str(ROOT / "tests/whale_ops/device/cuda_as_host/driver.cpp")
-    subprocess.run([*build.find_compiler(), "-shared", "-fPIC", "-Wall", source, "-o", output], check=True)
-    return output
+    return str(build_driver(tmp_path_factory.mktemp("driver")))
 
 
 def driver(library: str, monkeypatch: pytest.MonkeyPatch, *memory_gib: int) -> gpu_driver.Driver:
@@ -35,6 +30,7 @@ def test_the_driver_is_asked_for_versions_memory_and_peers(library: str, monkeyp
     found = driver(library, monkeypatch, 80, 80, 24)
     assert found.cuda == (13, 0)
     assert [(g.memory_bytes >> 30, g.capability) for g in found.gpus] == [(80, 8), (80, 8), (24, 8)]
+    assert {g.architecture for g in found.gpus} == {86}
     assert [g.peers for g in found.gpus] == [(True, True, False), (True, True, False), (False, False, True)]
     monkeypatch.setenv("FAKE_CUDA_ERROR", "803")
     assert driver(library, monkeypatch, 80).failure == "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
@@ -44,7 +40,8 @@ def test_the_driver_is_asked_for_versions_memory_and_peers(library: str, monkeyp
 def test_what_is_slow_or_missing_is_said_with_what_to_do(
     library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(build_cuda, "IN_PLACE", tmp_path)
+    monkeypatch.setattr(device_library, "PATH", tmp_path / "libwhale_cuda.so")
+    monkeypatch.setattr(device_code, "find_nvrtcs", lambda: iter([device_code.Nvrtc("x", (13, 0), (90,))]))
     found = {one.name: one for one in gpus.look(driver(library, monkeypatch, 80, 80, 24))}
     assert found["GPUs"].text.startswith("3: NVIDIA Something, 80.0 GiB, others; ")
     assert found["GPUs"].text.endswith("CUDA up to 13.0")
@@ -53,13 +50,18 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
     assert found["GPUs' exchanges"].text.startswith("libwhale_cuda.so is not built")
     assert found["MPI and GPUs"].text.endswith("MPI gets the host's memory only")
     assert found["NCCL"].status in ("ok", "warning")
+    assert found["GPUs' kernels"].status == "warning" and "pip install" in (found["GPUs' kernels"].action or "")
     assert gpus.peers(driver(library, monkeypatch, 80, 80)).text == "all read each other's memory"
 
-    (tmp_path / build_cuda.NAME).write_bytes(b"of some day")
+    device_library.PATH.write_bytes(b"of some day")
     assert gpus.library(driver(library, monkeypatch, 80)).text == "libwhale_cuda.so is of other sources"
-    (tmp_path / build_cuda.NAME).write_bytes(build.core_digest().encode())
+    device_library.PATH.write_bytes(build.core_digest().encode())
     damaged = gpus.library(driver(library, monkeypatch, 80))
-    assert damaged.status == "problem" and "could not be loaded" in damaged.text and "13.0" in (damaged.action or "")
+    assert (
+        damaged.status == "problem" and "could not be loaded" in damaged.text and "nvidia-smi" in (damaged.action or "")
+    )
+    monkeypatch.setattr(device_code, "find_nvrtcs", lambda: iter([device_code.Nvrtc("x", (13, 0), (80,))]))
+    assert gpus.kernels(driver(library, monkeypatch, 80)).text == "NVRTC 13.0 (x)"
 
 
 def test_without_gpus_there_is_one_line(library: str, monkeypatch: pytest.MonkeyPatch) -> None:

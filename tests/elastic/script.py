@@ -26,7 +26,7 @@ import tensorflow as tf
 
 import whale as wh
 from whale.runtime.compile import compile
-from whale.runtime.elastic import balance, generations, meeting
+from whale.runtime.elastic import balance, generations, membership
 from whale.runtime.run import elastic
 from whale.runtime.run.context import running
 from whale.started import joins
@@ -35,7 +35,7 @@ BATCH, BATCHES, EPOCHS, WIDTH, LARGE = 24, 6, 2, 12, 60_000
 LAST = 100 + EPOCHS * BATCHES  # behind it no step follows
 generations.ALONE_BYTES = 150  # so that some pieces are sent alone, and others together
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
-_AGREED = {"move": {meeting.MET}, "grow": {meeting.WHOLE, meeting.GROWN}, "anew": {meeting.ANEW}}
+_AGREED = {"move": {membership.MET}, "grow": {membership.WHOLE, membership.GROWN}, "anew": {membership.ANEW}}
 
 
 class Faults:
@@ -109,14 +109,14 @@ def grow() -> None:
 
 def agree_and_die(kinds: set[int]) -> None:
     """When this rank next agrees on such a thing, it is killed within some milliseconds: it may act, or may not."""
-    agree = meeting.Agreements.agree
+    agree = membership.Agreements.agree
 
     def agrees(self, news, kind, *others):
         if kind in kinds:
             threading.Timer(random.uniform(0.0, 0.01), os.kill, (os.getpid(), signal.SIGKILL)).start()
         agree(self, news, kind, *others)
 
-    setattr(meeting.Agreements, "agree", agrees)  # noqa: B010
+    setattr(membership.Agreements, "agree", agrees)  # noqa: B010
 
 
 def slow_down() -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from tests.forkserver import plain_python, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 Found = dict[tuple[str, int | None], dict[str, list[float]] | str]
@@ -21,11 +22,12 @@ def results(who: str, ranks: int, names: Sequence[str]) -> Found:
     """(case, rank) -> what it gave, or its error."""
     script = ["tests.epl.on_ranks", who, str(ranks), *names]
     command = ["-m", *script] if who == "alone" else ["-m", "whale", "run", "-np", str(ranks), "-v", "-m", *script]
+    python = plain_python() if who == "alone" else warm_python()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     with tempfile.TemporaryDirectory() as folder:
         environment["EPL_TEST_FOLDER"] = folder  # which all ranks have in common
         done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+            [python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
     said = [json.loads(text) for text in re.findall(r"RESULT (\{.*\})", done.stdout)]
     found: Found = {(one["name"], one["rank"]): one["found"] for one in said}

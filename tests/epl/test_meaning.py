@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 
 from whale.errors import ConfigError, PlanError, ProgramError
+from whale.frontends.epl.batch_scaling import Growth, growth
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.files import slice_files
-from whale.frontends.epl.growth import Growth, growth
 from whale.frontends.epl.layout import Annotated, layout_of
-from whale.runtime.run.meaning import Batches
+from whale.runtime.run.graph_semantics import Batches
 
 pytestmark = pytest.mark.core
 ONE = Annotated("replicate", 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forkserver import plain_python, warm_python
 from tests.keras_fit.table import environment
 from tests.saved_values import difference
 
@@ -91,4 +91,5 @@ def _run(command: list[str], name: str) -> subprocess.CompletedProcess[str]:
     known = environment()
     if NEEDS.get(name) in _LEGACY:
         known["TF_USE_LEGACY_KERAS"] = "1"
-    return subprocess.run([sys.executable, *command], env=known, capture_output=True, text=True, timeout=600)
+    python = warm_python() if "whale" in command else plain_python()
+    return subprocess.run([python, *command], env=known, capture_output=True, text=True, timeout=600)

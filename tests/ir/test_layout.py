@@ -204,3 +204,14 @@ def test_proportional_sizes(size: int, weights: list[int]) -> None:
     assert all(a <= b for a, b in zip(sizes, proportional_sizes(size + 1, tuple(weights))))
     assert proportional_sizes(3 * sum(weights), tuple(weights)) == tuple(3 * w for w in weights)
     assert proportional_sizes(size, (4,) * len(weights)) == even_sizes(size, len(weights))
+
+
+def test_a_part_is_rounded_and_not_cut_off() -> None:
+    """Sainte-Laguë's 7 of 53, 24 and 23; d'Hondt's method would give 4, 2 and 1."""
+    assert proportional_sizes(7, (53, 24, 23)) == (3, 2, 2)
+
+
+def test_with_a_halo_a_coordinate_holds_what_is_there_of_its_neighbours() -> None:
+    s = split(0, (3, 0, 3, 2), 1, (1, 2))
+    assert [s.span(i) for i in range(4)] == [(0, 5), (3, 3), (2, 8), (5, 8)]
+    assert [s.local(i) for i in range(4)] == [5, 0, 6, 3]

@@ -160,15 +160,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # What may write out ops of a trait, by path: these say something of each op.
 WRITTEN_OUT = {
     "whale/ir/ops.py": "the traits",
-    "whale/rules/math": "a rule's line for the ops it names",
-    "whale/rules/nn": "a rule's line for the ops it names",
-    "whale/rules/structure": "a rule's line for the ops it names",
-    "whale/passes/normalise/loss_scaling.py": "the operands with which each op changes nothing",
-    "whale/passes/normalise/folding/arithmetic.py": "what to compute for each op",
-    "whale/passes/normalise/folding/shapes.py": "the shape of each op's result",
+    "whale/sharding_rules/math": "a rule's line for the ops it names",
+    "whale/sharding_rules/nn": "a rule's line for the ops it names",
+    "whale/sharding_rules/structure": "a rule's line for the ops it names",
+    "whale/passes/normalize/loss_scaling.py": "the operands with which each op changes nothing",
+    "whale/passes/normalize/folding/arithmetic.py": "what to compute for each op",
+    "whale/passes/normalize/folding/shapes.py": "the shape of each op's result",
     "whale/runtime/variables/initializer_recording.py": "the stateless twin of each op",
-    "whale/frontends/epl/growth.py": "how the result of each op grows with the batch",
-    "cost_model/ops/work.py": "the formula of each op",
+    "whale/frontends/epl/batch_scaling.py": "how the result of each op grows with the batch",
+    "cost_model/kernels/op_work.py": "the formula of each op",
 }
 LEAST = 3  # names of one trait that make a table of it
 

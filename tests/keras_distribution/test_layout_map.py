@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forkserver import plain_python, warm_python
 from tests.keras_fit.table import ROOT, environment
 from tests.saved_values import difference
 
@@ -28,11 +28,9 @@ HUB = pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="
 )
 def test_a_layout_map(name: str, axes: str, tmp_path: Path) -> None:
     batch, model = (int(n) for n in axes.split("x"))
-    run = ["-m", "whale", "run", "-np", str(batch * model)]
-    for command in ([SCRIPT, name, "plain"], [*run, SCRIPT, name, axes]):
-        done = subprocess.run(
-            [sys.executable, *command, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=300
-        )
+    run = [warm_python(), "-m", "whale", "run", "-np", str(batch * model)]
+    for command in ([plain_python(), SCRIPT, name, "plain"], [*run, SCRIPT, name, axes]):
+        done = subprocess.run([*command, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert ("no variable fits the LayoutMap's 'up/kernels'; there are up/kernel, " in done.stderr) == (
         name == "transformer"
@@ -66,7 +64,7 @@ api = keras.distribution
 mesh = api.DeviceMesh((1, 4), ("batch", "model"), [f"cpu:{i}" for i in range(4)])
 api.set_distribution(api.ModelParallel(layout_map=api.LayoutMap(mesh), batch_dim_name="batch"))
 """)
-    command = [sys.executable, "-m", "whale", "run", "-np", "2", str(script)]
+    command = [warm_python(), "-m", "whale", "run", "-np", "2", str(script)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "a mesh cannot be that of this run" in done.stderr
@@ -91,5 +89,5 @@ model = keras.Model(inputs, x)
 model.compile(optimizer="sgd", loss="mse")
 model.fit(np.ones((8, 6)), np.ones((8, 8)), verbose=0)
 """)
-    done = subprocess.run([sys.executable, str(script)], env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run([warm_python(), str(script)], env=environment(), capture_output=True, text=True, timeout=300)
     assert "a variable cannot lie as the script says" in done.stderr and "leave stages out" in done.stderr, done.stderr

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forkserver import plain_python, warm_python
 from tests.keras_fit.cases import LIMITS
 from tests.saved_values import difference
 
@@ -49,7 +49,7 @@ class Row:
 
 def plain(flavour: str, cases: Sequence[str], folder: Path, timeout_s: float = 900) -> None:
     """Saves what plain Keras gives, in a process that never imports whale."""
-    command = [sys.executable, "-m", "tests.keras_fit.run", flavour, "plain", str(folder), *cases]
+    command = [plain_python(), "-m", "tests.keras_fit.run", flavour, "plain", str(folder), *cases]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     if done.returncode != 0 or "cases done" not in done.stdout:
         raise RuntimeError(f"plain Keras failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -76,7 +76,7 @@ def compared(
 
 def _run(flavour: str, plan: str, ranks: int, cases: Sequence[str], folder: Path, timeout_s: float) -> str:
     script = [str(ROOT / "tests/keras_fit/run.py"), flavour, plan, str(folder), *cases]
-    command = [sys.executable, "-m", "whale", "run", "-np", str(ranks), *script]
+    command = [warm_python(), "-m", "whale", "run", "-np", str(ranks), *script]
     known = environment() | {"WHALE_TEST_RANKS": str(ranks)}
     done = subprocess.run(command, cwd=ROOT, env=known, capture_output=True, text=True, timeout=timeout_s)
     return done.stdout + done.stderr

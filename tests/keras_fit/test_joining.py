@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.keras.joining import _OTHER, Fit, _changes, _found, _kept, _refuse_shared, _refuse_unknown
-from whale.runtime.ranks.plain import pack, unpack
+from whale.frontends.keras.elastic_fit import _OTHER, Fit, _changes, _found, _kept, _refuse_shared, _refuse_unknown
+from whale.runtime.ranks.msgpack_values import pack, unpack
 
 pytestmark = pytest.mark.core
 

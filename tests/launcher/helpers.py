@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests import forkserver
+
 MARKER = "WHALE_TEST_MARKER"
 ROOT = Path(__file__).resolve().parents[2]
 # What follows within moments on a quiet machine has this long: a busy one is no failure.
@@ -23,11 +25,13 @@ class Launcher:
     """Runs scripts under `whale run`; all processes of one launcher carry the same mark in their environment.
 
     Attributes:
+        python: what starts the launcher, and so the ranks: a real Python, or `tests.forkserver.warm_python()`.
         settings: values that names in modules have instead of their own, in the launcher's process and only there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self.folder = folder
+        self.python = python
         self.mark = uuid.uuid4().hex
         self.settings: Mapping[str, object] = {}
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("WHALE_", "OMP_", "TF_"))}
@@ -40,11 +44,11 @@ class Launcher:
 
     def command(self, *arguments: str) -> list[str]:
         if not self.settings:
-            return [sys.executable, "-m", "whale", "run", *arguments]
+            return [self.python, "-m", "whale", "run", *arguments]
         modules = {name.rpartition(".")[0] for name in self.settings}
         lines = [f"import sys, {', '.join(sorted(modules))}", "from whale.cli import main"]
         lines += [f"{name} = {value!r}" for name, value in self.settings.items()]
-        return [sys.executable, "-c", "\n".join([*lines, "sys.exit(main())"]), "run", *arguments]
+        return [self.python, "-c", "\n".join([*lines, "sys.exit(main())"]), "run", *arguments]
 
     def run(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -89,17 +93,25 @@ class Launcher:
             time.sleep(0.05)
 
     def _marked(self) -> list[str]:
-        found = []
+        found = [_command_line(process) for process in forkserver.processes_of(self.mark)]
         mark = f"{MARKER}={self.mark}".encode()
         for folder in Path("/proc").iterdir():
             if not folder.name.isdecimal() or int(folder.name) == os.getpid():
                 continue
             try:
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                    found.append(_command_line(int(folder.name)))
             except OSError:
                 continue  # ended while we looked
-        return found
+        return [line for line in found if line]
+
+
+def _command_line(process: int) -> str:
+    """The command line of a process; "" if it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def wait_for_line(process: subprocess.Popen[str], wanted: str) -> list[str]:

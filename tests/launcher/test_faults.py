@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
-from whale.launcher import relay
+from whale.launcher import worker_io
 from whale.launcher.job import ranks
 from whale.launcher.protocol import Raised
 
@@ -69,12 +69,12 @@ def test_a_rank_that_closes_what_it_has_not_opened_ends_the_run(launcher: Launch
 
 
 def test_a_process_that_gives_its_memory_back_has_ended() -> None:
-    assert not relay.is_ending(os.getpid())
+    assert not worker_io.is_ending(os.getpid())
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert relay.is_ending(child)
+    assert worker_io.is_ending(child)
     os.waitpid(child, 0)
 
 
@@ -208,3 +208,13 @@ def test_an_error_inside_a_traced_step_is_named_by_what_it_says() -> None:
     text = 'in user code:\n\n    File "train.py", line 3, in step  *\n        act()\n\n    ValueError: this is bad\n'
     failure = ranks.raised(1, Raised(type="ValueError", message=text, traceback="", code=1))
     assert failure.reason == "failed: ValueError: this is bad (exit code 1)"
+
+
+def test_the_cause_is_no_rank_that_only_says_that_another_one_is_gone() -> None:
+    said = [
+        ranks.raised(0, Raised(type="CommError", message="rank 1 is gone", traceback="", code=1)),
+        ranks.raised(1, Raised(type="ValueError", message="this is bad", traceback="", code=1)),
+        ranks.raised(2, Raised(type="KeyError", message="later", traceback="", code=1)),
+    ]
+    assert ranks.cause(said).rank == 1
+    assert ranks.cause(said[:1]).rank == 0

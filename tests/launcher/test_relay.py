@@ -7,7 +7,7 @@ import os
 import socket
 
 from whale.launcher.protocol import Kind, Unpacker
-from whale.launcher.relay import Relay
+from whale.launcher.worker_io import Relay
 
 ROUNDS = 300
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from whale.launcher import segments
+from whale.launcher import shm_cleanup
 
 
 def test_a_folder_made_anew_while_another_run_removes_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,12 +22,12 @@ def test_a_folder_made_anew_while_another_run_removes_it_stays(tmp_path: Path, m
         if str(path) == str(starting) and not opened:
             opened.append(descriptor)
             shutil.rmtree(starting)
-            segments.open_folder(str(starting))
+            shm_cleanup.open_folder(str(starting))
             (starting / "segment").write_text("in use")
         return descriptor
 
-    monkeypatch.setattr(segments.os, "open", removed_by_a_third)
-    segments.open_folder(str(mine))
+    monkeypatch.setattr(shm_cleanup.os, "open", removed_by_a_third)
+    shm_cleanup.open_folder(str(mine))
     assert opened
     assert (starting / "segment").read_text() == "in use"
 
@@ -36,5 +36,5 @@ def test_a_folder_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     left = tmp_path / "whale-left"
     left.mkdir()
     (left / "segment").write_text("of a run that was killed")
-    segments.open_folder(str(tmp_path / "whale-mine"))
+    shm_cleanup.open_folder(str(tmp_path / "whale-mine"))
     assert not left.exists()

@@ -145,7 +145,7 @@ def test_the_next_run_removes_what_a_run_of_which_nobody_is_left_had_in_memory(l
     # A folder of its own: any other run on this machine would remove what is left as well.
     memory = launcher.folder / "memory"
     memory.mkdir()
-    launcher.settings = {"whale.launcher.segments.MEMORY": str(memory)}
+    launcher.settings = {"whale.launcher.shm_cleanup.MEMORY": str(memory)}
     folder = "os.environ['OMPI_MCA_btl_sm_backing_directory']"
     script = launcher.script(MEET + f"meet('a')\nprint({folder})\ntime.sleep(600)")
     folders = []
@@ -177,7 +177,7 @@ def test_a_killed_worker_is_a_lost_rank(launcher: Launcher) -> None:
 
 # Saves when it is told to end; rank 1 takes longer than ranks have that are to end at once.
 SAVES = (
-    CONNECT + "from whale.runtime.ranks.notice import Notice\nfrom whale.runtime.ranks.ranks import Ranks\n"
+    CONNECT + "from whale.runtime.ranks.preemption import Notice\nfrom whale.runtime.ranks.ranks import Ranks\n"
     "notice, comm = Notice(), connect()\n"
     "ranks = Ranks(Config(), None, comm.size, (comm.rank,), [comm], 'test')\nprint('up', flush=True)\n"
     "while not notice.reached(ranks): time.sleep(0.05)\n"

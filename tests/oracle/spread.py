@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import whale as wh
-from cost_model.captured.machine import Rates
+from cost_model.graph.machine import Rates
 from tests.oracle.execute import execute, save
 from tests.oracle.named import ANNOTATIONS
 from tests.oracle.serve import serve
 from tests.oracle.stages import in_turns
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
-from whale.planner.captured import ways
+from whale.planner.graph_search import strategies
 from whale.runtime.compile import auto
 from whale.runtime.run.start import check_replicas
 
@@ -86,7 +86,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
 
 def _prefer_splits() -> None:
     """Devices so slow that work is divided wherever it can be: the cases' weights are too small for it otherwise."""
-    ways.LEAST_BYTES = 0
+    strategies.LEAST_BYTES = 0
     auto.measured_rates = lambda context, dry, program: [Rates(1e6, 1e6, 0.0, 0.0, 1e15, "for the test")] * context.size
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from whale.runtime.run.scopes import SCOPE_ATTRIBUTE
+from whale.capture.attrs import SCOPE_ATTR
 
 _IN_A_ROW = 2  # a kernel and its bias
 
@@ -30,9 +30,9 @@ def in_turns(stages: int) -> Callable[[], AbstractContextManager[None]]:
                 if not tf.executing_eagerly():
                     graph = tf.compat.v1.get_default_graph()
                     attribute = attr_value_pb2.AttrValue(s=stage.encode())
-                    stack.enter_context(graph._attr_scope({SCOPE_ATTRIBUTE: attribute}))
+                    stack.enter_context(graph._attr_scope({SCOPE_ATTR: attribute}))
                 variable = next_creator(**kwargs)
-            variable._whale_scope = stage
+            setattr(variable, SCOPE_ATTR, stage)
             return variable
 
         with tf.variable_creator_scope(creator):

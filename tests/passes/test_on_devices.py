@@ -9,7 +9,7 @@ import pytest
 from whale.ir.ops import EXCHANGES, ON_DEVICE
 from whale.ir.program import ON_HOST, THROUGH, Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, TensorType
-from whale.passes.exchange.on_devices import host_exchanges, on_devices, partners, told_apart
+from whale.passes.resharding.on_devices import host_exchanges, on_devices, partners, told_apart
 
 pytestmark = pytest.mark.core
 X = TensorType("float32", (4,))

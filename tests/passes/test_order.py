@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.lowering.compare import assert_equal_runs
+from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, mlp
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
@@ -18,9 +18,9 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.ir.text import format_program, parse_program
 from whale.ir.values import TensorType
-from whale.passes.judge.check import check
-from whale.passes.order import NORMALISE, PLAN, make_plan, normalise
+from whale.passes.pass_manager import NORMALISE, PLAN, make_plan, normalise
 from whale.passes.settings import BatchSettings, PlanSettings
+from whale.passes.verify.check import check
 
 TWO = PlanSettings(2, ("cpu:0", "cpu:1"), BatchSettings(shares=(5, 3)))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from tests.forkserver import warm_python
 from tests.pipelines.gpt_on_ranks import MESH, SCHEDULES, Sizes, formulas, trained
 
 LIMIT = 1e-10
@@ -62,7 +63,7 @@ def ran(schedule: str, folder: str) -> list[Path]:
     """
     count = int(np.prod(list(MESH.values())))
     script = [str(ROOT / "tests/pipelines/gpt_on_ranks.py"), schedule, folder]
-    command = [sys.executable, "-m", "whale", "run", "-np", str(count), *script]
+    command = [warm_python(), "-m", "whale", "run", "-np", str(count), *script]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = dict(os.environ) | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)

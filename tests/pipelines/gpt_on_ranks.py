@@ -155,7 +155,7 @@ def formulas(sizes: Sizes, stages: int) -> dict[str, int]:
 
 def moved_by_axis(program: Any, rank: int) -> dict[str, int]:
     """This rank's part of the logical bytes of a step, by the axis along which they travel."""
-    from cost_model.captured.traffic import exchange
+    from cost_model.graph.traffic import exchange
     from whale.ir.ops import EXCHANGES
     from whale.ir.program import function_refs
 

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.described.spread import Part, Spread, Stage
-from cost_model.machines import cluster
+from cost_model.analytic.spread import Part, Spread, Stage
+from cost_model.cluster import cluster_file
 from tests.pipelines.gpt_on_ranks import Sizes, trained
 from whale.errors import PlanError
 from whale.ir.mesh import chain
@@ -36,7 +36,7 @@ nothing = contextlib.nullcontext
 
 def saved(path: Path, fixed: list[str], model: str = MODEL, devices: tuple[int, int] = (4, 4)) -> planfile.PlanFile:
     transformer, batch = ask.describe(model)
-    where = cluster.parse(UNEQUAL.replace("NEW", str(devices[0])).replace("OLD", str(devices[1])))
+    where = cluster_file.parse(UNEQUAL.replace("NEW", str(devices[0])).replace("OLD", str(devices[1])))
     plan = ask.plan(where, batch, transformer, limits=ask.limits(fixed))
     planfile.save(plan, path)
     return plan

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cost_model.described.evaluate import Evaluation, evaluate
-from cost_model.described.spread import Part, Spread, Stage
-from cost_model.described.stacks import stack
-from cost_model.described.transformer_model import TransformerModel
-from cost_model.machines import cluster
-from cost_model.machines.pools import Machines
+from cost_model.analytic.evaluate import Evaluation, evaluate
+from cost_model.analytic.spread import Part, Spread, Stage
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster import cluster_file
+from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.planner import ask
 from whale.planner.report import planfile
@@ -21,7 +21,7 @@ name: small
 networks: {fabric: {type: infiniband-hdr-200}}
 hosts: [{name: h, count: 2, devices: [{type: v100-sxm2-32gb, count: 8}], networks: {fabric: {nics: 1}}%s}]
 """
-WITH_MEMORY = cluster.parse(HOSTS % ", memory_gb: 768")
+WITH_MEMORY = cluster_file.parse(HOSTS % ", memory_gb: 768")
 DENSE = "gpt:layers=24,hidden=2048,heads=16,sequence=512,vocabulary=30720"
 EXPERTS = "moe:layers=12,hidden=1024,heads=16,sequence=512,vocabulary=30720,experts=512,state_bytes=4,batch=256"
 
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_offloaded_where_the_hosts_memory_is_known() -> Non
     assert found.spread.offload != "none" and found.problems() == []
     assert "offloaded" in show(found)
     with pytest.raises(PlanError, match="nothing fits") as error:
-        ask.plan(cluster.parse(HOSTS % ""), 64, model, limits=ask.limits(["stages=1"], 1.0))
+        ask.plan(cluster_file.parse(HOSTS % ""), 64, model, limits=ask.limits(["stages=1"], 1.0))
     assert "memory_gb: 512 of the hosts" in str(error.value)
     with pytest.raises(PlanError, match="nothing fits"):
         ask.plan(WITH_MEMORY, 64, model, limits=ask.limits(["stages=1", "offload=none"], 1.0))
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_offloaded_where_the_hosts_memory_is_known() -> Non
 
 def test_zero_3_is_not_chosen_where_it_lost_in_publications() -> None:
     """174.6 billion parameters on 384 A100: 81.5 s with ZeRO 3, 77 s with tensors and stages (SC 2021, table 2)."""
-    selene = cluster.parse(
+    selene = cluster_file.parse(
         "name: selene\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
         "- {name: h, count: 48, devices: [{type: a100-sxm-80gb, count: 8}], networks: {f: {nics: 8}}}\n"
     )

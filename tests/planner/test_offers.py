@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.machines import cluster
+from cost_model.cluster import cluster_file
 from whale.errors import PlanError
 from whale.planner import ask, offers
-from whale.planner.search.candidates import Limits
+from whale.planner.analytic_search.candidates import Constraints
 
 DESCRIBED = "gpt:layers=16,hidden=4096,heads=32,sequence=1024,batch=256"
 HOST = "{{name: {device}, count: {count}, devices: [{{type: {device}, count: 4}}], networks: {{ib: {{nics: 1}}}}}}"
@@ -32,7 +32,7 @@ def test_offers_are_ranked_by_time_and_the_cheapest_is_named(tmp_path: Path) -> 
     transformer, batch = ask.describe(DESCRIBED)
     assert batch is not None
     found = offers.read_offers(str(tmp_path / "offers.yaml"))
-    answers = offers.rank(found, batch, transformer, None, "megatron-2022", Limits(budget_s=0.2))
+    answers = offers.rank(found, batch, transformer, None, "megatron-2022", Constraints(budget_s=0.2))
     assert [a.offer.name for a in answers] == ["fast", "slow", "tiny"]
     assert answers[2].plan is None and "fits" in answers[2].why
     fast, slow = answers[0], answers[1]
@@ -46,7 +46,7 @@ def test_offers_are_ranked_by_time_and_the_cheapest_is_named(tmp_path: Path) -> 
 
 def test_jobs_share_the_hosts_of_a_cluster(tmp_path: Path) -> None:
     jobs = [offers.Job("short", DESCRIBED, 1e5), offers.Job("long", DESCRIBED, 4e5)]
-    machines = cluster.parse(_cluster(("a100-sxm-80gb", 3), ("v100-sxm2-32gb", 2)))
+    machines = cluster_file.parse(_cluster(("a100-sxm-80gb", 3), ("v100-sxm2-32gb", 2)))
     packed = offers.pack(jobs, machines, "megatron-2022", 0.1)
     for kind, host in enumerate(machines.hosts):
         assert sum(one.hosts[kind] for one in packed) <= host.count
@@ -55,7 +55,7 @@ def test_jobs_share_the_hosts_of_a_cluster(tmp_path: Path) -> None:
     assert sum(long.hosts) > sum(short.hosts) > 0
     assert long.hours < offers.Packed(long.job, short.hosts, short.plan).hours  # than on the other one's hosts
     with pytest.raises(PlanError, match="do not fit on the cluster together"):
-        offers.pack(jobs, cluster.parse(_cluster(("a100-sxm-80gb", 1))), "megatron-2022", 0.1)
+        offers.pack(jobs, cluster_file.parse(_cluster(("a100-sxm-80gb", 1))), "megatron-2022", 0.1)
 
 
 def test_a_file_that_is_none_of_offers_is_refused(tmp_path: Path) -> None:

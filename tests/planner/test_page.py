@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cost_model.machines import cluster
+from cost_model.cluster import cluster_file
 from whale.errors import PlanError
 from whale.planner import ask
 from whale.planner.report import draw
@@ -63,7 +63,7 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     transformer, batch = ask.describe("gpt:layers=8,hidden=1024,heads=8,batch=32")
     assert transformer is not None and batch is not None
     limits = ask.limits(["stages=2"], 2.0)
-    plan = ask.plan(cluster.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
+    plan = ask.plan(cluster_file.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
     page = tmp_path / "page.html"
     measured = step_drawn(RUN, "out.json", 1e-3)
     page.write_text(draw.html(plan, measured).replace("<head>", f"<head>{LOOK}"))
@@ -86,7 +86,7 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
 def test_sliders_are_the_plan_on_other_machines() -> None:
     transformer, batch = ask.describe("gpt:layers=8,hidden=1024,heads=8,batch=32")
     assert transformer is not None and batch is not None
-    lab = cluster.parse(LAB)
+    lab = cluster_file.parse(LAB)
     plan = ask.plan(lab, batch, transformer, None, "megatron-2022", ask.limits(["stages=2"], 2.0), "whale")
     _, machines, found = plan.evaluate()
     drawn = sliders(plan, machines)
@@ -96,7 +96,7 @@ def test_sliders_are_the_plan_on_other_machines() -> None:
     per = 4 ** len(speeds)
     assert drawn["step_s"][now * per + per - 1] == pytest.approx(found.step_s, rel=1e-4)
     assert drawn["step_s"][now * per] > 1.5 * found.step_s  # all devices at 40 %
-    halved = cluster.parse(LAB.replace("infiniband-hdr-200}", "infiniband-hdr-200, oversubscription: 2}"))
+    halved = cluster_file.parse(LAB.replace("infiniband-hdr-200}", "infiniband-hdr-200, oversubscription: 2}"))
     other = msgspec.structs.replace(plan, cluster=halved).evaluate()[2]
     assert drawn["step_s"][(now - 1) * per + per - 1] == pytest.approx(other.step_s, rel=1e-4)
 
@@ -105,7 +105,7 @@ def test_the_trace_numbers_micro_batches_and_counts_memory() -> None:
     transformer, batch = ask.describe("gpt:layers=8,hidden=1024,heads=8,batch=32")
     assert transformer is not None and batch is not None
     limits = ask.limits(["stages=2"], 2.0)
-    plan = ask.plan(cluster.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
+    plan = ask.plan(cluster_file.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
     events = json.loads(draw.trace(plan))["traceEvents"]
     forward = [e["args"]["micro_batch"] for e in events if e["name"].startswith("forward") and e["tid"] == 0]
     assert sorted(forward) == sorted([*range(plan.spread.micro_batches)] * plan.spread.chunks)

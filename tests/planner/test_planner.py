@@ -6,24 +6,24 @@ import msgspec
 import pytest
 
 from benchmarks.planner.instances import enumerate_best, instance
-from cost_model.described.evaluate import evaluate
-from cost_model.described.predict import predict
-from cost_model.described.spread import Part, Stage
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Parallel, Transformer
-from cost_model.described.transformer_model import TransformerModel
-from cost_model.machines import cluster
-from cost_model.machines.pools import Machines
+from cost_model.analytic.evaluate import evaluate
+from cost_model.analytic.predict import predict
+from cost_model.analytic.spread import Part, Stage
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster import cluster_file
+from cost_model.cluster.pools import Machines
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
 from whale.planner import ask
-from whale.planner.described import layer_tables as tables
-from whale.planner.described.check import check
+from whale.planner.analytic_search import layer_profiles as tables
+from whale.planner.analytic_search.candidates import Constraints
+from whale.planner.analytic_search.plan_check import check
+from whale.planner.analytic_search.search_rounds import search
+from whale.planner.analytic_search.whale22 import algorithm_1, formula_1
 from whale.planner.report import planfile
 from whale.planner.report.show import against, diff, explain, show
-from whale.planner.search.candidates import Limits
-from whale.planner.search.rounds import search
-from whale.planner.search.whale22 import algorithm_1, formula_1
 
 UNEQUAL = """
 name: unequal
@@ -38,14 +38,14 @@ SMALL = "gpt:layers=24,hidden=1024,heads=16,sequence=512,vocabulary=30720,batch=
 @pytest.fixture(scope="module")
 def plan():
     model, batch = ask.describe(SMALL)
-    return ask.plan(cluster.parse(UNEQUAL), batch, model)
+    return ask.plan(cluster_file.parse(UNEQUAL), batch, model)
 
 
 @pytest.mark.parametrize("seed", [4, 6, 7, 8])
 def test_nothing_is_faster_than_what_is_found_for_few_devices(seed):
     one = instance(seed)
     model = one.model()
-    found = search(model, model.machines, one.batch, Limits(zero=0, budget_s=60, runnable=False))
+    found = search(model, model.machines, one.batch, Constraints(zero=0, budget_s=60, runnable=False))
     assert check(model, model.machines, found.spread, one.batch) == []
     best_s, better, _ = enumerate_best(one, 0, found.evaluation.step_s)
     assert better is None or found.evaluation.step_s <= 1.03 * best_s
@@ -58,7 +58,7 @@ def test_replicas_of_a_stage_divide_tensors_alike_since_only_that_runs():
     stages = {
         runnable: [
             {part.tensor for part in stage.parts}
-            for spread, _ in search(model, model.machines, one.batch, Limits(zero=0, runnable=runnable)).others
+            for spread, _ in search(model, model.machines, one.batch, Constraints(zero=0, runnable=runnable)).others
             for stage in spread.stages
         ]
         for runnable in (True, False)
@@ -82,13 +82,13 @@ def test_a_uniform_spread_is_predicted_as_a_job(p):
     p = msgspec.structs.replace(p, sequence_parallel=True)  # as the planner's spreads of described models all are
     software = stack("megatron-2022")
     machines = Machines(
-        cluster.parse(
+        cluster_file.parse(
             "name: c\nnetworks: {f: {type: infiniband-hdr-200}}\n"
             "hosts:\n- {name: h, count: 4, devices: [{type: a100-sxm-80gb, count: 8}],\n"
             "   networks: {f: {nics: 4, far_gb_per_s: 6.1}}}\n"
         )
     )
-    fixed = Limits(p.pipeline, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks)
+    fixed = Constraints(p.pipeline, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks)
     found = search(TransformerModel(t, software, machines), machines, p.global_batch, fixed)
     job = predict(t, p, software, machines.cluster)
     assert job.spread == found.spread
@@ -116,7 +116,7 @@ def test_the_published_schema_is_that_of_plan_files():
 
 def test_advice_names_changes_of_the_model_that_pay():
     model, _ = ask.describe("gpt:layers=23,hidden=1024,heads=16,sequence=512,vocabulary=30001")
-    rows = ask.advise(cluster.parse(UNEQUAL), 64, model, budget_s=0.3)
+    rows = ask.advise(cluster_file.parse(UNEQUAL), 64, model, budget_s=0.3)
     assert any(row.startswith("vocabulary 30001 -> 30080: ") for row in rows), rows
     assert any(row.startswith("layers 23 -> 24: ") for row in rows), rows
 
@@ -158,7 +158,7 @@ def test_plans_print(plan, capsys, tmp_path):
 def test_when_nothing_fits_the_error_says_what_binds_and_what_to_do():
     model, _ = ask.describe("gpt:layers=96,hidden=12288,heads=96")
     with pytest.raises(PlanError) as error:
-        ask.plan(cluster.parse(UNEQUAL), 8, model)
+        ask.plan(cluster_file.parse(UNEQUAL), 8, model)
     assert "binds" in error.value.facts and "layers instead of 96" in str(error.value)
 
 
@@ -169,7 +169,7 @@ def test_a_description_does_not_say_how_the_model_is_spread():
 
 def test_where_tensors_are_divided_the_sequence_is_divided_between_products():
     model, batch = ask.describe("gpt:layers=24,hidden=2048,heads=16,batch=64")
-    found = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits(["tensor=8"]))
+    found = ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=ask.limits(["tensor=8"]))
     assert found.spread.sequence_parallel and "8 tensor" in found.spread.summary()
     assert "sequence parallel" in found.spread.summary()
     own, machines, evaluation = found.evaluate()
@@ -179,7 +179,7 @@ def test_where_tensors_are_divided_the_sequence_is_divided_between_products():
 
 def test_what_is_fixed_stays_fixed(plan):
     model, batch = ask.describe(SMALL)
-    fixed = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits(["stages=4", "recompute=full"]))
+    fixed = ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=ask.limits(["stages=4", "recompute=full"]))
     assert len(fixed.spread.stages) == 4 and fixed.spread.recompute == "full"
     with pytest.raises(PlanError, match="cannot be fixed"):
         ask.limits(["colour=4"])
@@ -203,7 +203,7 @@ def test_what_is_fixed_stays_fixed(plan):
 def test_what_cannot_be_fixed_says_why(fixed, reason):
     model, batch = ask.describe(SMALL)
     with pytest.raises(PlanError) as error:
-        ask.plan(cluster.parse(UNEQUAL), batch, model, limits=ask.limits([fixed]))
+        ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=ask.limits([fixed]))
     assert error.value.facts["reason"] == f"infeasible: {reason}"
 
 
@@ -217,7 +217,7 @@ def test_operations_of_a_described_model_are_divided_alike():
 
 def test_only_stages_whose_memory_binds_compute_again():
     one = instance(25)  # four stages, of which the first holds the most micro-batches
-    plan = ask.plan(one.cluster, one.batch, table=one.table, software="megatron-2021", limits=Limits(zero=0))
+    plan = ask.plan(one.cluster, one.batch, table=one.table, software="megatron-2021", limits=Constraints(zero=0))
     assert plan.spread.recomputes == ("full", "none", "none", "none") and plan.problems() == []
     model, machines, found = plan.evaluate()
     kept = evaluate(model, machines, plan.spread.recomputing(("none",) * 4))
@@ -287,9 +287,9 @@ def test_a_profile_is_planned(tmp_path):
 def test_replicas_on_several_kinds_of_devices_can_be_asked_for():
     model, batch = ask.describe("gpt:layers=4,hidden=32,heads=4,sequence=16,vocabulary=64,batch=16")
     fixed = ask.limits(["stages=1", "tensor=1", "data=16", "zero=3", "micro_batches=1"])
-    found = ask.plan(cluster.parse(UNEQUAL), batch, model, limits=fixed)
+    found = ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=fixed)
     assert found.spread.stages[0].replicas == 16 and found.spread.zero == 3
     assert found.problems() == []
     fixed = ask.limits(["stages=1", "tensor=1", "data=8", "zero=3", "micro_batches=2"])
-    small = cluster.parse(UNEQUAL.replace("count: 8", "count: 4"))  # no kind has eight devices of its own
+    small = cluster_file.parse(UNEQUAL.replace("count: 8", "count: 4"))  # no kind has eight devices of its own
     assert ask.plan(small, batch, model, limits=fixed).spread.stages[0].replicas == 8

@@ -10,23 +10,23 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.planner.monotone import ROUNDING, compare
-from cost_model.described.spread import Part
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Transformer
-from cost_model.described.transformer_model import TransformerModel
-from cost_model.machines import cluster
-from cost_model.machines.pools import Machines
+from cost_model.analytic.spread import Part
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Transformer
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster import cluster_file
+from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.planner import ask
-from whale.planner.described.layer_tables import Measured, Table, TableLayer, TableModel
-from whale.planner.search import estimate
-from whale.planner.search.candidates import Limits
-from whale.planner.search.infeasible import changes
-from whale.planner.search.neighbours import other_orders
-from whale.planner.search.rounds import fits, rounds_s, search
-from whale.planner.search.search import Search
+from whale.planner.analytic_search import estimate
+from whale.planner.analytic_search.candidates import Constraints
+from whale.planner.analytic_search.infeasible import changes
+from whale.planner.analytic_search.layer_profiles import LayerProfile, Measured, TableLayer, TableModel
+from whale.planner.analytic_search.neighbours import other_orders
+from whale.planner.analytic_search.search import Search
+from whale.planner.analytic_search.search_rounds import fits, rounds_s, search
 
-TWO = cluster.parse(
+TWO = cluster_file.parse(
     "name: two\nnetworks: {f: {type: ethernet-25g}}\nhosts:\n"
     "- {name: a, count: 2, devices: [{type: t4, count: 2}], networks: {f: {nics: 1}}}\n"
 )
@@ -44,14 +44,14 @@ def test_more_devices_and_more_time_are_never_slower(seed: int) -> None:
 
 def test_what_leaves_devices_idle_gets_a_lesser_stage_on_some() -> None:
     """Four stages of A100s, and eight T4s of which no equal stage would be any use."""
-    where = cluster.parse(
+    where = cluster_file.parse(
         "name: mixed\nnetworks: {f: {type: infiniband-edr-100}}\nhosts:\n"
         "- {name: fast, count: 4, devices: [{type: a100-sxm-80gb}], networks: {f: {nics: 1}}}\n"
         "- {name: slow, count: 2, devices: [{type: t4, count: 4}], networks: {f: {nics: 1}}}\n"
     )
     machines = Machines(where)
     model = TransformerModel(Transformer(24, 1024, 16, 256, 30720), stack("megatron-2022"), machines)
-    found = Search(model, machines, 8, Limits()).run()
+    found = Search(model, machines, 8, Constraints()).run()
     on_fast = [cost.step_s for one, cost in found.others if all(p.pool == 0 for s in one.stages for p in s.parts)]
     pools = [part.pool for stage in found.spread.stages for part in stage.parts]
     assert pools.count(0) == 4 and pools.count(1) == 1
@@ -60,7 +60,7 @@ def test_what_leaves_devices_idle_gets_a_lesser_stage_on_some() -> None:
 
 
 def test_slow_devices_with_less_memory_come_first_where_the_last_layer_is_slow_there() -> None:
-    machines = Machines(cluster.parse(
+    machines = Machines(cluster_file.parse(
         "name: mixed\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
         "- {name: fast, count: 2, devices: [{type: a100-sxm-40gb, count: 4}], networks: {f: {nics: 4}}}\n"
         "- {name: slow, count: 2, devices: [{type: v100-sxm2-16gb, count: 4}], networks: {f: {nics: 4}}}\n"
@@ -71,8 +71,8 @@ def test_slow_devices_with_less_memory_come_first_where_the_last_layer_is_slow_t
         for (layer, pool), seconds in each_s.items()
     ]
     layers = [TableLayer("block", 12, 1e6, 1e4), TableLayer("head", 1, 1e6, 1e4)]
-    model = TableModel(Table(layers, measured), stack("megatron-2022"), machines)
-    found = Search(model, machines, 256, Limits(micro_batch=1)).run()
+    model = TableModel(LayerProfile(layers, measured), stack("megatron-2022"), machines)
+    found = Search(model, machines, 256, Constraints(micro_batch=1)).run()
     assert [part.pool for stage in found.spread.stages for part in stage.parts] == [1, 0]
     assert [stage.count for stage in found.spread.stages] == [3, 10]
 
@@ -91,21 +91,21 @@ def test_rounds_are_the_same_within_every_budget() -> None:
 def test_the_budget_is_seconds_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = Machines(TWO)
     model = _model("gpt:layers=12,hidden=512,heads=8,sequence=128", machines)
-    whole = search(model, machines, 64, Limits(exact_devices=0))
+    whole = search(model, machines, 64, Constraints(exact_devices=0))
     looks = itertools.count()
     monkeypatch.setattr(estimate, "time", SimpleNamespace(monotonic=lambda: 0.2 * next(looks)))
-    short = search(model, machines, 64, Limits(exact_devices=0))
+    short = search(model, machines, 64, Constraints(exact_devices=0))
     assert whole.exhausted and not short.exhausted and short.simulated < whole.simulated
 
 
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        (Limits(micro_batch=64, zero=0), {"leave micro_batch=64 free"}),
-        (Limits(), {"hosts a instead of 2", "times as much", "memory_gb", "layers instead of 6"}),
+        (Constraints(micro_batch=64, zero=0), {"leave micro_batch=64 free"}),
+        (Constraints(), {"hosts a instead of 2", "times as much", "memory_gb", "layers instead of 6"}),
     ],
 )
-def test_each_change_that_is_advised_is_enough(limits: Limits, words: set[str]) -> None:
+def test_each_change_that_is_advised_is_enough(limits: Constraints, words: set[str]) -> None:
     machines = Machines(TWO)
     described = "gpt:layers=2,hidden=1024,heads=8,sequence=8192" if limits.micro_batch else LARGE
     model = _model(described, machines)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cost_model.machines import cluster
+from cost_model.cluster import cluster_file
 from whale.errors import PlanError, WhaleError
 from whale.planner import ask
 from whale.planner.report.planfile import PlanFile
 from whale.planner.why import answer
 
-WHERE = cluster.parse(
+WHERE = cluster_file.parse(
     "name: two\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
     "- {name: new, devices: [{type: a100-sxm-40gb, count: 2}], networks: {f: {nics: 1}}}\n"
     "- {name: old, devices: [{type: t4, count: 2}], networks: {f: {nics: 1}}}\n"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.forkserver import plain_python, warm_python
 
 ROOT = Path(__file__).parents[2]
 # Sums of single precision in another order; what is of double precision is as close as its place demands.
@@ -29,16 +30,29 @@ class Row:
     text: str = ""
 
 
-def compared(names: Sequence[str], folder: Path, python: str = sys.executable) -> list[Row]:
-    """Runs these programs (none: all) alone and on two ranks."""
+def compared(names: Sequence[str], folder: Path, python: str | None = None) -> list[Row]:
+    """Runs these programs (none: all) alone and on two ranks, by another Python if one is given."""
     (folder / "alone").mkdir()
-    alone = _run([python, "-m", "tests.tf1.run", str(folder / "alone" / "out"), *names], folder / "alone", 1)[0][0]
+    alone = _run(
+        [python or plain_python(), "-m", "tests.tf1.run", str(folder / "alone" / "out"), *names], folder / "alone", 1
+    )[0][0]
     left, found, runs = list(alone), [dict[str, Any](), dict[str, Any]()], 0
     while left:  # what ends the run of all ranks is one program's; the next run begins behind it
         runs += 1
         (folder / f"spread_{runs}").mkdir()
         out = folder / f"spread_{runs}" / "out"
-        command = [python, "-m", "whale", "run", "-np", "2", "tests/tf1/run.py", str(out), "--spread", *left]
+        command = [
+            python or warm_python(),
+            "-m",
+            "whale",
+            "run",
+            "-np",
+            "2",
+            "tests/tf1/run.py",
+            str(out),
+            "--spread",
+            *left,
+        ]
         ranks, printed = _run(command, out.parent, 2)
         ended = next((i for i, name in enumerate(left) if _ended(name, ranks)), len(left))
         for name in left[: ended + 1]:

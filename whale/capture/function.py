@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
+from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.gradients import gradient_scopes
 from whale.capture.graph import program_from_graph
@@ -221,7 +222,7 @@ class Trace:
             data = graph_def.SerializeToString(deterministic=True)
         found = blake2b(data, digest_size=16)
         variables = [
-            (v.node, v.name, v.variable.dtype.name, v.variable.shape, getattr(v.variable, "_whale_scope", ""))
+            (v.node, v.name, v.variable.dtype.name, v.variable.shape, getattr(v.variable, SCOPE_ATTR, ""))
             for v in self.variables
         ]
         passed = [(name, tensor.dtype.name, tensor.shape) for name, tensor in self.captures]

@@ -3,7 +3,7 @@
 Micikevicius et al., "Mixed precision training", ICLR 2018, section 3.2. Gradients are linear in what a tape or
 tf.gradients begins with: times the scale there and divided by it at the end, every program computes what it did, and
 what lies in between is large enough for float16. What is unscaled carries a mark (`UNSCALED`), by which
-whale.passes.normalise.loss_scaling finds the gradients; so does the place of the answer whether all are finite
+whale.passes.normalize.loss_scaling finds the gradients; so does the place of the answer whether all are finite
 (`ALL_FINITE`).
 
 A graph of version 1 holds no variable for it, which scripts would have to initialise and to restore: the scale is an

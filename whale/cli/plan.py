@@ -11,8 +11,8 @@ from whale.cli.inconsistent import refused_if_inconsistent
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
-    from cost_model.described.transformer import Transformer
-    from whale.planner.described.layer_tables import Table
+    from cost_model.analytic.transformer import Transformer
+    from whale.planner.analytic_search.layer_profiles import LayerProfile
 
 
 BUDGET_S = 8.0  # of the search for transformers and tables
@@ -128,7 +128,7 @@ def call(given: argparse.Namespace) -> int:
 
 
 def _described(given: argparse.Namespace) -> int:
-    from cost_model.machines.allocation import named_cluster
+    from cost_model.cluster.allocation import named_cluster
     from whale.cgroup import cpu_quota
     from whale.planner import ask
     from whale.planner.report import planfile, show
@@ -175,10 +175,10 @@ def _captured(given: argparse.Namespace) -> int:
         return main(given.describe, given.batch, given.cluster, given.network, given.out, given.budget, end)
 
 
-def _model(given: argparse.Namespace) -> tuple[Transformer | None, Table | None, int]:
+def _model(given: argparse.Namespace) -> tuple[Transformer | None, LayerProfile | None, int]:
     """The model by description or by tables, and the global batch."""
     from whale.planner import ask
-    from whale.planner.described import layer_tables as tables
+    from whale.planner.analytic_search import layer_profiles as tables
 
     transformer, batch = ask.describe(given.describe) if given.describe else (None, None)
     table = tables.read(given.profile) if given.profile else None
@@ -207,7 +207,7 @@ def _offers(given: argparse.Namespace) -> int:
 
 
 def _jobs(given: argparse.Namespace) -> int:
-    from cost_model.machines.allocation import named_cluster
+    from cost_model.cluster.allocation import named_cluster
     from whale.cgroup import cpu_quota
     from whale.planner import offers
 

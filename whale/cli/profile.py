@@ -29,8 +29,8 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
-    from cost_model.captured.table import check_writable, default_path
-    from cost_model.machines import discover
+    from cost_model.cluster import discover
+    from cost_model.graph.machine_profile import check_writable, default_path
     from whale.cgroup import cpu_quota, memory_limit_bytes
     from whale.launcher.worker import thread_variables
 

@@ -69,7 +69,6 @@ def add_to(verbs: Any) -> None:
 
 def call(given: argparse.Namespace) -> int:
     """Runs the verb."""
-    from whale.launcher.growth.hosts_from import hosts_of
     from whale.launcher.job.metrics import parse_address
     from whale.launcher.mpirun import (
         ANNOTATE_VARIABLE,
@@ -80,6 +79,7 @@ def call(given: argparse.Namespace) -> int:
         parse_hosts,
     )
     from whale.launcher.run import run
+    from whale.launcher.scale_up.hosts_from import hosts_of
 
     readable(given.plan, given.annotate, given.hostfile)
     readable(given.hosts_from)

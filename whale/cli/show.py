@@ -120,7 +120,7 @@ def _show(given: argparse.Namespace, data: bytes) -> int:
 def _analyze(given: argparse.Namespace, data: bytes) -> int:
     import msgspec
 
-    from cost_model.captured.table import default_path, read
+    from cost_model.graph.machine_profile import default_path, read
     from whale.launcher.analyze import measure
     from whale.planner.report import analysis, planfile
     from whale.runtime.tools.as_main import located
@@ -219,12 +219,12 @@ def _compared(given: argparse.Namespace) -> int:
 def _check(given: argparse.Namespace) -> int:
     import msgspec
 
-    from cost_model.machines import cluster
+    from cost_model.cluster import cluster_file
     from whale.planner.report import planfile
 
     data = _bytes(given.plan)
     readable(given.cluster)
-    other = cluster.read(given.cluster) if given.cluster else None
+    other = cluster_file.read(given.cluster) if given.cluster else None
     if planfile.is_spread(data):
         with refused_if_inconsistent(given.plan, given.cluster):
             plan = planfile.loads(data, given.plan)
@@ -297,7 +297,7 @@ def _to_be_drawn(given: argparse.Namespace) -> PlanFile | bytes:
 
 def _replayed(given: argparse.Namespace, data: bytes, with_sliders: bool = False) -> Drawn:
     """A script's plan, played again."""
-    from cost_model.captured.table import default_path, read
+    from cost_model.graph.machine_profile import default_path, read
 
     _captured(data, given.plan)
     if given.cluster is None:

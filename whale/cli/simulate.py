@@ -49,9 +49,9 @@ def call(given: argparse.Namespace) -> int:
         return int(not fits)
     readable(given.job, given.cluster, given.profile)
     writable(given.trace, "--trace")
-    from cost_model.described import job
-    from cost_model.described import layer_profile as profile
-    from cost_model.machines import allocation
+    from cost_model.analytic import job
+    from cost_model.analytic import layer_profile as profile
+    from cost_model.cluster import allocation
     from whale.cgroup import cpu_quota
 
     with refused_if_inconsistent(given.job, given.cluster, given.profile):

@@ -12,7 +12,7 @@ from whale.doctor.finding import Finding, output_of
 from whale.errors import CommError, WhaleError
 from whale.ir.plan_text import human_bytes
 from whale.launcher.mpirun import find_mpirun
-from whale_ops import build_cuda, gpu_driver
+from whale_ops import build, device_code, device_library, gpu_driver
 
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -24,6 +24,7 @@ def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
         return
     yield peers(driver)
     yield library(driver)
+    yield kernels(driver)
     yield nccl()
     yield from mpi()
 
@@ -61,21 +62,29 @@ def peers(driver: gpu_driver.Driver) -> Finding:
 
 def library(driver: gpu_driver.Driver) -> Finding:
     """Whether the library for exchanges between GPUs is there, is of these sources, and runs with this driver."""
-    path = build_cuda.IN_PLACE / build_cuda.NAME
-    builds = "python -m whale_ops.build_cuda, for a communication.backend other than whale"
+    path = device_library.PATH
+    builds = "python -m whale_ops.build"
     if not path.exists():
         return Finding("GPUs' exchanges", "warning", f"{path.name} is not built: through the host's memory", builds)
-    if not build_cuda.fits(path):
+    if build.core_digest().encode() not in path.read_bytes():
         return Finding("GPUs' exchanges", "problem", f"{path.name} is of other sources", builds)
     try:
         count = whale_ops.count_devices(path)
     except CommError as error:
-        action = f"{builds}, with an nvcc of CUDA {driver.cuda[0]}.{driver.cuda[1]} or older"
+        action = "see what `nvidia-smi` says; driver 525 or newer is wanted"
         return Finding("GPUs' exchanges", "problem", f"{path.name}: {error.message}", action)
-    if not build_cuda.has_nccl(path):
-        action = f"pip install nvidia-nccl-cu12, then {builds}"
-        return Finding("GPUs' exchanges", "warning", f"{path.name} without NCCL, GPUs: {count}", action)
-    return Finding("GPUs' exchanges", "ok", f"{path.name} with NCCL, GPUs: {count}")
+    return Finding("GPUs' exchanges", "ok", f"{path.name}, GPUs: {count}")
+
+
+def kernels(driver: gpu_driver.Driver) -> Finding:
+    """Whether there is a compiler for the kernels of every GPU."""
+    found, used = [*device_code.find_nvrtcs()], []
+    for gpu in driver.gpus:
+        try:
+            used.append(device_code.choose(found, gpu.architecture, driver.cuda[0]))
+        except CommError as error:
+            return Finding("GPUs' kernels", "warning", f"{gpu.name}: {error.message}", error.action)
+    return Finding("GPUs' kernels", "ok", ", ".join(sorted({str(one) for one in used})))
 
 
 def nccl() -> Finding:
@@ -85,6 +94,8 @@ def nccl() -> Finding:
             return Finding("NCCL", "ok", f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
+    if (found := device_library.find_nccl()) is not None:
+        return Finding("NCCL", "ok", found)
     return Finding("NCCL", "warning", "not installed", "pip install nvidia-nccl-cu12")
 
 

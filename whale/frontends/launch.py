@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from whale.errors import ClusterError, InstallError
 from whale.launcher.mpirun import Options, parse_hosts
 from whale.launcher.run import run
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.started import RANK_VARIABLE
 
 _CALL = "call.pickle"

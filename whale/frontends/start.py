@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import ParamSpec
 
 from whale.frontends.keras import install as keras
 from whale.frontends.tf1 import install as tf1
 from whale.runtime.run import start
 
+P = ParamSpec("P")
 
-@functools.wraps(start.init)
-def init(*args: Any, **kwargs: Any) -> None:  # noqa: D103, the doc string is that of what it wraps
-    start.init(*args, **kwargs)
-    keras.install()
-    tf1.install()
+
+def _installs_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
+    """``begin`` with what Keras's and TensorFlow 1's programs need after it; its arguments and doc string stay."""
+
+    @functools.wraps(begin)
+    def begin_and_install(*args: P.args, **kwargs: P.kwargs) -> None:
+        begin(*args, **kwargs)
+        keras.install()
+        tf1.install()
+
+    return begin_and_install
+
+
+init = _installs_interfaces(start.init)

@@ -132,7 +132,8 @@ class Plan:
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
-      choice: how ``auto_parallel`` spread the program, as JSON (see whale.planner.captured.ways.Choice); "" without it.
+      choice: how ``auto_parallel`` spread the program, as JSON (`Choice` of
+        whale.planner.graph_search.strategies); "" without it.
       predicted: seconds and bytes of a step, where `whale plan` knew what it runs on.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from whale import python
 from whale.config import parse_mesh
 from whale.errors import ClusterError, ConfigError
-from whale.launcher import segments
+from whale.launcher import shm_cleanup
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
     FIRST_VARIABLE,
@@ -39,6 +40,9 @@ MESH_VARIABLE = "WHALE_MESH"  # sizes of the axes of the ranks
 ANNOTATE_VARIABLE = "WHALE_ANNOTATE"  # file of the scopes by names
 ASKED_VARIABLES = (PLAN_VARIABLE, MESH_VARIABLE, ANNOTATE_VARIABLE)  # without wh.init() nothing comes of them
 TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
+# Read when an interpreter starts: a script is forked from its worker's, which mpirun starts.
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+_MOST_HASH_SEED = (1 << 32) - 1  # 0 would be no seed: the same hashes in every process
 _PROBE_TIMEOUT_S = 20.0
 MOST_RANKS = 1 << 16
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]{0,252})")
@@ -330,14 +334,27 @@ def loopback(options: Options) -> Iterator[str | None]:
         yield f"/proc/{os.getpid()}/fd/{library.fileno()}"
 
 
+def draw_hash_seed(environment: Mapping[str, str] = os.environ) -> str:
+    """Draws what PYTHONHASHSEED is on all ranks of a run, so that sets of text have one order; the user's value if any.
+
+    It is another one for each run, as in processes without it: nobody who sends a program its keys knows their hashes.
+    """
+    return environment.get(HASH_SEED_VARIABLE) or str(1 + secrets.randbelow(_MOST_HASH_SEED))
+
+
 def environment(
-    options: Options, address: str, token: str, restarts: int, library: str | None = None
+    options: Options, address: str, token: str, restarts: int, library: str | None = None, hash_seed: str = ""
 ) -> dict[str, str]:
-    """The environment of mpirun and, through it, of the workers; ``library`` is that of `loopback`."""
+    """The environment of mpirun and, through it, of the workers; ``library`` is that of `loopback`.
+
+    Args:
+        hash_seed: what `draw_hash_seed` gave the run, of which this may be a restart.
+    """
     result = python.environment()
+    result[HASH_SEED_VARIABLE] = hash_seed or draw_hash_seed(result)
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
-    result[SEGMENTS_VARIABLE] = segments.folder_of(token)
+    result[SEGMENTS_VARIABLE] = shm_cleanup.folder_of(token)
     progress = options.logdir is not None or options.metrics is not None
     asked = (
         (TRACE_VARIABLE, options.trace is not None),

@@ -11,7 +11,6 @@ import sys
 
 from whale.config import Config
 from whale.launcher import mpirun
-from whale.launcher.growth.newcomers import Newcomers
 from whale.launcher.job.event_files import EventFiles
 from whale.launcher.job.job import Job
 from whale.launcher.job.metrics import metrics_port
@@ -19,6 +18,7 @@ from whale.launcher.job.profile import write_profile
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import PLAN_VARIABLE
+from whale.launcher.scale_up.newcomers import Newcomers
 
 # Connections that the system holds until they are accepted: a worker that finds no place among others' tries again only
 # after a second.
@@ -70,7 +70,7 @@ def _attempts(
     trace: TraceFile | None,
     progress: RunProgress | None,
 ) -> int:
-    restarts = 0
+    restarts, hash_seed = 0, mpirun.draw_hash_seed()
     while True:
         address = mpirun.listen_address(options)
         with (
@@ -78,7 +78,7 @@ def _attempts(
             mpirun.loopback(options) as library,
         ):
             token, port = secrets.token_hex(16), listener.getsockname()[1]
-            environment = mpirun.environment(options, f"{address}:{port}", token, restarts, library)
+            environment = mpirun.environment(options, f"{address}:{port}", token, restarts, library, hash_seed)
             starts = mpirun.starts(options, program, environment)
             grows = (
                 functools.partial(Newcomers, options, program, environment) if options.hosts_from is not None else None

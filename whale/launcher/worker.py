@@ -34,9 +34,9 @@ from whale.launcher.protocol import (
     Kind,
     pack,
 )
-from whale.launcher.relay import Relay, trace_pipe
 from whale.launcher.script import run_script
-from whale.launcher.segments import open_folder
+from whale.launcher.shm_cleanup import open_folder
+from whale.launcher.worker_io import Relay, trace_pipe
 from whale.started import (
     CONTROL_VARIABLE,
     FILES_VARIABLE,

@@ -139,13 +139,13 @@ class FuseSettings:
     """What each rank computes by other operations than the program's.
 
     Attributes:
-      updates: of many variables, by one operation (see ``whale.lowering.updates``).
-      elementwise: other arithmetic on elements, likewise (see ``whale.lowering.elementwise``).
-      convolutions: small ones, as products of matrices (see ``whale.lowering.products.convolutions``).
-      products: batches of them, as one (see ``whale.lowering.products.batches``).
-      einsums: batches of others, by a kernel of ours (see ``whale.lowering.products.einsums``).
-      padding: products of matrices, as wider ones (see ``whale.lowering.products.padding``).
-      kernels: what ours are faster at than TensorFlow's (see ``whale.lowering.kernels``).
+      updates: of many variables, by one operation (see ``whale.kernels.updates``).
+      elementwise: other arithmetic on elements, likewise (see ``whale.kernels.elementwise``).
+      convolutions: small ones, as products of matrices (see ``whale.kernels.matmuls.convolutions``).
+      products: batches of them, as one (see ``whale.kernels.matmuls.batches``).
+      einsums: batches of others, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
+      padding: products of matrices, as wider ones (see ``whale.kernels.matmuls.padding``).
+      kernels: what ours are faster at than TensorFlow's (see ``whale.kernels.nn``).
     """
 
     updates: bool = False

@@ -6,18 +6,18 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from cost_model.described.layer_costs import Model
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Parallel, Transformer, padded_vocabulary
-from cost_model.described.transformer_model import TransformerModel
-from cost_model.machines.cluster import Cluster
-from cost_model.machines.pools import Machines
+from cost_model.analytic.layer_costs import Model
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Parallel, Transformer, padded_vocabulary
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.planner.described.layer_tables import Table, TableModel
+from whale.planner.analytic_search.candidates import FIXED, Constraints
+from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
+from whale.planner.analytic_search.search_rounds import search
+from whale.planner.analytic_search.whale22 import plan22
 from whale.planner.report.planfile import PlanFile, of_search
-from whale.planner.search.candidates import FIXED, Limits
-from whale.planner.search.rounds import search
-from whale.planner.search.whale22 import plan22
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
 # What a described layer consists of; its operations are divided alike, and so are all layers.
@@ -74,9 +74,9 @@ def plan(
     cluster: Cluster,
     batch: int,
     transformer: Transformer | None = None,
-    table: Table | None = None,
+    table: LayerProfile | None = None,
     software: str = "megatron-2022",
-    limits: Limits | None = None,
+    limits: Constraints | None = None,
     planner: str = "whale",
 ) -> PlanFile:
     """The best plan for a model by description or by measured tables.
@@ -105,7 +105,7 @@ def plan(
     return of_search(found, found.cluster, software, batch, transformer, table, planner)
 
 
-def limits(fixed: list[str], budget_s: float = 8.0) -> Limits:
+def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
     """What `--set name=value` fixes; `attention/*.split=8` is the tensor degree, which all of a layer has."""
     if budget_s <= 0:
         raise PlanError("the search needs time", given=f"a budget of {budget_s:g} s", action="give some seconds")
@@ -124,10 +124,10 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Limits:
                 expected=", ".join([*(f"{n}=..." for n in sorted(FIXED)), "OPERATION.split=..."]),
             )
         values[name] = value if name in WORDS else int(value)
-    return Limits(**values, budget_s=budget_s)  # type: ignore[arg-type]
+    return Constraints(**values, budget_s=budget_s)  # type: ignore[arg-type]
 
 
-def _infeasible(model: Model, machines: Machines, batch: int, limits: Limits) -> str:
+def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraints) -> str:
     """Why what was fixed cannot be, whatever else is chosen; empty: it may be."""
     tensor = limits.tensor or 1
     t = model.transformer if isinstance(model, TransformerModel) else None
@@ -179,7 +179,7 @@ def advise(
 def _work_per_s(cluster: Cluster, batch: int, transformer: Transformer, software: str, budget_s: float) -> float:
     """Parameters x rows per second, which models of slightly different size can be compared by; 0: nothing fits."""
     try:
-        found = plan(cluster, batch, transformer, software=software, limits=Limits(budget_s=budget_s))
+        found = plan(cluster, batch, transformer, software=software, limits=Constraints(budget_s=budget_s))
     except PlanError:
         return 0.0
     return transformer.parameters * batch / found.predicted.step_s

@@ -18,16 +18,16 @@ from typing import Any
 
 import msgspec
 
-from cost_model.described.transformer import Transformer
-from cost_model.machines import cluster as clusters
-from cost_model.machines import files
-from cost_model.machines.cluster import Cluster
+from cost_model.analytic.transformer import Transformer
+from cost_model.cluster import cluster_file as clusters
+from cost_model.cluster import yaml_files
+from cost_model.cluster.cluster_file import Cluster
 from whale.errors import ClusterError, PlanError
 from whale.ir.plan_text import human_seconds
 from whale.planner import ask
-from whale.planner.described.layer_tables import Table
+from whale.planner.analytic_search.candidates import Constraints
+from whale.planner.analytic_search.layer_profiles import LayerProfile
 from whale.planner.report.planfile import PlanFile
-from whale.planner.search.candidates import Limits
 
 EXAMPLE = "offers: [{name: ..., cluster: FILE, price_per_hour: ...}]"
 MOST_HOSTS = 256  # of a shared cluster
@@ -106,7 +106,7 @@ def read_jobs(path: str) -> list[Job]:
 
 def _decoded(path: str, kind: Any, expected: str) -> Any:
     try:
-        return files.File(files.text(path, "file"), path, "file").decode(kind)
+        return yaml_files.File(yaml_files.text(path, "file"), path, "file").decode(kind)
     except ClusterError as error:
         raise PlanError("a file cannot be read", given=path, reason=str(error), expected=expected) from error
 
@@ -115,9 +115,9 @@ def rank(
     offers: Sequence[tuple[Offer, Cluster]],
     batch: int,
     transformer: Transformer | None,
-    table: Table | None,
+    table: LayerProfile | None,
     software: str,
-    limits: Limits,
+    limits: Constraints,
 ) -> list[Answer]:
     """The offers with their best plans, fastest first; those on which nothing fits come last."""
     found = []
@@ -172,7 +172,7 @@ class _Packer:
 
     def __init__(self, jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float) -> None:
         self.jobs, self.cluster, self.software = jobs, cluster, software
-        self.limits = Limits(budget_s=budget_s)
+        self.limits = Constraints(budget_s=budget_s)
         self.known: dict[tuple[int, tuple[int, ...]], PlanFile | None] = {}
         self.described = []
         for job in jobs:

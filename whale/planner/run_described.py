@@ -5,7 +5,7 @@
     ranks_of     which ranks have which part of each stage
 
 A described model is a row of equal layers. In a program these are what repeats itself in the chain of its weights
-(`whale.planner.captured.pipelines.chain`); what comes before belongs to the first layer, what comes after to the last.
+(`chain` of `graph_search/pipelines.py`); what comes before belongs to the first layer, what comes after to the last.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from cost_model.described.spread import Part, Spread
-from cost_model.described.transformer import Transformer
-from cost_model.machines.pools import Machines
+from cost_model.analytic.spread import Part, Spread
+from cost_model.analytic.transformer import Transformer
+from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.layout import Split, even_sizes
 from whale.ir.program import Program
-from whale.passes.facts.axes import batch_of
+from whale.passes.analysis.axes import batch_of
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.pipelines import chain
-from whale.planner.captured.ways import Choice
-from whale.planner.described.layer_tables import Table
+from whale.planner.analytic_search.layer_profiles import LayerProfile
+from whale.planner.graph_search.pipelines import chain
+from whale.planner.graph_search.strategies import Choice
 from whale.planner.report.planfile import PlanFile
 
 # The choice of activations by bytes stands for both ways in which a described layer is computed again.
@@ -144,7 +144,7 @@ def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
     return [0, *starts[1:]]
 
 
-def _layers(transformer: Transformer | None, table: Table | None) -> tuple[int, int, int]:
+def _layers(transformer: Transformer | None, table: LayerProfile | None) -> tuple[int, int, int]:
     """(layers before, layers that repeat, layers after) of a model."""
     if transformer is not None:
         return 0, transformer.layers, 0

@@ -10,15 +10,15 @@ from functools import partial
 
 import msgspec
 
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
 from cost_model.hardware import catalogue
-from cost_model.machines.cluster import Cluster
-from cost_model.machines.pools import Machines
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes, human_seconds
 from whale.planner import ask
+from whale.planner.analytic_search.candidates import FIXED
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.show import against
-from whale.planner.search.candidates import FIXED
 
 FORMS = (
     "a layer's number, stage=N, device=KIND, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
@@ -23,20 +23,22 @@ from whale.runtime.run.context import Context, current
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _UNSPECIFIED = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
 
 
-class Function:
+class Function(Generic[P, R]):
     """A step that runs on all ranks; see ``function``.
 
     Args:
       one_trace: whether one process serves all shapes of its arguments with one trace, so that random streams go on.
     """
 
-    def __init__(self, fn: Callable[..., Any], one_trace: bool = False):
+    def __init__(self, fn: Callable[P, R], one_trace: bool = False):
         functools.update_wrapper(self, fn if hasattr(fn, "__name__") else getattr(fn, "python_function", fn))
         self._fn = fn
-        self._python_function = getattr(fn, "python_function", fn)
+        self._python_function: Callable[..., Any] = getattr(fn, "python_function", fn)
         self._options = tracing_options(fn)
         self._one_trace, self._traces = one_trace, Traces(fn, one_trace)
         self._inside = _called_inside(fn, self._options)
@@ -45,7 +47,7 @@ class Function:
         self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
         self._context: weakref.ref[Context] | None = None
         self._division: tuple[int, ...] = ()  # that the steps were compiled for
-        self._bound: weakref.WeakKeyDictionary[Any, Function] = weakref.WeakKeyDictionary()
+        self._bound: weakref.WeakKeyDictionary[Any, Function[..., Any]] = weakref.WeakKeyDictionary()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -59,7 +61,7 @@ class Function:
             self._bound[instance] = Function(bound, self._one_trace)
         return self._bound[instance]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Takes a step; compiles it first where its arguments are of a new kind. Collective."""
         # AutoGraph rewrites this method, to which it comes by calls in other steps: it has to stay this short.
         return self._take(args, kwargs) if tf.executing_eagerly() else self._inside_graph(args, kwargs)
@@ -93,16 +95,16 @@ class Function:
             trim()  # the first call of a step
         return result
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
         """The plan for these arguments (compiled now if they are new; collective between processes)."""
         return self._step(args, kwargs).plan()
 
-    def compile_seconds(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def compile_seconds(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, float]:
         """Seconds of each phase between the end of tracing and the first call, for these arguments."""
         return dict(self._step(args, kwargs).seconds)
 
     @property
-    def python_function(self) -> Callable[..., Any]:
+    def python_function(self) -> Callable[P, R]:
         """What it was made of."""
         return self._python_function
 
@@ -181,6 +183,38 @@ def _called_inside(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callab
         return fn
     # As a tf.function: AutoGraph rewrites it though it may leave the caller as it is.
     return autograph.tf_convert(getattr(fn, "python_function", fn), _UNSPECIFIED, user_requested=True)
+
+
+@overload
+def function(
+    func: Callable[P, R],
+    input_signature: Any = ...,
+    autograph: bool = ...,
+    jit_compile: bool | None = ...,
+    reduce_retracing: bool = ...,
+    experimental_implements: str | None = ...,
+    experimental_autograph_options: Any = ...,
+    experimental_attributes: Any = ...,
+    experimental_relax_shapes: bool | None = ...,
+    experimental_compile: bool | None = ...,
+    experimental_follow_type_hints: bool | None = ...,
+) -> Function[P, R]: ...
+
+
+@overload
+def function(
+    func: None = ...,
+    input_signature: Any = ...,
+    autograph: bool = ...,
+    jit_compile: bool | None = ...,
+    reduce_retracing: bool = ...,
+    experimental_implements: str | None = ...,
+    experimental_autograph_options: Any = ...,
+    experimental_attributes: Any = ...,
+    experimental_relax_shapes: bool | None = ...,
+    experimental_compile: bool | None = ...,
+    experimental_follow_type_hints: bool | None = ...,
+) -> Callable[[Callable[P, R]], Function[P, R]]: ...
 
 
 def function(

@@ -1,7 +1,7 @@
 #include "whale_ops/cuda/copies.h"
 
 #include "whale_ops/cuda/marks.h"
-#include "whale_ops/cuda/transport.h"
+#include "whale_ops/cuda/queue.h"
 
 namespace whale::cuda {
 namespace {
@@ -9,19 +9,18 @@ namespace {
 // A stream for each direction: GPUs have an engine for each, which copy at the same time.
 class Copies final : public DeviceCopies {
  public:
-  explicit Copies(int ordinal) : ordinal_(ordinal), marks_(ordinal) {}
+  explicit Copies(const Gpu& gpu) : gpu_(gpu), marks_(gpu) {}
   ~Copies() override {
-    for (cudaStream_t stream : streams_) {
-      if (stream != nullptr) cudaStreamDestroy(stream);
+    for (CUstream stream : streams_) {
+      if (stream != nullptr) driver().cuStreamDestroy(stream);
     }
   }
 
   Status open() {
-    Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");
-    int lowest = 0, highest = 0;
-    if (status.ok()) status = check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
-    for (cudaStream_t& stream : streams_) {
-      if (status.ok()) status = check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
+    const Current current(gpu_);
+    Status status = current.status();
+    for (CUstream& stream : streams_) {
+      if (status.ok()) status = gpu_.create_stream(&stream);
     }
     return status;
   }
@@ -33,45 +32,51 @@ class Copies final : public DeviceCopies {
 
   Status host_memory(size_t bytes, std::shared_ptr<void>* memory) override {
     void* made = nullptr;
-    Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");
-    if (status.ok()) status = check(cudaHostAlloc(&made, bytes, cudaHostAllocDefault), "cudaHostAlloc");
-    if (status.ok()) memory->reset(made, [](void* data) { cudaFreeHost(data); });
+    const Current current(gpu_);
+    Status status = current.status();
+    if (status.ok()) status = check(driver().cuMemHostAlloc(&made, bytes, 0), "cuMemHostAlloc");
+    if (status.ok()) {
+      memory->reset(made, [gpu = &gpu_](void* data) {
+        const Current of_gpu(*gpu);
+        driver().cuMemFreeHost(data);
+      });
+    }
     return status;
   }
 
   Status copy(const std::vector<DeviceCopy>& copies, bool out, void* after, void** mark) override {
-    cudaStream_t stream = streams_[out];
-    Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");
-    if (status.ok() && after != nullptr) status = check(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(after), 0), "cudaStreamWaitEvent");
+    CUstream stream = streams_[out];
+    const Current current(gpu_);
+    Status status = current.status();
+    if (status.ok() && after != nullptr) status = check(driver().cuStreamWaitEvent(stream, static_cast<CUevent>(after), 0), "cuStreamWaitEvent");
     for (const DeviceCopy& one : copies) {
-      if (!status.ok() || one.width == 0 || one.rows == 0) continue;
-      // The directions follow from the addresses: those of the host's memory are of `host_memory`.
-      status = one.rows == 1 ? check(cudaMemcpyAsync(one.to, one.from, one.width, cudaMemcpyDefault, stream), "cudaMemcpyAsync")
-                             : check(cudaMemcpy2DAsync(one.to, one.to_pitch, one.from, one.from_pitch, one.width, one.rows, cudaMemcpyDefault, stream),
-                                     "cudaMemcpy2DAsync");
+      if (status.ok()) status = queue_copy(one, stream);
     }
     if (!status.ok()) return status;
     if (*mark == nullptr) return marks_.mark(stream, mark);
-    return check(cudaEventRecord(static_cast<cudaEvent_t>(*mark), stream), "cudaEventRecord");
+    return check(driver().cuEventRecord(static_cast<CUevent>(*mark), stream), "cuEventRecord");
   }
 
   void drain() override {
-    for (cudaStream_t stream : streams_) {
-      if (stream != nullptr) cudaStreamSynchronize(stream);
+    for (CUstream stream : streams_) {
+      if (stream != nullptr) driver().cuStreamSynchronize(stream);
     }
   }
 
  private:
-  const int ordinal_;
+  const Gpu& gpu_;
   Marks marks_;
-  cudaStream_t streams_[2] = {nullptr, nullptr};  // into the GPU's memory, out of it
+  CUstream streams_[2] = {nullptr, nullptr};  // into the GPU's memory, out of it
 };
 
 }  // namespace
 
 Status open_copies(int ordinal, std::unique_ptr<DeviceCopies>* copies) {
-  auto made = std::make_unique<Copies>(ordinal);
-  const Status status = made->open();
+  const Gpu* gpu = nullptr;
+  Status status = Gpu::find(ordinal, &gpu);
+  if (!status.ok()) return status;
+  auto made = std::make_unique<Copies>(*gpu);
+  status = made->open();
   if (status.ok()) *copies = std::move(made);
   return status;
 }

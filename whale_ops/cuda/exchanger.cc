@@ -1,32 +1,29 @@
 #include "whale_ops/cuda/exchanger.h"
 
-#include <string>
 #include <utility>
 
+#include "whale_ops/cuda/queue.h"
+
 namespace whale::cuda {
-namespace {
-
-size_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
-
-}  // namespace
-
-Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger) {
-  std::unique_ptr<Exchanger> made(new Exchanger(ordinal));
+Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger) {
+  std::unique_ptr<Exchanger> made(new Exchanger(gpu));
   made->transport_ = std::move(transport);
   made->buffer_bytes_ = buffer_bytes;
-  int lowest = 0, highest = 0;
-  Status status = check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
+  const Current current(gpu);
+  Status status = current.status();
   // First in line: other ranks wait for its small kernels, and only this GPU for those of the computation.
-  if (status.ok()) status = check(cudaStreamCreateWithPriority(&made->stream_, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
-  if (status.ok()) status = check(cudaMalloc(&made->buffer_, buffer_bytes), "cudaMalloc");
+  if (status.ok()) status = gpu.create_stream(&made->stream_);
+  if (status.ok()) status = check(driver().cuMemAlloc(&made->buffer_, buffer_bytes), "cuMemAlloc");
   if (status.ok()) *exchanger = std::move(made);
   return status;
 }
 
 Exchanger::~Exchanger() {
-  if (stream_ != nullptr) cudaStreamSynchronize(stream_);
-  if (buffer_ != nullptr) cudaFree(buffer_);
-  if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  const Current current(gpu_);
+  if (stream_ != nullptr) driver().cuStreamSynchronize(stream_);
+  if (buffer_ != 0) driver().cuMemFree(buffer_);
+  if (stream_ != nullptr) driver().cuStreamDestroy(stream_);
+  transport_.reset();
 }
 
 Status Exchanger::launch(const DeviceOperation& what, void* mark) {
@@ -34,10 +31,13 @@ Status Exchanger::launch(const DeviceOperation& what, void* mark) {
   if ((reduces || what.kind == OpKind::kReduceScatter) && !is_supported(what.dtype, reduces ? what.wire : what.dtype)) {
     return Status::Error(Code::kInvalidArgument, "tensors cannot be added up between GPUs in that dtype; give another dtype");
   }
-  const auto event = static_cast<cudaEvent_t>(mark);
-  Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");
-  if (status.ok()) status = check(cudaStreamWaitEvent(stream_, event, 0), "cudaStreamWaitEvent");
-  if (status.ok()) status = copy(what.before);
+  const auto event = static_cast<CUevent>(mark);
+  const Current current(gpu_);
+  Status status = current.status();
+  if (status.ok()) status = check(driver().cuStreamWaitEvent(stream_, event, 0), "cuStreamWaitEvent");
+  for (const DeviceCopy& one : what.before) {
+    if (status.ok()) status = queue_copy(one, stream_);
+  }
   if (reduces) {
     for (const DeviceOperation& chunk : in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
       if (status.ok()) status = all_reduce(chunk);
@@ -45,19 +45,11 @@ Status Exchanger::launch(const DeviceOperation& what, void* mark) {
   } else if (status.ok()) {
     status = transport_->exchange(what, stream_);
   }
-  if (status.ok()) status = copy(what.after);
-  const Status recorded = check(cudaEventRecord(event, stream_), "cudaEventRecord");
-  return status.ok() ? recorded : status;
-}
-
-Status Exchanger::copy(const std::vector<DeviceCopy>& copies) {
-  Status status;
-  for (const DeviceCopy& one : copies) {
-    if (!status.ok() || one.width == 0 || one.rows == 0) continue;
-    status = check(cudaMemcpy2DAsync(one.to, one.to_pitch, one.from, one.from_pitch, one.width, one.rows, cudaMemcpyDeviceToDevice, stream_),
-                   "cudaMemcpy2DAsync");
+  for (const DeviceCopy& one : what.after) {
+    if (status.ok()) status = queue_copy(one, stream_);
   }
-  return status;
+  const Status recorded = check(driver().cuEventRecord(event, stream_), "cuEventRecord");
+  return status.ok() ? recorded : status;
 }
 
 // What follows on the stream uses the buffer when this has been unpacked.
@@ -69,15 +61,17 @@ Status Exchanger::all_reduce(const DeviceOperation& chunk) {
     outputs.push_back({tensor.output, tensor.count});
     count += tensor.count;
   }
-  Status status = check(pack(inputs, chunk.dtype, buffer_, chunk.wire, 1.0f, stream_), "the kernel that packs");
-  if (status.ok()) status = transport_->all_reduce(chunk, buffer_, count, stream_);
-  if (status.ok()) status = check(unpack(buffer_, chunk.wire, outputs, chunk.dtype, chunk.scale, stream_), "the kernel that unpacks");
+  void* buffer = reinterpret_cast<void*>(buffer_);
+  Status status = pack(gpu_, inputs, chunk.dtype, buffer, chunk.wire, 1.0f, stream_);
+  if (status.ok()) status = transport_->all_reduce(chunk, buffer, count, stream_);
+  if (status.ok()) status = unpack(gpu_, buffer, chunk.wire, outputs, chunk.dtype, chunk.scale, stream_);
   return status;
 }
 
 void Exchanger::abandon() {
+  const Current current(gpu_);
   transport_->abandon();
-  cudaStreamSynchronize(stream_);
+  driver().cuStreamSynchronize(stream_);
 }
 
 }  // namespace whale::cuda

@@ -16,26 +16,28 @@ namespace whale::cuda {
 class Exchanger final : public Device {
  public:
   // `buffer_bytes`: of the packed tensors; those of longer all-reduces travel in parts.
-  static Status open(std::unique_ptr<DeviceTransport> transport, int ordinal, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger);
+  static Status open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger);
   ~Exchanger() override;
 
   const char* kind() const override { return "GPU"; }
   Status mark(void* stream, void** mark) override { return marks_.mark(stream, mark); }
   void release(void* mark) override { marks_.release(mark); }
   Status launch(const DeviceOperation& what, void* mark) override;
-  Status finished(void* mark, bool* yes) override { return Marks::finished(mark, yes); }
+  Status finished(void* mark, bool* yes) override {
+    const Status status = Marks::finished(mark, yes);
+    return status.ok() && !*yes ? transport_->failure() : status;
+  }
   void abandon() override;
 
  private:
-  explicit Exchanger(int ordinal) : ordinal_(ordinal), marks_(ordinal) {}
+  explicit Exchanger(const Gpu& gpu) : gpu_(gpu), marks_(gpu) {}
   Status all_reduce(const DeviceOperation& chunk);
-  Status copy(const std::vector<DeviceCopy>& copies);
 
   std::unique_ptr<DeviceTransport> transport_;
-  const int ordinal_;
+  const Gpu& gpu_;
   size_t buffer_bytes_ = 0;
-  void* buffer_ = nullptr;
-  cudaStream_t stream_ = nullptr;
+  CUdeviceptr buffer_ = 0;
+  CUstream stream_ = nullptr;
   Marks marks_;
 };
 

@@ -4,27 +4,18 @@
 #include <vector>
 
 #include "whale_ops/cuda/kernels.h"
+#include "whale_ops/cuda/queue.h"
 #include "whale_ops/cuda/transport.h"
 
 namespace whale::cuda {
 namespace {
 
-size_t bytes_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-    case DType::kBFloat16: return 2;
-    case DType::kFloat32: return 4;
-    case DType::kFloat64: return 8;
-    default: return 0;
-  }
-}
-
 constexpr size_t kAlignmentBytes = 256;
 
 // What a rank tells the others once.
 struct Card {
-  cudaIpcMemHandle_t memory;
-  cudaIpcEventHandle_t written, taken;
+  CUipcMemHandle memory;
+  CUipcEventHandle written, taken;
 };
 
 // Every rank copies what others need into memory that all have mapped, and takes what it needs from theirs; sums are made in group
@@ -32,55 +23,55 @@ struct Card {
 // after recording. To wait inside a kernel instead would be a deadlock on a GPU that runs one rank's kernels at a time.
 class IpcTransport final : public DeviceTransport {
  public:
-  IpcTransport(int rank, int size, size_t max_bytes, DeviceGather gather)
-      : rank_(rank), max_bytes_(max_bytes), gather_(std::move(gather)), peers_(static_cast<size_t>(size)) {}
+  IpcTransport(const Gpu& gpu, int rank, int size, size_t max_bytes, DeviceGather gather)
+      : gpu_(gpu), rank_(rank), max_bytes_(max_bytes), gather_(std::move(gather)), peers_(static_cast<size_t>(size)) {}
 
   ~IpcTransport() override {
     for (size_t i = 0; i < peers_.size(); ++i) {
       Peer& peer = peers_[i];
-      if (peer.memory != nullptr) static_cast<int>(i) == rank_ ? cudaFree(peer.memory) : cudaIpcCloseMemHandle(peer.memory);
-      if (peer.written != nullptr) cudaEventDestroy(peer.written);
-      if (peer.taken != nullptr) cudaEventDestroy(peer.taken);
+      if (peer.memory != 0) static_cast<int>(i) == rank_ ? driver().cuMemFree(peer.memory) : driver().cuIpcCloseMemHandle(peer.memory);
+      if (peer.written != nullptr) driver().cuEventDestroy(peer.written);
+      if (peer.taken != nullptr) driver().cuEventDestroy(peer.taken);
     }
   }
 
   Status open() {
     Peer& own = peers_[static_cast<size_t>(rank_)];
     Card card = {};
-    Status status = check(cudaMalloc(&own.memory, max_bytes_), "cudaMalloc");
-    constexpr unsigned kFlags = cudaEventDisableTiming | cudaEventInterprocess;
-    if (status.ok()) status = check(cudaEventCreateWithFlags(&own.written, kFlags), "cudaEventCreateWithFlags");
-    if (status.ok()) status = check(cudaEventCreateWithFlags(&own.taken, kFlags), "cudaEventCreateWithFlags");
-    if (status.ok()) status = check(cudaIpcGetMemHandle(&card.memory, own.memory), "cudaIpcGetMemHandle");
-    if (status.ok()) status = check(cudaIpcGetEventHandle(&card.written, own.written), "cudaIpcGetEventHandle");
-    if (status.ok()) status = check(cudaIpcGetEventHandle(&card.taken, own.taken), "cudaIpcGetEventHandle");
+    Status status = check(driver().cuMemAlloc(&own.memory, max_bytes_), "cuMemAlloc");
+    constexpr unsigned kFlags = kEventDisableTiming | kEventInterprocess;
+    if (status.ok()) status = check(driver().cuEventCreate(&own.written, kFlags), "cuEventCreate");
+    if (status.ok()) status = check(driver().cuEventCreate(&own.taken, kFlags), "cuEventCreate");
+    if (status.ok()) status = check(driver().cuIpcGetMemHandle(&card.memory, own.memory), "cuIpcGetMemHandle");
+    if (status.ok()) status = check(driver().cuIpcGetEventHandle(&card.written, own.written), "cuIpcGetEventHandle");
+    if (status.ok()) status = check(driver().cuIpcGetEventHandle(&card.taken, own.taken), "cuIpcGetEventHandle");
     std::vector<Card> cards(peers_.size());
     const Status met = gather_({}, &card, sizeof(card), cards.data());
     if (status.ok()) status = met;
     for (size_t i = 0; status.ok() && i < peers_.size(); ++i) {
       if (static_cast<int>(i) == rank_) continue;
-      status = check(cudaIpcOpenMemHandle(&peers_[i].memory, cards[i].memory, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
-      if (status.ok()) status = check(cudaIpcOpenEventHandle(&peers_[i].written, cards[i].written), "cudaIpcOpenEventHandle");
-      if (status.ok()) status = check(cudaIpcOpenEventHandle(&peers_[i].taken, cards[i].taken), "cudaIpcOpenEventHandle");
+      status = check(driver().cuIpcOpenMemHandle(&peers_[i].memory, cards[i].memory, kIpcLazyEnablePeerAccess), "cuIpcOpenMemHandle");
+      if (status.ok()) status = check(driver().cuIpcOpenEventHandle(&peers_[i].written, cards[i].written), "cuIpcOpenEventHandle");
+      if (status.ok()) status = check(driver().cuIpcOpenEventHandle(&peers_[i].taken, cards[i].taken), "cuIpcOpenEventHandle");
     }
     return agree({}, status);
   }
 
   const char* name() const override { return "ipc"; }
 
-  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count, cudaStream_t stream) override {
+  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count, CUstream stream) override {
     const auto bytes = static_cast<size_t>(count) * bytes_of(what.wire);
     if (bytes_of(what.wire) == 0 || bytes > max_bytes_) {
       return Status::Error(Code::kInvalidArgument, std::to_string(count) + " elements do not fit the shared buffer of " +
                                                        std::to_string(max_bytes_) + " bytes, or are no floats; divide or cast them");
     }
     return in_turn(what.group, stream, [&] { return show(buffer, 0, bytes, stream); }, [&] {
-      return check(reduce(at(what.group, 0), buffer, count, what.wire, what.reduction, stream), "the kernel that adds");
+      return reduce(gpu_, at(what.group, 0), buffer, count, what.wire, what.reduction, stream);
     });
   }
 
   // Every rank shows what it has for the others, as much of it as there is room for at a time, and each takes what is for it.
-  Status exchange(const DeviceOperation& what, cudaStream_t stream) override {
+  Status exchange(const DeviceOperation& what, CUstream stream) override {
     const DeviceTensor& tensor = what.tensors[0];
     switch (what.kind) {
       case OpKind::kReduceScatter: return reduce_scatter(what, stream);
@@ -105,13 +96,13 @@ class IpcTransport final : public DeviceTransport {
 
  private:
   struct Peer {
-    void* memory = nullptr;
-    cudaEvent_t written = nullptr;
-    cudaEvent_t taken = nullptr;
+    CUdeviceptr memory = 0;
+    CUevent written = nullptr;
+    CUevent taken = nullptr;
   };
 
   // Every rank has so many elements for all ranks; they come one behind the other where the rank has an output.
-  Status from_each(const DeviceOperation& what, const std::vector<int64_t>& counts, const DeviceTensor& tensor, cudaStream_t stream) {
+  Status from_each(const DeviceOperation& what, const std::vector<int64_t>& counts, const DeviceTensor& tensor, CUstream stream) {
     const auto own = static_cast<size_t>(what.index);
     const std::vector<int64_t> offsets = offsets_of(counts);
     const auto piece = static_cast<int64_t>(max_bytes_ / what.element_bytes);
@@ -131,7 +122,7 @@ class IpcTransport final : public DeviceTransport {
   }
 
   // Every rank has a part for each rank, which shares the room with the others.
-  Status all_to_all(const DeviceOperation& what, cudaStream_t stream) {
+  Status all_to_all(const DeviceOperation& what, CUstream stream) {
     const std::vector<int64_t> from = offsets_of(what.counts), to = offsets_of(what.recv_counts);
     const auto own = static_cast<size_t>(what.index);
     const int64_t piece = room(what);
@@ -157,7 +148,7 @@ class IpcTransport final : public DeviceTransport {
     return status;
   }
 
-  Status reduce_scatter(const DeviceOperation& what, cudaStream_t stream) {
+  Status reduce_scatter(const DeviceOperation& what, CUstream stream) {
     const std::vector<int64_t> offsets = offsets_of(what.counts);
     const auto own = static_cast<size_t>(what.index);
     const int64_t piece = room(what);
@@ -174,7 +165,7 @@ class IpcTransport final : public DeviceTransport {
       }, [&] {
         if (left(own) == 0) return Status::Ok();
         char* to = static_cast<char*>(what.tensors[0].output) + bytes(what, begin);
-        return check(reduce(at(what.group, own * bytes(what, piece)), to, left(own), what.dtype, what.reduction, stream), "the kernel that adds");
+        return reduce(gpu_, at(what.group, own * bytes(what, piece)), to, left(own), what.dtype, what.reduction, stream);
       });
     }
     return status;
@@ -187,36 +178,29 @@ class IpcTransport final : public DeviceTransport {
   }
   std::vector<const void*> at(const std::vector<int>& group, size_t offset) const {
     std::vector<const void*> found;
-    for (const int rank : group) found.push_back(static_cast<const char*>(peers_[static_cast<size_t>(rank)].memory) + offset);
+    for (const int rank : group) found.push_back(memory_of(rank) + offset);
     return found;
   }
-  Status show(const void* from, size_t offset, size_t bytes, cudaStream_t stream) const {
-    if (bytes == 0) return Status::Ok();
-    void* to = static_cast<char*>(peers_[static_cast<size_t>(rank_)].memory) + offset;
-    return check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
-  }
-  Status take(int rank, size_t offset, void* to, size_t bytes, cudaStream_t stream) const {
-    if (bytes == 0) return Status::Ok();
-    const char* from = static_cast<const char*>(peers_[static_cast<size_t>(rank)].memory) + offset;
-    return check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
-  }
+  char* memory_of(int rank) const { return reinterpret_cast<char*>(peers_[static_cast<size_t>(rank)].memory); }
+  Status show(const void* from, size_t offset, size_t bytes, CUstream stream) const { return queue_copy(memory_of(rank_) + offset, from, bytes, stream); }
+  Status take(int rank, size_t offset, void* to, size_t bytes, CUstream stream) const { return queue_copy(to, memory_of(rank) + offset, bytes, stream); }
 
   // `write` fills this rank's memory when nobody reads it any more, `read` takes of the others' when they have filled theirs. Both queue.
   template <typename Write, typename Read>
-  Status in_turn(const std::vector<int>& group, cudaStream_t stream, const Write& write, const Read& read) {
+  Status in_turn(const std::vector<int>& group, CUstream stream, const Write& write, const Read& read) {
     const Peer& own = peers_[static_cast<size_t>(rank_)];
     Status status;
     for (const Peer& peer : peers_) {  // the last operation's readers of this rank's memory, whoever they were
-      if (status.ok() && used_) status = check(cudaStreamWaitEvent(stream, peer.taken, 0), "cudaStreamWaitEvent");
+      if (status.ok() && used_) status = check(driver().cuStreamWaitEvent(stream, peer.taken, 0), "cuStreamWaitEvent");
     }
     if (status.ok()) status = write();
-    if (status.ok()) status = check(cudaEventRecord(own.written, stream), "cudaEventRecord");
+    if (status.ok()) status = check(driver().cuEventRecord(own.written, stream), "cuEventRecord");
     status = agree(group, status);
     for (const int rank : group) {
-      if (status.ok()) status = check(cudaStreamWaitEvent(stream, peers_[static_cast<size_t>(rank)].written, 0), "cudaStreamWaitEvent");
+      if (status.ok()) status = check(driver().cuStreamWaitEvent(stream, peers_[static_cast<size_t>(rank)].written, 0), "cuStreamWaitEvent");
     }
     if (status.ok()) status = read();
-    if (status.ok()) status = check(cudaEventRecord(own.taken, stream), "cudaEventRecord");
+    if (status.ok()) status = check(driver().cuEventRecord(own.taken, stream), "cuEventRecord");
     used_ = true;
     return agree(group, status);
   }
@@ -234,6 +218,7 @@ class IpcTransport final : public DeviceTransport {
     return Status::Ok();
   }
 
+  const Gpu& gpu_;
   const int rank_;
   const size_t max_bytes_;
   const DeviceGather gather_;
@@ -243,13 +228,8 @@ class IpcTransport final : public DeviceTransport {
 
 }  // namespace
 
-Status check(cudaError_t error, const char* call) {
-  if (error == cudaSuccess) return Status::Ok();
-  return Status::Error(Code::kUnavailable, std::string(call) + " failed: " + cudaGetErrorString(error));
-}
-
-Status open_ipc(int rank, int size, size_t max_bytes, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport) {
-  auto made = std::make_unique<IpcTransport>(rank, size, max_bytes, std::move(gather));
+Status open_ipc(const Gpu& gpu, int rank, int size, size_t max_bytes, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport) {
+  auto made = std::make_unique<IpcTransport>(gpu, rank, size, max_bytes, std::move(gather));
   const Status status = made->open();
   if (status.ok()) *transport = std::move(made);
   return status;

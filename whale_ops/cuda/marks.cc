@@ -2,16 +2,14 @@
 
 #include <utility>
 
-#include "whale_ops/cuda/transport.h"
-
 namespace whale::cuda {
 
 Marks::~Marks() {
-  for (cudaEvent_t event : free_) cudaEventDestroy(event);
+  for (CUevent event : free_) driver().cuEventDestroy(event);
 }
 
 Status Marks::mark(void* stream, void** mark) {
-  cudaEvent_t event = nullptr;
+  CUevent event = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!free_.empty()) {
@@ -19,9 +17,10 @@ Status Marks::mark(void* stream, void** mark) {
       free_.pop_back();
     }
   }
-  Status status = check(cudaSetDevice(ordinal_), "cudaSetDevice");  // of a thread of TensorFlow's, whose only GPU it is
-  if (status.ok() && event == nullptr) status = check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  if (status.ok()) status = check(cudaEventRecord(event, static_cast<cudaStream_t>(stream)), "cudaEventRecord");
+  const Current current(gpu_);  // of a thread of TensorFlow's
+  Status status = current.status();
+  if (status.ok() && event == nullptr) status = check(driver().cuEventCreate(&event, kEventDisableTiming), "cuEventCreate");
+  if (status.ok()) status = check(driver().cuEventRecord(event, static_cast<CUstream>(stream)), "cuEventRecord");
   *mark = event;
   if (!status.ok()) release(std::exchange(*mark, nullptr));
   return status;
@@ -30,13 +29,13 @@ Status Marks::mark(void* stream, void** mark) {
 void Marks::release(void* mark) {
   if (mark == nullptr) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back(static_cast<cudaEvent_t>(mark));
+  free_.push_back(static_cast<CUevent>(mark));
 }
 
 Status Marks::finished(void* mark, bool* yes) {
-  const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(mark));
-  *yes = state == cudaSuccess;
-  return state == cudaErrorNotReady ? Status::Ok() : check(state, "cudaEventQuery");
+  const CUresult state = driver().cuEventQuery(static_cast<CUevent>(mark));
+  *yes = state == kSuccess;
+  return state == kNotReady ? Status::Ok() : check(state, "cuEventQuery");
 }
 
 }  // namespace whale::cuda

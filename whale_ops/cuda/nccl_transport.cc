@@ -1,23 +1,46 @@
+#include <dlfcn.h>
+
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "whale_ops/cuda/nccl.h"
 #include "whale_ops/cuda/transport.h"
-
-#if __has_include(<nccl.h>)
-#include <nccl.h>
 
 namespace whale::cuda {
 namespace {
 
-Status check_nccl(ncclResult_t result, const char* call, ncclComm_t communicator) {
-  if (result == ncclSuccess) return Status::Ok();
-  return Status::Error(Code::kUnavailable, std::string(call) + " failed: " + ncclGetErrorString(result) + " (" +
-                                               ncclGetLastError(communicator) + "); NCCL_DEBUG=WARN tells more");
+Nccl* nccl_calls() {
+  static auto* made = new Nccl();  // never destroyed, as the driver
+  return made;
+}
+const Nccl& nccl() { return *nccl_calls(); }
+
+Status load_nccl() {
+  constexpr char kLibrary[] = "libnccl.so.2", kAction[] = "; pip install nvidia-nccl-cu12 (-cu13 where the driver has CUDA 13)";
+  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);  // what the process has loaded, or what its loader finds
+  if (library == nullptr) {
+    const char* error = dlerror();
+    return Status::Error(Code::kUnavailable, std::string("NCCL was not found: ") + (error == nullptr ? kLibrary : error) + kAction);
+  }
+#define WHALE_NCCL_CALL(name, Result, arguments)                                                                                          \
+  *reinterpret_cast<void**>(&nccl_calls()->name) = dlsym(library, #name);                                                                     \
+  if (nccl_calls()->name == nullptr) return Status::Error(Code::kUnavailable, std::string("this NCCL has no ") + #name + kAction);
+  WHALE_NCCL_CALLS(WHALE_NCCL_CALL)
+#undef WHALE_NCCL_CALL
+  *reinterpret_cast<void**>(&nccl_calls()->ncclGetLastError) = dlsym(library, "ncclGetLastError");
+  return Status::Ok();
 }
 
-bool type_of(DType dtype, ncclDataType_t* type) {
+Status check_nccl(ncclResult_t result, const char* call, ncclComm_t communicator) {
+  if (result == ncclSuccess) return Status::Ok();
+  const char* more = nccl().ncclGetLastError == nullptr ? nullptr : nccl().ncclGetLastError(communicator);
+  return Status::Error(Code::kUnavailable, std::string(call) + " failed: " + nccl().ncclGetErrorString(result) +
+                                               (more == nullptr || *more == '\0' ? "" : std::string(" (") + more + ")") + "; NCCL_DEBUG=WARN tells more");
+}
+
+bool type_of(DType dtype, int* type) {
   switch (dtype) {
     case DType::kFloat16: *type = ncclFloat16; return true;
     case DType::kBFloat16: *type = ncclBfloat16; return true;
@@ -27,7 +50,7 @@ bool type_of(DType dtype, ncclDataType_t* type) {
   }
 }
 
-ncclRedOp_t operation_of(Reduction reduction) {
+int operation_of(Reduction reduction) {
   switch (reduction) {
     case Reduction::kSum: return ncclSum;
     case Reduction::kMin: return ncclMin;
@@ -40,12 +63,12 @@ ncclRedOp_t operation_of(Reduction reduction) {
 // Several calls of NCCL that become one operation.
 class Together {
  public:
-  explicit Together(ncclComm_t communicator) : communicator_(communicator) { add(ncclGroupStart(), "ncclGroupStart"); }
+  explicit Together(ncclComm_t communicator) : communicator_(communicator) { add(nccl().ncclGroupStart(), "ncclGroupStart"); }
   void add(ncclResult_t result, const char* call) {
     if (status_.ok()) status_ = check_nccl(result, call, communicator_);
   }
   Status end() {
-    const Status ended = check_nccl(ncclGroupEnd(), "ncclGroupEnd", communicator_);  // also after an error: the group must end
+    const Status ended = check_nccl(nccl().ncclGroupEnd(), "ncclGroupEnd", communicator_);  // also after an error: the group must end
     return status_.ok() ? ended : status_;
   }
 
@@ -60,7 +83,8 @@ class NcclTransport final : public DeviceTransport {
  public:
   NcclTransport(int rank, int size, DeviceGather gather) : rank_(rank), size_(size), gather_(std::move(gather)) {}
   ~NcclTransport() override {
-    for (const auto& [group, communicator] : communicators_) ncclCommDestroy(communicator);
+    if (!failure().ok()) abandon();  // the ranks of a communicator destroy it together, and some may be gone
+    for (const auto& [group, communicator] : communicators_) nccl().ncclCommDestroy(communicator);
   }
 
   Status open() {
@@ -70,17 +94,17 @@ class NcclTransport final : public DeviceTransport {
 
   const char* name() const override { return "nccl"; }
 
-  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count, cudaStream_t stream) override {
-    ncclDataType_t type;
+  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count, CUstream stream) override {
+    int type = 0;
     if (!type_of(what.wire, &type)) return no_floats();
     ncclComm_t communicator = nullptr;
     const Status status = communicator_of(what.group, what.index, &communicator);
     if (!status.ok()) return status;
-    return check_nccl(ncclAllReduce(buffer, buffer, static_cast<size_t>(count), type, operation_of(what.reduction), communicator, stream),
+    return check_nccl(nccl().ncclAllReduce(buffer, buffer, static_cast<size_t>(count), type, operation_of(what.reduction), communicator, stream),
                       "ncclAllReduce", communicator);
   }
 
-  Status exchange(const DeviceOperation& what, cudaStream_t stream) override {
+  Status exchange(const DeviceOperation& what, CUstream stream) override {
     const bool alone = what.kind == OpKind::kSend || what.kind == OpKind::kRecv || what.kind == OpKind::kAllToAll;
     ncclComm_t communicator = nullptr;
     const Status status = alone ? communicator_of({}, rank_, &communicator) : communicator_of(what.group, what.index, &communicator);
@@ -92,19 +116,33 @@ class NcclTransport final : public DeviceTransport {
       case OpKind::kAllToAll: return all_to_all(what, communicator, stream);
       case OpKind::kSend: {
         const DeviceTensor& tensor = what.tensors[0];
-        return check_nccl(ncclSend(tensor.input, bytes(what, tensor.count), ncclInt8, what.group[1], communicator, stream), "ncclSend", communicator);
+        return check_nccl(nccl().ncclSend(tensor.input, bytes(what, tensor.count), ncclInt8, what.group[1], communicator, stream), "ncclSend", communicator);
       }
       case OpKind::kRecv: {
         const DeviceTensor& tensor = what.tensors[0];
-        return check_nccl(ncclRecv(tensor.output, bytes(what, tensor.count), ncclInt8, what.group[0], communicator, stream), "ncclRecv", communicator);
+        return check_nccl(nccl().ncclRecv(tensor.output, bytes(what, tensor.count), ncclInt8, what.group[0], communicator, stream), "ncclRecv", communicator);
       }
       default: return Status::Error(Code::kInternal, std::string("NCCL is given an operation that it does not have: ") + name_of(what.kind));
     }
   }
 
-  // Its kernels wait for other ranks' as long as nobody tells them to end.
+  // What NCCL's own threads have met, as a connection that is gone, while kernels wait.
+  Status failure() override {
+    for (const auto& [group, communicator] : communicators_) {
+      ncclResult_t error = ncclSuccess;
+      const Status asked = check_nccl(nccl().ncclCommGetAsyncError(communicator, &error), "ncclCommGetAsyncError", communicator);
+      if (!asked.ok()) return asked;
+      if (error != ncclInProgress && error != ncclSuccess) return check_nccl(error, "an exchange through NCCL", communicator);
+    }
+    return Status::Ok();
+  }
+
+  // Its kernels wait for other ranks' as long as nobody tells them to end. All at once: to abort one alone waits for the stream, on which a
+  // kernel of another one may hang.
   void abandon() override {
-    for (const auto& [group, communicator] : std::exchange(communicators_, {})) ncclCommAbort(communicator);
+    nccl().ncclGroupStart();
+    for (const auto& [group, communicator] : std::exchange(communicators_, {})) nccl().ncclCommAbort(communicator);
+    nccl().ncclGroupEnd();
   }
 
  private:
@@ -117,65 +155,65 @@ class NcclTransport final : public DeviceTransport {
     return true;
   }
 
-  static Status reduce_scatter(const DeviceOperation& what, ncclComm_t communicator, cudaStream_t stream) {
-    ncclDataType_t type;
+  static Status reduce_scatter(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
+    int type = 0;
     if (!type_of(what.dtype, &type)) return no_floats();
-    const ncclRedOp_t operation = operation_of(what.reduction);
+    const int operation = operation_of(what.reduction);
     const auto* input = static_cast<const char*>(what.tensors[0].input);
     auto* output = static_cast<char*>(what.tensors[0].output);
     if (even(what.counts)) {
-      return check_nccl(ncclReduceScatter(input, output, static_cast<size_t>(what.counts[0]), type, operation, communicator, stream),
+      return check_nccl(nccl().ncclReduceScatter(input, output, static_cast<size_t>(what.counts[0]), type, operation, communicator, stream),
                         "ncclReduceScatter", communicator);
     }
     const std::vector<int64_t> offsets = offsets_of(what.counts);
     Together together(communicator);
     for (size_t root = 0; root < what.size(); ++root) {
       if (what.counts[root] == 0) continue;
-      together.add(ncclReduce(input + bytes(what, offsets[root]), output, static_cast<size_t>(what.counts[root]), type, operation,
+      together.add(nccl().ncclReduce(input + bytes(what, offsets[root]), output, static_cast<size_t>(what.counts[root]), type, operation,
                               static_cast<int>(root), communicator, stream),
                    "ncclReduce");
     }
     return together.end();
   }
 
-  static Status all_gather(const DeviceOperation& what, ncclComm_t communicator, cudaStream_t stream) {
+  static Status all_gather(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
     const void* input = what.tensors[0].input;
     auto* output = static_cast<char*>(what.tensors[0].output);
     if (even(what.counts)) {
-      return check_nccl(ncclAllGather(input, output, bytes(what, what.counts[0]), ncclInt8, communicator, stream), "ncclAllGather", communicator);
+      return check_nccl(nccl().ncclAllGather(input, output, bytes(what, what.counts[0]), ncclInt8, communicator, stream), "ncclAllGather", communicator);
     }
     const std::vector<int64_t> offsets = offsets_of(what.counts);
     Together together(communicator);
     for (size_t root = 0; root < what.size(); ++root) {
       if (what.counts[root] == 0) continue;
-      together.add(ncclBroadcast(input, output + bytes(what, offsets[root]), bytes(what, what.counts[root]), ncclInt8, static_cast<int>(root),
+      together.add(nccl().ncclBroadcast(input, output + bytes(what, offsets[root]), bytes(what, what.counts[root]), ncclInt8, static_cast<int>(root),
                                  communicator, stream),
                    "ncclBroadcast");
     }
     return together.end();
   }
 
-  static Status broadcast(const DeviceOperation& what, ncclComm_t communicator, cudaStream_t stream) {
+  static Status broadcast(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
     Together together(communicator);
     for (const DeviceTensor& tensor : what.tensors) {
       if (tensor.count == 0) continue;
-      together.add(ncclBroadcast(tensor.input, tensor.output, bytes(what, tensor.count), ncclInt8, what.root, communicator, stream), "ncclBroadcast");
+      together.add(nccl().ncclBroadcast(tensor.input, tensor.output, bytes(what, tensor.count), ncclInt8, what.root, communicator, stream), "ncclBroadcast");
     }
     return together.end();
   }
 
-  static Status all_to_all(const DeviceOperation& what, ncclComm_t communicator, cudaStream_t stream) {
+  static Status all_to_all(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
     const std::vector<int64_t> from = offsets_of(what.counts), to = offsets_of(what.recv_counts);
     const auto* input = static_cast<const char*>(what.tensors[0].input);
     auto* output = static_cast<char*>(what.tensors[0].output);
     Together together(communicator);
     for (size_t peer = 0; peer < what.size(); ++peer) {
       if (what.counts[peer] > 0) {
-        together.add(ncclSend(input + bytes(what, from[peer]), bytes(what, what.counts[peer]), ncclInt8, what.group[peer], communicator, stream),
+        together.add(nccl().ncclSend(input + bytes(what, from[peer]), bytes(what, what.counts[peer]), ncclInt8, what.group[peer], communicator, stream),
                      "ncclSend");
       }
       if (what.recv_counts[peer] > 0) {
-        together.add(ncclRecv(output + bytes(what, to[peer]), bytes(what, what.recv_counts[peer]), ncclInt8, what.group[peer], communicator, stream),
+        together.add(nccl().ncclRecv(output + bytes(what, to[peer]), bytes(what, what.recv_counts[peer]), ncclInt8, what.group[peer], communicator, stream),
                      "ncclRecv");
       }
     }
@@ -194,11 +232,11 @@ class NcclTransport final : public DeviceTransport {
     }
     const size_t members = group.empty() ? static_cast<size_t>(size_) : group.size();
     ncclUniqueId mine = {};
-    const ncclResult_t made = index == 0 ? ncclGetUniqueId(&mine) : ncclSuccess;
+    const ncclResult_t made = index == 0 ? nccl().ncclGetUniqueId(&mine) : ncclSuccess;
     std::vector<ncclUniqueId> all(members);
     Status status = gather_(group, &mine, sizeof(mine), all.data());  // also when the first rank has none: the others wait for it
     if (status.ok()) status = check_nccl(made, "ncclGetUniqueId", nullptr);
-    if (status.ok()) status = check_nccl(ncclCommInitRank(communicator, static_cast<int>(members), all[0], index), "ncclCommInitRank", nullptr);
+    if (status.ok()) status = check_nccl(nccl().ncclCommInitRank(communicator, static_cast<int>(members), all[0], index), "ncclCommInitRank", nullptr);
     if (status.ok()) communicators_[group] = *communicator;
     return status;
   }
@@ -211,6 +249,8 @@ class NcclTransport final : public DeviceTransport {
 }  // namespace
 
 Status open_nccl(int rank, int size, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport) {
+  static const auto* found = new Status(load_nccl());
+  if (!found->ok()) return *found;
   auto made = std::make_unique<NcclTransport>(rank, size, std::move(gather));
   const Status status = made->open();
   if (status.ok()) *transport = std::move(made);
@@ -218,15 +258,3 @@ Status open_nccl(int rank, int size, DeviceGather gather, std::unique_ptr<Device
 }
 
 }  // namespace whale::cuda
-
-#else
-
-namespace whale::cuda {
-
-Status open_nccl(int, int, DeviceGather, std::unique_ptr<DeviceTransport>*) {
-  return Status::Error(Code::kUnavailable, "this library was built without NCCL; pip install nvidia-nccl-cu12, then python -m whale_ops.build_cuda");
-}
-
-}  // namespace whale::cuda
-
-#endif

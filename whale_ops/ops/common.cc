@@ -15,6 +15,7 @@ using tensorflow::OpKernelContext;
 
 namespace {
 
+constexpr char kExchange[] = "whale_ops.exchange";  // as EXCHANGE_PAYLOAD of whale_ops/__init__.py
 constexpr int64_t kWorthAnotherThreadBytes = 1 << 20;  // longer copies would hold up the engine's other operations
 
 }  // namespace
@@ -30,6 +31,11 @@ absl::Status to_tensorflow(const whale::Status& status) {
     case whale::Code::kInternal: return absl::InternalError(status.message);
   }
   return absl::InternalError(status.message);
+}
+
+absl::Status exchange_error(absl::Status status) {
+  if (!status.ok()) status.SetPayload(kExchange, absl::Cord("1"));
+  return status;
 }
 
 whale::DType to_core(DataType dtype) {
@@ -66,7 +72,7 @@ void read_reduction(OpKernelConstruction* ctx, whale::Reduction* reduction) {
 }
 
 void end(OpKernelContext* ctx, const whale::Status& status, const tensorflow::AsyncOpKernel::DoneCallback& done) {
-  if (!status.ok()) ctx->SetStatus(to_tensorflow(status));
+  if (!status.ok()) ctx->SetStatus(exchange_error(status));
   done();
 }
 
@@ -87,7 +93,7 @@ CommunicationOp::CommunicationOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx)
 void CommunicationOp::ComputeAsync(OpKernelContext* ctx, DoneCallback done) {
   tensorflow::core::RefCountPtr<CommunicatorResource> resource;
   OP_REQUIRES_OK_ASYNC(ctx, tensorflow::LookupResource(ctx, tensorflow::HandleFromInput(ctx, 0), &resource), done);
-  OP_REQUIRES_OK_ASYNC(ctx, to_tensorflow(whale::Engine::check_not_forked()), done);
+  OP_REQUIRES_OK_ASYNC(ctx, exchange_error(whale::Engine::check_not_forked()), done);
   Group group{resource->endpoint()};
   const int rank = group.endpoint->rank();
   group.size = ranks_.empty() ? static_cast<size_t>(group.endpoint->size()) : ranks_.size();

@@ -29,6 +29,10 @@ class CommunicatorResource : public tensorflow::ResourceBase {
 };
 
 absl::Status to_tensorflow(const whale::Status& status);
+// An error of an exchange: marked with a payload, by which Python tells it from an error of a computation. A kernel of an exchange
+// that refuses what this rank gives it, or finds no memory, sets a plain error: the other ranks have to be told of it.
+absl::Status exchange_error(absl::Status status);
+inline absl::Status exchange_error(const whale::Status& status) { return exchange_error(to_tensorflow(status)); }
 whale::DType to_core(tensorflow::DataType dtype);
 
 // Attributes by name: read(ctx, "axis", &axis_, "sizes", &sizes_). The first that cannot be read is the kernel's error.

@@ -1,5 +1,4 @@
 // One op for arithmetic on the elements of tensors of one shape: a little program (core/update) goes over them once.
-#define EIGEN_USE_THREADS  // Eigen then declares the device that the work is divided on
 
 #include <algorithm>
 #include <string>
@@ -22,7 +21,7 @@ using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 using whale::OperandKind;
 
-constexpr int64_t kLeastPart = 1 << 15;  // elements, of which a sum is made on one thread
+constexpr int64_t kLeastElements = 1 << 15;  // elements, of which a sum is made on one thread
 constexpr OperandKind kRead[] = {OperandKind::kTensor, OperandKind::kScalar, OperandKind::kRow, OperandKind::kColumn};
 
 template <typename T>
@@ -86,11 +85,11 @@ class ElementwiseOp : public tensorflow::OpKernel {
   void run_with_sums(OpKernelContext* ctx, const whale::UpdateBuffers& buffers) {
     const int64_t elements = shape_.num_elements();
     const Eigen::ThreadPoolDevice& device = ctx->eigen_cpu_device();
-    const int64_t parts = std::clamp<int64_t>(elements / kLeastPart, 1, device.numThreads());
+    const int64_t parts = std::clamp<int64_t>(elements / kLeastElements, 1, device.numThreads());
     const auto begin_of = [&](int64_t part) { return elements * part / parts; };
     std::vector<std::vector<T>> places;
     for (const TensorShape& shape : sum_shapes_) places.emplace_back(parts * whale::sum_width<T>(shape.num_elements()));
-    const Eigen::TensorOpCost cost_of_part = cost_ * static_cast<double>(std::max(elements / parts, kLeastPart));
+    const Eigen::TensorOpCost cost_of_part = cost_ * static_cast<double>(std::max(elements / parts, kLeastElements));
     device.parallelFor(parts, cost_of_part, [&](int64_t first, int64_t last) {
       for (int64_t part = first; part < last; ++part) {
         whale::UpdateBuffers own = buffers;

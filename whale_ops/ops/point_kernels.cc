@@ -22,7 +22,7 @@ class CommunicatorOp : public tensorflow::OpKernel {
   void Compute(OpKernelContext* ctx) override {
     whale::Status status;
     const EndpointPtr endpoint = whale::Engine::instance().find(name_, rank_, &status);
-    OP_REQUIRES_OK(ctx, to_tensorflow(status));
+    OP_REQUIRES_OK(ctx, exchange_error(status));
     Tensor* handle = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &handle));
     // The handle holds the only reference: the communicator's life does not hang on a session's resource manager.
@@ -122,9 +122,9 @@ class BroadcastOp : public TensorOp {
         continue;
       }
       OP_REQUIRES_ASYNC(ctx, declared_.empty() || declared_[i].IsCompatibleWith(shapes[i]),
-                        absl::InvalidArgumentError(absl::StrCat("Broadcast '", key(), "': the root sends shape ",
-                                                                shapes[i].DebugString(), " for input ", i, ", declared is ",
-                                                                declared_[i].DebugString(), "; correct the attribute 'shapes'")),
+                        exchange_error(absl::InvalidArgumentError(absl::StrCat(
+                            "Broadcast '", key(), "': the root sends shape ", shapes[i].DebugString(), " for input ", i, ", declared is ",
+                            declared_[i].DebugString(), "; correct the attribute 'shapes'"))),
                         done);
       OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(i, shapes[i], &output), done);
       outputs[i] = *output;

@@ -1,4 +1,6 @@
 // Names, attributes and shape functions of the ops. All are stateful; those that communicate take the communicator's handle first.
+// They are marked as distributed communication, and so is what calls them: of any other op TensorFlow makes the error "unavailable" an
+// internal one, and drops its payload (see exchange_error).
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "whale_ops/ops/shapes.h"
@@ -17,6 +19,7 @@ REGISTER_OP("WhaleCommunicator")
     .Attr("communicator: string")
     .Attr("rank: int = -1")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc("Handle of the communicator that the host program made under this name; rank -1: the only rank in this process.");
 
@@ -31,6 +34,7 @@ REGISTER_OP("WhaleAllReduce")
     .Attr(kReducible)
     .Attr("wire_dtype: {'', 'float16', 'bfloat16'} = ''")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(same_shapes)
     .Doc("Element-wise reduction over the ranks; several inputs travel as one message, in order. wire_dtype: float32 inputs are "
          "rounded to it before they are sent, added in float32, and the result is rounded to it once more.");
@@ -45,6 +49,7 @@ REGISTER_OP("WhaleAllGather")
     .Attr("ranks: list(int) = []")
     .Attr("T: type")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(all_gather_shape)
     .Doc("Concatenation of the ranks' inputs along an axis; sizes: each rank's size along it, exchanged first when not given.");
 
@@ -59,6 +64,7 @@ REGISTER_OP("WhaleReduceScatter")
     .Attr("ranks: list(int) = []")
     .Attr(kReducible)
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(reduce_scatter_shape)
     .Doc("Element-wise reduction over the ranks, of which each rank keeps its share along an axis.");
 
@@ -74,6 +80,7 @@ REGISTER_OP("WhaleAllToAll")
     .Attr("ranks: list(int) = []")
     .Attr("T: type")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(all_to_all_shape)
     .Doc("From a share of concat_axis with all of split_axis to all of concat_axis with a share of split_axis.");
 
@@ -88,6 +95,7 @@ REGISTER_OP("WhaleBroadcast")
     .Attr("N: int >= 1")
     .Attr("T: type")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(broadcast_shape)
     .Doc("The root's inputs on every rank; the inputs of the other ranks are ignored. Unknown shapes are sent first.");
 
@@ -99,6 +107,7 @@ REGISTER_OP("WhaleSend")
     .Attr("ranks: list(int) = []")
     .Attr("T: type")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Sends a tensor to the rank `peer` of the communicator.");
 
@@ -111,6 +120,7 @@ REGISTER_OP("WhaleRecv")
     .Attr("ranks: list(int) = []")
     .Attr("T: type")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(recv_shape)
     .Doc("Receives a tensor from the rank `peer` of the communicator.");
 
@@ -119,6 +129,7 @@ REGISTER_OP("WhaleBarrier")
     .Attr("key: string")
     .Attr("ranks: list(int) = []")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Ends when all ranks have started it.");
 
@@ -129,6 +140,7 @@ REGISTER_OP("WhaleCheck")
     .Attr("what: string")
     .Attr("ranks: list(int) = []")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Compares the fingerprint over the ranks; a difference aborts the communicator on all of them.");
 
@@ -142,6 +154,7 @@ REGISTER_OP("WhaleCall")
     .Attr("shapes: list(shape)")
     .Attr("cancelled_alone: bool = false")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(call_shapes)
     .Doc("What the function makes of the arguments, in the shapes that are given. The function is never copied into its caller. bodies: "
          "functions that the graph is to hold; one of its nodes names f there, and TensorFlow's graph passes read it once. "

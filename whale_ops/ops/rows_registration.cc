@@ -23,6 +23,7 @@ REGISTER_OP("WhaleRouteIds")
     .Attr("N: int >= 1")
     .Attr("T: {int32, int64}")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       const int tables = c->num_inputs() - 1;
       for (int i = 0; i < tables; ++i) {
@@ -49,6 +50,7 @@ REGISTER_OP("WhaleReturnRows")
     .Attr("N: int >= 1")
     .Attr("T: type")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       const int tables = c->num_outputs();
       for (int i = 0; i < tables; ++i) {
@@ -75,6 +77,7 @@ REGISTER_OP("WhaleSendRows")
     .Attr("N: int >= 1")
     .Attr("T: {half, bfloat16, float, double}")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       const int tables = c->num_outputs();
       for (int i = 0; i < tables; ++i) {

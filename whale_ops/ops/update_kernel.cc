@@ -1,5 +1,4 @@
 // One op for the update of many variables: each one's elements go through the same little program (core/update).
-#define EIGEN_USE_THREADS  // Eigen then declares the device that the work is divided on
 
 #include <algorithm>
 #include <optional>

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.forkserver import plain_python
 from tests.launcher.helpers import Launcher
 
 FOLDER = Path(__file__).parent
@@ -36,7 +36,7 @@ def alone(launcher: Launcher, name: str, *arguments: str) -> dict[str, list[floa
     folder = launcher.folder / "alone"  # where its checkpoints are
     folder.mkdir()
     done = subprocess.run(
-        [sys.executable, script, *arguments], cwd=folder, env=launcher.environment, capture_output=True,
+        [plain_python(), script, *arguments], cwd=folder, env=launcher.environment, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.forkserver import plain_python
 
 pytestmark = [
     pytest.mark.core,
@@ -81,7 +82,7 @@ def test_train_and_evaluate_and_go_on_after_a_fault(launcher: Any, tmp_path: Pat
     script = launcher.script(SCRIPT)
 
     def alone(*arguments: str) -> str:
-        command = [sys.executable, script, str(tmp_path / "alone"), "alone", *arguments]
+        command = [plain_python(), script, str(tmp_path / "alone"), "alone", *arguments]
         done = subprocess.run(
             command, env=launcher.environment, capture_output=True, text=True, timeout=120, check=False
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.checkpoints.model import INPUTS, Model, batch
+from tests.forkserver import plain_python
 from whale.runtime.checkpoint.export import _module_of
 from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
 
@@ -68,7 +68,7 @@ def test_what_is_exported_serves_without_whale(ranks: Start, tmp_path: Path) -> 
     np.save(tmp_path / "x.npy", x)
     assert {p.name for p in tmp_path.iterdir()} == {*wanted, "x.npy"}
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-c", SERVE, *wanted], check=True, cwd=tmp_path, env=environment)
+    subprocess.run([plain_python(), "-c", SERVE, *wanted], check=True, cwd=tmp_path, env=environment)
     for name, values in wanted.items():
         np.testing.assert_allclose(np.load(tmp_path / f"{name}.npy"), values, rtol=1e-6, atol=1e-12, err_msg=name)
 

@@ -13,18 +13,18 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.captured.machine import Rates
-from cost_model.captured.table import write
+from cost_model.graph.machine import Rates
+from cost_model.graph.machine_profile import write
 from tests.cost_model.test_captured import TABLE
 from tests.oracle.metric import difference, limit
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import ClusterError, PlanError
 from whale.ir.layout import Split
-from whale.planner.captured import pipelines, search, team, ways
-from whale.planner.captured.balance import balanced
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search import pipelines, search, strategies, team
+from whale.planner.graph_search.balance import balanced
+from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile import auto
-from whale.runtime.compile.rates import of_kinds
+from whale.runtime.compile.microbenchmark import of_kinds
 from whale.runtime.run import context
 
 __all__ = ["double"]
@@ -40,7 +40,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(
             auto, "measured_rates", lambda context, dry, program: [rates, *others] if others else [rates] * context.size
         )
-        monkeypatch.setattr(ways, "LEAST_BYTES", 1)
+        monkeypatch.setattr(strategies, "LEAST_BYTES", 1)
 
     return of
 

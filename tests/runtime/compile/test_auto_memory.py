@@ -12,8 +12,8 @@ from tests.oracle.metric import difference, limit
 from tests.runtime.compile.test_auto import FREE_LINK, Deep, speed
 from tests.runtime.layouts.test_split import double
 from whale.errors import PlanError
-from whale.planner.captured import search, team
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search import search, team
+from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile import auto
 from whale.runtime.run import context
 

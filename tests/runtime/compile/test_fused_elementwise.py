@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import whale as wh
 from whale.ir.program import Program
-from whale.lowering.elementwise.fuse import ELEMENTWISE
+from whale.kernels.elementwise.fuse import ELEMENTWISE
 
 Start = Callable[..., None]
 STEPS = 3

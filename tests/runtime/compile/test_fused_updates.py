@@ -16,12 +16,12 @@ from whale.ir.ops import ASSIGNS
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.lowering.updates.fuse import UPDATE
+from whale.kernels.updates.fuse import UPDATE
+from whale.partition.lower import shown_ranks, with_memory
 from whale.runtime.compile.compile import compile_program
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.run.context import current
 from whale.runtime.session import session
-from whale.runtime.spread.lower import shown_ranks, with_memory
 
 v1 = tf.compat.v1
 Start = Callable[..., None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.programs import Builder
 from tests.runtime.compile.test_auto import MIDDLE, speed
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.ir.plan import Plan, plan_from_json
-from whale.planner.captured import search
-from whale.runtime.compile import agree, auto, progress
-from whale.runtime.compile.kept_files import KeptFiles
+from whale.passes.pass_manager import make_plan
+from whale.passes.settings import PlanSettings
+from whale.planner.graph_search import search
+from whale.runtime.compile import auto, cross_rank_checks, progress
+from whale.runtime.compile.plan_cache import keep_plan, kept_plan
+from whale.runtime.ranks.cache_files import KeptFiles
+from whale.runtime.run.context import current
 
 __all__ = ["double", "speed"]
 
@@ -26,7 +32,7 @@ __all__ = ["double", "speed"]
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the programs that are planned, and of those whose ways are searched."""
     names: list[str] = []
-    plan, look = agree.make_any_plan, auto.best_way
+    plan, look = cross_rank_checks.make_any_plan, auto.best_way
 
     def planned(program: Any, settings: Any) -> Any:
         names.append(program.name)
@@ -36,7 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(f"{program.name}: ways")
         return look(program, *others, **named)
 
-    monkeypatch.setattr(agree, "make_any_plan", planned)
+    monkeypatch.setattr(cross_rank_checks, "make_any_plan", planned)
     monkeypatch.setattr(auto, "best_way", looked)
     return names
 
@@ -66,6 +72,23 @@ def test_a_second_run_takes_the_plan_of_the_first(
     third = trained(ranks, cache, **{"replica.shares": [3, 5]})
     assert made and third[0].to_json() != first[0].to_json()
     assert "not legal" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [{"name": "v:0"}, {"scope": "split_0"}], ids=str)
+def test_a_plan_is_that_of_the_same_variables(
+    ranks: Callable[..., None], tmp_path: Path, other: dict[str, str]
+) -> None:
+    """Placements that a run keeps to go by variables' names; what is divided goes by their scopes."""
+    ranks(2, plan_cache=str(tmp_path / "whale"))
+    context, settings, b = current("the test"), PlanSettings(2), Builder()
+    x, w = b.input("x", (4, 3)), b.variable("w", (3, 2))
+    program = b.build([b.op("MatMul", x, b.read(w))])
+    plan = make_plan(program, settings)
+    keep_plan(program, context, settings, plan)
+    kept = kept_plan(program, context, settings)
+    assert kept is not None and kept.to_json() == plan.to_json()
+    (variable,) = program.variables
+    assert kept_plan(replace(program, variables=(replace(variable, **other),)), context, settings) is None
 
 
 def test_a_plan_that_is_not_legal_is_made_anew(

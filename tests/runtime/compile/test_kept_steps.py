@@ -16,8 +16,8 @@ from tests.runtime.layouts.test_split import Classifier
 from whale.capture import function as capture
 from whale.ir.plan import Plan
 from whale.runtime.compile import compile as compiling
-from whale.runtime.compile import kept_plans
-from whale.runtime.compile.kept_files import KeptFiles
+from whale.runtime.compile import plan_cache
+from whale.runtime.ranks.cache_files import KeptFiles
 from whale.runtime.run.context import current, process
 
 __all__ = ["speed"]
@@ -40,7 +40,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(where, name, count)
 
     counted(capture, "program_from_graph")
-    for name in ("normalise", "agreed_plan", "lower_ranks", "as_run"):
+    for name in ("normalise", "agreed_plan", "lower_ranks", "substitute_kernels"):
         counted(compiling, name)
     return found
 
@@ -75,7 +75,7 @@ def steps_in(cache: Path) -> list[Path]:
 
 def test_a_second_run_lowers_nothing(ranks: Ranks, done: list[str], tmp_path: Path) -> None:
     first = trained(ranks, tmp_path / "whale")
-    assert {"program_from_graph", "normalise", "agreed_plan", "lower_ranks", "as_run"} <= set(done)
+    assert {"program_from_graph", "normalise", "agreed_plan", "lower_ranks", "substitute_kernels"} <= set(done)
     assert len(steps_in(tmp_path / "whale")) == 1
     done.clear()
     in_a_new_process()
@@ -147,7 +147,7 @@ def test_other_code_lowers_by_itself(
 ) -> None:
     first = trained(ranks, tmp_path / "whale")
     done.clear()
-    monkeypatch.setattr("whale.runtime.compile.kept_steps.code_digest", lambda: (*kept_plans.code_digest(), "later"))
+    monkeypatch.setattr("whale.runtime.compile.step_cache.code_digest", lambda: (*plan_cache.code_digest(), "later"))
     assert_equal(trained(ranks, tmp_path / "whale"), first)
     assert "lower_ranks" in done and len(steps_in(tmp_path / "whale")) == 2
 

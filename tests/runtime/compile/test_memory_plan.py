@@ -66,3 +66,10 @@ def test_a_step_that_does_not_fit_is_refused_and_an_option_that_is_named_fits(ra
     assert np.isfinite(model.step(model.batch()))
     wh.shutdown()
     assert "nothing that was tried makes it fit" in refused(**{"memory.limit_bytes": 1 << 20})
+
+
+def test_a_step_that_fits_on_one_rank_only_is_refused(ranks: Start) -> None:
+    ranks(2, **{"memory.limit_bytes": 34 << 20, "replica.shares": [7, 1]})
+    model = Mlp()
+    with pytest.raises(PlanError, match=r"the step does not fit into memory\n.*\n  device: rank 0\n"):
+        model.step(model.batch())

@@ -16,9 +16,9 @@ from tests.memory import peaks_above
 from tests.runtime.compile.test_zero import batch, trained
 from whale.errors import PlanError
 from whale.ir.program import Program
-from whale.lowering.micro import Call, roll
+from whale.partition.pipeline import microbatches as micro
+from whale.partition.pipeline.microbatch_loop import Call, outline
 from whale.runtime.compile import compile as compiling
-from whale.runtime.spread import micro_batches as micro
 
 Start = Callable[..., None]
 
@@ -124,9 +124,9 @@ def test_phases_hand_on_what_later_ones_read(
     def in_phases(program: Program, plan: Any, each: set[str]) -> Program:
         names = [n.name for n in program.nodes if n.name in each]
         phase = {name: "F" if i < len(names) // 2 else "B" for i, name in enumerate(names)}
-        return roll(program, plan, each, calls, phase)
+        return outline(program, plan, each, calls, phase)
 
-    monkeypatch.setattr(micro, "roll", in_phases)
+    monkeypatch.setattr(micro, "outline", in_phases)
     plain, losses = trained(tf.function)
     ranks(2, **{"pipeline.num_micro_batch": 3, "replica.shares": [5, 3]})
     model, found = trained(wh.function)

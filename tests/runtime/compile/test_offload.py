@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from inspect import cleandoc
 
@@ -11,11 +10,12 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.forkserver import warm_python
 from whale.errors import ConfigError
 
 
 def test_runs_are_as_on_one_device_and_copies_as_predicted() -> None:
-    command = [sys.executable, "-m", "tests.offload", "alone", "pipeline, zero 1", "weights", "in a branch, zero 3"]
+    command = [warm_python(), "-m", "tests.offload", "alone", "pipeline, zero 1", "weights", "in a branch, zero 3"]
     command += ["--optimizers", "adam"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.count("as predicted") == 4, done.stdout + done.stderr
@@ -23,7 +23,7 @@ def test_runs_are_as_on_one_device_and_copies_as_predicted() -> None:
 
 @pytest.mark.skipif(tf.__version__ < "2.16", reason="lazy optimizers are those of Keras 3")
 def test_of_a_table_the_rows_in_use_are_copied() -> None:
-    command = [sys.executable, "-m", "tests.offload", "tables", "tables, columns", "tables, rows", "tables, hot"]
+    command = [warm_python(), "-m", "tests.offload", "tables", "tables, columns", "tables, rows", "tables, hot"]
     command += ["tables, keras", "tables, keras, replica"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.count("as predicted") == 12, done.stdout + done.stderr
@@ -51,7 +51,7 @@ def printed(code: str, **config: object) -> str:
     """What a program prints that has a table of nine rows, before what is logged."""
     keys = {name.replace("__", "."): value for name, value in config.items()}
     whole = f"CONFIG = {keys}\n{TABLE}{cleandoc(code)}"
-    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([warm_python(), "-c", whole], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -9,20 +9,20 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.captured.machine import Rates
+from cost_model.graph.machine import Rates
 from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, THIN_LINK, Deep, double, speed
 from tests.runtime.layouts.test_split import Classifier
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.errors import PlanError
 from whale.ir.program import Program
+from whale.kernels.substitute import substitute_kernels
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured import search, team
-from whale.planner.captured.ways import Choice
-from whale.runtime.compile import auto, compile, memory_plan
+from whale.planner.graph_search import predict, search, team
+from whale.planner.graph_search.strategies import Choice
+from whale.runtime.compile import compile, memory_plan
 from whale.runtime.run import context
-from whale.runtime.spread.lower import as_run
 
 __all__ = ["double", "speed"]
 
@@ -72,14 +72,14 @@ def test_what_was_predicted_is_what_runs(
     speed(*rates)
     lowered: list[list[Program]] = []
     foreseen: dict[str, list[Program]] = {}
-    lower_some, predict, lower = auto.lower_ranks, team.predicted, compile.lower_ranks
+    lower_some, predicts, lower = predict.lower_ranks, team.predicted, compile.lower_ranks
 
     def lowered_some(*args: Any) -> list[Program]:
         lowered.append(lower_some(*args))
         return lowered[-1]
 
     def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
-        way = predict(plans, choice, needed_s)
+        way = predicts(plans, choice, needed_s)
         foreseen[choice.name] = lowered[-1]
         return way
 
@@ -89,7 +89,7 @@ def test_what_was_predicted_is_what_runs(
         ran.append(lower(*args))
         return ran[-1]
 
-    monkeypatch.setattr(auto, "lower_ranks", lowered_some)
+    monkeypatch.setattr(predict, "lower_ranks", lowered_some)
     monkeypatch.setattr(team, "predicted", predicted)
     monkeypatch.setattr(compile, "lower_ranks", lower_ranks)
     ranks(2, auto_parallel=True, **config)
@@ -99,7 +99,7 @@ def test_what_was_predicted_is_what_runs(
     programs = foreseen[chosen.name]
     (here,) = [one for one in ran if one[0].name == programs[0].name]
     assert [nodes(p) for p in programs] == [nodes(p) for p in here[: len(programs)]]
-    run = as_run(here[: len(programs)], PlanSettings(2, fuse=FuseSettings.all_on()))
+    run = substitute_kernels(here[: len(programs)], PlanSettings(2, fuse=FuseSettings.all_on()))
     held = [sum(step_bytes(p, rank, 2).values()) for rank, p in enumerate(run)]
     assert chosen.predicted_bytes == max(held)
 

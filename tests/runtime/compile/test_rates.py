@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cost_model.captured.machine import Link
+from cost_model.graph.machine import Link
 from tests.programs import Builder
-from whale.runtime.compile import rates
+from whale.runtime.compile import microbenchmark
 
 EQUAL, UNLIKE = [(10e9, 20e9), (10.2e9, 20e9)], [(10e9, 20e9), (20e9, 40e9)]
 
@@ -30,11 +30,11 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch, said: list[Any], asked: int, fo
         heard.append(what)
         return list(said[len(heard) - 1])
 
-    monkeypatch.setattr(rates, "_together", together)
-    monkeypatch.setattr(rates, "_link", lambda context, through: Link(1e-4, 1e9))
+    monkeypatch.setattr(microbenchmark, "_together", together)
+    monkeypatch.setattr(microbenchmark, "_link", lambda context, through: Link(1e-4, 1e9))
     config = {"communication.backend": ""}
     context: Any = SimpleNamespace(between_processes=True, planned_size=2, rank=0, config=config)
     b = Builder()
     program = b.build([b.input("x", (2,))])
-    assert [one.flops_per_s for one in rates.measured_rates(context, False, program)] == pytest.approx(found)
+    assert [one.flops_per_s for one in microbenchmark.measured_rates(context, False, program)] == pytest.approx(found)
     assert heard == ["first", *(f"again/{n}" for n in range(asked - 1))]

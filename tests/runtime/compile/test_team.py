@@ -16,11 +16,11 @@ from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, speed
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import AcrossMicroBatchesError
 from whale.ir.plan import Plan
-from whale.planner.captured import team
-from whale.planner.captured.predict import Plans, Way
-from whale.planner.captured.search import Found, Search, best_way
-from whale.planner.captured.team import Answer, Asked, Member
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search import team
+from whale.planner.graph_search.predict import Candidate, Plans
+from whale.planner.graph_search.search import Found, Search, best_way
+from whale.planner.graph_search.strategies import Choice
+from whale.planner.graph_search.team import Answer, Asked, Member
 from whale.runtime.compile import auto
 from whale.runtime.run import context
 
@@ -64,9 +64,9 @@ def test_a_team_finds_what_one_process_finds(
     found: list[Found] = []
     teams: list[InOneProcess] = []
 
-    def both(program: Any, settings: Any, ground: Any, stages: int, team: None) -> Found:
-        teams.append(InOneProcess(size, partial(Plans, program, settings, ground)))
-        found[:] = [best_way(program, settings, ground, stages, 1e9, one) for one in (None, teams[-1])]
+    def both(program: Any, settings: Any, environment: Any, stages: int, team: None) -> Found:
+        teams.append(InOneProcess(size, partial(Plans, program, settings, environment)))
+        found[:] = [best_way(program, settings, environment, stages, 1e9, one) for one in (None, teams[-1])]
         return found[1]
 
     monkeypatch.setattr(auto, "best_way", both)
@@ -90,7 +90,7 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     speed(MIDDLE)
     predicted = team.predicted
 
-    def hardly_faster(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Way:
+    def hardly_faster(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Candidate:
         way = predicted(plans, choice)
         lacking_bytes = 1e9 if choice.name.startswith("data parallel") else 0.0
         first = not any(one.startswith("split") for one in seen)
@@ -101,10 +101,10 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     found: list[Found] = []
     plans: list[Plans] = []
 
-    def together(program: Any, settings: Any, ground: Any, stages: int, team: None) -> Found:
-        plans.append(Plans(program, settings, ground))
-        helpers = InOneProcess(2, partial(Plans, program, settings, ground))
-        found.append(best_way(program, settings, ground, stages, 1e9, helpers))
+    def together(program: Any, settings: Any, environment: Any, stages: int, team: None) -> Found:
+        plans.append(Plans(program, settings, environment))
+        helpers = InOneProcess(2, partial(Plans, program, settings, environment))
+        found.append(best_way(program, settings, environment, stages, 1e9, helpers))
         assert len(helpers.looked_at) > 1 and helpers.looked_at[0] == found[-1].choice.name
         return found[-1]
 

@@ -17,8 +17,8 @@ from whale.errors import ConfigError, PlanError
 from whale.ir.layout import B, Split
 from whale.ir.mesh import tiles_of
 from whale.ir.plan_text import format_plan
-from whale.rules.graph import USE
 from whale.runtime.run.context import current
+from whale.sharding_rules.graph import USE
 
 Start = Callable[..., None]
 ROWS, INPUTS, HIDDEN, OUTPUTS = 8, 7, 16, 10

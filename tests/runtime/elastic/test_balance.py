@@ -10,7 +10,7 @@ import pytest
 
 from whale.ir.program import Node, Program, Ref
 from whale.runtime.elastic.balance import STEPS, Balance, Watched, chained_s, divided
-from whale.runtime.ranks.plain import pack
+from whale.runtime.ranks.msgpack_values import pack
 
 pytestmark = pytest.mark.core
 

@@ -11,9 +11,9 @@ from whale.config import Config
 from whale.errors import PlanError
 from whale.ir.layout import split
 from whale.ir.mesh import one_axis
+from whale.partition.variable_use import VariableUse
 from whale.runtime.elastic.allowed import divides, fitting, hosts_left, refuse_plan
-from whale.runtime.elastic.calls import Calls
-from whale.runtime.variables.stage_variables import Use
+from whale.runtime.elastic.call_replay import Calls
 
 pytestmark = pytest.mark.core
 
@@ -40,10 +40,10 @@ def test_hosts_of_those_that_are_left() -> None:
 
 
 def test_parts_that_one_rank_alone_has_need_copies() -> None:
-    everywhere = Use(frozenset(range(4)), True)
-    halves = Use(frozenset(range(4)), True, tiles=one_axis(split(0, (3, 3))))
-    quarters = Use(frozenset(range(4)), True, tiles=one_axis(split(0, (2, 2, 2, 2))))
-    stage = Use(frozenset({1}), True)
+    everywhere = VariableUse(frozenset(range(4)), True)
+    halves = VariableUse(frozenset(range(4)), True, tiles=one_axis(split(0, (3, 3))))
+    quarters = VariableUse(frozenset(range(4)), True, tiles=one_axis(split(0, (2, 2, 2, 2))))
+    stage = VariableUse(frozenset({1}), True)
     assert [divides({"v": use}, 4) for use in (everywhere, halves, quarters, stage)] == [False, True, True, True]
     for use in (everywhere, halves):
         refuse_plan({"v": use}, {}, 4, copies=False)

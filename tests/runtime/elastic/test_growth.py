@@ -11,10 +11,10 @@ import pytest
 
 import whale_ops
 from whale.errors import ClusterError, CommError
-from whale.launcher.growth.hosts_from import HostsFrom, hosts_of
 from whale.launcher.mpirun import Host
-from whale.runtime.elastic.door import Door
-from whale.runtime.elastic.growth import Commits, Members, Times, pays, shares_with
+from whale.launcher.scale_up.hosts_from import HostsFrom, hosts_of
+from whale.runtime.elastic.joining import Commits, Members, Times, pays, shares_with
+from whale.runtime.elastic.listener import Door
 from whale.runtime.ranks.watch import Change
 
 pytestmark = pytest.mark.core

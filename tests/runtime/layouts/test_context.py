@@ -18,8 +18,8 @@ from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Split
 from whale.ir.mesh import chain
 from whale.ir.plan import Plan
-from whale.passes.facts.attention import attentions
-from whale.passes.normalise.ring import in_rings
+from whale.passes.analysis.attention import attentions
+from whale.passes.normalize.ring import in_rings
 from whale.runtime.run.context import current
 
 SCOPE = partial(wh.split, context=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -213,6 +214,28 @@ def test_ranks_draw_from_streams_of_their_own(ranks: Any, draw: Any, shares: tup
     whole = drawn(draw, ranks, shares, "global")
     np.testing.assert_array_equal(whole, one)
     assert np.any(first != one)
+
+
+@pytest.mark.parametrize("draw", [stateless, from_generator], ids=lambda f: f.__name__)
+def test_micro_batches_draw_from_streams_of_their_own(ranks: Any, draw: Any) -> None:
+    """No two parts of the batch are alike: neither two of one rank, nor one's second and the next one's first."""
+    tf.random.set_seed(4)
+    GENERATOR[:] = [tf.random.Generator.from_seed(6)]
+    ranks(2, random="local", **{"pipeline.num_micro_batch": 2})
+    weight = tf.Variable(1.0)
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            noise = draw(x) + 0.0 * x[:, :1]
+            loss = tf.reduce_mean(weight * noise)
+        weight.assign_sub(0.0 * tape.gradient(loss, weight))
+        return noise
+
+    x = tf.zeros([ROWS, 5])
+    parts = np.split(step(x).numpy(), 4)
+    assert step.plan(x).micro_batches == 2
+    assert not any(np.any(one == other) for one, other in itertools.combinations(parts, 2))
 
 
 def test_without_a_seed_rows_differ_too(ranks: Any) -> None:

@@ -14,9 +14,9 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant.embeddings import Bags, Whole
 from benchmarks.giant.measure import SPREAD, Line, difference, moved_by_a_step, ranks
-from tests.frontends.giant.test_embedding import LAZY, lazy
+from tests.frontends.layers.test_embedding import LAZY, lazy
 from whale.ir.layout import Split
-from whale.passes.layout.split.tables import spread
+from whale.passes.autoshard.tables import spread
 from whale.runtime.run.context import current
 
 LIMIT = 1e-10

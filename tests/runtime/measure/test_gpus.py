@@ -9,7 +9,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from cost_model.captured.table import Copies, Gpu, Operation, Table
+from cost_model.graph.machine_profile import Copies, Gpu, MachineProfile, Operation
 from whale.runtime.measure import operations, profile
 from whale.runtime.ranks import gpus
 
@@ -55,7 +55,7 @@ def test_the_summary_has_rates_by_dtype_gpus_and_copies() -> None:
 
     copied = [Copies("/device:CPU:0", "/device:GPU:1", [(65536.0, 1e-5), (2.0**24, 1e-3)])]
     products = [product("float32", 2e-6), product("bfloat16", 1e-6)]
-    table = Table("host", 8, 64, 0, 0, 1e-3, 0, products, [], [], [Gpu("A", 80)], copied)
+    table = MachineProfile("host", 8, 64, 0, 0, 1e-3, 0, products, [], [], [Gpu("A", 80)], copied)
     lines = profile.summary(table).splitlines()
     assert "  A, 80 GB" in lines
     assert "  MatMul   bfloat16 up to 524.3 GFLOP/s" in lines and "  MatMul   float32  up to 262.1 GFLOP/s" in lines

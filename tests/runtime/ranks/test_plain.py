@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[3]

@@ -20,14 +20,14 @@ import tensorflow as tf
 
 import whale as wh
 import whale_ops
-from cost_model.captured.machine import Link
+from cost_model.graph.machine import Link
 from tests.whale_ops.device.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, PlanError
 from whale.ir.program import Node
 from whale.ir.values import DType
-from whale.runtime.compile import memory_plan, rates
+from whale.runtime.compile import memory_plan, microbenchmark
 from whale.runtime.ranks import device_exchange, gpus
 from whale.runtime.ranks.device_exchange import Gpu
 from whale.started import ProcessPlace
@@ -204,7 +204,7 @@ def test_auto_parallel_measures_the_devices_beside_the_host(library: Path) -> No
     def measured(comm: whale_ops.Communicator) -> list[Link]:
         comm.open_device(library, "cuda-ipc", 0, 1 << 20)
         try:
-            return [rates._link(SimpleNamespace(comms=[comm]), through) for through in ("", "cuda-ipc")]
+            return [microbenchmark._link(SimpleNamespace(comms=[comm]), through) for through in ("", "cuda-ipc")]
         finally:
             comm.close_device()
 
@@ -328,10 +328,10 @@ def test_what_a_rank_lacks(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert device_exchange.take_gpu(0) == Gpu(None)
     for found in ("list_physical_devices", "get_visible_devices"):
         monkeypatch.setattr(tf.config, found, lambda kind: ["GPU:0"])
-    assert "python -m whale_ops.build_cuda" in device_exchange.take_gpu(0).lacks
+    assert "python -m whale_ops.build" in device_exchange.take_gpu(0).lacks
     monkeypatch.setattr(device_exchange, "library", lambda: library)
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
-    assert "TensorFlow sees 2 GPUs, the CUDA runtime 1" in device_exchange.take_gpu(0).lacks
+    assert "TensorFlow sees 2 GPUs, the driver 1" in device_exchange.take_gpu(0).lacks
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,27 @@ def test_scaled_gradients_are_not_lost_below_the_range_of_float16(ranks: Start) 
     assert not run(1.0).any()  # nothing is left of 1e-8 / 256 in float16
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_of_the_rows_of_a_table_are_those_without_a_scale(ranks: Start, count: int) -> None:
+    def trained(function: Any) -> np.ndarray:
+        table = tf.Variable(np.arange(18, dtype=np.float32).reshape(6, 3) / 10)
+
+        def step(ids: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(tf.gather(table, ids)))
+            slope = tape.gradient(loss, table)
+            assert isinstance(slope, tf.IndexedSlices)
+            table.assign_sub(0.1 * tf.convert_to_tensor(slope))
+            return loss
+
+        function(step)(tf.constant([[1, 4], [1, 2], [0, 1], [5, 5]]))
+        return table.numpy()
+
+    plain = trained(tf.function)
+    ranks(count, **FLOAT16)
+    np.testing.assert_allclose(trained(wh.function), plain, rtol=1e-6)
+
+
 def test_the_scale_goes_as_that_of_keras(ranks: Start) -> None:
     keras_3 = hasattr(tf.keras.optimizers, "LossScaleOptimizer")
     scaled = tf.keras.optimizers.LossScaleOptimizer if keras_3 else tf.keras.mixed_precision.LossScaleOptimizer

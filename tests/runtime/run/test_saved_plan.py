@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.captured.table import write
+from cost_model.graph.machine_profile import write
 from tests.cost_model.test_captured import TABLE
 from tests.oracle.metric import difference, limit
-from tests.passes.layout.split.test_divide import scoped
+from tests.passes.autoshard.test_divide import scoped
 from tests.programs import mlp, planned
 from tests.runtime.compile.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
@@ -24,17 +24,17 @@ from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, load_plan
 from whale.ir.plan_diff import diff_plans
-from whale.passes.judge.check import check
-from whale.passes.order import make_plan
+from whale.partition.mesh import plan_program
+from whale.passes.pass_manager import make_plan
 from whale.passes.settings import PlanSettings
-from whale.planner.captured import search
+from whale.passes.verify.check import check
+from whale.planner.graph_search import search
 from whale.planner.report import analysis
 from whale.runtime.compile import auto
 from whale.runtime.run import context
 from whale.runtime.run.context import DryRun
 from whale.runtime.run.saved_plan import SavedPlan
 from whale.runtime.run.start import planning_run
-from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools import analyze, dry_run
 
 __all__ = ["double", "speed"]

@@ -56,7 +56,7 @@ def test_steps_contain_their_operations_on_every_rank(ranks: Callable[..., None]
             inside = [p for p in found if p.category == "AllReduce" and p.within(step)]
             assert inside and {p.arguments["call"] for p in inside} == {number}
         compilation = only(found, "compile train")
-        for phase in ("capture", "normalise", "plan", "localise", "functions"):
+        for phase in ("capture", "normalise", "plan", "partition", "functions"):
             first = next(piece for piece in found if piece.name == phase)
             assert first.category == "compile" and first.within(compilation)
         assert len([piece for piece in found if piece.name == "next batch"]) == 4  # the last one finds the end

@@ -8,25 +8,25 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cost_model.captured.machine import cluster_machine
-from cost_model.captured.predict import predict_ranks
-from cost_model.captured.signature import signature
-from cost_model.captured.table import write
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Parallel, Transformer
-from cost_model.described.transformer_kernels import Collective, layer_backward, layer_forward
-from cost_model.ops import program_work
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer_kernels import Collective, layer_backward, layer_forward
+from cost_model.graph.machine import cluster_machine
+from cost_model.graph.machine_profile import write
+from cost_model.graph.predict import predict_ranks
+from cost_model.graph.signature import signature
+from cost_model.kernels.op_work import program_work
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
 from whale.ir.layout import B, split
 from whale.ir.program import BACKWARD, RECOMPUTED, Program, Ref
 from whale.ir.values import TensorType
-from whale.passes.order import normalise
+from whale.partition.mesh import plan_program
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 from whale.runtime.described import families as f
 from whale.runtime.described import program_of, read, traced
-from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 TEXT = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 6, "vocabulary": 40, "batch": 4}

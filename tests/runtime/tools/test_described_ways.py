@@ -12,28 +12,27 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.measure import counted
-from cost_model.captured.machine import cluster_machine
-from cost_model.captured.predict import predict_ranks
-from cost_model.formulas.gpu_memory import nccl_bytes
-from cost_model.machines import cluster
+from cost_model.cluster import cluster_file
+from cost_model.graph.machine import cluster_machine
+from cost_model.graph.predict import predict_ranks
+from cost_model.kernels.gpu_memory import nccl_bytes
 from tests.cost_model.test_captured import LAB
 from whale.cli import main
 from whale.errors import PlanError
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured import predict, search, team, ways
-from whale.planner.captured.ground import Ground
-from whale.planner.captured.ways import Choice, choices
+from whale.planner.graph_search import predict, search, strategies, team
+from whale.planner.graph_search.environment import SearchEnvironment
+from whale.planner.graph_search.strategies import Choice, choices
 from whale.runtime.described import families as f
 from whale.runtime.described import models
 from whale.runtime.described.program import program_of, trained_step
 from whale.runtime.run.context import current
-from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
 from whale.runtime.tools.described_ways import planned_as, read, spread
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
 CLASSIFIER = "classifier:classes=200000,features=16,inputs=8,batch=64"
-UNEQUAL = cluster.parse(
+UNEQUAL = cluster_file.parse(
     "name: both kinds\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts: "
     "[{name: a, devices: [{type: a100, count: 2}], networks: {f: {nics: 2}}}, "
     "{name: b, devices: [{type: t4}], networks: {f: {nics: 1}}}]"
@@ -89,7 +88,7 @@ def test_other_families_are_spread_over_unequal_devices(family: str) -> None:
 
 
 def test_what_fits_nowhere_says_what_would_help() -> None:
-    tiny = cluster.parse("name: tiny\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]")
+    tiny = cluster_file.parse("name: tiny\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]")
     with pytest.raises(PlanError, match=r"(?s)in no way.*use more ranks"):
         spread(f.Classifier(classes=20_000_000, features=512, batch=64), tiny, 20.0)
 
@@ -114,17 +113,17 @@ def test_the_verb_says_what_each_way_takes(tmp_path: Path, capsys: pytest.Captur
 def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    four = cluster.parse(
+    four = cluster_file.parse(
         "name: four\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts: "
         "[{name: a, devices: [{type: a100, count: 2}], networks: {f: {nics: 2}}}, "
         "{name: b, devices: [{type: t4, count: 2}], networks: {f: {nics: 1}}}]"
     )
-    monkeypatch.setattr(ways, "LEAST_BYTES", 1)
+    monkeypatch.setattr(strategies, "LEAST_BYTES", 1)
     captured = program_of(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
     settings = PlanSettings(size=4, fuse=FuseSettings.all_on())
     program = normalise(captured, settings)
-    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
-    plans = predict.Plans(program, settings, ground)
+    environment = SearchEnvironment.of_cluster(four, program, 4)
+    plans = predict.Plans(program, settings, environment)
     looked_at = search._looked_at(plans, 0)
     few = [predict.predicted(plans, choice) for choice, _ in looked_at]
     assert all(least_s <= way.seconds for way, (_, least_s) in zip(few, looked_at))
@@ -132,7 +131,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     assert all(0 < least_s for choice, least_s in looked_at if choice.weights)
     replicas = [choice for choice, _ in looked_at if choice.group or len(choice.stages) == 2]
     assert len(replicas) > 3
-    assert all(len(predict._played(settings, choice, ground)) == 2 for choice in replicas)
+    assert all(len(predict._played(settings, choice, environment)) == 2 for choice in replicas)
     monkeypatch.setattr(predict, "_played", lambda *_: range(4))
     for way in few:
         if way.choice in replicas:
@@ -147,11 +146,11 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
 def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot_win(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    four = cluster.parse("name: four\nhosts: [{name: a, devices: [{type: v100, count: 4}]}]")
-    monkeypatch.setattr(ways, "LEAST_BYTES", 1)
+    four = cluster_file.parse("name: four\nhosts: [{name: a, devices: [{type: v100, count: 4}]}]")
+    monkeypatch.setattr(strategies, "LEAST_BYTES", 1)
     program = normalise(program_of(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4))
-    ground = Ground.described(four, program, 4, make_any_plan, lower_ranks, as_run, lambda _: "", None)
-    looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), ground), 0)
+    environment = SearchEnvironment.of_cluster(four, program, 4)
+    looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), environment), 0)
     splits = {choice.name: least_s for choice, least_s in looked_at if choice.weights}
     planned: dict[str, float] = {}
     predict_way = team.predicted
@@ -163,7 +162,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
         return way
 
     monkeypatch.setattr(team, "predicted", predicted)
-    found = search.best_way(program, PlanSettings(size=4), ground, budget_s=1e3)
+    found = search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3)
     assert found.choice.name == "data parallel" and splits and not planned.keys() & splits.keys()
     said = "\n".join(found.lines)
     assert not any("pipeline" in name for name in planned)  # the plan of data parallelism says that none can run
@@ -172,21 +171,21 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     assert all(f"{name}: {1e3 * least_s:.2f} ms at least" in said for name, least_s in splits.items())
     bounded, _ = dict(planned), planned.clear()
     monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.stages])
-    assert search.best_way(program, PlanSettings(size=4), ground, budget_s=1e3).choice == found.choice
+    assert search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3).choice == found.choice
     assert all(least_s <= planned[name] for name, least_s in splits.items())
     assert planned["data parallel"] == bounded["data parallel"]
 
 
 def test_ways_are_judged_with_what_nccl_takes() -> None:
-    two = cluster.parse("name: two\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]\n")
+    two = cluster_file.parse("name: two\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]\n")
     through_host = PlanSettings(size=2)
     by_nccl = through_host.but(exchange__backend="nccl")
     program = normalise(program_of(read(CLASSIFIER)), through_host)
     held = {}
     for settings in (through_host, by_nccl, by_nccl.but(memory__limit_bytes=1 << 40)):
-        ground = Ground.described(two, program, 2, make_any_plan, lower_ranks, as_run, lambda _: "", None)
-        ground = replace(ground, limits_bytes=[nccl_bytes(1, 0, {})] * 2)
-        way = predict.predicted(predict.Plans(program, settings, ground), Choice("data parallel"))
+        environment = SearchEnvironment.of_cluster(two, program, 2)
+        environment = replace(environment, limits_bytes=[nccl_bytes(1, 0, {})] * 2)
+        way = predict.predicted(predict.Plans(program, settings, environment), Choice("data parallel"))
         held[settings.exchange.backend, settings.memory.limit_bytes] = way.bytes, way.fits
     (tensors, fits), (with_nccl, fits_beside) = held["whale", 0], held["nccl", 0]
     assert with_nccl == tensors + nccl_bytes(1, 0, {})

@@ -17,10 +17,10 @@ from whale.errors import PlanError
 from whale.ir.layout import B, Strategy
 from whale.ir.plan import StageGroup, load_plan
 from whale.ir.program import Node, Program, topological
-from whale.lowering.local import localise
-from whale.passes.lay_out import expand
+from whale.partition import verify_saved_plan
+from whale.partition.spmd import partition_for_rank
+from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread import proof
 from whale.runtime.tools import dry_run
 from whale.runtime.tools.as_main import beside, located
 from whale.runtime.tools.plan_prediction import rank_programs
@@ -85,13 +85,13 @@ def test_exchanges_that_nobody_answers_are_found() -> None:
     program = mlp(8, 4, 4, 2)
     plan = planned(program, 4, 4)
     expanded = expand(program, plan.expanded, PlanSettings(size=2))
-    first, second = (localise(expanded, plan, rank, "c", None) for rank in range(2))
-    assert proof.of_exchanges([first, second]) == []
+    first, second = (partition_for_rank(expanded, plan, rank, "c", None) for rank in range(2))
+    assert verify_saved_plan.check_exchanges([first, second]) == []
     sums = [n for n in second.nodes if n.op == "WhaleAllReduce"]
     without = second.with_nodes(tuple(n for n in second.nodes if n is not sums[0]))
-    assert "do not take part" in proof.of_exchanges([first, without])[0]
+    assert "do not take part" in verify_saved_plan.check_exchanges([first, without])[0]
     other = tuple(replace(n, op="WhaleAllGather") if n is sums[0] else n for n in second.nodes)
-    assert "rank 1 WhaleAllGather" in proof.of_exchanges([first, second.with_nodes(other)])[0]
+    assert "rank 1 WhaleAllGather" in verify_saved_plan.check_exchanges([first, second.with_nodes(other)])[0]
 
 
 def pipeline(tmp_path: Path) -> list[Program]:
@@ -101,7 +101,7 @@ def pipeline(tmp_path: Path) -> list[Program]:
     assert len(plan.stage_groups) == 2
     assert plan.script == ("s.py",)  # from the plan's folder, with which it may move
     found = rank_programs(dry_run.first_step(str(tmp_path / "s.py"), (), 2, str(path)))
-    assert proof.of_exchanges(found) == proof.of_waits(found) == []
+    assert verify_saved_plan.check_exchanges(found) == verify_saved_plan.check_waits(found) == []
     return found
 
 
@@ -127,13 +127,17 @@ def test_sends_without_receives_and_ranks_that_wait_for_each_other_are_found(tmp
     sent = exchanges(first, "WhaleSend")[0]
     lost = next(n for n in exchanges(second, "WhaleRecv") if n.attrs["key"] == sent.attrs["key"])
     deaf = replace(lost, op="Const", inputs=(), attrs={"value": np.zeros(lost.outputs[0].shape or (), np.float32)})
-    found = proof.of_exchanges([first, second.with_nodes(tuple(deaf if n is lost else n for n in second.nodes))])
+    found = verify_saved_plan.check_exchanges(
+        [first, second.with_nodes(tuple(deaf if n is lost else n for n in second.nodes))]
+    )
     assert len(found) == 1 and found[0].startswith(f"rank 0 sends {sent.attrs['key']} (")
     assert found[0].endswith("to rank 1, which does not receive it")
     mute = first.with_nodes(tuple(n for n in first.nodes if n is not sent))
-    assert "which does not send it" in proof.of_exchanges([mute, second])[0]
+    assert "which does not send it" in verify_saved_plan.check_exchanges([mute, second])[0]
     send, receive = exchanges(first, "WhaleSend")[0].name, exchanges(first, "WhaleRecv")[0].name
-    found = proof.of_waits([after(first, send, receive), second])  # its gradient comes of what it is to send
+    found = verify_saved_plan.check_waits(
+        [after(first, send, receive), second]
+    )  # its gradient comes of what it is to send
     assert len(found) == 1 and f"rank 0 begins {send} only after {receive}" in found[0] and "rank 1 begins" in found[0]
 
 
@@ -141,15 +145,17 @@ def test_sums_that_ranks_begin_in_opposite_orders_are_found() -> None:
     program = mlp(8, 4, 4, 2)
     plan = planned(program, 4, 4, group_bytes=0)
     expanded = expand(program, plan.expanded, PlanSettings(size=2))
-    ranks = [localise(expanded, plan, rank, "c", None) for rank in range(2)]
+    ranks = [partition_for_rank(expanded, plan, rank, "c", None) for rank in range(2)]
     one, other = (n.name for n in exchanges(ranks[0], "WhaleAllReduce")[:2])
-    assert proof.of_waits([after(ranks[0], one, other), ranks[1]]) == []
-    assert "rank 1 begins" in proof.of_waits([after(ranks[0], one, other), after(ranks[1], other, one)])[0]
+    assert verify_saved_plan.check_waits([after(ranks[0], one, other), ranks[1]]) == []
+    assert (
+        "rank 1 begins" in verify_saved_plan.check_waits([after(ranks[0], one, other), after(ranks[1], other, one)])[0]
+    )
 
 
 def test_stages_have_each_rank_once() -> None:
     twice = (StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (0, 1), ("s1",)))
     plan = replace(planned(mlp(8, 4, 4, 2), 4, 1), stage_groups=twice)
-    assert proof.of_stage_groups(plan) == ["the stages have the ranks [0, 0, 1, 1], not each of 4 once"]
+    assert verify_saved_plan.check_stage_groups(plan) == ["the stages have the ranks [0, 0, 1, 1], not each of 4 once"]
     plan = replace(plan, stage_groups=(StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (2, 3), ("s1",), 1)))
-    assert proof.of_stage_groups(plan) == ["b has 2 ranks, and plan 1 of 1 is for 0"]
+    assert verify_saved_plan.check_stage_groups(plan) == ["b has 2 ranks, and plan 1 of 1 is for 0"]

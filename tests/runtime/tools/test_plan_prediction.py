@@ -15,15 +15,16 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.captured.machine import measured_machine
-from cost_model.captured.signature import signature
-from cost_model.captured.table import Operation, read, write
+from cost_model.graph.machine import measured_machine
+from cost_model.graph.machine_profile import Operation, read, write
+from cost_model.graph.signature import signature
 from tests.cost_model.test_captured import LAB, TABLE
 from whale.capture.function import capture_function
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
-from whale.passes.order import normalise
+from whale.partition.lower import make_any_plan
+from whale.passes.pass_manager import normalise
 from whale.planner.report.mesh_drawn import mesh_of_plan
 from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.settings import settings_of
@@ -31,7 +32,6 @@ from whale.runtime.measure import operations as measure
 from whale.runtime.measure.profile import programs as profile_programs
 from whale.runtime.measure.without_exchanges import apart
 from whale.runtime.run.context import current
-from whale.runtime.spread.lower import make_any_plan
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 Start = Callable[..., None]

@@ -14,7 +14,7 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant.embeddings import Bags
 from benchmarks.giant.measure import SPREAD, Line, difference, ranks
-from tests.frontends.giant.test_embedding import LAZY, LIMIT, lazy
+from tests.frontends.layers.test_embedding import LAZY, LIMIT, lazy
 from whale.errors import PlanError
 from whale.runtime.variables import checkpoint_regions
 

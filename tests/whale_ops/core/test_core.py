@@ -321,7 +321,7 @@ def test_subgroups_run_beside_each_other() -> None:
     assert [float(x[0]) for x in case.outputs] == [2.0, 4.0, 2.0, 4.0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_than_two_to_the_31_elements() -> None:
     n = 2**31 + 5
     inputs = [np.full(n, rank + 1, np.int8) for rank in range(2)]

@@ -1,7 +1,13 @@
-"""One rank of test_cuda.py: `python -m tests.whale_ops.device.cuda_rank LIBRARY TRANSPORT RANK SIZE DEVICE FD`.
+"""One rank of test_cuda.py, which runs this module with LIBRARY IMAGE TRANSPORT RANK SIZE DEVICE FD [MODE].
 
-Needs no TensorFlow and no MPI: the ranks meet through a socket (file descriptor FD) whose other end the test holds.
-With ``rates`` behind all it measures all-reduces, and the first rank prints a line of JSON: seconds by bytes.
+IMAGE is a file with the kernels' machine code for the GPU. Needs no TensorFlow and no MPI: the ranks meet through a
+socket (file descriptor FD) whose other end the test holds. MODE is one of
+
+* ``short``: every exchange once, as for compute-sanitizer;
+* ``rates``: all-reduces are measured, and the first rank prints a line of JSON: seconds by bytes;
+* ``lost``: all-reduces until one fails; the last rank stops taking part after the third, and says so before. What the
+  others say of it is printed with the time;
+* ``abandon``: all-reduces of two groups at once, which the first rank gives up since the others are late.
 """
 
 from __future__ import annotations
@@ -10,13 +16,15 @@ import ctypes
 import json
 import socket
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from whale_ops import build_cuda
+from whale_ops import device_library
 from whale_ops._native import DTYPES, KINDS, REDUCTIONS
 
 BUFFER_BYTES = 1 << 20  # less than the tensors have: they travel in parts
@@ -54,11 +62,13 @@ class Operation(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("kind", "root", "dtype", "wire", "reduction", "repeats")),
         ("scale", ctypes.c_float),
+        ("backwards", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in ("element_bytes", "largest", "tensors_size", "counts_size")),
         ("inputs", ctypes.POINTER(ctypes.c_void_p)),
         ("outputs", ctypes.POINTER(ctypes.c_void_p)),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("input_counts", "output_counts", "counts")),
         ("recv_counts", ctypes.POINTER(ctypes.c_int64)),
+        ("limit_s", ctypes.c_double),
         ("seconds", ctypes.c_double),
     ]
 
@@ -114,6 +124,7 @@ def operation(
         REDUCTIONS[reduction],
         repeats,
         scale,
+        0,
         dtype_of(dtype).itemsize,
         largest,
         len(tensors),
@@ -157,60 +168,117 @@ def other(kind: str, dtype: str, even: bool, rank: int, size: int) -> tuple[Oper
     return operation(kind, dtype, [tensors], [got], **found), got, wanted, tensors
 
 
-def main() -> None:
-    path, transport = sys.argv[1:3]
-    rank, size, device, descriptor = map(int, sys.argv[3:7])
-    build_cuda.load_nccl()
-    library, meeting = ctypes.CDLL(path), socket.socket(fileno=descriptor)
-    library.whale_cuda_last_error.restype = ctypes.c_char_p
+class Rank:
+    """One rank with a GPU, that meets the others through a socket."""
 
-    @GATHER
-    def gather(mine: int, count: int, everybody: int) -> int:
-        meeting.sendall(ctypes.string_at(mine, count))
-        data = b""
-        while len(data) < count * size:
-            part = meeting.recv(count * size - len(data))
-            if not part:
-                return 1
-            data += part
+    def __init__(self, argv: Sequence[str]) -> None:
+        path, image, transport = argv[:3]
+        self.rank, self.size, device, descriptor = map(int, argv[3:7])
+        self.mode = argv[7] if argv[7:] else ""
+        if transport == "nccl":
+            device_library.load_nccl()
+        device_library.load_kernels(path, device, Path(image).read_bytes())
+        self._library, self._meeting = ctypes.CDLL(path), socket.socket(fileno=descriptor)
+        self._library.whale_cuda_last_error.restype = ctypes.c_char_p
+        self._gather = GATHER(self._meet)  # as long as the library may call it
+        self._handle = ctypes.c_void_p()
+        limit = ctypes.c_size_t(max(RATED_BYTES) if self.mode == "rates" else BUFFER_BYTES)
+        place = transport.encode(), self.rank, self.size, device, limit, self._gather
+        self._check(self._library.whale_cuda_open(*place, ctypes.byref(self._handle)))
+
+    def _meet(self, mine: int, count: int, everybody: int) -> int:
+        try:
+            self._meeting.sendall(ctypes.string_at(mine, count))
+            data = b""
+            while len(data) < count * self.size:
+                part = self._meeting.recv(count * self.size - len(data))
+                if not part:
+                    return 1
+                data += part
+        except OSError:
+            return 1
         ctypes.memmove(everybody, data, len(data))
         return 0
 
-    def check(code: int) -> None:
+    def _check(self, code: int) -> None:
         if code != 0:
-            raise SystemExit(f"rank {rank}: {library.whale_cuda_last_error().decode()}")
+            raise RuntimeError(self._library.whale_cuda_last_error().decode())
 
-    handle = ctypes.c_void_p()
-    limit = ctypes.c_size_t(max(RATED_BYTES) if sys.argv[7:] else BUFFER_BYTES)
-    check(library.whale_cuda_open(transport.encode(), rank, size, device, limit, gather, ctypes.byref(handle)))
-    if sys.argv[7:] == ["rates"]:
+    def run(self, one: Operation) -> None:
+        self._check(self._library.whale_cuda_run(self._handle, ctypes.byref(one)))
+
+    def close(self) -> None:
+        self._library.whale_cuda_close(self._handle)
+
+    def check_all(self, repeats: int) -> None:
+        """Every kind of exchange against NumPy."""
+        for _ in range(repeats):  # buffers and events are used again
+            for backwards in (0, 1):
+                for case, (dtype, wire, reduction, scale) in enumerate(CASES):
+                    tensors = inputs(self.rank, case)
+                    results = [np.zeros_like(tensor) for tensor in tensors]
+                    one = operation("AllReduce", dtype, tensors, results, wire=wire, reduction=reduction, scale=scale)
+                    one.backwards = backwards
+                    self.run(one)
+                    for got, wanted in zip(results, expected(self.size, case)):
+                        np.testing.assert_array_equal(got, wanted, f"rank {self.rank}: {CASES[case]}")
+            for kind, dtype, even in OTHERS:
+                if kind == "Send" and self.size != 2:
+                    continue
+                one, result, wanted, _held = other(kind, dtype, even, self.rank, self.size)
+                self.run(one)
+                np.testing.assert_array_equal(result, wanted, f"rank {self.rank}: {kind} of {dtype}, even: {even}")
+        print(f"rank {self.rank}: all right", flush=True)
+
+    def rates(self) -> None:
         seconds = {}
         for size_bytes in RATED_BYTES:
             tensor, result = np.ones((2, size_bytes // 4), np.float32)
             for repeats in (3, 20):  # the first ones make what the others use again
                 one = operation("AllReduce", "float32", [tensor], [result], repeats=repeats)
-                check(library.whale_cuda_run(handle, ctypes.byref(one)))
+                self.run(one)
             seconds[size_bytes] = one.seconds
-        library.whale_cuda_close(handle)
-        if rank == 0:
+        if self.rank == 0:
             print(json.dumps(seconds), flush=True)
-        return
-    for _ in range(3):  # buffers and events are used again
-        for case, (dtype, wire, reduction, scale) in enumerate(CASES):
-            tensors = inputs(rank, case)
-            results = [np.zeros_like(tensor) for tensor in tensors]
-            one = operation("AllReduce", dtype, tensors, results, wire=wire, reduction=reduction, scale=scale)
-            check(library.whale_cuda_run(handle, ctypes.byref(one)))
-            for got, wanted in zip(results, expected(size, case)):
-                np.testing.assert_array_equal(got, wanted, f"rank {rank}: {CASES[case]}")
-        for kind, dtype, even in OTHERS:
-            if kind == "Send" and size != 2:
-                continue
-            one, result, wanted, _held = other(kind, dtype, even, rank, size)
-            check(library.whale_cuda_run(handle, ctypes.byref(one)))
-            np.testing.assert_array_equal(result, wanted, f"rank {rank}: {kind} of {dtype}, even: {even}")
-    library.whale_cuda_close(handle)
-    print(f"rank {rank}: all right", flush=True)
+
+    def lost(self) -> None:
+        """All-reduces until a rank is gone."""
+        tensor, result = np.ones((2, BUFFER_BYTES), np.float32)
+        for number in range(1000):
+            if number == 3 and self.rank == self.size - 1:
+                print(f"rank {self.rank}: ready {time.time()}", flush=True)
+                time.sleep(60)  # the test ends or freezes it
+            one = operation("AllReduce", "float32", [tensor], [result])
+            one.limit_s = 5.0  # NCCL's kernels wait for ever
+            try:
+                self.run(one)
+            except RuntimeError as error:
+                print(f"rank {self.rank}: {time.time()} {error}", flush=True)
+                return
+
+    def abandon(self) -> None:
+        """The first rank gives up all-reduces of two groups, for which the others never come."""
+        tensor, result = np.ones((2, 1000), np.float32)
+        for backwards in (0, 1):  # a communicator for each
+            one = operation("AllReduce", "float32", [tensor], [result])
+            one.backwards = backwards
+            self.run(one)
+        if self.rank > 0:
+            print(f"rank {self.rank}: late", flush=True)
+            time.sleep(60)  # the test ends it
+            return
+        one.limit_s, start_s = 1.0, time.perf_counter()
+        try:
+            self.run(one)
+        except RuntimeError as error:
+            print(f"rank 0: after {time.perf_counter() - start_s:.3f} s: {error}", flush=True)
+
+
+def main() -> None:
+    rank = Rank(sys.argv[1:])
+    modes = {"rates": rank.rates, "lost": rank.lost, "abandon": rank.abandon, "short": lambda: rank.check_all(1)}
+    modes.get(rank.mode, lambda: rank.check_all(3))()
+    rank.close()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from unittest import mock
 import whale_ops
 from whale.config import Config
 from whale.ir.program import Program
-from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
 from whale.runtime.compile import compile
 from whale.runtime.ranks import device_exchange
 from whale.started import ProcessPlace

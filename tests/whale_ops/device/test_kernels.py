@@ -1,84 +1,103 @@
-"""The kernels for GPUs, compiled as host code by a small header: every element, against numpy."""
+"""The kernels for GPUs: as host code against NumPy, and as what NVRTC makes of them for each kind of GPU."""
 
 from __future__ import annotations
 
-import ctypes
+import os
+import re
 import subprocess
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 import pytest
 
-from whale_ops import build
-from whale_ops._native import DTYPES, REDUCTIONS
+from tests.whale_ops.device.host_cuda import ROOT, build_host_cuda
+from whale.errors import CommError
+from whale_ops import device_code, device_library
+from whale_ops.device_code import Nvrtc
 
-ROOT = Path(__file__).resolve().parents[3]
-HERE = ROOT / "tests/whale_ops/device/cuda_as_host"
-COUNTS = [1, 0, 700, 3, *[5] * 140]  # more tensors than one launch takes, and more elements than a block has threads
-PAIRS = [("float32", "float32"), ("float32", "float16"), ("float32", "bfloat16"), ("float16", "float16")]
-PAIRS += [("bfloat16", "bfloat16"), ("float64", "float64")]
+# V100, A100 and H100; every other one takes seconds more, and differs in what the compiler makes of the same code.
+SHORT, LONG = (70, 90), (60, 75, 80, 86, 89, 100, 120)
+OLD = Nvrtc("libnvrtc.so.12", (12, 5), (50, 60, 70, 75, 80, 86, 87, 89, 90))
+NEW = Nvrtc("libnvrtc.so.13", (13, 0), (75, 80, 86, 89, 90, 100, 120))
+
+
+def test_kernels_compute_what_numpy_does(tmp_path: Path) -> None:
+    """Through the library, whose driver is the stand-in: pieces and launches are those of GPUs."""
+    host = build_host_cuda(tmp_path)
+    command = [sys.executable, "-m", "tests.whale_ops.device.cuda_kernels", str(device_library.PATH), str(host.image)]
+    variables = {**os.environ, **host.variables}
+    done = subprocess.run([*command, "short"], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.stdout == "154 results: all right\n", done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    output = tmp_path_factory.mktemp("kernels") / "libhost_kernels.so"
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", f"-I{HERE}", f"-I{ROOT}"]
-    core = [f"-L{build.IN_PLACE}", f"-l:{build.CORE_NAME}", f"-Wl,-rpath,{build.IN_PLACE}"]
-    subprocess.run([*build.find_compiler(), *flags, str(HERE / "kernels.cpp"), "-o", str(output), *core], check=True)
-    return ctypes.CDLL(str(output))
+def nvrtc() -> Nvrtc:
+    """The newest NVRTC of CUDA 12, which knows every architecture of the tests."""
+    for found in device_code.find_nvrtcs():
+        if {*SHORT, *LONG} <= {*found.architectures}:
+            return found
+    pytest.skip("no NVRTC of CUDA 12.9 here: pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'")
 
 
-def dtype_of(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+@pytest.mark.parametrize("architecture", [*SHORT, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)])
+def test_kernels_compile_for_every_gpu(nvrtc: Nvrtc, architecture: int) -> None:
+    code = device_code.compile_kernels(nvrtc, architecture)
+    assert code.startswith(b"\x7fELF"), "machine code, which no driver compiles again"
+    source = (ROOT / "whale_ops/cuda/kernels.cc").read_text()
+    assert re.search(r'packs \? "pack_" : "unpack_"', source)
+    kinds = ["pack_float32_bfloat16", "unpack_float16_float16", "reduce_prod_float64", "reduce_max_bfloat16"]
+    assert all(f"\0{kind}\0".encode() in code or f".text.{kind}\0".encode() in code for kind in kinds)
 
 
-def random(count: int, dtype: str, seed: int) -> np.ndarray:
-    return (10 * np.random.default_rng(seed).standard_normal(count)).astype(dtype_of(dtype))
+def test_a_source_with_a_fault_is_told_with_what_the_compiler_says(
+    nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "kernels.cu"
+    broken.write_text("extern float x = unknown;")
+    monkeypatch.setattr(device_code, "SOURCE", broken)
+    with pytest.raises(CommError, match=r'(?s)NVRTC 12.*compute_52|identifier "unknown" is undefined'):
+        device_code.compile_kernels(nvrtc, 80)
 
 
-def addresses(arrays: Sequence[np.ndarray]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+def test_a_gpu_gets_machine_code_of_its_kind_or_of_one_before_it() -> None:
+    assert [OLD.target(one) for one in (70, 86, 90, 100, 121)] == [
+        "sm_70",
+        "sm_86",
+        "sm_90",
+        "compute_90",
+        "compute_90",
+    ]
+    assert [NEW.target(one) for one in (60, 70, 88, 103, 121)] == [None, None, "sm_86", "sm_100", "sm_120"]
 
 
-def call(function: object, tensors: list[np.ndarray], tensor: str, buffer: np.ndarray, wire: str, scale: float) -> int:
-    counts = (ctypes.c_int64 * len(tensors))(*(t.size for t in tensors))
-    placed = ctypes.c_void_p(buffer.ctypes.data)
-    size, dtypes = len(tensors), (DTYPES[tensor], DTYPES[wire])
-    return function(addresses(tensors), counts, size, dtypes[0], placed, dtypes[1], ctypes.c_float(scale))  # type: ignore[operator]
+@pytest.mark.parametrize(
+    ("found", "architecture", "driver", "chosen"),
+    [
+        ([OLD, NEW], 90, 13, OLD),  # the one that the process has loaded already
+        ([NEW, OLD], 90, 12, OLD),  # the driver knows nothing of CUDA 13
+        ([NEW, OLD], 70, 13, OLD),  # CUDA 13 has given up the V100
+        ([OLD, NEW], 120, 13, NEW),  # machine code before what the driver compiles
+        ([OLD], 120, 12, OLD),
+    ],
+)
+def test_the_compiler_that_is_chosen_knows_the_gpu_and_the_driver(
+    found: list[Nvrtc], architecture: int, driver: int, chosen: Nvrtc
+) -> None:
+    assert device_code.choose(found, architecture, driver) == chosen
 
 
-@pytest.mark.parametrize(("tensor", "wire"), PAIRS)
-@pytest.mark.parametrize("scale", [1.0, 0.375])
-def test_tensors_are_packed_and_unpacked(kernels: ctypes.CDLL, tensor: str, wire: str, scale: float) -> None:
-    wide = np.float64 if tensor == "float64" else np.float32
-    tensors = [random(n, tensor, i) for i, n in enumerate(COUNTS)]
-    buffer = np.zeros(sum(COUNTS), dtype_of(wire))
-    assert call(kernels.host_pack, tensors, tensor, buffer, wire, scale) == 0
-    expected = (np.concatenate(tensors).astype(wide) * wide(scale)).astype(dtype_of(wire))
-    np.testing.assert_array_equal(buffer, expected)
-    taken = [np.zeros_like(t) for t in tensors]
-    assert call(kernels.host_unpack, taken, tensor, buffer, wire, scale) == 0
-    np.testing.assert_array_equal(np.concatenate(taken), (expected.astype(wide) * wide(scale)).astype(dtype_of(tensor)))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("reduction", ["sum", "prod", "min", "max"])
-def test_buffers_of_ranks_are_reduced_in_order(kernels: ctypes.CDLL, dtype: str, reduction: str) -> None:
-    sources = [random(3000, dtype, seed) for seed in range(3)]
-    sources[1][7] = np.nan
-    result = np.zeros_like(sources[0])
-    numbers = ctypes.c_int64(result.size), DTYPES[dtype], REDUCTIONS[reduction]
-    assert kernels.host_reduce(addresses(sources), 3, ctypes.c_void_p(result.ctypes.data), *numbers) == 0
-    function = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[reduction]
-    wide = [s.astype(np.float64 if dtype == "float64" else np.float32) for s in sources]
-    expected = function(function(wide[0], wide[1]), wide[2]).astype(result.dtype)
-    np.testing.assert_array_equal(result.astype(np.float64), expected.astype(np.float64))
-    assert np.isnan(result[7].astype(np.float64))
-
-
-def test_pairs_that_no_kernel_has_are_refused(kernels: ctypes.CDLL) -> None:
-    one = np.zeros(4, np.float32)
-    assert call(kernels.host_pack, [one], "float64", one, "float32", 1.0) != 0
-    assert call(kernels.host_pack, [one], "int32", one, "int32", 1.0) != 0
+@pytest.mark.parametrize(
+    ("found", "architecture", "driver", "said"),
+    [
+        ([], 90, 12, ["no libnvrtc.so", "capability 9.0", "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'"]),
+        ([NEW], 90, 12, ["NVRTC 13.0 (libnvrtc.so.13)", "of CUDA 12 or older"]),
+        ([NEW], 70, 13, ["capability 7.0", "12.9"]),
+        ([], 90, 13, ["pip install 'nvidia-cuda-nvrtc'"]),
+    ],
+)
+def test_without_a_compiler_that_fits_it_says_what_to_install(
+    found: list[Nvrtc], architecture: int, driver: int, said: list[str]
+) -> None:
+    with pytest.raises(CommError) as refused:
+        device_code.choose(found, architecture, driver)
+    assert all(part in str(refused.value) for part in said), refused.value

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import io
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -39,12 +43,12 @@ def names() -> list[str]:
 
 
 def test_libraries_name_others_without_folders() -> None:
-    assert build.CORE_NAME in names() and build.MPI_NAME in names()
+    assert {build.CORE_NAME, build.CUDA_NAME} <= {*names()} and build.MPI_NAME in names()
     for name in names():
         entries = dynamic(_native.library_path(name))
         assert entries["SONAME"] == [name]
         assert "RPATH" not in entries
-        ops = name not in (build.CORE_NAME, build.LOOPBACK_NAME, build.MPI_NAME)
+        ops = name not in (build.CORE_NAME, build.LOOPBACK_NAME, build.CUDA_NAME, build.MPI_NAME)
         assert entries["RUNPATH"] == (["$ORIGIN"] if ops else [])
         others = {text for text in entries["NEEDED"] if text not in SYSTEM}
         if ops:
@@ -67,7 +71,8 @@ def test_what_is_told_to_bazel_is_what_is_built() -> None:
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
     described = {library["name"]: library for library in json.loads(done.stdout)["libraries"]}
     assert next(iter(described)) == build.CORE_NAME
-    assert list(described)[2:] in ([build.LOOPBACK_NAME], [build.LOOPBACK_NAME, build.MPI_NAME])
+    always = [build.LOOPBACK_NAME, build.CUDA_NAME]
+    assert list(described)[2:] in (always, [*always, build.MPI_NAME])
     info = _native.build_info()
     for name, library in described.items():
         assert library["facts"].items() <= info[name].items()
@@ -90,7 +95,7 @@ def bazel_rules() -> dict[str, dict[str, Any]]:
         SimpleNamespace(name=library["name"], copts=[], linkopts=[], headers="")
         for library in build.describe()["libraries"]
     ]
-    names = dict(zip(("CORE", "OPS", "LOOPBACK"), libraries), MPI=libraries[3:], FLAGS=[], glob=glob)
+    names = dict(zip(("CORE", "OPS", "LOOPBACK", "CUDA"), libraries), MPI=libraries[4:], FLAGS=[], glob=glob)
     names |= dict.fromkeys(("load", "package", "exports_files"), lambda *_, **__: None)
     exec((ROOT / "BUILD").read_text(), defaultdict(lambda: note, names))
     return rules
@@ -108,7 +113,9 @@ def test_bazel_compiles_what_pip_compiles() -> None:
         assert {name for name in files if not name.endswith(".h")} == sources, target.name
         assert files >= headers, target.name
     compiled = {source for target in targets for source in target.sources}
-    there = {path for folder in ("core", "ops", "loopback") for path in (ROOT / "whale_ops" / folder).rglob("*.cc")}
+    there = {
+        path for folder in ("core", "ops", "loopback", "cuda") for path in (ROOT / "whale_ops" / folder).rglob("*.cc")
+    }
     assert compiled >= there
 
 
@@ -132,3 +139,117 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "absent-compiler -O0")
     with pytest.raises(CommError, match=r"no C\+\+ compiler was found\n  given: absent-compiler -O0\n(.*\n)*  next: "):
         build.build(tmp_path, verbose=False)
+
+
+def test_units_are_all_sources_and_few_read_the_headers_of_tensorflow() -> None:
+    for part in ("core", "ops", "loopback", "mpi"):
+        units = build.units(part)
+        assert sorted(source for unit in units for source in unit.sources) == list(build.sources(part))
+        assert len({unit.name for unit in units}) == len(units)
+    loops, glue = build.units("ops")
+    assert loops.flags == () and all(unit.flags == () for part in ("core", "mpi") for unit in build.units(part))
+    for pattern in build._OPS_WITH_LOOPS:
+        assert any(source.match(f"ops/{pattern}") for source in loops.sources), f"{pattern} names no file"
+    assert glue.flags == ("-O1",)
+
+
+def test_digests_notice_sources_headers_and_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "whale_ops"
+    for folder in ("core", "ops"):
+        shutil.copytree(build.PACKAGE / folder, package / folder)
+    monkeypatch.setattr(build, "PACKAGE", package)
+
+    def digests(compiler: str = "g++", compile_flags: tuple[str, ...] = (), **of_unit: Any) -> dict[str, str]:
+        target = build.Target("ops", build.units("ops"), (), "TensorFlow 2", {}, compile_flags, uses_core=True)
+        return {
+            unit.name: build._object_digest(dataclasses.replace(unit, **of_unit), target, [compiler])
+            for unit in target.units
+        }
+
+    before = digests()
+    for changed in (digests("clang++"), digests(compile_flags=("-DX",)), digests(flags=("-O0",))):
+        assert not set(changed.values()) & set(before.values())
+    for header in ("core/base/types.h", "ops/common.h"):
+        with open(package / header, "a") as file:
+            file.write("// changed\n")
+        after, before = before, digests()
+        assert not set(after.values()) & set(before.values()), header
+    with open(package / "ops" / "shapes.cc", "a") as file:
+        file.write("// changed\n")
+    after = digests()
+    assert after["loops"] == before["loops"] and after["glue"] != before["glue"]
+
+
+_COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo "a compiler 1.0"; exit;; esac
+echo "$*" >> "$CALLS"
+if [ "$(wc -l < "$CALLS")" -ge "$STOP_AT" ]; then
+  kill -"$SIGNAL" "$BUILDER"
+  [ "$SIGNAL" = KILL ] || exec sleep 600
+  exit 1
+fi
+while [ $# -gt 0 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done
+"""
+_BUILDER = """
+import os, signal, sys
+from whale_ops.build import build
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may ignore it
+os.environ["BUILDER"] = str(os.getpid())
+build(sys.argv[1], objects=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("stopped_by", ["INT", "KILL"])
+def test_a_build_that_was_interrupted_goes_on(stopped_by: str, tmp_path: Path) -> None:
+    compiler, calls, objects, output = (tmp_path / name for name in ("cxx", "calls", "objects", "out"))
+    compiler.write_text(_COMPILER)
+    compiler.chmod(0o755)
+    line = [sys.executable, "-c", _BUILDER, str(output), str(objects)]
+
+    def run(stop_at: int) -> subprocess.CompletedProcess[str]:
+        own = {"CXX": str(compiler), "CALLS": str(calls), "STOP_AT": str(stop_at), "SIGNAL": stopped_by}
+        calls.unlink(missing_ok=True)
+        # The compilers that are stopped would sleep for longer than this.
+        return subprocess.run(line, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=300)
+
+    targets = list(build._targets())
+    total = sum(len(target.units) for target in targets)
+    assert run(6).returncode < 0 or stopped_by == "INT"
+    made = len(list(objects.rglob("*.o")))
+    assert 1 <= made < total
+    assert not list(output.glob("*.so"))
+    done = run(1000)
+    assert done.returncode == 0, done.stderr
+    assert len(calls.read_text().splitlines()) == total - made + len(targets), "what was compiled is not compiled again"
+    assert f"whale_ops: compiling {total - made} of {total - made} (" in done.stdout
+    assert {path.name for path in output.glob("*.so")} == {target.name for target in targets}
+    assert {path.suffix for path in objects.rglob("*") if path.is_file() and path.name != ".lock"} == {".o"}
+
+
+def test_an_installed_package_gets_no_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text(_COMPILER)
+    compiler.chmod(0o755)
+    for name, value in {"CXX": str(compiler), "CALLS": str(tmp_path / "calls"), "STOP_AT": "1000"}.items():
+        monkeypatch.setenv(name, value)
+    build.build(tmp_path / "out", verbose=False)
+    libraries = {target.name for target in build._targets()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*libraries, ".lock", build.INFO_NAME}
+
+
+def test_progress_counts_in_one_line() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        progress = build._Progress(40, stream)
+        for number in range(40):
+            progress.step(f"unit {number}")
+        progress.end()
+    assert terminal.getvalue().count("\n") == 1 and terminal.getvalue().count("\r") == 40
+    assert terminal.getvalue().endswith("whale_ops: compiling 40 of 40 (unit 39)\x1b[K\n")
+    lines = log.getvalue().splitlines()
+    assert lines[0] == "whale_ops: compiling 1 of 40 (unit 0)" and lines[-1].startswith("whale_ops: compiling 40 of 40")
+    assert len(lines) < 40

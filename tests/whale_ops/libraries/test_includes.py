@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import graphlib
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[3]
 OURS = ROOT / "whale_ops"
-MOST_LINES, MOST_MODULES = 400, 15
 
 # Room -> the rooms that it includes. Nothing of TensorFlow, MPI or CUDA in the core: each has a library of its own.
 INCLUDED: dict[str, set[str]] = {
@@ -35,8 +33,9 @@ INCLUDED: dict[str, set[str]] = {
     "ops/device": {"core/device", "ops"},
     "ops/memory": {"core/transport"},
 }
-# Headers of others -> the only room that includes them, or one inside it.
-OTHERS = {r"tensorflow/|absl/|xla/|unsupported/|Eigen": "ops", r"mpi\.h": "mpi", r"cuda|nccl": "cuda"}
+# Headers of others -> the only room that includes them, or one inside it. No room has those of CUDA and NCCL: what is
+# needed of them is declared.
+OTHERS = {r"tensorflow/|absl/|xla/|unsupported/|Eigen": "ops", r"mpi\.h": "mpi", r"cuda|nccl|nvrtc": "none"}
 
 
 def sources() -> list[Path]:
@@ -80,11 +79,3 @@ def test_no_circles() -> None:
     assert circle(INCLUDED) == []
     files = {str(path.relative_to(ROOT)): {name for _, name in includes(path)} for path in sources()}
     assert circle({path: {name for name in names if name in files} for path, names in files.items()}) == []
-
-
-def test_folders_and_files_can_be_read_in_one_sitting() -> None:
-    modules: dict[str, set[str]] = defaultdict(set)
-    for path in sources():
-        modules[room(path)].add(path.stem)
-        assert path.read_text().count("\n") <= MOST_LINES, path
-    assert {folder: len(names) for folder, names in modules.items() if len(names) > MOST_MODULES} == {}

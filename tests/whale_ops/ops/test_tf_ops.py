@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 import whale_ops
 from tests.whale_ops import harness
@@ -339,6 +340,52 @@ def test_a_cancelled_step_ends_and_aborts(ops) -> None:
 def test_an_unknown_communicator_says_what_to_call(ops) -> None:
     with pytest.raises(tf.errors.UnavailableError, match=r"no communicator 'absent' .*wh.init"):
         ops.whale_communicator(communicator="absent", rank=0)
+
+
+def test_what_communicates_is_distributed_communication(ops) -> None:
+    """Of other ops TensorFlow makes an error of a lost rank an internal one, and takes the mark of exchanges away."""
+    names = [*whale_ops.COMMUNICATING_OPS, "WhaleCommunicator", "WhaleCall"]
+    assert [name for name in names if not op_def_registry.get(name).is_distributed_communication] == []
+
+
+@pytest.mark.parametrize("end", ["abort", "leave"])
+@pytest.mark.parametrize("where", ["eager", "function", "loop", "branch", "session"])
+def test_an_error_of_an_exchange_is_marked(ops, where: str, end: str) -> None:
+    with ranks(2) as communicators:
+
+        def reduced():
+            handle = ops.whale_communicator(communicator=communicators[0].name, rank=0)
+            return ops.whale_all_reduce(handle, [tf.ones(2)], key="x")[0]
+
+        def looped():
+            return tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x + reduced()), (0, tf.zeros(2)))
+
+        def chosen():
+            return tf.cond(tf.random.uniform([]) < 2, reduced, lambda: tf.zeros(2))
+
+        with tf.Graph().as_default() as graph:
+            fetched = reduced()
+        run = {
+            "eager": reduced,
+            "function": tf.function(reduced),
+            "loop": tf.function(looped),
+            "branch": tf.function(chosen),
+            "session": lambda: tf.compat.v1.Session(graph=graph).run(fetched),
+        }[where]
+        communicators[1].abort("the disk is full") if end == "abort" else communicators[1].leave(1.0)
+        with pytest.raises(tf.errors.OpError, match="the disk is full" if end == "abort" else "has left") as caught:
+            run()
+    # A session raises it anew, without its mark.
+    error = caught.value.__context__ if where == "session" else caught.value
+    assert whale_ops.EXCHANGE_PAYLOAD in error.experimental_payloads
+
+
+def test_an_error_before_an_exchange_is_not_marked(ops) -> None:
+    with ranks(2) as communicators:
+        handle = ops.whale_communicator(communicator=communicators[0].name, rank=0)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is not one of the ranks") as caught:
+            ops.whale_all_reduce(handle, [tf.ones(2)], key="x", ranks=[1])
+    assert not caught.value.experimental_payloads
 
 
 def test_eager_calls_work(ops) -> None:

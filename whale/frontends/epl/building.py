@@ -11,9 +11,9 @@ from tensorflow.python.ops import gradients_util
 
 from whale.capture.gradients import gradient_scopes
 from whale.errors import ProgramError
+from whale.frontends.epl.batch_scaling import growth
 from whale.frontends.epl.env import Env
 from whale.frontends.epl.graph import Graph
-from whale.frontends.epl.growth import growth
 from whale.frontends.epl.strategies import marked
 from whale.log import log
 from whale.runtime.run.context import current, running

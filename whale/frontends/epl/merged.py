@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.epl.growth import growth
+from whale.frontends.epl.batch_scaling import growth
 from whale.frontends.epl.known import env
 from whale.frontends.epl.strategies import marked
 

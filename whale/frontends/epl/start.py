@@ -19,9 +19,9 @@ from whale.frontends.epl.merged import growing, merge
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
 from whale.log import log
-from whale.runtime.run.again import begin_again
 from whale.runtime.run.context import current
-from whale.runtime.run.meaning import Batches
+from whale.runtime.run.graph_semantics import Batches
+from whale.runtime.run.reinit import begin_again
 
 VERSION = "0.6.0"  # of the library whose names these are
 
@@ -70,6 +70,8 @@ def init(config: Config | None = None) -> None:
     reading.change()
     context = current("epl.init()")
     context.meaning = _Meaning()
+    if context.seeds is not None:
+        context.seeds.leave_draws_to_ranks()
     # Task graphs come to lie apart or split; that is known when they are all there.
     context.dividing_scope_seen = True
     env.is_ready = True
@@ -102,7 +104,7 @@ def _tell(config: Config) -> None:
 
 
 class _Meaning:
-    """See ``whale.runtime.run.meaning.Meaning``."""
+    """See ``whale.runtime.run.graph_semantics.Meaning``."""
 
     def batches(self, graph: tf.Graph) -> Batches:
         return Env.get().graph_of(graph).layout.batches

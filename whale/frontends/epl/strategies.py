@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
+from whale.capture.attrs import SCOPE_ATTR
 from whale.errors import PlanError
 from whale.frontends.epl.known import env
-from whale.runtime.run.scopes import SCOPE_ATTRIBUTE
 
 PREFIX = "epl_"  # of the mark that operations carry: the task graph's number follows
 
@@ -185,7 +185,7 @@ def marked(mark: str | None) -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     value = None if mark is None else attr_value_pb2.AttrValue(s=mark.encode())
     # TensorFlow takes away only what is there.
-    changes = {SCOPE_ATTRIBUTE: value} if value is not None or SCOPE_ATTRIBUTE in graph._attr_scope_map else {}
+    changes = {SCOPE_ATTR: value} if value is not None or SCOPE_ATTR in graph._attr_scope_map else {}
     with graph._attr_scope(changes):
         yield
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from whale.errors import ProgramError
 from whale.frontends.horovod.meeting import check_root, context_of
 from whale.frontends.horovod.moves import broadcast_group
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 
 

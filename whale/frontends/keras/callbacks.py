@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.frontends.keras import joining
+from whale.frontends.keras import elastic_fit
 from whale.frontends.keras.saving import wait_for_first_rank
 from whale.runtime.run.context import running
 
@@ -88,7 +88,7 @@ _CHANGES: dict[str, Callable[[Any, ExitStack], bool]] = {
 
 def restores(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of what begins a training with BackupAndRestore: all ranks find what the first one wrote."""
-    if (fit := joining.current()) is not None and fit.taken_up is not None:
+    if (fit := elastic_fit.current()) is not None and fit.taken_up is not None:
         return  # it goes on where the others are
     wait_for_first_rank("the backup of an earlier training")
     original(callback, *args, **kwargs)

@@ -18,8 +18,8 @@ from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.ir.layout import even_sizes, split
 from whale.ir.mesh import Tiles
 from whale.log import log
-from whale.passes.facts.patterns import nearest
-from whale.passes.facts.stages import DATA, TENSOR
+from whale.passes.analysis.patterns import nearest
+from whale.passes.analysis.stages import DATA, TENSOR
 from whale.runtime.run.context import Context, current, running
 from whale.runtime.variables.deferred import knowing_size
 

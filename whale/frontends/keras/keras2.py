@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.frontends.keras import callbacks, calls, feeding, saving, scopes
+from whale.frontends.keras import callbacks, fit_calls, input_pipeline, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, takes_over
 from whale.runtime.input.common_seed import common_seed
@@ -36,9 +36,9 @@ def change(package: str) -> None:
     replace_method(layer, "__init__", scopes.created)
     replace_method(layer, "__call__", scopes.called)
     for name in ("fit", "evaluate", "predict"):
-        replace_method(model, name, calls.call)
-    replace_function(io_utils, "print_msg", calls.shown_once)
-    replace_method(model, "summary", calls.shown_once)
+        replace_method(model, name, fit_calls.call)
+    replace_function(io_utils, "print_msg", fit_calls.shown_once)
+    replace_method(model, "summary", fit_calls.shown_once)
     replace_method(backup, "on_train_begin", callbacks.restores)
     replace_method(state, "__init__", callbacks.training_state)
     for name in ("save", "save_weights", "export"):
@@ -102,4 +102,4 @@ def _configure_dataset(original: Callable[..., Any], handler: Any, *args: Any, *
     assert context is not None
     if kwargs.get("distribute", args[4] if len(args) > 4 else True):
         of_script = type(handler._adapter).__name__ == "DatasetAdapter"
-        handler._dataset = feeding.fed(handler._dataset, context, of_script)
+        handler._dataset = input_pipeline.fed(handler._dataset, context, of_script)

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from whale.frontends.keras import callbacks, calls, distribution, feeding, joining, saving, scopes
+from whale.frontends.keras import callbacks, distribution, elastic_fit, fit_calls, input_pipeline, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, rows_unknown, takes_over
 from whale.runtime.input.common_seed import common_seed
@@ -44,16 +44,16 @@ def change() -> None:
     replace_method(trainer.TFEpochIterator, "__init__", _begin_epochs)
     replace_method(trainer.TFEpochIterator, "_get_iterator", _get_iterator)
     replace_method(trainer.TFEpochIterator, "_enumerate_iterator", _steps)
-    replace_method(models, "fit", calls.fit)
+    replace_method(models, "fit", fit_calls.fit)
     for name in ("evaluate", "predict"):
-        replace_method(models, name, calls.call)
+        replace_method(models, name, fit_calls.call)
     replace_method(Operation, "__init__", scopes.created)
     for kind in (Operation, Layer):
         replace_method(kind, "__call__", scopes.called)
     replace_method(core.name_scope, "__enter__", scopes.named)
     replace_method(CompileLoss, "call", _compile_loss)
-    replace_function(io_utils, "print_msg", calls.shown_once)
-    replace_method(Model, "summary", calls.shown_once)
+    replace_function(io_utils, "print_msg", fit_calls.shown_once)
+    replace_method(Model, "summary", fit_calls.shown_once)
     replace_method(BackupAndRestore, "on_train_begin", callbacks.restores)
     replace_method(Model, "export", saving.save)
     replace_function(saving_api, "save_model", saving.save)
@@ -73,7 +73,7 @@ def _make_function(what: str, original: Callable[..., Any], model: Any, force: b
     def function(iterator: Iterator[Any]) -> Any:
         outputs, ended = None, True
         rows_vary, slots = getattr(iterator, "rows_vary", False), getattr(model, "unrolled_steps_per_execution", 1)
-        if what == "train" and (fit := joining.current()) is not None:
+        if what == "train" and (fit := elastic_fit.current()) is not None:
             fit.commit(iterator)
         for i, batch in enumerate(itertools.islice(iterator, model.steps_per_execution)):
             trace = step.trace(iterator if hasattr(iterator, "element_spec") else batch, i % slots)
@@ -126,7 +126,7 @@ def _without_rows(update_state: Callable[..., Any], values: Any, sample_weight: 
 
 def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of the constructor of what a loop reads: shuffles without a seed are alike on all ranks."""
-    fit = joining.current()
+    fit = elastic_fit.current()
     epochs._whale_fit = fit, "" if fit is None else fit.kind()
     with _as_others(epochs, "begun"), common_seed():
         original(epochs, *args, **kwargs)
@@ -141,7 +141,7 @@ def _as_others(epochs: Any, what: str, again: bool = False) -> AbstractContextMa
 def _steps(original: Callable[[Any], Iterator[Any]], epochs: Any) -> Iterator[Any]:
     """The numbered steps of an epoch."""
     fit, kind = epochs._whale_fit
-    return fit.steps(epochs, original(epochs)) if kind == joining.TRAINING else original(epochs)
+    return fit.steps(epochs, original(epochs)) if kind == elastic_fit.TRAINING else original(epochs)
 
 
 def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
@@ -158,10 +158,10 @@ def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
             with common_seed():  # another one
                 epochs._distributed_dataset = epochs.data_adapter.get_tf_dataset()
         of_script = type(epochs.data_adapter).__name__ == "TFDatasetAdapter"
-        found = feeding.fed(original(epochs), context, of_script, again, agreed)
+        found = input_pipeline.fed(original(epochs), context, of_script, again, agreed)
     if fit is not None:
         fit.made(kind, found.batches, agreed)
-    if kind == joining.TRAINING:
+    if kind == elastic_fit.TRAINING:
         found = replace(found, place=fit.place)
     epochs._whale_fed = found
     return found

@@ -9,9 +9,9 @@ from typing import Any
 
 from whale.runtime.checkpoint.gathering import apart, whole_on_first_rank
 from whale.runtime.compile.step import captures_steps
+from whale.runtime.ranks.collective_call_check import call_together
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.ranks.script_line import script_line
-from whale.runtime.ranks.together import call_together
 from whale.runtime.run.context import running
 
 # The model that is being saved: the functions of one format call those of another.

@@ -10,7 +10,7 @@ from typing import Any
 from whale.errors import CheckpointError, ProgramError
 from whale.frontends.tf1.taking import left_alone, replace_method, taken
 from whale.log import log
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
 

@@ -27,11 +27,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from whale.errors import ClusterError
-from whale.launcher import segments
+from whale.launcher import shm_cleanup
 from whale.launcher.job import ranks
-from whale.launcher.job.door import Door
 from whale.launcher.job.ending import OWN_END_S, Ending
-from whale.launcher.job.lookout import Lookout
+from whale.launcher.job.failure_detector import Lookout
+from whale.launcher.job.listener import Door
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
@@ -48,7 +48,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Grows(Protocol):
-    """Starts ranks while a run goes on; see whale/launcher/growth/newcomers.py.
+    """Starts ranks while a run goes on; see whale/launcher/scale_up/newcomers.py.
 
     Attributes:
         processes: the mpiruns of all that it has started; links: of the ranks that have yet to come in.
@@ -324,7 +324,7 @@ class Job:
         for link in links:
             if link.code is None and link.host == socket.gethostname():
                 ranks.kill_group(link.pid, self._token)
-        shutil.rmtree(segments.folder_of(self._token), ignore_errors=True)
+        shutil.rmtree(shm_cleanup.folder_of(self._token), ignore_errors=True)
         for process in processes:
             process.remove_files()
 

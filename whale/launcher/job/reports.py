@@ -6,7 +6,7 @@ import time
 
 from whale.launcher.job import ranks
 from whale.launcher.job.ending import Ending
-from whale.launcher.job.lookout import Lookout
+from whale.launcher.job.failure_detector import Lookout
 from whale.launcher.job.output import Printer
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile

@@ -24,17 +24,17 @@ from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import RECOMPUTED, Node, Program, Ref
 from whale.ir.values import UNMOVABLE
-from whale.passes.exchange.reshards import explicit_reshards
-from whale.passes.facts.scopes import has_split_scopes
+from whale.passes.analysis.scopes import has_split_scopes
 from whale.passes.in_time.no_rows import bodies_of, of_no_rows
 from whale.passes.in_time.preparing import acts
-from whale.passes.judge.check import check
-from whale.passes.layout.graph_layout import GraphLayout
-from whale.passes.layout.in_place import make_in_place
-from whale.passes.layout.model import Model
-from whale.passes.layout.partial_sums import reduce_partial_sums
-from whale.passes.layout.settle import settled_layouts
-from whale.rules.graph import called_functions
+from whale.passes.propagation.fixpoint import settled_layouts
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.propagation.in_place import make_in_place
+from whale.passes.propagation.partial_sums import reduce_partial_sums
+from whale.passes.propagation.reference_plan import ReferencePlan
+from whale.passes.resharding.reshards import explicit_reshards
+from whale.passes.verify.check import check
+from whale.sharding_rules.graph import called_functions
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 
@@ -66,7 +66,7 @@ def time_plan(
     inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
     with no_garbage_collection():
         while True:
-            layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed, Model(no_rows))
+            layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed, ReferencePlan(no_rows))
             plan = Plan(
                 program=program.name,
                 fingerprint="",
@@ -96,7 +96,7 @@ def _layouts(
     statistics: bool,
     streams: bool,
     fixed: Mapping[str, Strategy],
-    no_rows: Model,
+    no_rows: ReferencePlan,
 ) -> dict[str, GraphLayout]:
     result = {}
     layouts = settled_layouts(program, parts, rows, statistics, streams, fixed=fixed, model=no_rows)

@@ -6,8 +6,8 @@ from whale.ir.layout import B, Strategy, even_sizes, split
 from whale.ir.ops import COLLECTIVES, HAS_BODIES
 from whale.ir.program import Node, Program
 from whale.ir.values import TensorType, static_shape
-from whale.rules.graph import called_functions
-from whale.rules.structure.communication import RUNS
+from whale.sharding_rules.graph import called_functions
+from whale.sharding_rules.structure.communication import RUNS
 
 
 def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:

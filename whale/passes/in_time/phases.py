@@ -13,7 +13,7 @@ from types import MappingProxyType
 from whale.errors import PlanError
 from whale.ir.ops import COLLECTIVES
 from whale.ir.program import Node, Program
-from whale.passes.facts.stages import free_nodes, stage_of
+from whale.passes.analysis.stages import free_nodes, stage_of
 
 
 def kinds(

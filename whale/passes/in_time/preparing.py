@@ -9,8 +9,8 @@ import numpy as np
 from whale.ir.ops import EXCHANGES, HAS_BODIES, READS
 from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, DType, numpy_dtype, static_shape
-from whale.passes.facts.scopes import ranks_of_scope, with_paths, with_ranks
-from whale.rules.graph import USE, called_functions
+from whale.passes.analysis.scopes import ranks_of_scope, with_paths, with_ranks
+from whale.sharding_rules.graph import USE, called_functions
 
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
 _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at

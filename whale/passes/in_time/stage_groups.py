@@ -15,7 +15,7 @@ import numpy as np
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, StageGroup
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.facts.stages import does_nothing, free_nodes, stage_of
+from whale.passes.analysis.stages import does_nothing, free_nodes, stage_of
 
 
 @dataclass(frozen=True, slots=True)

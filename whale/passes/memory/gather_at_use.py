@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from whale.ir.program import Node, Program, Ref, without_unread
 from whale.ir.values import DType, Func
-from whale.passes.facts.scopes import PASSED_ON
+from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.memory.zero import gathered_type, is_model
-from whale.rules.graph import USE
+from whale.sharding_rules.graph import USE
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 from whale.passes.memory.zero import gathered_type
-from whale.rules.graph import called_functions
+from whale.sharding_rules.graph import called_functions
 
 
 def hoist_reads(program: Program, min_bytes: int) -> Program:

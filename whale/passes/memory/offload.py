@@ -27,10 +27,10 @@ from whale.ir.ops import (
 )
 from whale.ir.program import ON_HOST, Node, Program, Ref, Variable, function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
-from whale.passes.facts.cost import matmul_flops
+from whale.passes.analysis.cost import matmul_flops
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.zero import is_model, leading_to
-from whale.rules.graph import USE, Use, called_functions, uses_of_variables
+from whale.sharding_rules.graph import USE, Use, called_functions, uses_of_variables
 
 COPY = "WhaleOffload"
 TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory

@@ -32,7 +32,7 @@ from whale.ir.program import (
     topological,
 )
 from whale.ir.values import UNMOVABLE
-from whale.passes.facts.stages import stage_of
+from whale.passes.analysis.stages import stage_of
 
 _MOST_SEGMENTS = 64
 

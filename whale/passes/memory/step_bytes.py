@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 
-from cost_model.captured.held import held
-from cost_model.formulas.gpu_memory import nccl_bytes
-from cost_model.ops import executions
+from cost_model.graph.peak_memory import held
+from cost_model.kernels.gpu_memory import nccl_bytes
+from cost_model.kernels.loop_counts import executions
 from whale.ir.program import Program, Ref
-from whale.passes.exchange.on_devices import partners
 from whale.passes.memory.footprint import CATEGORIES, tensor_kinds, variable_kinds
+from whale.passes.resharding.on_devices import partners
 from whale.passes.settings import PlanSettings
 
 _KINDS = ("activations", *(name for name in CATEGORIES if name != "activations"))

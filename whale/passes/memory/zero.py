@@ -26,11 +26,11 @@ from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, e
 from whale.ir.ops import BRANCHES, CONTRACTIONS, HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.facts.cost import matmul_flops
-from whale.passes.layout.graph_layout import GraphLayout
-from whale.rules import rule_of
-from whale.rules.base import OWNED
-from whale.rules.graph import Use, called_functions, takes, uses_of_variables, view
+from whale.passes.analysis.cost import matmul_flops
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import OWNED
+from whale.sharding_rules.graph import Use, called_functions, takes, uses_of_variables, view
 
 
 def state_at_rest(

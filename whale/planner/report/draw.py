@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cost_model.described.evaluate import Evaluation, played
-from cost_model.described.spread import Spread, Stage
-from cost_model.formulas.simulate import Tasks, Timeline, memory_curve
-from cost_model.machines.pools import Machines
+from cost_model.analytic.evaluate import Evaluation, played
+from cost_model.analytic.spread import Spread, Stage
+from cost_model.cluster.pools import Machines
+from cost_model.simulator import Tasks, Timeline, memory_curve
 from whale.ir.plan_text import human_seconds
 from whale.ir.schedule import schedule
 from whale.planner.report import show

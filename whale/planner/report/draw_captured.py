@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cost_model.captured.predict import CapturedPrediction, Span, Timeline
+from cost_model.graph.predict import CapturedPrediction, Span, Timeline
 from whale.ir.layout import Partial, Split, Strategy
 from whale.ir.mesh import tiles_of
 from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes, human_seconds
 from whale.ir.program import Program
-from whale.planner.captured.pipelines import levels
+from whale.planner.graph_search.pipelines import levels
 from whale.planner.report.analysis import layer_of
 from whale.planner.report.draw import page
 from whale.planner.report.lanes import short, side_by_side

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cost_model.captured.predict import Span
+from cost_model.graph.predict import Span
 
 
 def side_by_side(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cost_model.captured.predict import Span
+from cost_model.graph.predict import Span
 from whale.errors import PlanError
 from whale.ir.plan_text import human_seconds
 from whale.planner.report.lanes import short, side_by_side

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cost_model.described.spread import Spread
+from cost_model.analytic.spread import Spread
 from whale.ir.mesh import Axis, coordinates_of, format_axes, mesh_of
 from whale.ir.plan import Plan, StageGroup
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import msgspec
 
-from cost_model.described.evaluate import Evaluation, evaluate
-from cost_model.described.layer_costs import Model
-from cost_model.described.spread import Spread
-from cost_model.described.stacks import stack
-from cost_model.described.transformer import Transformer
-from cost_model.described.transformer_model import TransformerModel
-from cost_model.machines.cluster import Cluster
-from cost_model.machines.pools import Machines
+from cost_model.analytic.evaluate import Evaluation, evaluate
+from cost_model.analytic.layer_costs import Model
+from cost_model.analytic.spread import Spread
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Transformer
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.plan_text import human_bytes, human_seconds
-from whale.planner.described.check import check
-from whale.planner.described.layer_tables import Table, TableModel
-from whale.planner.search.candidates import SearchResult
+from whale.planner.analytic_search.candidates import SearchResult
+from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
+from whale.planner.analytic_search.plan_check import check
 
 FORMAT_VERSION = "1.2"
 SCHEMA = Path(__file__).with_name("plan.schema.json")
@@ -69,7 +69,7 @@ class PlanFile(msgspec.Struct, frozen=True):
     predicted: Predicted
     bound_s: float
     transformer: Transformer | None = None
-    table: Table | None = None
+    table: LayerProfile | None = None
     alternatives: tuple[Alternative, ...] = ()
     planner: str = "whale"
 
@@ -118,7 +118,7 @@ def of_search(
     software: str,
     batch: int,
     transformer: Transformer | None,
-    table: Table | None,
+    table: LayerProfile | None,
     planner: str = "whale",
 ) -> PlanFile:
     """The file of what a search found, with the best alternative of each shape and what nearly fitted."""

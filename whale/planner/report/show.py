@@ -6,16 +6,16 @@ import shutil
 from collections.abc import Iterator, Set
 from textwrap import wrap
 
-from cost_model.described.evaluate import Evaluation, evaluate
-from cost_model.described.layer_costs import Model, costs_of
-from cost_model.described.memory import Footprint, offloaded_bytes
-from cost_model.described.spread import Spread, Stage, counted, expert_ranks
-from cost_model.machines.pools import Machines
+from cost_model.analytic.evaluate import Evaluation, evaluate
+from cost_model.analytic.layer_costs import Model, costs_of
+from cost_model.analytic.memory import Footprint, offloaded_bytes
+from cost_model.analytic.spread import Spread, Stage, counted, expert_ranks
+from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.plan_text import human_bytes, human_seconds
 from whale.ir.schedule import schedule
+from whale.planner.analytic_search.neighbours import move_cut
 from whale.planner.report.planfile import PlanFile
-from whale.planner.search.neighbours import move_cut
 
 BAR = 10  # characters of a bar
 PASSES = 18  # of a stage that are printed

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from cost_model.captured.machine import Machine
-from cost_model.captured.predict import what_if_seconds
-from cost_model.described.evaluate import evaluate
-from cost_model.machines.cluster import Cluster
-from cost_model.machines.pools import Machines
+from cost_model.analytic.evaluate import evaluate
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
+from cost_model.graph.machine import Machine
+from cost_model.graph.predict import what_if_seconds
 from whale.ir.program import Program
 from whale.planner.report.planfile import PlanFile
 

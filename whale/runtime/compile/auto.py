@@ -1,6 +1,6 @@
 """`auto_parallel`: rank 0 looks for the fastest way to spread the first training step, and all ranks take it.
 
-Measuring and telling are here; the search is `whale.planner.captured.search`, in which other ranks help. Later
+Measuring and telling are here; the search is `whale.planner.graph_search.search`, in which other ranks help. Later
 programs of the run are spread in the same way, because the variables lie so.
 """
 
@@ -11,27 +11,27 @@ from dataclasses import dataclass, replace
 import msgspec
 from tensorflow.python.eager.context import eager_mode
 
-from cost_model.captured import table as tables
-from cost_model.captured.table import Table
-from whale.errors import ClusterError
+from cost_model.graph import machine_profile as tables
+from cost_model.graph.machine_profile import MachineProfile
+from whale.errors import ClusterError, DoesNotFitError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.ground import Again, Ground, Options
-from whale.planner.captured.predict import Made, Plans, apply
-from whale.planner.captured.search import best_way
-from whale.planner.captured.ways import Choice, has_scopes, trains, without_scopes
+from whale.planner.graph_search.environment import SearchEnvironment
+from whale.planner.graph_search.predict import Made, Plans, apply
+from whale.planner.graph_search.search import best_way
+from whale.planner.graph_search.strategies import Choice, has_scopes, trains, without_scopes
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import choice_of
-from whale.runtime.compile.kept_plans import keep_choice, kept_choice
-from whale.runtime.compile.memory_plan import limit_bytes
+from whale.runtime.compile.memory_plan import Options, limit_bytes
+from whale.runtime.compile.microbenchmark import measured_rates
 from whale.runtime.compile.offload import has_compute_device
+from whale.runtime.compile.plan_cache import keep_choice, kept_choice
 from whale.runtime.compile.progress import told
-from whale.runtime.compile.rates import measured_rates
+from whale.runtime.compile.search_team import RankTeam, found_together
 from whale.runtime.run.context import Context
-from whale.runtime.spread.lower import as_run, lower_ranks, make_any_plan
-from whale.runtime.spread.team import RankTeam, found_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def spread_program(
     settings: PlanSettings,
     context: Context,
     number: int,
-    again: Again | None,
+    captured: Program | None,
     options: Options,
 ) -> Spread:
     """The program and the settings with which it is to be planned; collective between processes.
@@ -56,7 +56,7 @@ def spread_program(
     Args:
       settings: for all ranks, or for the ranks of a dry run.
       number: of the program in this run.
-      again: normalises the program as it was captured under other settings; None: its gradients are not marked.
+      captured: the program as it was captured; None: its gradients are not marked, which recomputation needs.
       options: which settings would make the step fit into so many bytes of a rank.
 
     Raises:
@@ -72,13 +72,13 @@ def spread_program(
         if context.described is not None:
             chosen = context.auto = _as_described(program, settings, context, context.described)
         else:
-            chosen, made = _agreed(program, settings, context, number, again, options)
+            chosen, made = _agreed(program, settings, context, number, captured, options)
             context.auto = chosen
     if made is not None and not settings.dump:  # a dump is of passes that run
         return Spread(made.program, made.settings, made.plan)
-    if chosen.recompute and again is not None and trains(program):
+    if chosen.recompute and captured is not None and trains(program):
         settings = settings.but(memory__recompute=chosen.recompute)
-        program = again(settings)
+        program = normalise(captured, settings)
     return Spread(*apply(program, settings, chosen))
 
 
@@ -107,7 +107,7 @@ def _agreed(
     settings: PlanSettings,
     context: Context,
     number: int,
-    again: Again | None,
+    captured: Program | None,
     options: Options,
 ) -> tuple[Choice, Made | None]:
     """Rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
@@ -117,11 +117,15 @@ def _agreed(
     kept = None if changed else _kept(program, settings, context, number)
     if kept is not None:
         return kept, None
-    ground = _ground(program, context, options, again)
+    environment = _environment(program, context, captured)
 
     def look(team: RankTeam | None = None) -> tuple[Choice, Made]:
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
-            found = best_way(program, settings, ground, context.config["pipeline.num_stages"], team=team)
+            try:
+                found = best_way(program, settings, environment, context.config["pipeline.num_stages"], team=team)
+            except DoesNotFitError as error:
+                error.action = options(min(environment.limits_bytes))
+                raise
         _say(found.choice, found.lines)
         context.searched_all = found.is_whole
         if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
@@ -131,20 +135,20 @@ def _agreed(
     if dry or not context.between_processes:
         return look()
     purpose = f"the search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
-    return found_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, ground), look)
+    return found_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, environment), look)
 
 
-def _ground(program: Program, context: Context, options: Options, again: Again | None) -> Ground:
+def _environment(program: Program, context: Context, captured: Program | None) -> SearchEnvironment:
     """What ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
     size, dry, profile = context.planned_size, context.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
-        ground = Ground.described(dry.cluster, program, size, make_any_plan, lower_ranks, as_run, options, again)
+        environment = SearchEnvironment.of_cluster(dry.cluster, program, size, captured)
         asked = context.config["memory.limit_bytes"]
-        return replace(ground, limits_bytes=[asked] * size) if asked else ground
+        return replace(environment, limits_bytes=[asked] * size) if asked else environment
     with eager_mode():  # a session's script has a graph here, which is not to grow
         rates = measured_rates(context, dry is not None, program)
     limit, _ = limit_bytes(context.config, context.local_ranks)
-    return Ground(rates, profile, make_any_plan, lower_ranks, as_run, [limit] * size, options, again)
+    return SearchEnvironment(rates, profile, [limit] * size, captured)
 
 
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> Choice | None:
@@ -175,7 +179,7 @@ def _say(chosen: Choice, lines: list[str]) -> None:
         log.info(line)
 
 
-def _profile(context: Context) -> Table | None:
+def _profile(context: Context) -> MachineProfile | None:
     """What `cost_model.profile` names, if anything; it describes one host, so all ranks have to be there."""
     path = context.config["cost_model.profile"]
     if not path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from types import MappingProxyType
 
 import msgspec
@@ -17,36 +17,36 @@ from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
+from whale.kernels.substitute import substitute_kernels
+from whale.kernels.updates.last import updates_last
+from whale.kernels.xla import compile_marked
 from whale.log import log
-from whale.lowering.compiled import compile_marked
-from whale.lowering.functions import LoweredFunction, communicates
-from whale.lowering.micro import CALL
-from whale.lowering.updates.last import updates_last
+from whale.partition.lower import lower_ranks, shown_ranks, with_memory
+from whale.partition.pipeline.microbatch_loop import CALL
+from whale.partition.variable_use import VariableUse
+from whale.passes.analysis.axes import tiles_that_fit
+from whale.passes.analysis.scopes import all_paths
 from whale.passes.dump import dump
-from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
-from whale.passes.facts.axes import tiles_that_fit
-from whale.passes.facts.scopes import all_paths
-from whale.passes.judge.undivided import undivided
-from whale.passes.lay_out import expand
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.order import normalise
+from whale.passes.pass_manager import normalise
+from whale.passes.plan_builder import expand
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured.ground import Again, Options
-from whale.planner.captured.ways import updates
-from whale.runtime.compile.agree import agreed_plan, compare_programs, made_plan
+from whale.passes.verify.undivided import undivided
+from whale.planner.graph_search.strategies import updates
 from whale.runtime.compile.auto import Spread, seen_by_plan, spread_program
+from whale.runtime.compile.cross_rank_checks import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.exchanges import compare_exchanges
-from whale.runtime.compile.kept_steps import Ready
-from whale.runtime.compile.memory_plan import beside_files, limit_bytes, options_text, refuse_what_does_not_fit
-from whale.runtime.compile.numbering import with_number
+from whale.runtime.compile.memory_plan import Options, beside_files, limit_bytes, options_text, refuse_what_does_not_fit
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
+from whale.runtime.compile.step_cache import Ready
+from whale.runtime.compile.tensorflow_functions import LoweredFunction, communicates
+from whale.runtime.compile.unique_keys import with_number
 from whale.runtime.run.context import Context
 from whale.runtime.run.scopes import one_number
-from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, shown_ranks, with_memory
-from whale.runtime.variables.stage_variables import Use
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ def compile_program(
     clock.lap("normalise")
 
     def options(limit: float) -> str:
-        return options_text(settings, limit, captured, marked, first_ranks, has_compute_device())
+        return options_text(settings, limit, captured, marked, has_compute_device())
 
     # Recomputation needs the marks of gradients, which steps that can be captured with them have under auto_parallel.
-    again = (lambda changed: normalise(captured, changed)) if marked is not None else None
+    recomputable = captured if marked is not None else None
     if context.dry is not None:
-        _show(program, context, settings.but(size=context.dry.size, batch__local=local), number, again, options)
+        _show(program, context, settings.but(size=context.dry.size, batch__local=local), number, recomputable, options)
     else:
         settings = settings.but(batch__local=local)
     compare_programs(program, local, number, context)
@@ -124,7 +124,7 @@ def compile_program(
     if context.dry is None:
         if movable and context.auto is None:  # the search is about programs without stages, too
             settings = settings.but(split__tiles=tiles_that_fit(program, settings))
-        spread = _spread(program, settings, context, number, again, options)
+        spread = _spread(program, settings, context, number, recomputable, options)
         program, settings, made = spread.program, spread.settings, spread.plan
         if movable:
             made, settings = None, settings.but(split__tiles=tiles_that_fit(program, settings.but(split__tiles=lying)))
@@ -142,10 +142,10 @@ def compile_program(
     compare_exchanges(lowered, plan, number, context)
     _tell_of_backend(lowered[0], plan, settings, context)
     _tell_of_micro_batches(plan, settings, context)
-    clock.lap("localise")
+    clock.lap("partition")
     if settings.fuse != FuseSettings():
         with no_garbage_collection():
-            lowered = as_run(lowered, settings)
+            lowered = substitute_kernels(lowered, settings)
         dump(settings.dump, "fuse", lowered[0])
         clock.lap("fuse")
     if context.elastic is not None:
@@ -259,20 +259,20 @@ def micro_batches_of(program: Program, context: Context) -> int:
 
 
 def _spread(
-    program: Program, settings: PlanSettings, context: Context, number: int, again: Again | None, options: Options
+    program: Program, settings: PlanSettings, context: Context, number: int, captured: Program | None, options: Options
 ) -> Spread:
     """The program and its settings as `auto_parallel`, or the plan of a described model, has them."""
     if not context.config["auto_parallel"] and context.auto is None and context.described is None:
         return Spread(program, settings)
-    return spread_program(program, settings, context, number, again, options)
+    return spread_program(program, settings, context, number, captured, options)
 
 
 def _show(
-    program: Program, context: Context, settings: PlanSettings, number: int, again: Again | None, options: Options
+    program: Program, context: Context, settings: PlanSettings, number: int, captured: Program | None, options: Options
 ) -> None:
     """Plans for the ranks of a dry run, which then sees the plan; what runs is planned for one rank."""
     assert context.dry is not None
-    spread = _spread(program, settings, context, number, again, options)
+    spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
     plan = made_plan(program, context, settings, spread.plan)
     ranks = shown_ranks(program, plan, settings)
@@ -292,7 +292,7 @@ def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
 
 
 def ready_step(
-    compiled: Compiled, function: LoweredFunction, uses: dict[str, Use], context: Context, inputs: str
+    compiled: Compiled, function: LoweredFunction, uses: dict[str, VariableUse], context: Context, inputs: str
 ) -> Ready:
     """What is kept of a compiled program, and called."""
     plan, program = compiled.plan, compiled.program
@@ -333,10 +333,9 @@ def bytes_under(
     captured, program = program, normalise(program, settings)
     settings = settings.but(batch__local=local)
     if context.auto is not None:
-        again = partial(normalise, captured)
-        spread = spread_program(program, settings, context, 0, again, lambda _: "")
+        spread = spread_program(program, settings, context, 0, captured, lambda _: "")
         program, settings = spread.program, spread.settings
-    lowered = as_run(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
+    lowered = substitute_kernels(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
     return step_bytes(beside_files(lowered[0], in_files), context.rank, context.size)
 
 

@@ -15,7 +15,7 @@ from whale.errors import PlanError
 from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, function_refs
-from whale.lowering.micro import CALL, phase_of
+from whale.partition.pipeline.microbatch_loop import CALL, phase_of
 from whale.runtime.run.context import Context
 
 # Of messages between two ranks that are outside of micro-batches: received before them, or sent after them.

@@ -1,6 +1,6 @@
 """What a step will take in memory, before it runs: by rank and category, against what the devices have.
 
-The prediction is made of the programs that the ranks would run (see cost_model.captured.held), so the schedule,
+The prediction is made of the programs that the ranks would run (see cost_model.graph.peak_memory), so the schedule,
 micro-batches, recomputation, mixed precision and `zero.level` are in it by themselves.
 """
 
@@ -13,14 +13,15 @@ from typing import Any
 
 import msgspec
 
-from cost_model.formulas.gpu_memory import tensorflow_bytes
-from cost_model.machines.discover import host_resources
+from cost_model.cluster.discover import host_resources
+from cost_model.kernels.gpu_memory import tensorflow_bytes
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program
 from whale.ir.values import TensorType
+from whale.partition.lower import first_ranks
 from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks.device_exchange import device_buffer_bytes
@@ -30,8 +31,8 @@ from whale_ops import gpu_driver
 
 _MOST_MICRO_BATCHES = 64
 
-# The programs that some ranks would run, under other settings: (settings, program as captured) -> rank -> program.
-Lower = Callable[[PlanSettings, Program], Mapping[int, Program]]
+# Which settings would make the step fit into so many bytes of a rank, in words; found only for an error.
+Options = Callable[[float], str]
 
 
 def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
@@ -154,7 +155,6 @@ def options_text(
     limit: float,
     program: Program,
     marked: Callable[[], Program] | None,
-    lower: Lower,
     beside_host: bool,
 ) -> str:
     """Which other settings would make a step fit into ``limit`` bytes, by what they are predicted to take.
@@ -162,7 +162,6 @@ def options_text(
     Args:
       settings, program: with which it does not fit; the program is as captured.
       marked: captures it with its gradients marked, which recomputation needs; None: it cannot.
-      lower: gives the programs of some ranks.
       beside_host: the device that computes has a memory of its own, beside its host's.
     """
 
@@ -170,7 +169,7 @@ def options_text(
         other = settings.but(dump="", **option.changes)
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
-            return max(sum(taken_bytes(p, r, other).values()) for r, p in lower(other, source).items())
+            return max(sum(taken_bytes(p, r, other).values()) for r, p in first_ranks(other, source).items())
         except WhaleError:
             return None  # this program cannot run so
 

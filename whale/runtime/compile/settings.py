@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.cluster_file import Cluster
 from whale.errors import PlanError
 from whale.ir.mesh import Axis
 from whale.passes.settings import (

@@ -13,6 +13,7 @@ import msgspec
 import tensorflow as tf
 
 import whale_ops
+from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.function import Trace, trace_function
 from whale.capture.sharded import Drawing, ShardedTensor
@@ -20,27 +21,26 @@ from whale.capture.signature import Arguments
 from whale.ir.collector import no_garbage_collection
 from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan
-from whale.lowering.functions import load_ops, lower_to_function
-from whale.passes.facts.stages import has_stages
-from whale.runtime.compile import kept_steps
-from whale.runtime.compile.agree import all_take
-from whale.runtime.compile.call import callable_step
+from whale.partition.pipeline.microbatches import keeps_own_rows
+from whale.partition.variable_use import VariableUse, uses_of
+from whale.passes.analysis.stages import has_stages
+from whale.runtime.compile import step_cache
 from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
-from whale.runtime.compile.kept_steps import Ready
+from whale.runtime.compile.cross_rank_checks import all_take
 from whale.runtime.compile.offload import compute_device
-from whale.runtime.input.equal_inputs import compared
+from whale.runtime.compile.step_cache import Ready
+from whale.runtime.compile.step_call import callable_step
+from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
+from whale.runtime.input.equal_inputs import as_rows_of, compared
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import Context
 from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.run.writes import with_equal_replicas
-from whale.runtime.spread.micro_batches import keeps_own_rows
-from whale.runtime.spread.stage_groups import uses_of
+from whale.runtime.run.replica_writes import with_equal_replicas
 from whale.runtime.variables.deferred import capturing, creator_in_traces
 from whale.runtime.variables.given_tiles import refuse_other_tiles
 from whale.runtime.variables.in_files import folder_of
-from whale.runtime.variables.stage_variables import Use
 from whale_ops.memory import trim
 
 
@@ -65,7 +65,9 @@ class Step:
         if not self.gathers:
             return [rows_of_run(t, context) for t in tensors]
         return [
-            whole_batch(t, name, context) if type(t) is ShardedTensor and rows_of_run(t, context) is not t else t
+            as_rows_of(whole_batch(t, name, context), t.local)
+            if type(t) is ShardedTensor and rows_of_run(t, context) is not t
+            else t
             for name, t in zip(self.captured.inputs, tensors)
         ]
 
@@ -145,7 +147,7 @@ def _compiled(
     local = {t.op.name: own.sizes for t, own in zip(trace.inputs, tensors) if isinstance(own, ShardedTensor)}
     with span(context.trace, "look for a kept step", "compile"):
         layouts = context.variables.layouts(trace.variables)
-        name, ready = kept_steps.find(trace, local, layouts, context.programs, context)
+        name, ready = step_cache.find(trace, local, layouts, context.programs, context)
         if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_text, context):
             ready = None
     if ready is None:
@@ -196,12 +198,12 @@ def _lowered(
     start_s = time.perf_counter()
     with span(context.trace, "functions", "compile"):
         load_ops(compiled.ranks)
-        tag = kept_steps.new_tag(f"whale_{compiled.number}_{_identifier(compiled.program.name)}")
+        tag = step_cache.new_tag(f"whale_{compiled.number}_{_identifier(compiled.program.name)}")
         function = lower_to_function(compiled.ranks, tag, streams)
         ready = ready_step(compiled, function, uses, context, trace.inputs_text)
         ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged, streams=streams)
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
-    kept_steps.keep(kept, ready, function, compiled.plan, context)
+    step_cache.keep(kept, ready, function, compiled.plan, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
     return _step(call, captured, ready, lambda: compiled.plan, parts, seconds, context, compiled)
 
@@ -229,7 +231,7 @@ def _taken(
         program = _in_scopes(trace.read(), context).program
         return bytes_under(program, plan(), context, {} if ready.gathers else local, here, _in_files(tied.variables))
 
-    kept_steps.remember(ready, plan, predicted, context)
+    step_cache.remember(ready, plan, predicted, context)
     _adopt(tied.variables, ready.uses, ready.offloaded, ready.kinds, context)
     with span(context.trace, "functions", "compile"):
         if ready.communicates:
@@ -240,7 +242,7 @@ def _taken(
 
 def _adopt(
     variables: Sequence[CapturedVariable],
-    uses: Mapping[str, Use],
+    uses: Mapping[str, VariableUse],
     on_host: Collection[str],
     kinds: Mapping[str, str],
     context: Context,
@@ -278,7 +280,7 @@ def _in_scopes(captured: Captured, context: Context) -> Captured:
 def _with_scopes(captured: Captured, context: Context) -> Captured:
     """Variables created under a scope carry it (the node that reads one joins it), and the run may have one too."""
     program = captured.program
-    scopes = {c.node: getattr(c.variable, "_whale_scope", "") for c in captured.variables}
+    scopes = {c.node: getattr(c.variable, SCOPE_ATTR, "") for c in captured.variables}
     if any(scopes.values()):
         variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in program.variables)
         program = replace(program, variables=variables)

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from cost_model.machines import files
+from cost_model.cluster import yaml_files
 from whale.errors import PlanError
 
 Count = Annotated[int, Meta(ge=1)]
@@ -149,5 +149,5 @@ Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm | Classifier
 
 def read(path: str | Path) -> Description:
     """Reads a model file; a mistake is an error with line and key."""
-    file = files.File(files.text(path, "model file"), str(path), "model file")
+    file = yaml_files.File(yaml_files.text(path, "model file"), str(path), "model file")
     return file.decode(Description)  # type: ignore[arg-type]

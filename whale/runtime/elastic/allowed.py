@@ -10,10 +10,10 @@ from typing import Any
 from whale.capture.captured import CapturedVariable
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, PlanError
+from whale.partition.variable_use import VariableUse
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.given_tiles import given_tiles
 from whale.runtime.variables.in_files import folder_of
-from whale.runtime.variables.stage_variables import Use
 
 
 def refuse(ranks: Ranks, joins: bool = False) -> None:
@@ -37,7 +37,7 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
         )
 
 
-def divides(uses: Mapping[str, Use], size: int) -> bool:
+def divides(uses: Mapping[str, VariableUse], size: int) -> bool:
     """Whether a program has variables of which some rank does not hold all."""
     return any(use.tiles is not None or len(use.ranks) < size for use in uses.values())
 
@@ -61,7 +61,7 @@ def _refuse(variable: str, given: str, expected: str) -> None:
     )
 
 
-def refuse_plan(uses: Mapping[str, Use], names: Mapping[str, str], size: int, copies: bool) -> None:
+def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size: int, copies: bool) -> None:
     """Raises PlanError for a plan that gives one rank alone a part of a variable, where no other keeps a copy of it."""
     if copies:
         return

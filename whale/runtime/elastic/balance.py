@@ -24,7 +24,7 @@ from whale.ir.ops import EXCHANGES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, function_refs
 from whale.log import log
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 
 GAIN = 1.10  # of the slowest rank's work, for which rows are divided anew

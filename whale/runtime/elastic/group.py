@@ -15,16 +15,16 @@ import whale_ops
 from whale.config import Config
 from whale.log import log
 from whale.runtime.elastic.allowed import fitting, hosts_left
-from whale.runtime.elastic.apart import Apart
-from whale.runtime.elastic.door import Door
-from whale.runtime.elastic.growth import Members, Welcome, shares_with
-from whale.runtime.elastic.meeting import Alone, gathered, sent
+from whale.runtime.elastic.joining import Members, Welcome, shares_with
+from whale.runtime.elastic.listener import Door
+from whale.runtime.elastic.membership import Alone, gathered, sent
+from whale.runtime.elastic.socket_bootstrap import Apart
 from whale.runtime.ranks.connect import as_configured
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.ranks.trace import Trace
 from whale.runtime.ranks.watch import Watch
-from whale.runtime.variables.outside import Outside
-from whale.runtime.variables.owner import VariableOwner
+from whale.runtime.variables.external_updates import Outside
+from whale.runtime.variables.variable_store import VariableOwner
 from whale.started import GROWS_VARIABLE, PEERS_VARIABLE, ProcessPlace, joins
 
 

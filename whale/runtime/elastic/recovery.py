@@ -15,11 +15,11 @@ import tensorflow as tf
 import whale_ops
 from whale.errors import ClusterError
 from whale.runtime.elastic.generations import Generations, Moment
-from whale.runtime.elastic.meeting import Alone
+from whale.runtime.elastic.membership import Alone
 from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
-from whale.runtime.variables.holdings import Holding
+from whale.runtime.variables.ownership import Holding
 
 _Key = tuple[int, int]  # (variable, piece)
 _Said = Sequence[dict[_Key, bool]]  # by rank of the meeting: what it has, and whether that is a copy

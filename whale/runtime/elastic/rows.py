@@ -6,7 +6,7 @@ from typing import Any
 
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ClusterError
-from whale.passes.facts.batch import rows_of_ranks
+from whale.passes.analysis.batch import rows_of_ranks
 from whale.runtime.ranks.ranks import Ranks
 
 # Attribute of a tensor that a rank read while it was alone: (weak reference to the iterator, number of the batch, and

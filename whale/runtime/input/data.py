@@ -23,6 +23,8 @@ from whale.runtime.input.dataset_rows import (
     refuse_other_orders,
     shuffles_freely,
 )
+from whale.runtime.input.equal_datasets import Summary, built_of, drawn_leaves
+from whale.runtime.input.equal_inputs import checksums, find_difference, other_datasets, with_whole
 from whale.runtime.input.local_batches import (
     ELEMENT_TIMEOUT_S,
     Brought,
@@ -36,6 +38,7 @@ from whale.runtime.input.shuffle_orders import Orders, counts_ends, reshuffles, 
 from whale.runtime.run.context import Context, current
 
 Element = Any  # a structure of tensors, as the dataset yields it
+_OfDataset = tuple[str, int, int, dict[str, int]]  # its elements, how many, a seed, and what it is built of
 
 
 class ShardedDataset:
@@ -58,6 +61,9 @@ class ShardedDataset:
         shares_rows = context.between_processes and by == "row" and not agreed
         self._seed = context.survived(self._common_seed) if shares_rows else self._drawn_seed()
         self._orders, self._counts_ends = Orders(dataset), counts_ends(dataset)
+        # Of ranks that go on without others, or with more, each may have begun elsewhere.
+        self._every = context.config["check.inputs"] if shares_rows and context.elastic is None else 0
+        self._compares = [not drawn for drawn in drawn_leaves(dataset)] if self._every else [False] * len(self._leaves)
         self._divide()
         several = context.between_processes or context.elastic is not None  # one that is alone may not stay so
         gave = context.seeds.gave if context.seeds is not None else lambda *_: False
@@ -161,7 +167,7 @@ class ShardedDataset:
             if not all(isinstance(s, tf.TensorSpec) and s.dtype.name not in UNMOVABLE for s in self._leaves):
                 raise Unknown("its batches hold strings, ragged or sparse tensors")
             ahead = self._context.config["input.prefetch"]
-            own = own_rows(self._whole, self._shares, rank, lambda: next(seeds), ahead)
+            own = own_rows(self._whole, self._shares, rank, lambda: next(seeds), ahead, self._every)
             if self._context.elastic is not None and self._orders.now() is None:
                 raise Unknown("where ranks that are gone were in its order is known to the dataset alone")
         except Unknown as reason:
@@ -182,11 +188,16 @@ class ShardedDataset:
         """A seed that rank 0 draws; checks that all ranks have the same kind of dataset on the way. Collective."""
         context = self._context
         drawn = self._drawn_seed()
-        mine = str(self._whole.element_spec), int(self._whole.cardinality()), drawn
+        parts = built_of(self._whole) if context.config["check.inputs"] else {}
+        mine = str(self._whole.element_spec), int(self._whole.cardinality()), drawn, checksums(parts)
         key, context.elements = f"whale/element/{context.elements}", context.elements + 1
-        said = context.comms[0].allgather_bytes(key, msgspec.json.encode(mine), ELEMENT_TIMEOUT_S)
-        (spec, count, seed), *others = [msgspec.json.decode(data, type=tuple[str, int, int]) for data in said]
-        for rank, (other_spec, other_count, _) in enumerate(others, 1):
+
+        def exchange(data: bytes) -> list[bytes]:
+            return context.comms[0].allgather_bytes(key, data, ELEMENT_TIMEOUT_S)
+
+        said = [msgspec.json.decode(one, type=_OfDataset) for one in exchange(msgspec.json.encode(mine))]
+        (spec, count, seed, _), *others = said
+        for rank, (other_spec, other_count, *_) in enumerate(others, 1):
             if (other_spec, other_count) != (spec, count):
                 raise ProgramError(
                     "the ranks share out different datasets",
@@ -194,6 +205,9 @@ class ShardedDataset:
                     expected="the same dataset on every rank (-1 batches: without end, -2: not known)",
                     action='remove what depends on the rank, or use by="file"',
                 )
+        found = find_difference([sums for *_, sums in said], parts, exchange, rounding=parts)
+        if found is not None:
+            raise other_datasets(found, context)
         return seed
 
     def _drawn_seed(self) -> int:
@@ -203,18 +217,26 @@ class ShardedDataset:
     def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
         rank, batches = self._context.rank, own.batch_sizes()
         before = sum(self._shares(rows)[rank] > 0 for rows in itertools.islice(batches, start))
-        return self._of_own_rows(iter(_without(self._read, before)), batches)
+        if own.summary is not None:
+            own.summary.begin()
+        return self._of_own_rows(iter(_without(self._read, before)), enumerate(batches, start), own.summary)
 
-    def _of_own_rows(self, rows_read: Iterator[Any], batches: Iterator[int]) -> Iterator[Element]:
+    def _of_own_rows(
+        self, rows_read: Iterator[Any], batches: Iterator[tuple[int, int]], summary: Summary | None
+    ) -> Iterator[Element]:
         rank = self._context.rank
-        for rows in batches:
+        for number, rows in batches:
             sizes = self._shares(rows)
             if sizes[rank]:
                 local = tf.nest.flatten(next(rows_read))
             else:
                 local = [tf.zeros([0, *s.shape[1:]], s.dtype) for s in self._leaves]
+            if summary is not None and (sums := summary.of(number)) is not None:
+                local = [with_whole(t, sums) for t in local]
             alone = len(sizes) == 1  # the others are gone
             yield self._element(local if alone else [ShardedTensor(t, sizes, rank) for t in local])
+        if summary is not None:
+            summary.end()
         if self._counts_ends and self._shares(batch_size(self._whole))[rank]:
             next(rows_read, None)
 
@@ -226,8 +248,12 @@ class ShardedDataset:
             return element
         sizes = self._shares(rows)
         start, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+        compares = self._compares
         return self._element(
-            ShardedTensor(t[start:end], sizes, rank) if _divisible(t) and t.shape[0] == rows else t for t in leaves
+            ShardedTensor(with_whole(t[start:end], t) if compared else t[start:end], sizes, rank)
+            if _divisible(t) and t.shape[0] == rows
+            else t
+            for t, compared in zip(leaves, compares)
         )
 
     # -- files

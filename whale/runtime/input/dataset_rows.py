@@ -20,6 +20,7 @@ from tensorflow.python.framework import op_def_registry
 
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS, DRAWS, HAS_BODIES
+from whale.runtime.input.equal_datasets import Summary, summary_of
 from whale.runtime.input.shuffle_orders import (
     Seeds,
     common_order,
@@ -55,6 +56,7 @@ class OwnRows:
       batch_sizes: makes an iterator over the rows of each global batch.
       moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
       reseeded: the dataset's shuffles that had no seed, and got one.
+      summary: sums up batches that all ranks have to meet alike, where they are not known without reading them.
     """
 
     dataset: tf.data.Dataset
@@ -62,25 +64,29 @@ class OwnRows:
     moved: int
     kept: tuple[str, ...]
     reseeded: tuple[Any, ...]
+    summary: Summary | None
 
 
-def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, ahead: int = 0) -> OwnRows:
+def own_rows(
+    dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, ahead: int = 0, every: int = 0
+) -> OwnRows:
     """``dataset`` cut down to the samples of ``rank``.
 
     Args:
       shares: rows of every rank, given those of the batch.
       seeds: seeds for a shuffle that has none; equal on all ranks.
       ahead: batches that may be read ahead in a repetition, where reading into the next one would begin its order.
+      every: of how many batches one is summed up; 0: none.
 
     Raises:
       Unknown: the dataset's structure does not allow it.
     """
     kind = type(dataset).__name__
     if kind in UNCHANGED:
-        return own_rows(dataset._input_dataset, shares, rank, seeds, ahead)
+        return own_rows(dataset._input_dataset, shares, rank, seeds, ahead, every)
     if kind in ("_RepeatDataset", "_TakeDataset"):
         count = _number(dataset._count)
-        inner = own_rows(dataset._input_dataset, shares, rank, seeds, ahead)
+        inner = own_rows(dataset._input_dataset, shares, rank, seeds, ahead, every)
         if kind == "_TakeDataset":
             sizes = functools.partial(_first, inner.batch_sizes, count)
             return replace(inner, dataset=inner.dataset.take(count), batch_sizes=sizes)
@@ -90,7 +96,7 @@ def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, 
         return replace(inner, dataset=repeated.repeat(count), batch_sizes=sizes)
     if kind not in _BATCHES:
         raise Unknown(f"it ends in {kind.strip('_')}, not in batch(n)")
-    return _before_batch(dataset, shares, rank, seeds)
+    return _before_batch(dataset, shares, rank, seeds, every)
 
 
 def batch_size(dataset: Any) -> int:
@@ -121,13 +127,14 @@ def _again(sizes: Callable[[], Iterator[int]], count: int) -> Iterator[int]:
     return itertools.chain.from_iterable(sizes() for _ in rounds)
 
 
-def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRows:
+def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds, every: int) -> OwnRows:
     size, drop = _number(batch._batch_size), bool(_number(batch._drop_remainder))
     samples = batch._input_dataset
     count = int(samples.cardinality())
     if count == tf.data.UNKNOWN_CARDINALITY:
         raise Unknown("its number of samples is not known; tf.data.experimental.assert_cardinality tells it")
-    stream, maps, kept, reseeded = _without_maps(samples, seeds)
+    stream, maps, kept, reseeded, node = _without_maps(samples, seeds)
+    summary = summary_of(node, every)
     usual = shares(size)
     full = 0 if count < 0 else count // size
     rest = () if count < 0 or drop or count % size == 0 else shares(count % size)
@@ -143,7 +150,10 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
         """This rank's samples among those of one batch. One call a batch: a filter would be one a sample."""
         whole = samples if isinstance(samples, tf.data.Dataset) else tf.data.Dataset.zip(samples)
         kind = 0 if count < 0 else tf.cast(number >= full, tf.int32)
-        return whole.skip(tf.gather(skipped, kind)).take(tf.gather(taken, kind))
+        begin = tf.gather(skipped, kind)
+        if summary is not None:
+            begin += summary.after(number, whole)
+        return whole.skip(begin).take(tf.gather(taken, kind))
 
     own = stream.window(size).enumerate().flat_map(mine)
     for made in reversed(maps):
@@ -156,14 +166,17 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds) -> OwnRow
             return itertools.repeat(size)
         return itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ())
 
-    return OwnRows(own, batch_sizes, len(maps), kept, reseeded)
+    return OwnRows(own, batch_sizes, len(maps), kept, reseeded, summary)
 
 
-def _without_maps(dataset: Any, seeds: Seeds) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...]]:
+def _without_maps(
+    dataset: Any, seeds: Seeds
+) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...], Any]:
     """The samples before the maps that may come later.
 
     Returns:
-      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed).
+      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed, what is left
+      of the dataset itself).
     """
     above: list[Any] = []  # what has to be put on again
     maps: list[Any] = []
@@ -189,7 +202,7 @@ def _without_maps(dataset: Any, seeds: Seeds) -> tuple[tf.data.Dataset, list[Any
     for made in reversed(above[:lowest]):
         base = _put_on(base, made, seeds)
     kept = tuple(d._map_func._func.__name__ for d in upstream(node) if type(d).__name__ in _MAPS)
-    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d))
+    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d)), node
 
 
 def _has_maps(dataset: Any) -> bool:

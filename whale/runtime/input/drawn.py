@@ -15,7 +15,7 @@ from whale.errors import ProgramError
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import refuse_other_orders
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, brought, exchange, rows_of_values
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.run.context import Context
 
 

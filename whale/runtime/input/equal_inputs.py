@@ -1,19 +1,40 @@
-"""Whole batches that every rank brings: compared on the first steps, and now and then after."""
+"""What every rank brings whole, or reads the same of: compared on the first steps, and now and then after."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import tensorflow as tf
 
 from whale.errors import CommError, ProgramError
+from whale.runtime.input.tables import held_by_tables
+from whale.runtime.ranks.likely_cause import likely_cause
 from whale.runtime.run.context import Context
 from whale.runtime.variables.compared import checksum
 
 FIRST_STEPS = 3
 _MOST_BYTES = 1 << 26
+_WHOLE = "_whale_whole_batch"  # attribute of a rank's rows, where it has read all of the batch
+_BLOCK = 256  # elements that are summed, where values may differ by rounding
+# Sums of another order, on processors of other widths, differ by fewer units in the last place than this.
+_ROUNDING = 1000.0
+_UNITS = {1: 2.0**-2, 2: 2.0**-7, 4: 2.0**-23, 8: 2.0**-52}  # in the last place, by bytes of a number
+
+
+def with_whole(rows: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
+    """``rows``, which a rank cut out of a batch that all ranks have read: the batch is compared where they are used."""
+    setattr(rows, _WHOLE, batch)
+    return rows
+
+
+def as_rows_of(rows: Any, other: Any) -> Any:
+    """``rows``, of the batch that ``other`` are rows of."""
+    return rows if (batch := getattr(other, _WHOLE, None)) is None else with_whole(rows, batch)
 
 
 def compared(
@@ -24,9 +45,10 @@ def compared(
     parts: Collection[str],
     constants: Mapping[str, tf.Tensor],
 ) -> Callable[[list[Any]], Any]:
-    """``call``, of whose arguments those are compared between the ranks that each brings whole.
+    """``call``, of whose arguments those are compared between the ranks that each brings whole, or has read whole.
 
-    That is done on the first three calls and on every ``check.inputs``-th after; captured tensors are compared once.
+    That is done on the first three calls and on every ``check.inputs``-th after; captured tensors, and what captured
+    tables hold, are compared once.
 
     Args:
       step: its name.
@@ -35,42 +57,47 @@ def compared(
       constants: what the step takes beside its arguments, by name.
     """
     every = context.config["check.inputs"]
-    whole = [i for i, name in enumerate(names) if name not in parts]
-    if not every or not context.between_processes or context.local_batch or not (whole or constants):
+    brings = constants or any(name not in parts for name in names) or (parts and context.elastic is None)
+    if not every or not context.between_processes or context.local_batch or not brings:
         return call
     calls = 0
 
     def checked(tensors: list[Any]) -> Any:
         nonlocal calls
         if calls < FIRST_STEPS or not calls % every:
-            given = {names[i]: tensors[i] for i in whole}
-            refuse_other_values(given if calls else {**given, **constants}, context, step, f"call {calls}")
+            given = {name: getattr(t, _WHOLE, None) if name in parts else t for name, t in zip(names, tensors)}
+            if not calls:
+                given |= {**constants, **held_by_tables(constants)}
+            refuse_other_values(given, context, step, f"call {calls}", parts)
         calls += 1
         return call(tensors)
 
     return checked
 
 
-def refuse_other_values(given: Mapping[str, Any], context: Context, step: str, when: str) -> None:
+def refuse_other_values(
+    given: Mapping[str, Any], context: Context, step: str, when: str, read: Collection[str] = (), key: str = ""
+) -> None:
     """Compares tensors that the ranks have to be given alike; collective between processes.
 
     Args:
       given: by name; of what is no tensor of numbers or strings, nothing is said.
       step: what they are given to.
       when: which time that is, in words.
+      read: names of those that the ranks have read of a dataset, to take their rows of them.
+      key: tells apart what is compared by several threads.
 
     Raises:
       ProgramError: they differ, with the first name.
       CommError: the ranks are at different places.
     """
-    sums = {
-        name: checksum(_sample(value))
-        for name, value in given.items()
-        if isinstance(value, tf.Tensor) and value.dtype not in (tf.resource, tf.variant)
-    }
     purpose = f"the comparison of what `{step}` is given in {when}"
-    data = msgspec.json.encode((step, sums))
-    everyone = context.comms[0].allgather_bytes("whale/inputs", data, context.config["check.timeout_s"], purpose)
+
+    def exchange(data: bytes) -> list[bytes]:
+        return context.comms[0].allgather_bytes(f"whale/inputs{key}", data, context.config["check.timeout_s"], purpose)
+
+    given = {name: value for name, value in given.items() if _is_compared(value)}
+    everyone = exchange(msgspec.json.encode((step, checksums(given))))
     said = [msgspec.json.decode(one, type=tuple[str, dict[str, int]]) for one in everyone]
     other = next((rank for rank, (name, _) in enumerate(said) if name != said[0][0]), None)
     if other is not None:
@@ -80,18 +107,132 @@ def refuse_other_values(given: Mapping[str, Any], context: Context, step: str, w
             expected="the same steps in the same order on every rank",
             action="run the same script with the same arguments and data shapes on every rank",
         )
-    for name, first in said[0][1].items():
-        ranks = ["0"] + [str(rank) for rank, (_, sums_there) in enumerate(said) if sums_there.get(name) != first]
-        if len(ranks) > 1:
-            raise ProgramError(
-                "the ranks pass different values to a step, which takes them for the same whole batch",
-                op=step,
-                argument=name,
-                given=f"ranks {' and '.join(ranks)} pass different values in {when}",
-                expected="the same values on every rank (compared on the first steps and every check.inputs-th)",
-                action='use wh.shard(dataset), or batch.mode="local" where each rank reads files of its own; give '
-                "shuffles made before wh.init(), and random maps, a seed; remove what depends on the rank",
-            )
+    found = find_difference([sums for _, sums in said], given, exchange, rounding=read)
+    if found is None:
+        return
+    if found.name in read:
+        raise ProgramError(
+            "the ranks read different batches, of which each takes its rows",
+            op=step,
+            argument=found.name,
+            given=f"ranks {' and '.join(found.ranks)} have read different values in {when}",
+            **{"likely cause": likely_cause(context, found.reordered)},
+            expected="the same dataset in the same order on every rank (compared as check.inputs says)",
+            action="remove what depends on the rank, give it a seed after wh.init(), or sort it; or, where each rank "
+            'is to read files of its own, wh.shard(dataset, by="file") or batch.mode="local"',
+        )
+    raise ProgramError(
+        "the ranks pass different values to a step, which takes them for the same whole batch",
+        op=step,
+        argument=found.name,
+        given=f"ranks {' and '.join(found.ranks)} pass different values in {when}",
+        **{"likely cause": likely_cause(context, found.reordered)},
+        expected="the same values on every rank (compared on the first steps and every check.inputs-th)",
+        action='use wh.shard(dataset), or batch.mode="local" where each rank reads files of its own; give '
+        "shuffles made before wh.init(), and random maps, a seed; remove what depends on the rank",
+    )
+
+
+def other_datasets(found: Difference, context: Context) -> ProgramError:
+    """The error of ranks that have built different datasets."""
+    return ProgramError(
+        "the ranks share out different datasets",
+        argument=found.name,
+        given=f"ranks {' and '.join(found.ranks)} have other values there",
+        **{"likely cause": likely_cause(context, found.reordered)},
+        expected="the same dataset on every rank, of which each reads its rows",
+        action="remove what depends on the rank, give it a seed after wh.init(), or sort it; or, where each rank has "
+        'files of its own, wh.shard(dataset, by="file") or batch.mode="local"',
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first of several values that differs.
+
+    Attributes:
+      ranks: the first one, and those that have another value.
+      reordered: whether they have the same elements in another order.
+    """
+
+    name: str
+    ranks: tuple[str, ...]
+    reordered: bool
+
+
+class _Detail(msgspec.Struct):
+    """What a rank says of a value that differs.
+
+    ``sums``: of blocks of its elements, and of their absolute values; ``elements``: of all, in any order.
+    """
+
+    sums: list[float]
+    absolute: list[float]
+    elements: int
+
+
+def checksums(given: Mapping[str, tf.Tensor]) -> dict[str, int]:
+    """What a rank says of its values: equal for equal ones."""
+    return {name: checksum(_sample(value)) for name, value in given.items()}
+
+
+def find_difference(
+    said: Sequence[Mapping[str, int]],
+    given: Mapping[str, tf.Tensor],
+    exchange: Callable[[bytes], list[bytes]],
+    rounding: Collection[str] = (),
+) -> Difference | None:
+    """The first value that the ranks have not alike. Collective where there may be one.
+
+    Args:
+      said: the ``checksums`` of every rank.
+      given: the values of this one.
+      exchange: gives every rank's bytes for this one's.
+      rounding: names of those that may differ by rounding, if they are of floating point.
+    """
+    names = list(dict.fromkeys(name for sums in said for name in sums))
+    differing = [name for name in names if any(sums.get(name) != said[0].get(name) for sums in said)]
+    if not differing:
+        return None
+    mine = {name: _detail(given[name]) for name in differing if name in given}
+    details = [msgspec.json.decode(one, type=dict[str, _Detail]) for one in exchange(msgspec.json.encode(mine))]
+    for name in differing:
+        first, others = details[0].get(name), [there.get(name) for there in details]
+        if (
+            name in given
+            and name in rounding
+            and all(_differs_by_rounding(first, other, given[name].dtype) for other in others)
+        ):
+            continue
+        ranks = [0, *(rank for rank, sums in enumerate(said) if sums.get(name) != said[0].get(name))]
+        same = [other is not None and first is not None and other.elements == first.elements for other in others]
+        return Difference(name, tuple(map(str, ranks)), all(same))
+    return None
+
+
+def _is_compared(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.dtype not in (tf.resource, tf.variant)
+
+
+def _detail(value: tf.Tensor) -> _Detail:
+    held = np.asarray(_sample(value).numpy(), object if value.dtype == tf.string else None).reshape(-1)
+    if not value.dtype.is_floating:
+        return _Detail([], [], checksum(tf.constant(np.sort(held))))
+    numbers = np.nan_to_num(held.astype(np.float64))
+    blocks = np.pad(numbers, (0, -numbers.size % _BLOCK)).reshape(-1, _BLOCK)
+    weights = 1.0 + np.arange(_BLOCK) / _BLOCK  # elements that change places are noticed
+    sums, absolute = (blocks * weights).sum(1), (np.abs(blocks) * weights).sum(1)
+    return _Detail(sums.tolist(), absolute.tolist(), zlib.crc32(np.sort(numbers).tobytes()))
+
+
+def _differs_by_rounding(one: _Detail | None, other: _Detail | None, dtype: tf.DType) -> bool:
+    if one is None or other is None or not dtype.is_floating or len(one.sums) != len(other.sums):
+        return False
+    unit = _UNITS[dtype.size]
+    allowed = min(_ROUNDING * unit, max(1e-3, 4 * unit))
+    with np.errstate(invalid="ignore"):
+        near = np.abs(np.subtract(one.sums, other.sums)) <= allowed * np.maximum(one.absolute, other.absolute)
+    return bool(near.all())
 
 
 def _sample(value: tf.Tensor) -> tf.Tensor:

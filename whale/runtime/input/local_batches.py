@@ -12,9 +12,9 @@ from whale.capture.sharded import ShardedTensor
 from whale.capture.signature import Arguments
 from whale.errors import ProgramError
 from whale.ir.values import UNMOVABLE
-from whale.passes.facts.axes import data_coordinates
-from whale.passes.facts.batch import rows_of_ranks
-from whale.passes.facts.stages import TENSOR
+from whale.passes.analysis.axes import data_coordinates
+from whale.passes.analysis.batch import rows_of_ranks
+from whale.passes.analysis.stages import TENSOR
 from whale.runtime.run.context import Context
 
 ELEMENT_TIMEOUT_S = 3600.0  # until a rank has a batch: a pipeline may take its time to fill its buffers

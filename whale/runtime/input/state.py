@@ -9,7 +9,7 @@ from whale.errors import ProgramError
 from whale.runtime.elastic.allowed import elsewhere
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.run.context import current
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from cost_model.captured.table import Copies, Gpu
+from cost_model.graph.machine_profile import Copies, Gpu
 from whale_ops import gpu_driver
 
 SIZES_BYTES = (1 << 16, 1 << 20, 1 << 24)

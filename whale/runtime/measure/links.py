@@ -24,9 +24,9 @@ import numpy as np
 import tensorflow as tf
 
 import whale_ops
-from cost_model.captured.table import Curve
+from cost_model.graph.machine_profile import Curve
 from whale.config import Config
-from whale.passes.exchange.on_devices import DEVICE_BACKENDS
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.runtime.ranks import device_exchange
 from whale.runtime.ranks.device_exchange import ExchangeOps
 from whale.runtime.ranks.gpus import await_gpus

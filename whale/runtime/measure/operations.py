@@ -17,21 +17,20 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from cost_model.captured.buffers import copied_reads
-from cost_model.captured.graph import copying
-from cost_model.captured.signature import signature
-from cost_model.captured.table import Operation
-from cost_model.captured.unroll import unrolled
-from cost_model.ops import work
-from cost_model.ops.work import Work
+from cost_model.graph.buffers import copied_reads
+from cost_model.graph.executor_graph import copying
+from cost_model.graph.machine_profile import Operation
+from cost_model.graph.signature import signature
+from cost_model.graph.unroll_loops import unrolled
+from cost_model.kernels.op_work import Work, work
 from whale.errors import ProgramError
 from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, const_node
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
-from whale.lowering.functions import load_ops, lower_to_function
-from whale.lowering.kernels import CROSS_ENTROPY, DEPTHWISE
-from whale.lowering.products.einsums import EINSUM
-from whale.lowering.updates.fuse import UPDATE
+from whale.kernels.matmuls.einsums import EINSUM
+from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
+from whale.kernels.updates.fuse import UPDATE
+from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.ranks.gpus import await_gpus
 from whale_ops.memory import memory, reset_peak
 

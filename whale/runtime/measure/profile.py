@@ -16,23 +16,23 @@ from types import MappingProxyType
 import msgspec
 import tensorflow as tf
 
-from cost_model.captured import table as tables
-from cost_model.captured.machine import measured_machine
-from cost_model.captured.predict import predict_ranks
-from cost_model.captured.signature import dtype_of
-from cost_model.captured.table import Step, Table
+from cost_model.graph import machine_profile as tables
+from cost_model.graph.machine import measured_machine
+from cost_model.graph.machine_profile import MachineProfile, Step
+from cost_model.graph.predict import predict_ranks
+from cost_model.graph.signature import dtype_of
 from whale import python
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.program import Program
-from whale.lowering.local import localise
-from whale.passes.order import make_plan
+from whale.partition.mesh import plan_program
+from whale.partition.spmd import partition_for_rank
+from whale.passes.pass_manager import make_plan
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.gpus import copies, found_gpus
 from whale.runtime.measure.links import Links
 from whale.runtime.measure.steps import step_seconds
 from whale.runtime.measure.without_exchanges import apart, talks_inside
-from whale.runtime.spread.mesh import plan_program
 from whale.runtime.tools.dry_run import first_step
 from whale.runtime.tools.plan_prediction import Planned, rank_programs
 
@@ -52,7 +52,7 @@ while last < end:
 """
 
 
-def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]) -> Table:
+def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]) -> MachineProfile:
     """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and gives the table.
 
     Raises:
@@ -69,7 +69,7 @@ def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable
     name = platform.node() or "local"
     devices = [one.name for one in tf.config.list_logical_devices("GPU")]
     gpus, copied = (found_gpus(), copies(["/device:CPU:0", *devices])) if devices else ([], [])
-    table = Table(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, found, curves, [], gpus, copied)
+    table = MachineProfile(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, found, curves, [], gpus, copied)
     tables.write(table, out)
     return table
 
@@ -110,7 +110,7 @@ def measured_links(ranks: int, variables: Mapping[str, str] = MappingProxyType({
         return msgspec.json.decode(path.read_bytes(), type=Links)
 
 
-def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> Table:
+def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> MachineProfile:
     """Measures what a script's first step consists of, on one device and as ``ranks`` ranks would run it.
 
     The step is captured, not run; it is measured on random values. The table of the machine is completed.
@@ -124,7 +124,9 @@ def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[
     return programs(table, [planned], out, say)
 
 
-def programs(table: Table, planned: Sequence[Planned], out: Path, say: Callable[[str], None]) -> Table:
+def programs(
+    table: MachineProfile, planned: Sequence[Planned], out: Path, say: Callable[[str], None]
+) -> MachineProfile:
     """Measures what all ranks of some plans run, and whole steps side by side; writes the larger table."""
     ranks = {id(p): rank_programs(p) for p in planned}
     runs: dict[int, dict[str, list[Program]]] = {}  # by the number of ranks
@@ -165,10 +167,10 @@ def _alone(planned: Planned) -> Program:
         size=1, devices=(), batch__shares=(), batch__local={}, split__ranks=0, zero__level=0
     )
     plan = make_plan(planned.program, settings)
-    return localise(planned.program, plan, 0, "", None)
+    return partition_for_rank(planned.program, plan, 0, "", None)
 
 
-def _predicted_s(table: Table, run: Sequence[Program]) -> float:
+def _predicted_s(table: MachineProfile, run: Sequence[Program]) -> float:
     """Seconds of steps side by side by their operations as they are alone, calls left out."""
     found = predict_ranks(run, measured_machine(table, len(run)), plays=0).ranks
     return sum(one.end_s for one in found) / len(found)
@@ -180,7 +182,7 @@ def replan(planned: Planned, **changes: object) -> Planned:
     return Planned(planned.program, plan_program(planned.program, settings), settings)
 
 
-def summary(table: Table) -> str:
+def summary(table: MachineProfile) -> str:
     """Some lines for people."""
     fastest: dict[tuple[str, str], tuple[float, str]] = {}  # by op and dtype: the rate and its unit
     for o in table.operations:

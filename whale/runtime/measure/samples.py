@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.ir.program import Program
-from whale.lowering.products.einsums import einsums_by_own_kernel
-from whale.passes.order import normalise
+from whale.kernels.matmuls.einsums import einsums_by_own_kernel
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 
 # (rows, width, words) and (rows, side, channels): small and larger, so that sizes between them can be told.

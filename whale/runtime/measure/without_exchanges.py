@@ -15,7 +15,7 @@ import numpy as np
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType, static_shape
-from whale.passes.normalise.emitter import NodeEmitter
+from whale.passes.normalize.emitter import NodeEmitter
 
 _JOINED = MEETINGS | {"WhaleCommunicator"}  # what only holds ranks together
 

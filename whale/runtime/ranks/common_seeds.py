@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,35 +14,104 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.util import random_seed as dataset_seeds
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.framework import random_seed as operation_seeds
+from tensorflow.python.ops import stateful_random_ops
 
 import whale_ops
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.script_line import script_line
+
+_KERAS_GENERATOR = "global_seed_generator"  # the attribute in which Keras 3 keeps it
 
 
 def random_state() -> bytes:
-    """Python's, NumPy's and TensorFlow's random states in this process, and a number from which seeds are to follow."""
+    """The random states of this process that belong to nobody, and a number from which seeds are to follow.
+
+    They are Python's, NumPy's, TensorFlow's global seed and global generator, and those of each Keras that is imported.
+    """
     number = random.SystemRandom().getrandbits(62)
-    return pack((random.getstate(), np.random.get_state(), tf_context.global_seed(), number))
+    generator = stateful_random_ops.global_generator
+    kind = int(generator.algorithm) if generator is not None else 0
+    tensorflow = tf_context.global_seed(), kind, _state_of(generator)
+    return pack((random.getstate(), np.random.get_state(), tensorflow, _keras_states(), number))
 
 
 def number_of(state: bytes) -> int:
     """The number of a random state."""
-    return int(unpack(state)[3])
+    return int(unpack(state)[-1])
 
 
 def take_random_state(state: bytes) -> int:
     """Another process's random states become this one's; their number."""
-    python_state, numpy_state, seed, number = unpack(state)
+    python_state, numpy_state, (seed, kind, generator_state), keras_states, number = unpack(state)
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     if seed is not None and tf_context.global_seed() != seed:
         tf.random.set_seed(seed)
+    mine = stateful_random_ops.global_generator
+    if generator_state is None:
+        stateful_random_ops.global_generator = None  # made when it is asked for
+    elif mine is None or int(mine.algorithm) != kind:
+        stateful_random_ops.global_generator = tf.random.Generator.from_state(generator_state, kind)
+    else:
+        mine.state.assign(generator_state)
+    _take_keras_states(keras_states)
     return int(number)
 
 
+def _state_of(generator: Any) -> np.ndarray | None:
+    """The state of a generator that keeps it in a variable, as those of TensorFlow and Keras 3 do; None without one."""
+    return generator.state.numpy() if generator is not None else None
+
+
+def _keras_states() -> dict[str, Any]:
+    """The states of the generators that each Keras draws from where a script names none; None: it has none yet."""
+    found: dict[str, Any] = {}
+    if (kept := _keras3_attributes()) is not None:
+        found["keras"] = _state_of(kept.get_global_attribute(_KERAS_GENERATOR))
+    for name, seeds in _keras2_seeds():
+        generator = getattr(seeds, "generator", None)
+        found[name] = generator.getstate() if generator is not None else None
+    return found
+
+
+def _take_keras_states(states: Mapping[str, Any]) -> None:
+    """What a Keras has that the first rank has not imported yet is forgotten: it is made again when it is asked for."""
+    if (kept := _keras3_attributes()) is not None:
+        mine, state = kept.get_global_attribute(_KERAS_GENERATOR), states.get("keras")
+        if state is None:
+            kept.set_global_attribute(_KERAS_GENERATOR, None)
+        else:
+            if mine is None:
+                mine = sys.modules["keras"].random.SeedGenerator(0)
+                kept.set_global_attribute(_KERAS_GENERATOR, mine)
+            mine.state.assign(state)
+    for name, seeds in _keras2_seeds():
+        if (state := states.get(name)) is None:
+            seeds.generator = None
+        else:
+            seeds.generator = random.Random()
+            seeds.generator.setstate(state)
+
+
+def _keras3_attributes() -> Any:
+    """The module in which Keras 3 keeps what is global, if it is imported."""
+    return sys.modules.get("keras.src.backend.common.global_state")
+
+
+def _keras2_seeds() -> Iterator[tuple[str, Any]]:
+    """(name, what holds the generator) of each Keras 2 that is imported; of this thread, as Keras has it."""
+    for name in ("keras", "tf_keras"):
+        seeds = getattr(sys.modules.get(f"{name}.src.backend"), "_SEED_GENERATOR", None)
+        if seeds is not None:
+            yield f"{name}.src", seeds
+
+
 class CommonSeeds:
-    """Draws seeds for tf.data's shuffles without one, from its making to ``take_back``.
+    """Draws seeds for what a script gives none, from its making to ``take_back``.
+
+    That are tf.data's shuffles, random operations that run eagerly, generators of NumPy (``np.random.default_rng()``)
+    and those of TensorFlow.
 
     A seed follows from the number that all ranks were given, and from the line of the script that asks, so that a
     dataset which one rank alone makes changes nothing for the others.
@@ -54,12 +124,30 @@ class CommonSeeds:
         self._number = number
         self._asked: Counter[str] = Counter()
         self._given: set[tuple[int, int]] = set()
-        self._original = dataset_seeds.get_seed
-        dataset_seeds.get_seed = self._get_seed
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._original = self._replace(dataset_seeds, "get_seed", self._get_seed)
+        self._seed_of_operation = self._replace(operation_seeds, "get_seed", self._get_operation_seed)
+        self._replace(np.random.bit_generator, "randbits", self._entropy)
+        self._fresh_state = self._replace(stateful_random_ops, "non_deterministic_ints", self._generator_state)
 
     def take_back(self) -> None:
-        """Datasets made from now on are seeded as TensorFlow does it."""
-        dataset_seeds.get_seed = self._original
+        """What has no seed from now on is seeded as TensorFlow and NumPy do it."""
+        self._put_back(0)
+
+    def leave_draws_to_ranks(self) -> None:
+        """From now on only shuffles get seeds: each rank has data of its own, and disturbs it in its own way."""
+        self._put_back(1)
+
+    def _put_back(self, first: int) -> None:
+        for where, name, original in self._replaced[first:]:
+            setattr(where, name, original)
+        del self._replaced[first:]
+
+    def _replace(self, where: Any, name: str, by: Any) -> Any:
+        original = getattr(where, name)
+        self._replaced.append((where, name, original))
+        setattr(where, name, by)
+        return original
 
     def gave(self, seed: int, seed2: int) -> bool:
         """Whether these are seeds of this run, which another run does not have."""
@@ -76,10 +164,13 @@ class CommonSeeds:
 
     def draw(self) -> int:
         """A positive number of 62 bits for the line that asks; the next one when it asks again."""
+        return int.from_bytes(self._bytes(8), "little") % (1 << 62) + 1
+
+    def _bytes(self, count: int) -> bytes:
         line = script_line()
         self._asked[line] += 1
         text = f"{self._number} {line} {self._asked[line]}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % (1 << 62) + 1
+        return hashlib.blake2b(text.encode(), digest_size=count).digest()
 
     @contextmanager
     def as_global(self) -> Iterator[None]:
@@ -104,6 +195,31 @@ class CommonSeeds:
         pair = drawn >> 31, drawn & 0x7FFFFFFF
         self._given.add(pair)
         return tf.constant(pair[0], tf.int64), tf.constant(pair[1], tf.int64)
+
+    def _get_operation_seed(self, op_seed: Any) -> tuple[Any, Any]:
+        """What an operation that draws is seeded with.
+
+        Each line has seeds of its own and keeps them: TensorFlow keeps a kernel for these, whose stream goes on.
+        """
+        seeds: tuple[Any, Any] = self._seed_of_operation(op_seed)
+        if seeds != (None, None) or not tf.executing_eagerly():
+            return seeds
+        text = f"{self._number} {sys._getframe(1).f_code.co_name} {script_line()}"
+        drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return (drawn >> 33) + 1, drawn & 0x7FFFFFFF
+
+    def _entropy(self, bits: int) -> int:
+        """What a generator of NumPy begins with that is given no seed."""
+        return int.from_bytes(self._bytes(-(-bits // 8)), "little") >> -bits % 8
+
+    def _generator_state(self, shape: Any, dtype: Any = tf.int64) -> tf.Tensor:
+        """What a generator of TensorFlow begins with, the global one too, that is given no seed."""
+        if not tf.executing_eagerly():
+            return self._fresh_state(shape, dtype)
+        dtype = tf.as_dtype(dtype)
+        count = int(np.prod(shape)) * dtype.size
+        drawn = b"".join(self._bytes(min(64, count - begin)) for begin in range(0, count, 64))
+        return tf.constant(np.frombuffer(drawn, dtype.as_numpy_dtype).reshape(shape))
 
 
 def streams_begin_anew() -> Callable[[], None]:

@@ -16,9 +16,11 @@ import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, CommError, ConfigError
 from whale.log import log
-from whale.passes.exchange.on_devices import DEVICE_BACKENDS, PINNED
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, PINNED
+from whale.runtime.ranks import device_code
+from whale.runtime.ranks.cache_files import folder_named
 from whale.started import ProcessPlace, joins
-from whale_ops import build_cuda
+from whale_ops import device_library
 
 NO_GPU = "TensorFlow sees no GPU"
 _LEAST_BUFFER_BYTES = 1 << 20  # tensors of more bytes travel in parts
@@ -34,8 +36,8 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
 
     Raises:
       ConfigError: the ranks are threads of this process, which would share one GPU and one TensorFlow.
-      ClusterError: on every rank, naming those that cannot: the library is not built, there is no GPU, TensorFlow has
-        started with several, or the GPUs cannot be connected.
+      ClusterError: on every rank, naming those that cannot: there is no GPU, no compiler for its kernels, no NCCL,
+        TensorFlow has started with several GPUs, or they cannot be connected.
     """
     backend, threads = config["communication.backend"], config["communication.transport"] == "in-process"
     if backend not in DEVICE_BACKENDS:
@@ -52,7 +54,11 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
     if size == 1:
         return
     (comm,) = comms
-    open_device(config, comm, take_gpu(place.local_rank))
+    gpu = take_gpu(place.local_rank)
+    if gpu.ordinal is not None and not gpu.lacks:
+        folder = folder_named(config["plan_cache"])
+        gpu = Gpu(gpu.ordinal, device_code.lacks(library(), backend, gpu.ordinal, folder))
+    open_device(config, comm, gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
             "GPUs are to exchange what lies in their memory, and a rank has none that it can use",
             **{f"rank {rank}": text for rank, text in enumerate(lacking) if text},
             given=f'communication.backend "{backend}" ({config.origin("communication.backend")})',
-            expected="a GPU that TensorFlow sees, and the library of `python -m whale_ops.build_cuda`, on "
+            expected="a GPU that TensorFlow sees, and what its exchanges take, on "
             + ("one rank or several" if backend == PINNED else "every rank"),
             action=f'see docs/gpu.md, or set communication.backend to {other}"whale"',
         )
@@ -119,8 +125,8 @@ def device_buffer_bytes(config: Config) -> int:
 
 
 def library() -> Path:
-    """Where `python -m whale_ops.build_cuda` puts its library."""
-    return build_cuda.IN_PLACE / build_cuda.NAME
+    """The library for GPUs."""
+    return device_library.PATH
 
 
 def take_gpu(local_rank: int) -> Gpu:
@@ -131,13 +137,13 @@ def take_gpu(local_rank: int) -> Gpu:
     if not tf.config.get_visible_devices("GPU"):
         return Gpu(None)
     if not library().exists():
-        return Gpu(0, f"{library().name} is not built: python -m whale_ops.build_cuda")
+        return Gpu(0, f"{library().name} is not built: python -m whale_ops.build")
     try:
         there = whale_ops.count_devices(library())
     except CommError as error:
         return Gpu(0, str(error))
     if there != len(gpus):
-        return Gpu(0, f"TensorFlow sees {len(gpus)} GPUs, the CUDA runtime {there}: set CUDA_VISIBLE_DEVICES")
+        return Gpu(0, f"TensorFlow sees {len(gpus)} GPUs, the driver {there}: set CUDA_VISIBLE_DEVICES")
     return own_gpu(local_rank)
 
 

@@ -8,20 +8,34 @@ import tensorflow as tf
 
 from whale.errors import CommError
 from whale.runtime.ranks.ranks import Ranks
+from whale_ops import EXCHANGE_PAYLOAD
+
+# What TensorFlow writes before and behind a kernel's message: the functions and nodes that it was in.
+_AROUND = (
+    r"\s*\[\[\{\{(?:function_)?node .*|\s*\[Op:.*|^(?:Graph execution error:.*?)?(?:\{\{function_node [^}]*\}\}\s*)+"
+)
 
 
 def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
-    """Raises CommError when a communication op failed (a rank is gone, or ranks do not match); else returns.
+    """Raises CommError when an exchange failed (a rank is gone, or ranks do not match); else returns.
 
     A failure in any other op of this rank is told to the other ranks first, which would wait for it otherwise.
     """
+    marked = of_exchange(error)
+    if marked is not None:
+        raise CommError(re.sub(_AROUND, "", marked.message, flags=re.S).strip() or marked.message) from None
     text = error.message or ""
-    # A receive keeps the name of what it receives; TensorFlow says what it was before it made it an internal error.
-    unavailable = isinstance(error, tf.errors.UnavailableError) or "originally returned UnavailableError" in text
-    if unavailable or "{{node whale/" in text or "whale/" in getattr(error.node_def, "name", "") or "Whale" in text:
-        sentence = re.sub(
-            r"\s*\[\[\{\{node .*|\s*\[Op:.*|^.*?\{\{function_node [^}]*\}\}\s*", "", text, flags=re.S
-        ).strip()
-        raise CommError(sentence or text) from None
     for comm in context.comms:
         comm.abort(f"rank {context.rank} failed: {type(error).__name__}: {text.splitlines()[0] if text else ''}")
+
+
+def of_exchange(error: tf.errors.OpError) -> tf.errors.OpError | None:
+    """The error that an exchange reported, by the mark that the ops' kernels give it; names and texts say nothing.
+
+    What fails before the exchange begins, an allocation say, is this rank's own error. A session raises errors anew,
+    without marks: the marked one is the new one's context.
+    """
+    for one in (error, error.__context__):
+        if isinstance(one, tf.errors.OpError) and EXCHANGE_PAYLOAD in one.experimental_payloads:
+            return one
+    return None

@@ -36,6 +36,7 @@ class Ranks:
         and `whale run` asks for no progress.
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       seeds: for what draws without one, equal on all ranks; None when no other process takes part.
+      other_hashes: ranks in which Python's hash of a text is another one than in the first rank.
       ended: whether the run is over; what its variables hold then is all that can be had of them.
     """
 
@@ -48,6 +49,7 @@ class Ranks:
     watch: Watch | None = None
     trace: Trace | None = None
     seeds: CommonSeeds | None = None
+    other_hashes: tuple[int, ...] = ()
     ended: bool = field(default=False, kw_only=True)
 
     @property
@@ -63,7 +65,7 @@ class Ranks:
     def survived(self, call: Callable[[], _T]) -> _T:
         """What a call that exchanges something returns, made again where this rank goes on without others.
 
-        That is something that ``whale.runtime.ranks.plain.pack`` takes, since another rank may have been told it.
+        That is something that ``msgpack_values.pack`` takes, since another rank may have been told it.
         """
         return call()
 

@@ -12,8 +12,8 @@ import msgspec
 from whale.capture.captured import Captured, CapturedVariable
 from whale.errors import ConfigError, PlanError
 from whale.ir.program import Program
-from whale.passes.facts.patterns import Named, Pattern, in_named_scopes, nearest
-from whale.planner.captured.ways import trains
+from whale.passes.analysis.patterns import Named, Pattern, in_named_scopes, nearest
+from whale.planner.graph_search.strategies import trains
 from whale.runtime.run.context import Context, current
 from whale.runtime.run.scopes import NamedScope, scope_part
 

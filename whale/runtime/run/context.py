@@ -8,25 +8,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.cluster_file import Cluster
 from whale.capture.captured import CapturedVariable
 from whale.capture.scaling import FedScale, LossScale
 from whale.errors import ClusterError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.passes.facts.patterns import Pattern
+from whale.partition.variable_use import VariableUse
+from whale.passes.analysis.patterns import Pattern
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search.strategies import Choice
 from whale.planner.report.planfile import PlanFile
-from whale.runtime.elastic.apart import Apart
 from whale.runtime.elastic.balance import Watched
-from whale.runtime.ranks.notice import Notice
+from whale.runtime.elastic.socket_bootstrap import Apart
+from whale.runtime.ranks.preemption import Notice
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.run.meaning import Meaning
+from whale.runtime.run.graph_semantics import Meaning
 from whale.runtime.run.saved_plan import SavedPlan
-from whale.runtime.variables.outside import Outside
-from whale.runtime.variables.owner import VariableOwner
-from whale.runtime.variables.stage_variables import Use
+from whale.runtime.variables.external_updates import Outside
+from whale.runtime.variables.variable_store import VariableOwner
 
 _T = TypeVar("_T")
 # Under auto_parallel, variables so small are made at once, up to so many bytes of them together: to record what their
@@ -120,7 +120,7 @@ class GoesOn(Protocol):
         """In a process that joins, what the script has committed in the others, once they take this one in."""
         ...
 
-    def check(self, uses: Mapping[str, Use], variables: Sequence[CapturedVariable]) -> None:
+    def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
         """A program is about to divide variables so."""
 
 

@@ -1,6 +1,6 @@
 """Ranks that are taken away: the others go on without them, each in its process, with the step that failed.
 
-A step's updates wait for all of its exchanges (whale/lowering/updates/last.py), so each rank that is left has taken the
+A step's updates wait for all of its exchanges (whale/kernels/updates/last.py), so each rank that is left has taken the
 step whole or not at all; and who has taken it cannot be further ahead, since the next step needs the others. They
 meet on a communicator of their own. Where every variable is whole everywhere, who has taken the step gives the others
 its results and the variables. Where ranks hold parts, the parts that are gone come from who keeps copies of them
@@ -24,6 +24,7 @@ from whale.errors import CommError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.log import log
+from whale.partition.variable_use import VariableUse
 from whale.runtime.elastic.allowed import (
     divides,
     host_name,
@@ -33,11 +34,11 @@ from whale.runtime.elastic.allowed import (
     refuse_variables,
 )
 from whale.runtime.elastic.balance import Balance, Watched
-from whale.runtime.elastic.calls import Calls, in_scopes
+from whale.runtime.elastic.call_replay import Calls, in_scopes
 from whale.runtime.elastic.generations import Generations
 from whale.runtime.elastic.group import Group
-from whale.runtime.elastic.growth import Commits, Times, Welcome, pays
-from whale.runtime.elastic.meeting import (
+from whale.runtime.elastic.joining import Commits, Times, Welcome, pays
+from whale.runtime.elastic.membership import (
     ANEW,
     GROWN,
     MET,
@@ -51,10 +52,9 @@ from whale.runtime.elastic.meeting import (
 )
 from whale.runtime.elastic.recovery import Recovered, become_whole, lost, recover
 from whale.runtime.elastic.rows import rows_again
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.variables.stage_variables import Use
 from whale.started import joins
 
 # From an exchange that fails to the word of `whale run` that a rank is gone; it takes longer only where nobody is.
@@ -195,7 +195,7 @@ class Elastic:
         if why:
             self._group.divide_work(rows, why)
 
-    def check(self, uses: Mapping[str, Use], variables: Sequence[CapturedVariable]) -> None:
+    def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
         """A program is about to divide variables so. Collective where it is the first that does.
 
         Raises:

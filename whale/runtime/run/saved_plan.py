@@ -12,10 +12,10 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
-from whale.passes.facts.axes import seen_along
-from whale.passes.order import complete_plan
+from whale.passes.analysis.axes import seen_along
+from whale.passes.pass_manager import complete_plan
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.ways import Choice, trains
+from whale.planner.graph_search.strategies import Choice, trains
 from whale.planner.report import planfile
 from whale.planner.report.planfile import PlanFile
 

@@ -11,13 +11,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
+from whale.capture.attrs import SCOPE_ATTR
 from whale.errors import PlanError
 from whale.ir.program import AGAIN, CHECKPOINT
-from whale.passes.facts.scopes import micro_batches_in, ranks_of_scope, split_scope
-from whale.passes.facts.stages import CONTEXT, stage_of
+from whale.passes.analysis.scopes import micro_batches_in, ranks_of_scope, split_scope
+from whale.passes.analysis.stages import CONTEXT, stage_of
 from whale.runtime.run.context import Context, current
 
-SCOPE_ATTRIBUTE = "_whale_scope"
 _DEVICE = re.compile(
     r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?(?:/(?:device:)?(?:cpu|gpu|CPU|GPU):(?P<device>\d+))?"
 )
@@ -251,7 +251,7 @@ def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
-        variable._whale_scope = path
+        setattr(variable, SCOPE_ATTR, path)
         return variable
 
     context.dividing_scope_seen |= kind in ("split", "stage")
@@ -262,7 +262,7 @@ def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
         stack.enter_context(tf.variable_creator_scope(creator))
         if graph is not None:
             attribute = attr_value_pb2.AttrValue(s=path.encode())
-            stack.enter_context(graph._attr_scope({SCOPE_ATTRIBUTE: attribute}))
+            stack.enter_context(graph._attr_scope({SCOPE_ATTR: attribute}))
         yield
 
 
@@ -300,5 +300,5 @@ def joined_path(context: Context, path: str) -> str:
 @contextmanager
 def on_path(path: str) -> Iterator[None]:
     """What is built inside stands in the scope of this path, in the graph at hand; there need be no run."""
-    with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTRIBUTE: attr_value_pb2.AttrValue(s=path.encode())}):
+    with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTR: attr_value_pb2.AttrValue(s=path.encode())}):
         yield

@@ -13,7 +13,7 @@ import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.log import log, set_level
-from whale.runtime.elastic.apart import Apart, connected
+from whale.runtime.elastic.socket_bootstrap import Apart, connected
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import (
     CommonSeeds,
@@ -23,20 +23,22 @@ from whale.runtime.ranks.common_seeds import (
     take_random_state,
 )
 from whale.runtime.ranks.connect import as_configured, share_where_possible
-from whale.runtime.ranks.notice import Notice
+from whale.runtime.ranks.preemption import Notice
 from whale.runtime.ranks.trace import Trace, open_trace, span
 from whale.runtime.ranks.watch import Watch
-from whale.runtime.run.again import begin_again
-from whale.runtime.run.alone import trained_alone
 from whale.runtime.run.annotate import annotate, read_annotations, unmatched
 from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, local_ranks, process
 from whale.runtime.run.elastic import Elastic
+from whale.runtime.run.reinit import begin_again
 from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.run.tf_config import check_alone
+from whale.runtime.run.unsynchronized_training import trained_alone
 from whale.runtime.variables import deferred
-from whale.runtime.variables.outside import Outside
+from whale.runtime.variables.external_updates import Outside
 from whale.started import PROGRESS_VARIABLE, ProcessPlace, joins, process_place
+
+_ANY_TEXT = "whale"  # of which each rank says its hash
 
 
 @contextmanager
@@ -61,9 +63,10 @@ def init(
     """Starts Whale in this process; every rank calls it before scopes and steps.
 
     Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``ranks`` of them inside this
-    process, as a notebook wants them. Rank 0's Python and NumPy random states and
-    TensorFlow's global seed become those of all ranks, so that seeds which a program draws are equal. Shuffles of
-    tf.data that have no seed, and are made from now on, get equal ones.
+    process, as a notebook wants them. Rank 0's random states of Python, NumPy, TensorFlow and Keras become those of all
+    ranks, so that seeds which a program draws are equal. What is made from now on without a seed gets equal ones:
+    shuffles of tf.data, and unless each rank brings batches of its own, operations that run eagerly, and generators of
+    NumPy and TensorFlow.
 
     A second call, on every rank, gives the run that goes on another configuration, without scopes and annotations of
     before; the ranks stay connected.
@@ -149,7 +152,7 @@ def _begin(
             if own_programs:
                 context.own_programs = OwnPrograms(local_ranks(context))
             elif context.between_processes or joins():
-                _share_random_state(context)
+                _share_random_state(context, solo)
             if isinstance(saved, SavedPlan):
                 context.saved, context.auto = saved, saved.choice
             elif saved is not None:
@@ -390,15 +393,29 @@ def _end_trace(context: Context, reason: str) -> None:
         context.trace.stop(reason)
 
 
-def _share_random_state(context: Context) -> None:
-    """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave."""
+def _share_random_state(context: Context, solo: bool) -> None:
+    """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave.
+
+    Python's string hashes cannot be changed any more; it is said where they differ.
+    """
     first = context.rank == 0 and not joins()
-    mine = random_state() if first else None
-    if mine is not None and context.elastic is not None and context.elastic.keeps_commits:
+    mine = random_state() if first else b""
+    if first and context.elastic is not None and context.elastic.keeps_commits:
         context.watch.tell({"start": mine.hex()})  # type: ignore[union-attr]
     if joins():
         said = bytes.fromhex(context.watch.start())  # type: ignore[union-attr]
     else:
-        said = context.comms[0].broadcast_bytes("whale/random", mine, 0, context.config["check.timeout_s"])
-    context.seeds = CommonSeeds(number_of(said) if first else take_random_state(said))
+        timeout_s, known = context.config["check.timeout_s"], hash(_ANY_TEXT).to_bytes(8, "little", signed=True)
+        everyone = context.comms[0].allgather_bytes("whale/random", known + mine, timeout_s)
+        said = everyone[0][8:]
+        context.other_hashes = tuple(r for r, one in enumerate(everyone) if one[:8] != everyone[0][:8])
+        if first and context.other_hashes:
+            log.warning(
+                "Python's string hashes differ between the ranks, and with them the order of sets, and what the script "
+                "makes in that order: start the ranks with PYTHONHASHSEED=0 in their environment, or by `whale run`"
+            )
+    number = number_of(said) if first else take_random_state(said)
+    context.seeds = CommonSeeds(number)
+    if solo or context.local_batch:
+        context.seeds.leave_draws_to_ranks()
     context.outside = Outside()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ from tensorflow.python.eager import context as tf_context
 
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ProgramError
+from whale.runtime.input.equal_inputs import FIRST_STEPS, refuse_other_values
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, exchange, failed
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.run.context import Context
-from whale.runtime.run.meaning import Batches
+from whale.runtime.run.graph_semantics import Batches
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
+from whale.runtime.session.ranks_graph import Run
 
 Read = Callable[[], Sequence[np.ndarray]]
 
@@ -92,6 +94,33 @@ def fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int
             rows[name] = value.sizes
         feeds[fed] = part.numpy()
     return feeds, rows
+
+
+def compared_feeds(run: Run, context: Context, name: str, number: int, fed: Collection[str]) -> Run:
+    """``run``, whose feeds are compared between the ranks, each of which feeds the whole batch and takes rows of it.
+
+    That is done as for arguments of steps. Single texts name files, which may be others on each rank.
+
+    Args:
+      name, number: of the program.
+      fed: names of what every rank feeds.
+    """
+    every = context.config["check.inputs"]
+    if not every or not context.between_processes or not fed:
+        return run
+    calls = 0
+
+    def compared(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
+        nonlocal calls
+        if calls < FIRST_STEPS or not calls % every:
+            whole = {t.name: v for t, v in feeds.items() if t.name in fed and (v.ndim or t.dtype != tf.string)}
+            with tf_context.eager_mode():
+                given = {name: tf.constant(value) for name, value in whole.items()}
+                refuse_other_values(given, context, name, f"run {calls}", key=f"/{number}")
+        calls += 1
+        return run(feeds, settings)
+
+    return compared
 
 
 def joined(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[np.ndarray]:

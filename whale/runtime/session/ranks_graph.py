@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from whale.config import Config
 from whale.ir.program import Program
-from whale.lowering.functions import lower_to_graph, with_streams
 from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.tensorflow_functions import lower_to_graph, with_streams
 from whale.runtime.input.traces import new_streams
 from whale.runtime.run.context import unique
 from whale.runtime.session.names import own_resources
-from whale.runtime.session.plain import PlainSession
+from whale.runtime.session.passthrough import PlainSession
 
 # (what is fed, (options, metadata) of Session.run) -> what is fetched
 Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]

@@ -19,11 +19,11 @@ from whale.capture.v1 import BEGINS, SAVES, GraphCapture
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import without
-from whale.lowering.functions import load_ops
-from whale.passes.normalise.inline import inline
-from whale.passes.normalise.specialise import specialise
-from whale.passes.normalise.unpack import unpack
+from whale.passes.normalize.inline import inline
+from whale.passes.normalize.specialise import specialise
+from whale.passes.normalize.unpack_grouped_ops import unpack
 from whale.runtime.compile.compile import Compiled, compile_program
+from whale.runtime.compile.tensorflow_functions import load_ops
 from whale.runtime.input.local_batches import brought, exchange, rows_of_values
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import span
@@ -31,15 +31,15 @@ from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
 from whale.runtime.run.context import current
 from whale.runtime.run.elastic import refuse_session
 from whale.runtime.run.loss_scale import fed_scale_of
-from whale.runtime.session.batches import batches_of, fed_parts, fed_rows, refuse_fixed_rows
+from whale.runtime.session.batches import batches_of, compared_feeds, fed_parts, fed_rows, refuse_fixed_rows
+from whale.runtime.session.deferred_initializers import Waiting
 from whale.runtime.session.fetched_reads import read_last
+from whale.runtime.session.loss_scaling import ScaledLosses
 from whale.runtime.session.one_rank import OneRank, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
 from whale.runtime.session.saving import Saves
-from whale.runtime.session.scaled import ScaledLosses
 from whale.runtime.session.sources import Sources
 from whale.runtime.session.variables import Layout, SessionVariables
-from whale.runtime.session.waiting import Waiting
 
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
 
@@ -324,6 +324,8 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         run = self._ranks_graph.run_of(
             compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host
         )
+        if batches_of(self._whale, self.graph) is None:
+            run = compared_feeds(run, self._whale, name, compiled.number, set(captured.fed) - set(local))
         self._runs[key] = self._whale.watched(run, name, compiled.number, lambda: compiled.plan)
         return compiled
 

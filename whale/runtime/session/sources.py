@@ -13,7 +13,7 @@ import tensorflow as tf
 from whale.capture.v1 import GraphCapture, Source
 from whale.errors import ProgramError
 from whale.runtime.run.context import Context
-from whale.runtime.run.meaning import Batches
+from whale.runtime.run.graph_semantics import Batches
 from whale.runtime.session.batches import joined, read_parts
 from whale.runtime.session.one_rank import OneRank
 

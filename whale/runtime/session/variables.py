@@ -18,19 +18,18 @@ from whale.ir.mesh import Tiles
 from whale.ir.ops import READS
 from whale.ir.program import Program, Ref, Variable
 from whale.ir.values import TensorType, numpy_dtype
+from whale.partition.variable_use import VariableUse, uses_of
 from whale.runtime.compile.compile import Compiled
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.session.lying import Lying, Moves, lying_of
+from whale.runtime.session.deferred_initializers import Recorded, Waiting, waiting_in
 from whale.runtime.session.names import name_of, rank_prefix
 from whale.runtime.session.ranks_graph import RanksGraph
-from whale.runtime.session.waiting import Recorded, Waiting, waiting_in
-from whale.runtime.spread.stage_groups import uses_of
+from whale.runtime.session.variable_shardings import Lying, Moves, lying_of
 from whale.runtime.variables.partial_initializers import Initial
-from whale.runtime.variables.stage_variables import Use
 
 _TOGETHER_BYTES = 64 << 20
-Layout = tuple[Use, TensorType, bool]  # the last: in the host's memory beside an accelerator
+Layout = tuple[VariableUse, TensorType, bool]  # the last: in the host's memory beside an accelerator
 
 
 def _is_used(program: Program, variable: Variable) -> bool:
@@ -125,7 +124,7 @@ class SessionVariables:
     def wanted(self, compiled: Compiled) -> dict[str, Layout]:
         """Names of the variables that a run reads or writes -> how it uses them, and their types."""
         program, by_node = compiled.program, uses_of(compiled.program, compiled.plan)
-        everyone = Use(self._everywhere.ranks, True)
+        everyone = VariableUse(self._everywhere.ranks, True)
         used = [v for v in program.variables if _is_used(program, v)]
         found = ((v, name_of(program.by_name[v.node]), v.node in compiled.plan.offloaded) for v in used)
         return {

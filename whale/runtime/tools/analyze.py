@@ -21,8 +21,8 @@ import msgspec
 import tensorflow as tf
 
 import whale_ops.memory
-from cost_model.captured.predict import covered_s
-from cost_model.captured.table import read
+from cost_model.graph.machine_profile import read
+from cost_model.graph.predict import covered_s
 from whale.errors import CommError, PlanError, ProgramError
 from whale.ir.ops import CALLS
 from whale.ir.plan import Plan

@@ -9,28 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 
-from cost_model.machines.allocation import named_cluster
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.allocation import named_cluster
+from cost_model.cluster.cluster_file import Cluster
 from whale.cgroup import cpu_quota
-from whale.errors import PlanError
+from whale.errors import DoesNotFitError, PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.passes.order import normalise
+from whale.partition.lower import make_any_plan, shown_ranks, with_memory
+from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.planner.captured.ground import Ground
-from whale.planner.captured.predict import Made, apply
-from whale.planner.captured.search import best_way
-from whale.planner.captured.ways import Choice
+from whale.planner.graph_search.environment import SearchEnvironment
+from whale.planner.graph_search.predict import Made, apply
+from whale.planner.graph_search.search import best_way
+from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.compile.settings import fused_on
 from whale.runtime.described import Description, program_of
 from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
-from whale.runtime.spread.lower import as_run, first_ranks, lower_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.plan_prediction import Planned, predicted_on
 
 FAMILIES: dict[str, type[Description]] = {
@@ -78,15 +77,14 @@ def spread(described: Description, cluster: Cluster, budget_s: float | None = No
     """
     captured = program_of(described, mark_gradients=True)
     settings = _settings(cluster)
-    again = partial(normalise, captured)
-    apart = cluster.kinds == {"gpu"}
-
-    def options(limit_bytes: float) -> str:
-        return options_text(settings, limit_bytes, captured, lambda: captured, first_ranks, apart)
-
-    program = again(settings)
-    ground = Ground.described(cluster, program, settings.size, make_any_plan, lower_ranks, as_run, options, again)
-    found = best_way(program, settings, ground, budget_s=budget_s)
+    program = normalise(captured, settings)
+    environment = SearchEnvironment.of_cluster(cluster, program, settings.size, captured)
+    try:
+        found = best_way(program, settings, environment, budget_s=budget_s)
+    except DoesNotFitError as error:
+        limit_bytes, apart = min(environment.limits_bytes), cluster.kinds == {"gpu"}
+        error.action = options_text(settings, limit_bytes, captured, lambda: captured, apart)
+        raise
     plan = (
         planned_as(found.choice, captured, cluster) if found.made is None else _told(found.choice, found.made, cluster)
     )

@@ -12,22 +12,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cost_model.captured.table import Table, default_path, read
-from cost_model.machines.allocation import named_cluster
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.allocation import named_cluster
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine_profile import MachineProfile, default_path, read
 from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
 from whale.errors import ClusterError, ProgramError, WhaleError
 from whale.ir.plan import Plan, Predicted, plan_from_json
 from whale.ir.plan_text import format_plan, human_bytes, step_lines
 from whale.ir.program import Program
-from whale.passes.exchange.on_devices import DEVICE_BACKENDS, host_lines
-from whale.passes.judge.explain import explained
-from whale.passes.lay_out import expand
+from whale.partition.lower import make_any_plan, shown_ranks, with_memory
 from whale.passes.memory.step_bytes import nccl_memory
-from whale.passes.order import make_plan, normalise
+from whale.passes.pass_manager import make_plan, normalise
+from whale.passes.plan_builder import expand
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_lines
 from whale.passes.settings import PlanSettings
-from whale.planner.captured.ways import trains
+from whale.passes.verify.explain import explained
+from whale.planner.graph_search.strategies import trains
 from whale.planner.report.draw_captured import Drawn
 from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
@@ -36,7 +37,6 @@ from whale.runtime.ranks.gpus import told_of_processors
 from whale.runtime.run.context import DryRun, process, running
 from whale.runtime.run.loss_scale import loss_scale_of
 from whale.runtime.run.start import planning_run
-from whale.runtime.spread.lower import first_ranks, make_any_plan, shown_ranks, with_memory
 from whale.runtime.tools.as_main import as_main, beside, failures_told, located
 from whale.runtime.tools.plan_prediction import (
     Planned,
@@ -48,7 +48,7 @@ from whale.runtime.tools.plan_prediction import (
     rank_programs,
 )
 from whale.runtime.tools.what_if import compared, read_what_if
-from whale.runtime.variables.outside import Outside
+from whale.runtime.variables.external_updates import Outside
 
 _MOST = 5
 
@@ -87,7 +87,7 @@ class Prediction:
     cluster: str | None = None  # or local, this machine
     network: str | None = None  # between the hosts of this job, where the cluster is local
 
-    def read(self) -> Table | Cluster:
+    def read(self) -> MachineProfile | Cluster:
         """The file's figures.
 
         Raises:
@@ -154,7 +154,7 @@ class Prediction:
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
             beside_host = on is not None and on.kinds == {"gpu"}
-            options = options_text(settings, min(limits), planned.program, None, first_ranks, beside_host)
+            options = options_text(settings, min(limits), planned.program, None, beside_host)
             raise refusal_of_plan(plan.program, memory, limits, options)
 
 

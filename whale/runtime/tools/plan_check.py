@@ -1,20 +1,20 @@
 """`whale check` of a script's saved plan: its program is captured again, and what the ranks would run is looked at.
 
 Nothing of the planner's own reasoning is used: a plan from a file is proved legal for its program before it is taken
-(`whale/runtime/spread/proof.py`), and the memory of its ranks is compared here with what the devices have.
+(`whale/partition/verify_saved_plan.py`), and the memory of its ranks is compared here with what the devices have.
 """
 
 from __future__ import annotations
 
 import os
 
-from cost_model.captured.machine import cluster_machine
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine import cluster_machine
 from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
+from whale.partition.verify_saved_plan import in_a_line
 from whale.passes.memory.step_bytes import taken_bytes
-from whale.runtime.spread.proof import in_a_line
 from whale.runtime.tools.as_main import located
 from whale.runtime.tools.dry_run import first_step
 from whale.runtime.tools.plan_prediction import rank_programs

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.captured.machine import Machine, cluster_machine, measured_machine
-from cost_model.captured.predict import CapturedPrediction, predict_ranks
-from cost_model.captured.table import Table
-from cost_model.formulas.interval import OWN_RUNS, interval_s
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine import Machine, cluster_machine, measured_machine
+from cost_model.graph.machine_profile import MachineProfile
+from cost_model.graph.predict import CapturedPrediction, predict_ranks
+from cost_model.kernels.interval import OWN_RUNS, interval_s
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, Predicted, PredictedRank
 from whale.ir.program import Program
-from whale.passes.exchange.on_devices import told_apart
-from whale.passes.normalise.inline import inline
+from whale.kernels.substitute import substitute_kernels
+from whale.partition.lower import lower_ranks
+from whale.passes.normalize.inline import inline
+from whale.passes.resharding.on_devices import told_apart
 from whale.passes.settings import PlanSettings
-from whale.runtime.spread.lower import as_run, lower_ranks
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ def rank_programs(planned: Planned) -> list[Program]:
     program, plan, settings = planned.program, planned.plan, planned.settings
     known = planned.ranks
     if len(known) != plan.ranks:
-        known = tuple(as_run(lower_ranks(program, plan, settings, range(plan.ranks)), settings))
+        known = tuple(substitute_kernels(lower_ranks(program, plan, settings, range(plan.ranks)), settings))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
     return [inline(r) for r in known]
 
 
 def predict_plan(
     planned: Planned,
-    on: Table | Cluster,
+    on: MachineProfile | Cluster,
     counted_from_bytes: int = 0,
     with_timelines: bool = False,
     programs: Sequence[Program] = (),
@@ -81,9 +82,15 @@ def predicted_on(planned: Planned, cluster: Cluster) -> Predicted:
     return kept(predict_plan(planned, cluster), f"{cluster.name}, by the catalogue's figures")
 
 
-def machine(on: Table | Cluster, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0) -> Machine:
+def machine(
+    on: MachineProfile | Cluster, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0
+) -> Machine:
     """What the ranks run on; ``marks``: fingerprints that the program's own step may have been measured under."""
-    return measured_machine(on, ranks, marks, counted_from_bytes) if isinstance(on, Table) else cluster_machine(on)
+    return (
+        measured_machine(on, ranks, marks, counted_from_bytes)
+        if isinstance(on, MachineProfile)
+        else cluster_machine(on)
+    )
 
 
 def kept(found: CapturedPrediction, where: str, measured: bool = False) -> Predicted:

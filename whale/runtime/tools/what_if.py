@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
-from cost_model.captured.table import Table
-from cost_model.machines.cluster import Cluster
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import PlanError
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program, Ref
-from whale.passes.facts.scopes import split_scope
-from whale.passes.normalise.annotate import annotate
-from whale.planner.captured.ways import products
-from whale.runtime.spread.lower import make_any_plan
+from whale.partition.lower import make_any_plan
+from whale.passes.analysis.scopes import split_scope
+from whale.passes.normalize.annotate import annotate
+from whale.planner.graph_search.strategies import products
 from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 SCOPE = "set/split_0"
@@ -122,7 +122,7 @@ class _Infeasible(Exception):
     """Why a choice cannot be."""
 
 
-def compared(planned: Planned, one: WhatIf, on: Table | Cluster | None) -> str:
+def compared(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) -> str:
     """One line: what the choice changes, or why it cannot be.
 
     Args:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from whale.errors import CommError
 from whale.replicas import Said, differing, in_words
+from whale.runtime.ranks.likely_cause import likely_cause
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
 
 
@@ -62,6 +63,7 @@ def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
             "a variable differs between ranks" if len(found) == 1 else f"{len(found)} variables differ between ranks",
             variable=in_words(found),
             given=f"other values than the first rank's, seen at {when}",
+            **{"likely cause": f"an update on one rank alone, or {likely_cause(context)}"},
             expected="equal copies",
             action="assign to variables on every rank, or inside a step; train in steps that Whale distributes only",
         )

@@ -10,7 +10,7 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.errors import CommError
-from whale.runtime.ranks.plain import pack, unpack
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.deferred import deferred_of
 from whale.runtime.variables.partial_initializers import Initial, Op

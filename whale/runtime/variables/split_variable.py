@@ -21,8 +21,8 @@ import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.ir.layout import Split
 from whale.ir.mesh import Tiles, coordinates_of
+from whale.runtime.ranks.collective_call_check import read_surviving, read_together
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.ranks.together import read_surviving, read_together
 from whale.runtime.variables.checkpoint_regions import restores_by_regions
 from whale.runtime.variables.in_files import copied, folder_of, mapped, written
 from whale.runtime.variables.partial_initializers import Initial, own_memory

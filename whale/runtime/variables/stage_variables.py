@@ -9,7 +9,6 @@ first one does, whose variable is the script's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,27 +16,12 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
-from whale.ir.mesh import Tiles
+from whale.partition.variable_use import VariableUse
+from whale.runtime.ranks.collective_call_check import read_surviving, read_together
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.ranks.together import read_surviving, read_together
 from whale.runtime.variables.partial_initializers import Initial
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What a program does with one variable: on which ranks, and whether it writes.
-
-    ``place`` are the ranks in the order of the one stage that has it, or of the axes of the mesh over which it lies
-    split: groups of those that have the parts between them, in order of the parts. Empty: all ranks in their own order.
-    ``tiles`` says how it lies split; None: it does not.
-    """
-
-    ranks: frozenset[int]
-    writes: bool
-    place: tuple[int, ...] = ()
-    tiles: Tiles | None = None
 
 
 class Home:
@@ -77,7 +61,7 @@ class Home:
         """The variable of this process's rank number ``position``."""
         return self.variable if position == 0 else self.copies[position - 1]
 
-    def after(self, use: Use) -> None:
+    def after(self, use: VariableUse) -> None:
         """Takes note of a step; in one process, the first rank's variable is what the script sees."""
         if not use.writes:
             return
@@ -127,7 +111,9 @@ class Home:
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
 
 
-def home_of_copies(name: str, variable: Any, copies: Sequence[Any], use: Use | None, context: Ranks) -> Home | None:
+def home_of_copies(
+    name: str, variable: Any, copies: Sequence[Any], use: VariableUse | None, context: Ranks
+) -> Home | None:
     """Of a variable that some ranks of this process use: what it becomes where only these and the first one hold it."""
     if not copies or use is None or not 0 < len(use.ranks) < context.size:
         return None
@@ -176,7 +162,7 @@ def refresh(homes: Sequence[Home], context: Ranks) -> None:
         raise
 
 
-def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, Use]], context: Ranks) -> None:
+def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
     """Before a step: present values of what it uses on ranks that lack them."""
     stale = []
     for key, use in uses:

@@ -117,11 +117,11 @@ Status load_device_library(const char* path, const char* core, const whale::Devi
   if (symbol == nullptr) {
     const char* error = dlerror();
     return Status::Error(Code::kUnavailable, std::string("the device's library could not be loaded: ") +
-                                                 (error == nullptr ? "unknown reason" : error) + "; run python -m whale_ops.build_cuda");
+                                                 (error == nullptr ? "unknown reason" : error) + "; run python -m whale_ops.build");
   }
   *plugin = static_cast<const whale::DevicePlugin*>(symbol);
   if (std::strcmp((*plugin)->core, core) == 0) return Status::Ok();
-  return Status::Error(Code::kUnavailable, "the device's library was built from other sources than the core beside it; run python -m whale_ops.build_cuda");
+  return Status::Error(Code::kUnavailable, "the device's library was built from other sources than the core beside it; run python -m whale_ops.build");
 }
 
 Status check_hosts(int hosts, const whale::Transport& network) {

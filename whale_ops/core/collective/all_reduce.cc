@@ -149,7 +149,7 @@ double leaving(const Problem& p, const Hosts& hosts, Algorithm algorithm) {
 
 }  // namespace
 
-// The alpha-beta formulas of cost_model/formulas/collectives.py, with what each message costs a rank, since one thread handles all, and
+// The alpha-beta formulas of cost_model/kernels/collectives.py, with what each message costs a rank, since one thread handles all, and
 // with one link for all ranks of a host.
 double all_reduce_s(const Problem& p, Algorithm algorithm) {
   constexpr double kNever = std::numeric_limits<double>::infinity();

@@ -1,5 +1,4 @@
 // The loss of a softmax of logits against the numbers of classes, and its gradient, in three passes over each row.
-#define EIGEN_USE_THREADS  // Eigen then declares the device that the work is divided on
 
 #include <string>
 

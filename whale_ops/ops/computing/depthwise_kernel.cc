@@ -1,5 +1,4 @@
 // The gradient of a depthwise convolution with respect to its filter, on a CPU.
-#define EIGEN_USE_THREADS  // Eigen then declares the device that the work is divided on
 
 #include <algorithm>
 #include <string>

@@ -1,5 +1,4 @@
 // Batches of products of small matrices that an equation describes, where these lie, without moving dimensions about.
-#define EIGEN_USE_THREADS  // Eigen then declares the device that the work is divided on
 
 #include <algorithm>
 #include <cstdint>

@@ -44,7 +44,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     whale::Status status;
     const auto device = whale::DeviceRank::find(communicator_, rank_, &status);
-    OP_REQUIRES_ASYNC(ctx, device != nullptr, to_tensorflow(status), done);
+    OP_REQUIRES_ASYNC(ctx, device != nullptr, exchange_error(status), done);
     OP_REQUIRES_ASYNC(ctx, placed_on_ == device->device().kind(),
                       absl::InvalidArgumentError(absl::StrCat(
                           "the tensors of ", name_, " '", key_, "' lie on a ", placed_on_, ", and communication.backend exchanges what lies on a ",
@@ -71,7 +71,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     const Cancellation cancellation(ctx);
     const auto cancelled = whale::Status::Error(whale::Code::kCancelled, absl::StrCat("TensorFlow cancelled the step in ", name_, " '", key_, "'"));
     const bool attached = cancellation.attach([endpoint = device->endpoint(), cancelled] { endpoint->abort(cancelled); });
-    OP_REQUIRES_ASYNC(ctx, attached, to_tensorflow(cancelled), done);
+    OP_REQUIRES_ASYNC(ctx, attached, exchange_error(cancelled), done);
     auto held = std::make_shared<std::vector<Tensor>>(std::move(started->held));
     call.done = [ctx, cancellation, held, done](const whale::Status& outcome) {
       cancellation.detach();

@@ -12,7 +12,7 @@ constexpr char kCommunicator[] = "communicator: string";
 constexpr char kRank[] = "rank: int";
 constexpr char kKey[] = "key: string";
 constexpr char kRanks[] = "ranks: list(int) = []";
-constexpr char kReduction[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
+constexpr char kReductionOfDevices[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
 constexpr char kFloats[] = "T: {half, bfloat16, float, double}";
 constexpr char kAny[] = "T: type";
 
@@ -25,11 +25,12 @@ REGISTER_OP("WhaleDeviceAllReduce")
     .Attr(kRank)
     .Attr(kKey)
     .Attr(kRanks)
-    .Attr(kReduction)
+    .Attr(kReductionOfDevices)
     .Attr("N: int >= 1")
     .Attr(kFloats)
     .Attr("wire_dtype: {'', 'float16', 'bfloat16'} = ''")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(same_shapes)
     .Doc("Element-wise reduction over the ranks. wire_dtype: float32 inputs are rounded to it before they are sent, and added in it where "
          "the device does so.");
@@ -45,6 +46,7 @@ REGISTER_OP("WhaleDeviceAllGather")
     .Attr("sizes: list(int) >= 1")
     .Attr(kAny)
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(all_gather_shape)
     .Doc("Concatenation of the ranks' inputs along an axis; sizes: each rank's size along it.");
 
@@ -55,11 +57,12 @@ REGISTER_OP("WhaleDeviceReduceScatter")
     .Attr(kRank)
     .Attr(kKey)
     .Attr(kRanks)
-    .Attr(kReduction)
+    .Attr(kReductionOfDevices)
     .Attr("axis: int = 0")
     .Attr("sizes: list(int)")
     .Attr(kFloats)
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(reduce_scatter_shape)
     .Doc("Element-wise reduction over the ranks, of which each rank keeps its share along an axis.");
 
@@ -76,6 +79,7 @@ REGISTER_OP("WhaleDeviceAllToAll")
     .Attr("concat_sizes: list(int)")
     .Attr(kAny)
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(all_to_all_shape)
     .Doc("From a share of concat_axis with all of split_axis to all of concat_axis with a share of split_axis.");
 
@@ -91,6 +95,7 @@ REGISTER_OP("WhaleDeviceBroadcast")
     .Attr("N: int >= 1")
     .Attr(kAny)
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(broadcast_shape)
     .Doc("The root's inputs, of the given shapes, on every rank; the inputs of the other ranks are ignored.");
 
@@ -102,6 +107,7 @@ REGISTER_OP("WhaleDeviceSend")
     .Attr("peer: int")
     .Attr(kAny)
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Sends a tensor to the rank `peer` of the communicator.");
 
@@ -114,6 +120,7 @@ REGISTER_OP("WhaleDeviceRecv")
     .Attr("shape: shape = {unknown_rank: true}")
     .Attr(kAny)
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(recv_shape)
     .Doc("Receives a tensor from the rank `peer` of the communicator.");
 

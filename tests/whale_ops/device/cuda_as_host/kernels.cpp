@@ -1,31 +1,43 @@
-// The kernels of whale_ops/cuda as host code (by the headers beside this), for tests/whale_ops/device/test_kernels.py: no part of the core's test.
-#include "whale_ops/cuda/kernels.cu"
+// The kernels of whale_ops/cuda as host code, which the driver beside this launches: no part of the core's test.
+#include <cstring>
 
-#include <vector>
+#include "whale_ops/core/collective/reduce.h"
 
-namespace {
-
-std::vector<whale::cuda::Span> spans(void** tensors, const int64_t* counts, int size) {
-  std::vector<whale::cuda::Span> found;
-  for (int i = 0; i < size; ++i) found.push_back({tensors[i], counts[i]});
-  return found;
-}
-
-}  // namespace
+#define __global__ WHALE_EXPORT
+#define __launch_bounds__(threads)
+#define WHALE_ARGUMENT(Type) const Type&  // the driver has its address
+#define WHALE_INLINE inline
+#define WHALE_ROLLED
 
 extern "C" {
-
-WHALE_EXPORT int host_pack(void** tensors, const int64_t* counts, int size, int tensor, void* buffer, int dtype, float scale) {
-  return whale::cuda::pack(spans(tensors, counts, size), static_cast<whale::DType>(tensor), buffer, static_cast<whale::DType>(dtype), scale, nullptr);
+struct Dim3 {
+  unsigned x, y, z;
+};
+WHALE_EXPORT Dim3 gridDim, blockDim, blockIdx, threadIdx;
 }
 
-WHALE_EXPORT int host_unpack(void** tensors, const int64_t* counts, int size, int tensor, void* buffer, int dtype, float scale) {
-  return whale::cuda::unpack(buffer, static_cast<whale::DType>(dtype), spans(tensors, counts, size), static_cast<whale::DType>(tensor), scale, nullptr);
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
 }
 
-WHALE_EXPORT int host_reduce(void** sources, int size, void* dst, int64_t count, int dtype, int reduction) {
-  const std::vector<const void*> all(sources, sources + size);
-  return whale::cuda::reduce(all, dst, count, static_cast<whale::DType>(dtype), static_cast<whale::Reduction>(reduction), nullptr);
+namespace whale::cuda {
+inline float widen_half(unsigned short x) {
+  float wide = 0;
+  whale::widen_floats(DType::kFloat16, reinterpret_cast<const char*>(&x), &wide, 1);
+  return wide;
 }
+inline unsigned short round_to_half(float x) {
+  unsigned short narrow = 0;
+  whale::narrow_floats(DType::kFloat16, &x, reinterpret_cast<char*>(&narrow), 1);
+  return narrow;
+}
+}  // namespace whale::cuda
 
-}  // extern "C"
+#include "whale_ops/cuda/kernels.cu"

@@ -1,0 +1,155 @@
+"""What a spread costs: memory of every stage, and the step's time, by playing its schedule.
+
+This is the one place where a step of a described model is evaluated: for the planner's unequal stages, and for the
+equal ones of a job, whose prediction (`predict`) is a special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from cost_model.analytic import sharded
+from cost_model.analytic.layer_costs import Model, costs_of
+from cost_model.analytic.spread import Spread, live_chunks
+from cost_model.analytic.stage_cache import StageCosts
+from cost_model.analytic.stage_costs import StageCost, fully_sharded
+from cost_model.cluster.pools import Machines
+from cost_model.kernels.collectives import all_reduce_s
+from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
+from whale.errors import PlanError
+from whale.ir.schedule import Schedule, schedule
+
+SCHEDULES = ("1f1b", "gpipe")  # of whole backward passes
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A spread's predicted step.
+
+    Attributes:
+        step_s: all of it; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the last pass.
+        lacking_bytes: by how much the worst rank's memory is too small; not positive: it fits.
+        passes_s: until the last pass of all stages ends.
+    """
+
+    step_s: float
+    compute_s: float
+    send_s: float
+    bubble_s: float
+    reduce_s: float
+    update_s: float
+    lacking_bytes: float
+    stages: tuple[StageCost, ...]
+    busiest: int
+    passes_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether all ranks have room."""
+        return self.lacking_bytes <= 0
+
+
+def evaluate(model: Model, machines: Machines, spread: Spread, stage_costs: StageCosts | None = None) -> Evaluation:
+    """Simulates one step.
+
+    Args:
+        stage_costs: where a search keeps the costs of stages of this model on these machines.
+
+    Raises:
+        PlanError: the schedule takes backward passes apart, or is none for so many chunks or micro-batches.
+    """
+    stages, count, ranks = len(spread.stages), spread.micro_batches, spread.ranks
+    stage_costs = stage_costs or StageCosts(model, machines)
+    costs = [stage_costs(spread, i, _live(spread, i), ranks) for i in range(stages)]
+    if fully_sharded(model, spread):
+        costs, ends = _sharded(model, machines, spread, costs)
+    elif spread.schedule == "1f1b" and spread.chunks == 1:
+        ends = one_f_one_b_ends_s([c.forward_s[0] for c in costs], [c.backward_s[0] for c in costs], count)
+    else:
+        orders = _orders(spread)
+        timeline = simulate(_tasks(orders, costs))
+        ends = [timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders)]
+    ready_s = max(end + one.reduce_s for end, one in zip(ends, costs))
+    if stages > 1 and model.tied_parameters:
+        ready_s += _tied_s(model, machines, spread)
+    update_s = max(one.update_s for one in costs)
+    step_s = ready_s + update_s + model.stack.step_ms * 1e-3
+    busy = [count * (sum(one.forward_s) + sum(one.backward_s)) for one in costs]
+    if stages == 1:
+        busy = ends  # there is nobody to wait for
+    busiest = max(range(stages), key=lambda s: busy[s])
+    sent_s = count * costs[busiest].send_s
+    return Evaluation(
+        step_s=step_s,
+        compute_s=busy[busiest] - sent_s,
+        send_s=sent_s,
+        bubble_s=max(ends) - busy[busiest],
+        reduce_s=ready_s - max(ends),
+        update_s=step_s - ready_s,
+        lacking_bytes=max(one.lacking_bytes for one in costs),
+        stages=tuple(costs),
+        busiest=busiest,
+        passes_s=max(ends),
+    )
+
+
+def _live(spread: Spread, index: int) -> int:
+    """Chunks of micro-batches that a stage holds at its peak."""
+    return live_chunks(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches, index)
+
+
+def _sharded(
+    model: Model, machines: Machines, spread: Spread, costs: Sequence[StageCost]
+) -> tuple[list[StageCost], list[float]]:
+    """The stage's passes as they are played layer by layer, and when they have ended; nothing is left to reduce."""
+    found = sharded.passes(model, machines, spread)
+    cost = replace(costs[0], forward_s=(found.forward_s,), backward_s=(found.backward_s,), reduce_s=0.0)
+    return [cost], [found.passes_s]
+
+
+def kernels_s(model: Model, machines: Machines, spread: Spread, found: Evaluation) -> float:
+    """Of `compute_s`, seconds in which the busiest stage's kernels run: without communication that nothing hides."""
+    if fully_sharded(model, spread):
+        return sharded.passes(model, machines, spread).compute_s
+    stage = spread.stages[found.busiest]
+    costs = [costs_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute) for part in stage.parts]
+    each_s = 0.0
+    for low, high in stage.layers:
+        ahead = max(costs, key=lambda one: one.forward(low, high))
+        back = max(costs, key=lambda one: one.backward(low, high))
+        each_s += ahead.kernels(low, high)[0] + back.kernels(low, high)[1]
+    return spread.micro_batches * each_s
+
+
+def played(spread: Spread, found: Evaluation) -> tuple[Tasks, Timeline]:
+    """Every pass of a spread's step, by stage in the order of its schedule, and when it runs."""
+    tasks = _tasks(_orders(spread), found.stages)
+    return tasks, simulate(tasks)
+
+
+def _orders(spread: Spread) -> Schedule:
+    if spread.schedule not in SCHEDULES:
+        raise PlanError(
+            "steps of described models are predicted for whole backward passes only",
+            given=spread.schedule,
+            expected=" or ".join(SCHEDULES),
+        )
+    return schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+
+
+def _tasks(orders: Schedule, costs: Sequence[StageCost]) -> Tasks:
+    """One task per pass on its stage's stream, in the order of the schedule."""
+    held = [c.held_bytes for c in costs]
+    return pipeline_tasks(orders, [c.forward_s for c in costs], [c.backward_s for c in costs], held)
+
+
+def _tied_s(model: Model, machines: Machines, spread: Spread) -> float:
+    """The sum of the gradients of what the first and the last stage share."""
+    first, last = spread.stages[0].parts[0], spread.stages[-1].parts[0]
+    pool = machines.pools[first.pool]
+    apart = first.pool != last.pool or spread.stages[0].ranks * (len(spread.stages) - 1) >= pool.on_host
+    tensor = min(first.tensor, last.tensor)
+    tied_bytes = model.stack.gradient_bytes * model.tied_parameters / tensor
+    return all_reduce_s(machines.pair(first.pool, last.pool, apart), tied_bytes)

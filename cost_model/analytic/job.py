@@ -1,0 +1,117 @@
+"""Job files: a model by hyper-parameters, how it is spread, and the software, as YAML; and what is predicted for one.
+
+model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200}
+plan: {tensor: 8, pipeline: 16, data: 8, micro_batch: 1, global_batch: 1536, recompute: full}
+software: megatron-2022
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from cost_model.analytic.layer_profile import Profile
+from cost_model.analytic.predict import Prediction, predict
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.cluster import yaml_files
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One training job."""
+
+    model: Transformer
+    plan: Parallel
+    software: str = "megatron-2022"
+
+    def predict(self, cluster: Cluster, profile: Profile | None = None) -> Prediction:
+        """The job's step on a cluster; PlanError, ClusterError where it cannot be (see `predict.predict`)."""
+        return predict(self.model, self.plan, stack(self.software), cluster, profile)
+
+
+def read(path: str | Path) -> Job:
+    """Reads a job file; a mistake is an error with line and key."""
+    return yaml_files.File(yaml_files.text(path, "job file"), str(path), "job file").decode(Job)
+
+
+def report(job: Job, cluster: Cluster, found: Prediction) -> str:
+    """What a person reads: the step's time by parts, speed, and the memory of each kind of stage."""
+    plan, model = job.plan, job.model
+    useful = model.step_flops(plan.global_batch) / found.step_s / plan.ranks
+    tokens = plan.global_batch * model.sequence
+    lines = [
+        f"{model.parameters / 1e9:.2f} billion parameters on {plan.ranks} devices of {cluster.name}",
+        f"step       {_seconds(found.step_s)}  ({_likely(cluster, found)})",
+        f"  kernels  {_part(found.compute_s, found)}",
+        f"  waits    {_part(found.exposed_communication_s, found)} for communication that nothing hides",
+        f"  bubble   {_part(found.bubble_s, found)}",
+        f"  update   {_part(found.update_s, found)} gradient reduction and optimizer",
+        f"speed      {tokens / found.step_s:,.0f} tokens/s, {useful / 1e12:.1f} TFLOP/s per device"
+        f" ({useful / _mean_peak(job, cluster, found):.1%} of peak, recompute not counted)",
+        "memory     GiB    parameters  gradients  optimizer  activations  other",
+    ]
+    first = 0
+    for stage in range(1, len(found.stages) + 1):
+        if stage < len(found.stages) and found.stages[stage] == found.stages[first]:
+            continue
+        one = found.stages[first]
+        states = (one.parameters_bytes, one.gradients_bytes, one.optimizer_bytes, one.activations_bytes)
+        columns = (one.total_bytes, *states, one.total_bytes - sum(states))
+        name = f"stage {first}" if stage == first + 1 else f"stages {first}-{stage - 1}"
+        widths = (6, 15, 11, 11, 13, 7)
+        lines.append(f"  {name:9}" + "".join(f"{size / 2**30:{width}.1f}" for size, width in zip(columns, widths)))
+        first = stage
+    return "\n".join(lines + too_large(cluster, found))
+
+
+def _likely(cluster: Cluster, found: Prediction) -> str:
+    low_s, high_s = found.spread.likely_s(Machines(cluster), found.step_s)
+    return f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
+
+
+def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:
+    """Peak FLOP/s of the devices that the stages run on, the mean over stages."""
+    dtype, pools = stack(job.software).dtype, Machines(cluster).pools
+    each = [
+        sum(pools[part.pool].device.peak_flops_per_s(dtype) * pools[part.pool].entry.share for part in stage.parts)
+        / len(stage.parts)
+        for stage in found.spread.stages
+    ]
+    return sum(each) / len(each)
+
+
+def too_large(cluster: Cluster, found: Prediction) -> list[str]:
+    """A line for every stage whose ranks need more memory than their device has, and by how much."""
+    from whale.ir.plan_text import human_bytes  # loads NumPy, which a prediction does without
+
+    lines, pools = [], Machines(cluster).pools
+    for number, (stage, cost) in enumerate(zip(found.spread.stages, found.evaluation.stages)):
+        for part, held in zip(stage.parts, cost.memory):
+            missing = held.total_bytes - pools[part.pool].memory_bytes
+            if missing > 0:
+                entry = pools[part.pool].entry
+                lines.append(f"does not fit: stage {number} on {entry.type} lacks {human_bytes(missing)}")
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:9.3f} s" if seconds >= 1 else f"{1e3 * seconds:8.2f} ms"
+
+
+def _part(seconds: float, of: Prediction) -> str:
+    return f"{_seconds(seconds)} {seconds / of.step_s:6.1%}"
+
+
+def trace(found: Prediction) -> str:
+    """The timeline as a Chrome trace: one row per stage (or stream), one event per pass, microseconds."""
+    tasks, times = found.tasks, found.timeline
+    events = []
+    for resource, held, start, end in zip(tasks.resource, tasks.held_bytes, times.start_s, times.end_s):
+        name = "forward" if held > 0 else "backward" if held < 0 else "pass"
+        event = {"name": name, "ph": "X", "pid": 0, "tid": resource, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+        events.append(event)
+    return json.dumps({"traceEvents": events})

@@ -1,0 +1,89 @@
+"""What a sequence of kernels and collectives costs one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost_model.analytic.stacks import Stack
+from cost_model.analytic.transformer_kernels import Attention, Collective, Matmul, Op, Streaming
+from cost_model.hardware import Device
+from cost_model.kernels.collectives import COLLECTIVES, Group
+from cost_model.kernels.compute import Rates, attention_s, matmul_s, rates_of, streaming_s
+
+# Multiprocessors that run a collective's channels instead of the kernels beside it (NCCL: 16 to 24 channels with one
+# block each between the GPUs of a host; src/graph/connect.cc).
+CHANNELS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds on the device's stream, of communication that nothing hides, and on the host."""
+
+    device_s: float = 0.0
+    exposed_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The device waits for a host that launches more slowly than kernels run."""
+        return max(self.device_s + self.exposed_s, self.host_s)
+
+    def plus(self, other: Cost, times: float = 1) -> Cost:
+        """This and the other one so many times, one after the other."""
+        return Cost(
+            self.device_s + times * other.device_s,
+            self.exposed_s + times * other.exposed_s,
+            self.host_s + times * other.host_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank computes and communicates with, under a software stack."""
+
+    rates: Rates
+    weight_rates: Rates
+    group: Group
+    stack: Stack
+
+
+def rank_on(device: Device, share: float, group: Group, stack: Stack, ranks: int = 1) -> Rank:
+    """The slowest of `ranks` that have a share of a device each; ClusterError if it lacks the stack's dtypes."""
+    rates = rates_of(device, stack.dtype, share, ranks)
+    weight_rates = rates_of(device, stack.weights_dtype, share, ranks) if stack.weights_dtype else rates
+    return Rank(rates, weight_rates, group, stack)
+
+
+def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
+    """Seconds of ops in order; a collective over products is exposed by as much as it is longer than they."""
+    stack, rates = on.stack, on.rates
+    host_us = stack.backward_host_us if backward else stack.host_us
+    device_s = exposed_s = launch_us = 0.0
+    products: dict[str, float] = {}
+    hidden: list[tuple[Collective, float]] = []
+    for op in ops:
+        launch_us += host_us
+        if isinstance(op, Matmul):
+            seconds = matmul_s(on.weight_rates if op.weights else rates, op.m, op.n, op.k, op.batch)
+            products[op.name] = seconds
+            device_s += seconds
+            if op.weights and stack.quantise_bytes:
+                device_s += streaming_s(rates, stack.quantise_bytes * op.m * op.k)
+        elif isinstance(op, Streaming):
+            device_s += streaming_s(rates, op.moved_bytes) + (op.kernels - 1) * rates.kernel_s
+            launch_us += (op.kernels - 1) * host_us
+        elif isinstance(op, Attention):
+            device_s += attention_s(rates, op.flops, op.sequence)
+        else:
+            seconds = COLLECTIVES[op.kind](on.group, op.tensor_bytes)
+            launch_us += stack.collective_host_us - host_us
+            if op.over:
+                hidden.append((op, seconds))
+            else:
+                exposed_s += seconds
+    for op, seconds in hidden:
+        beside_s = min(seconds, sum(products[name] for name in op.over))
+        device_s += beside_s * CHANNELS / rates.units
+        exposed_s += seconds - beside_s
+    return Cost(device_s, exposed_s, launch_us * 1e-6)

@@ -1,0 +1,203 @@
+"""A chain of layers as the evaluation sees it: seconds and bytes of any of its ranges on one kind of rank.
+
+A model is whatever tells these: a described transformer by formulas (`transformer_model`), or measured tables of the
+planner's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+from cost_model.analytic.kernel_costs import Cost
+from cost_model.analytic.spread import Part, Recompute, Spread
+from cost_model.analytic.stacks import Stack
+from cost_model.analytic.transformer import OPTIMIZER_BYTES
+from cost_model.cluster.pools import Machines
+
+# Parameter tensors of a transformer's layer: weight and bias of two normalisations, of the products for queries, keys
+# and values, of the projection, and of the two products of the feed-forward network.
+TENSORS_PER_LAYER = 12
+MATRICES_PER_LAYER = 4  # of them; the others are vectors
+# And outside its layers: the embedding, positions, weight and bias of the last normalisation.
+TENSORS_OUTSIDE = 4
+MATRICES_OUTSIDE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What the first or the last layer of a chain has besides: its passes, and its parameters on one rank."""
+
+    forward: Cost = field(default_factory=Cost)
+    backward: Cost = field(default_factory=Cost)
+    parameters: float = 0.0
+
+    def plus(self, other: Edge) -> tuple[Cost, Cost]:
+        """Both passes of this and of the other one."""
+        return self.forward.plus(other.forward), self.backward.plus(other.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """All layers of a model on one kind of rank; arrays hold sums over the layers before (one entry more than layers).
+
+    Attributes:
+        forward_s, backward_s: kernels and communication that nothing hides.
+        forward_exposed_s, backward_exposed_s: that communication.
+        forward_host_s, backward_host_s: what the host needs to launch them; a pass takes the longer of the two.
+        begin_s, begin_host_s: once per pass of a stage that waits for others, and of any.
+        held_bytes: kept of one micro-batch for the backward pass.
+        parameters: of one rank, those of experts not counted.
+        twice: parameters that the first and the last layer share, counted once where both are on one rank.
+        update_s: measured seconds of the optimizer; None: by formula.
+        working_bytes: once per rank; last_bytes: once where the last layer is.
+        tensors: parameter tensors per layer, of which each costs the host a launch at the end of a step.
+        experts: parameters of experts of one rank; 0 entries: none.
+        expert_copies: replicas that have the same experts.
+        routed_bytes: of the tokens that a layer sends to experts, once there and once back.
+        state_bytes: of the optimizer per parameter; element_bytes: of a parameter, or of its gradient.
+        edges: what the arrays have in the first and in the last layer besides: embedding and head.
+    """
+
+    forward_s: array[float]
+    backward_s: array[float]
+    forward_exposed_s: array[float]
+    backward_exposed_s: array[float]
+    forward_host_s: array[float]
+    backward_host_s: array[float]
+    begin_s: float
+    begin_host_s: float
+    held_bytes: array[float]
+    parameters: array[float]
+    twice: float
+    update_s: array[float] | None
+    working_bytes: float
+    last_bytes: float
+    tensors: int = TENSORS_PER_LAYER
+    experts: array[float] = field(default_factory=lambda: array("d"))
+    expert_copies: int = 1
+    routed_bytes: float = 0.0
+    state_bytes: float = OPTIMIZER_BYTES
+    element_bytes: int = 2
+    edges: tuple[Edge, Edge] = (Edge(), Edge())
+
+    @property
+    def count(self) -> int:
+        """Layers of the model."""
+        return len(self.forward_s) - 1
+
+    def experts_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
+        """Parameters of experts of one rank."""
+        return sum(self.experts[high] - self.experts[low] for low, high in ranges) if self.experts else 0.0
+
+    def forward(self, low: int, high: int) -> float:
+        """Seconds of the forward pass of layers low..high-1."""
+        begin_s = self.begin_s if low or high < len(self.forward_s) - 1 else 0.0  # nothing to wait for
+        device_s = begin_s + self.forward_s[high] - self.forward_s[low]
+        return max(device_s, self.begin_host_s + self.forward_host_s[high] - self.forward_host_s[low])
+
+    def backward(self, low: int, high: int) -> float:
+        """Seconds of the backward pass of layers low..high-1, what is computed again included."""
+        begin_s = self.begin_s if low or high < len(self.backward_s) - 1 else 0.0
+        device_s = begin_s + self.backward_s[high] - self.backward_s[low]
+        return max(device_s, self.begin_host_s + self.backward_host_s[high] - self.backward_host_s[low])
+
+    def kernels(self, low: int, high: int) -> tuple[float, float]:
+        """Seconds of `forward` and `backward` that are not communication which nothing hides, nor waits for a start."""
+        begin_s = self.begin_s if low or high < self.count else 0.0
+        found = []
+        for whole_s, seconds, exposed in (
+            (self.forward(low, high), self.forward_s, self.forward_exposed_s),
+            (self.backward(low, high), self.backward_s, self.backward_exposed_s),
+        ):
+            exposed_s = exposed[high] - exposed[low]
+            found.append(max(seconds[high] - seconds[low] - exposed_s, whole_s - exposed_s - begin_s))
+        return found[0], found[1]
+
+    def layer(self, index: int) -> tuple[Cost, Cost]:
+        """Both passes of one layer, without what the first and the last one have besides, and without their start."""
+        found = []
+        for sums_s, exposed, host, way in (
+            (self.forward_s, self.forward_exposed_s, self.forward_host_s, "forward"),
+            (self.backward_s, self.backward_exposed_s, self.backward_host_s, "backward"),
+        ):
+            exposed_s = exposed[index + 1] - exposed[index]
+            one = Cost(sums_s[index + 1] - sums_s[index] - exposed_s, exposed_s, host[index + 1] - host[index])
+            for at, edge in zip((0, self.count - 1), self.edges):
+                one = one.plus(getattr(edge, way), -1) if index == at else one
+            found.append(one)
+        return found[0], found[1]
+
+    def parameters_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
+        """Parameters of one rank that holds these layers, those of experts not counted."""
+        own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
+        whole = ranges[0][0] == 0 and ranges[-1][1] == len(self.parameters) - 1
+        return own - self.twice if whole else own
+
+    def layer_parameters_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
+        """Parameters of the mean one of these layers, what the first and the last one have besides not counted."""
+        own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
+        if ranges[0][0] == 0:
+            own -= self.edges[0].parameters
+        if ranges[-1][1] == self.count:
+            own -= self.edges[1].parameters
+        return own / max(1, sum(high - low for low, high in ranges))
+
+
+class Model(Protocol):
+    """What the evaluation and the planner ask of a model."""
+
+    name: str
+    count: int
+    stack: Stack
+    experts: int  # of each layer, divided over a stage's replicas
+    tied_parameters: float  # that the first and the last stage each have a copy of, and sum the gradients of
+
+    def layer_costs(
+        self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
+    ) -> LayerCosts:
+        """The costs on ranks of a pool, of which the plan has so many; `replicas` of a stage matter to experts only."""
+        ...
+
+    def on(self, machines: Machines) -> Model:
+        """The same model on other machines."""
+        ...
+
+    def tensor_degrees(self, pool: int) -> list[int]:
+        """Into how many parts a pool's ranks may divide tensors, in growing order."""
+        ...
+
+    def row_choices(self, pool: int, tensor: int) -> list[int] | None:
+        """Sizes of a rank's micro-batch that are known; None: all."""
+        ...
+
+    def recomputes(self) -> list[tuple[Recompute, bool]]:
+        """(recompute, sequence parallel) to choose from; what computes least again comes first."""
+        ...
+
+    def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
+        """Seconds to hand a micro-batch to the stage that begins at layer `cut`; `path`: (bytes/s, step in us)."""
+        ...
+
+
+def costs_of(
+    model: Model, spread: Spread, part: Part, ranks: int, replicas: int, recompute: Recompute | None = None
+) -> LayerCosts:
+    """The costs of layers on a part's ranks; `replicas` and `recompute` are the stage's (None: as the spread says)."""
+    how = recompute or spread.recompute, spread.sequence_parallel, ranks
+    return model.layer_costs(part.pool, part.tensor, part.rows, *how, replicas if model.experts else 1)
+
+
+def slowest_passes_s(costs: Sequence[LayerCosts], low: int, high: int) -> float:
+    """Seconds of both passes of layers low..high-1 on several kinds of rank, each pass on the slowest of them."""
+    if len(costs) == 1:
+        return costs[0].forward(low, high) + costs[0].backward(low, high)
+    return max(one.forward(low, high) for one in costs) + max(one.backward(low, high) for one in costs)
+
+
+def sums(values: Iterable[float]) -> array[float]:
+    """0, and the sums of the first, the first two, ... values."""
+    return array("d", accumulate(values, initial=0.0))

@@ -1,0 +1,68 @@
+"""Measured tables of a model's layers, which take the place of formulas: a model can be planned without its code.
+
+    layers:
+      - {device: a100, tensor: 8, micro_batch: 1, forward_s: 0.0021, backward_s: 0.0064, memory_gb: 0.05}
+      - {device: v100, tensor: 8, micro_batch: 1, forward_s: 0.0052, backward_s: 0.0161, update_s: 0.0004}
+
+Seconds are those of one layer and one micro-batch on one rank, with its tensor-parallel communication and, in the
+backward pass, what recompute repeats; `update_s` is the optimizer's part for one layer, `memory_gb` what the layer
+keeps of one micro-batch. What is not measured (embedding, logits, sends, reductions) comes from formulas.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from cost_model.cluster import yaml_files
+from cost_model.hardware import catalogue
+from whale.errors import ClusterError
+
+Seconds = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class MeasuredLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measurement of a layer; update_s and memory_gb may be left to the formulas."""
+
+    device: str
+    forward_s: Seconds
+    backward_s: Seconds
+    tensor: Count = 1
+    micro_batch: Count = 1
+    update_s: Annotated[float, Meta(ge=0)] | None = None
+    memory_gb: Annotated[float, Meta(ge=0)] | None = None
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All measurements of a model."""
+
+    layers: Annotated[list[MeasuredLayer], Meta(min_length=1)]
+
+    def layer(self, device: str, tensor: int, micro_batch: int) -> MeasuredLayer:
+        """The measurement on a device (a name of the catalogue); ClusterError if there is none."""
+        for one in self.layers:
+            if (one.device, one.tensor, one.micro_batch) == (device, tensor, micro_batch):
+                return one
+        raise ClusterError(
+            "the profile has no measurement that the plan needs",
+            given=f"{device}, {tensor} tensor-parallel ranks, micro-batch {micro_batch}",
+            expected="; ".join(f"{one.device}, {one.tensor}, {one.micro_batch}" for one in self.layers),
+            action="measure it, or choose a plan with what is measured",
+        )
+
+
+def read(path: str | Path) -> Profile:
+    """Reads a profile; device names become those of the catalogue, a mistake is an error with line and key."""
+    file = yaml_files.File(yaml_files.text(path, "profile"), str(path), "profile")
+    found = file.decode(Profile)
+    layers = []
+    for i, one in enumerate(found.layers):
+        try:
+            layers.append(msgspec.structs.replace(one, device=catalogue.device(one.device).name))
+        except ClusterError as error:
+            raise file.error(["layers", i, "device"], error.message, action=error.action, **error.facts) from None
+    return Profile(layers)

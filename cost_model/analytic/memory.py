@@ -1,0 +1,166 @@
+"""Bytes that one rank holds while it trains a transformer.
+
+Activations: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 2.
+Optimizer and gradients: Rajbhandari et al., "ZeRO", SC 2020, section 3 (2 + 2 + 12 bytes per parameter with
+mixed-precision Adam).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.analytic.kernel_costs import CHANNELS
+from cost_model.analytic.layer_costs import LayerCosts
+from cost_model.analytic.spread import Offload, Part
+from cost_model.analytic.stacks import Stack
+from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer_kernels import expert_rows
+
+# The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
+# deep learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are larger).
+BASE_BYTES = 1.0e9
+# A caching allocator rounds sizes and splits blocks; the same study finds a few per cent.
+FRAGMENTATION = 0.03
+WORKSPACE_BYTES = 32e6  # of matrix products (cuBLAS documentation, recommended workspace on Hopper)
+# Layers whose whole parameters lie there at a time where they are gathered or fetched for their passes: the one in
+# progress and the next (Zhao et al., "PyTorch FSDP", 2023, section 3.4, rate limiter).
+LAYERS_AHEAD = 2
+COMMUNICATOR_BYTES = 4e6 * CHANNELS  # NCCL's buffers: NCCL_BUFFSIZE (4 MiB) for each channel of a communicator
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one rank; `activations` at the peak of the schedule."""
+
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    workspace_bytes: float
+    communication_bytes: float
+    base_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """All of it, with what the allocator's rounding and splitting adds."""
+        held = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        held += self.activations_bytes + self.workspace_bytes + self.communication_bytes
+        return held * (1 + FRAGMENTATION) + self.base_bytes
+
+
+def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
+    """What one layer keeps of one micro-batch for its backward pass (bytes; the formulas are those of half precision).
+
+    s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with
+    selective recompute or fused attention; 2 s b h with full recompute.
+    """
+    sbh = float(t.sequence * p.micro_batch * t.hidden)
+    w = p.tensor
+    e = stack.element_bytes
+    if p.recompute == "full":
+        return e * sbh / (w if p.sequence_parallel else 1)
+    routed = 0.0
+    if t.experts:  # tokens as they were sent and came back, two tensors of the inner width in place of those of 4 h
+        rows, own = expert_rows(t, p)
+        routed = 2.0 * e * (rows * own * (t.hidden + t.inner / w) - 4 * sbh / w)
+    # Masks of one byte: two on s b h, one on the scores.
+    masks, mask = (2 / w if p.sequence_parallel else 2, 1) if stack.dropout else (0.0, 0)
+    linear = e * (16 / w if p.sequence_parallel else 4 + 12 / w) + masks
+    scores = (2 * e + mask) * t.heads * t.sequence / t.hidden / w
+    if p.recompute == "selective" or stack.fused_attention:
+        scores = 0.0
+    return sbh * (linear + scores) + max(0.0, routed)
+
+
+def working_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
+    """What the layer in progress needs besides: all its activations when they are computed again, or its gradients.
+
+    These are two tensors of s b h: the gradient that came and the one that goes.
+    """
+    if p.recompute != "full":
+        return 2.0 * stack.element_bytes * t.sequence * p.micro_batch * t.hidden
+    plain = Parallel(
+        tensor=p.tensor, micro_batch=p.micro_batch, global_batch=p.micro_batch, sequence_parallel=p.sequence_parallel
+    )
+    return layer_activation_bytes(t, plain, stack)
+
+
+def head_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
+    """Logits, and what the loss keeps or makes of them."""
+    return stack.logit_bytes * t.sequence * p.micro_batch * t.vocabulary / p.tensor
+
+
+def state_bytes(
+    parameters: float, zero: int, copies: int, optimizer_bytes: float, element_bytes: int
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer state of a rank, under ZeRO 0 to 3.
+
+    Args:
+        parameters: that the rank has a part of, or holds.
+        copies: ranks that have the same ones, over which ZeRO divides them.
+        optimizer_bytes: of the optimizer per parameter; element_bytes: of a parameter, or of its gradient.
+    """
+    split = float(copies)
+    return (
+        element_bytes * parameters / (split if zero >= 3 else 1),
+        element_bytes * parameters / (split if zero >= 2 else 1),
+        optimizer_bytes * parameters / (split if zero >= 1 else 1),
+    )
+
+
+def states(
+    layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer's state of one rank, wherever they lie."""
+    dense = state_bytes(layers.parameters_of(ranges), zero, replicas, layers.state_bytes, layers.element_bytes)
+    if not layers.experts:
+        return dense
+    own, copies = layers.experts_of(ranges), layers.expert_copies
+    experts = state_bytes(own, zero, copies, layers.state_bytes, layers.element_bytes)
+    return dense[0] + experts[0], dense[1] + experts[1], dense[2] + experts[2]
+
+
+def offloaded_bytes(
+    layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int, offload: Offload
+) -> float:
+    """What one rank has in its host's memory; with the state only, gradients pass through there as well."""
+    held, gradients, optimizer = states(layers, ranges, replicas, zero)
+    return {"none": 0.0, "state": gradients + optimizer, "all": held + gradients + optimizer}[offload]
+
+
+def part_memory(
+    layers: LayerCosts,
+    ranges: tuple[tuple[int, int], ...],
+    part: Part,
+    replicas: int,
+    live: int,
+    zero: int,
+    stages: int,
+    offload: Offload = "none",
+) -> Footprint:
+    """The bytes of one rank of a part.
+
+    Args:
+        layers: costs on the part's ranks.
+        ranges: the stage's layers, by chunk.
+        replicas: of the stage, all parts.
+        live: chunks of micro-batches that are held at the schedule's peak.
+        stages: of the spread.
+    """
+    held, gradients, optimizer = states(layers, ranges, replicas, zero)
+    whole = 0.0  # bytes of layers that lie there whole for as long as they are used
+    if zero >= 3 and replicas > 1:  # parameters and gradients of the layer in progress and of those gathered ahead
+        whole = LAYERS_AHEAD * 2 * layers.element_bytes * layers.layer_parameters_of(ranges)
+    if offload != "none":
+        optimizer = 0.0
+    if offload == "all":  # of two layers, what was fetched and what goes back
+        count = max(1, sum(high - low for low, high in ranges))
+        whole = max(whole, LAYERS_AHEAD * (held + gradients) / count)
+        held = gradients = 0.0
+    each = sum(layers.held_bytes[high] - layers.held_bytes[low] for low, high in ranges) / len(ranges)
+    activations = live * each + layers.working_bytes
+    if ranges[-1][1] == layers.count:
+        activations += layers.last_bytes
+    groups = (part.tensor > 1) + (replicas > 1) + (stages > 1)
+    buffers = groups * COMMUNICATOR_BYTES + whole
+    return Footprint(held, gradients, optimizer, activations, WORKSPACE_BYTES, buffers, BASE_BYTES)

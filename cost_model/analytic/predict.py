@@ -1,0 +1,149 @@
+"""A prediction of a job: a transformer, spread evenly, under a software stack on a cluster -> step time and memory.
+
+A job's stages are equal; its spread is evaluated like any other (`evaluate`). Ranks that do the same at the same time
+(tensor- and data-parallel ones) are simulated once, so a plan costs as much as its stages and micro-batches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from cost_model.analytic import sharded
+from cost_model.analytic.evaluate import Evaluation, evaluate, kernels_s, played
+from cost_model.analytic.layer_profile import Profile
+from cost_model.analytic.memory import Footprint
+from cost_model.analytic.spread import Part, Spread, Stage, even_chunks
+from cost_model.analytic.stacks import Stack
+from cost_model.analytic.stage_costs import fully_sharded
+from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
+from cost_model.cluster.rank_locations import pool_runs
+from cost_model.simulator import Tasks, Timeline, memory_curve, simulate
+from whale.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one step takes.
+
+    Attributes:
+        step_s: the whole step; the next four add up to it.
+        compute_s: the busiest stage's kernels.
+        exposed_communication_s: communication of that stage that no kernel hides, point-to-point included.
+        bubble_s: time in which that stage waits.
+        update_s: gradient reduction and optimizer after the last backward pass.
+        spread: the job's stages on the cluster's pools.
+        evaluation: of that spread, stage by stage.
+        tasks, timeline: every pass, with start and end; its resource is the stage. Of a fully sharded step what the two
+            streams do (`sharded`) for the micro-batches that are played.
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_communication_s: float
+    bubble_s: float
+    update_s: float
+    spread: Spread
+    evaluation: Evaluation
+    tasks: Tasks
+    timeline: Timeline
+
+    @property
+    def stages(self) -> tuple[Footprint, ...]:
+        """Memory of each stage's ranks; of unequal ones, of those that hold most."""
+        return tuple(max(stage.memory, key=lambda one: one.total_bytes) for stage in self.evaluation.stages)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Memory of the rank that holds most."""
+        return max(stage.total_bytes for stage in self.stages)
+
+    def memory_curve(self, stage: int) -> list[tuple[float, float]]:
+        """(second, bytes of activations) of a stage over the step."""
+        return memory_curve(self.tasks, self.timeline, [stage])
+
+
+def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster, profile: Profile | None = None) -> Prediction:
+    """Simulates one step; measurements of a profile take the place of the formulas for layers.
+
+    Raises:
+        PlanError: the plan does not fit the model (layers, heads, experts, batch).
+        ClusterError: the cluster has too few devices, or one without the stack's dtype.
+    """
+    _check(t, p, profile)
+    machines = Machines(cluster)
+    spread = spread_of(t.layers, p, machines, stack.dtype)
+    model = TransformerModel(t, stack, machines, profile=profile, expert_ranks=p.experts)
+    found = evaluate(model, machines, spread)
+    if fully_sharded(model, spread):
+        passes, again = sharded.passes(model, machines, spread), spread.zero >= 3
+        tasks = sharded.tasks(passes.root, passes.layers, min(sharded.PLAYED, spread.micro_batches), again)
+        timeline = simulate(tasks)
+    else:
+        tasks, timeline = played(spread, found)
+    compute_s = kernels_s(model, machines, spread, found)
+    return Prediction(
+        step_s=found.step_s,
+        compute_s=compute_s,
+        exposed_communication_s=max(0.0, found.compute_s + found.send_s - compute_s),
+        bubble_s=found.bubble_s,
+        update_s=found.reduce_s + found.update_s,
+        spread=spread,
+        evaluation=found,
+        tasks=tasks,
+        timeline=timeline,
+    )
+
+
+def _check(t: Transformer, p: Parallel, profile: Profile | None) -> None:
+    """PlanError if the plan does not fit the model, or is one that no formula is known for."""
+    if t.heads % p.tensor or t.hidden % p.tensor:
+        raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
+    if p.experts > 1 and (t.experts % p.experts or p.data % p.experts or not t.experts):
+        raise PlanError(
+            "so many ranks do not divide the experts",
+            given=f"{p.experts} ranks, {t.experts} experts, {p.data} data-parallel ranks",
+            expected="a divisor of the experts of a layer and of the data-parallel ranks",
+        )
+    if p.zero < 2:
+        return
+    if profile:
+        raise PlanError("fully sharded data parallelism is predicted by formulas only", given="a profile")
+    if p.tensor > 1 or p.pipeline > 1:
+        raise PlanError(
+            "fully sharded data parallelism is predicted alone",
+            given=f"{p.tensor} tensor-parallel ranks, {p.pipeline} stages",
+            expected="tensor = pipeline = 1 with zero >= 2",
+        )
+
+
+def spread_of(layers: int, p: Parallel, machines: Machines, dtype: str) -> Spread:
+    """A job's stages on a cluster's pools: tensor-parallel ranks are neighbours, then data-parallel ones, then stages.
+
+    A tensor-parallel group whose ranks are of several kinds counts as one of the slowest of them.
+
+    Raises:
+        PlanError: there are more stages than layers.
+        ClusterError: the cluster has too few devices.
+    """
+    runs = pool_runs(machines, p.ranks)
+    firsts = [first for first, _, _ in runs]
+
+    def slowest(numbers: set[int]) -> int:
+        pools = [machines.pools[number] for number in sorted(numbers)]
+        return min(pools, key=lambda pool: pool.device.peak_flops_per_s(dtype) * pool.entry.share).number
+
+    stages = []
+    for stage, chunks in enumerate(even_chunks(layers, p.pipeline, p.chunks)):
+        replicas: dict[int, int] = {}
+        for replica in range(stage * p.data, (stage + 1) * p.data):
+            rank = replica * p.tensor
+            own = range(bisect_right(firsts, rank) - 1, bisect_right(firsts, rank + p.tensor - 1))
+            pool = slowest({runs[run][2] for run in own})
+            replicas[pool] = replicas.get(pool, 0) + 1
+        parts = tuple(Part(pool, p.tensor, count, p.micro_batch) for pool, count in replicas.items())
+        stages.append(Stage(chunks, parts))
+    return Spread(tuple(stages), p.micro_batches, p.recompute, p.sequence_parallel, p.zero, p.schedule)

@@ -1,0 +1,39 @@
+"""Costs of stages that a search has asked for before."""
+
+from __future__ import annotations
+
+from cost_model.analytic.layer_costs import Model
+from cost_model.analytic.spread import Spread
+from cost_model.analytic.stage_costs import Passes, StageCost, passes_of, stage_cost
+from cost_model.cluster.pools import Machines
+
+
+class StageCosts:
+    """Costs of stages, kept for a search: most spreads that it looks at differ from others in a stage or two.
+
+    Args:
+        model, machines: as for `stage_cost`.
+    """
+
+    MOST = 50_000  # of a kilobyte each; then it begins anew
+
+    def __init__(self, model: Model, machines: Machines) -> None:
+        self._model, self._machines = model, machines
+        self._known: dict[tuple[object, ...], StageCost] = {}
+        self._passes: dict[tuple[object, ...], Passes] = {}
+
+    def __call__(self, spread: Spread, index: int, live: int, ranks: int) -> StageCost:
+        """As `stage_cost`: all that it looks at is the stage, its neighbours' ranks, and the spread's settings."""
+        stages, count = spread.stages, len(spread.stages)
+        stage, beside = stages[index], (stages[index - 1].parts, stages[(index + 1) % count].parts)
+        own = stage, ranks, spread.recompute, spread.sequence_parallel, spread.zero, spread.offload
+        key = (own, index, count, *beside, live, spread.micro_batches)
+        if (cost := self._known.get(key)) is None:
+            if max(len(self._known), len(self._passes)) >= self.MOST:
+                self._known.clear()
+                self._passes.clear()
+            if (passes := self._passes.get(own)) is None:
+                passes = self._passes[own] = passes_of(self._model, self._machines, spread, stage, ranks)
+            cost = stage_cost(self._model, self._machines, spread, index, live, ranks, passes)
+            self._known[key] = cost
+        return cost

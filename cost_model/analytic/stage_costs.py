@@ -1,0 +1,385 @@
+"""What one stage of a spread takes: seconds of its passes, of the end of the step, and the memory of its ranks.
+
+Stages may be unequal, their parts of unequal devices and rows; a layer's experts lie on several replicas. The search
+asks for many stages, so a stage costs microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost_model.analytic.kernel_costs import CHANNELS
+from cost_model.analytic.layer_costs import (
+    MATRICES_OUTSIDE,
+    MATRICES_PER_LAYER,
+    TENSORS_OUTSIDE,
+    TENSORS_PER_LAYER,
+    LayerCosts,
+    Model,
+    costs_of,
+)
+from cost_model.analytic.memory import Footprint, offloaded_bytes, part_memory, states
+from cost_model.analytic.spread import Offload, Part, Recompute, Spread, Stage
+from cost_model.analytic.stacks import Stack
+from cost_model.cluster.pools import Machines, Pool
+from cost_model.kernels.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from cost_model.kernels.compute import Rates, rates_of, streaming_s
+from cost_model.simulator import not_hidden_s
+
+# Parameters that Adam updates on a host's processors in a second: Ren et al., "ZeRO-Offload", ATC 2021, table 5 (10
+# billion in 2.57 s).
+HOST_UPDATES_PER_S = 3.9e9
+# On the host, for each piece of a tensor that is sent as a list of pieces: a view where the list is made and one where
+# it is copied (ProcessGroupNCCL.cpp of PyTorch 1.8, allgather and reduce_scatter), about a microsecond each (estimate).
+VIEWS_S = 2e-6
+
+Passes = tuple[list[float], list[float], int]  # see `passes_of`
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage takes: seconds of its passes (per chunk, sends included), of the end of the step, and memory.
+
+    Attributes:
+        forward_s, backward_s: of one micro-batch, by chunk, on the slowest part.
+        send_s: part of both, to the next stage and to the one before, all chunks.
+        reduce_s, update_s: of the gradients' sum and of the optimizer, after the last micro-batch.
+        limiting: number of the part whose passes are the longest.
+        memory: of each part's ranks.
+        lacking_bytes: by how much the worst part does not fit (negative: what is left).
+        held_bytes: what the limiting part keeps of one micro-batch for its backward pass, by chunk.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    send_s: float
+    reduce_s: float
+    update_s: float
+    limiting: int
+    memory: tuple[Footprint, ...]
+    lacking_bytes: float
+    held_bytes: tuple[float, ...]
+
+
+def fully_sharded(model: Model, spread: Spread) -> bool:
+    """Whether each micro-batch gathers and reduces all layers beside its kernels: ZeRO 2 or 3 of one stage.
+
+    Such a step is played layer by layer (`sharded`); in stages, with experts and with what is offloaded, what is moved
+    is counted beside the kernels of each pass.
+    """
+    one = len(spread.stages) == 1 and spread.chunks == 1
+    return spread.zero >= 2 and one and spread.offload == "none" and not model.experts
+
+
+def stage_cost(
+    model: Model, machines: Machines, spread: Spread, index: int, live: int, ranks: int, passes: Passes | None = None
+) -> StageCost:
+    """The cost of stage `index`.
+
+    Args:
+        live: chunks of micro-batches that its schedule holds at its peak (see `spread.live_chunks`).
+        ranks: of the whole job, of which the slowest sets the pace.
+        passes: what `passes_of` says of the stage, where it is known.
+    """
+    stages = spread.stages
+    stage, count = stages[index], len(stages)
+    costs = _costs_of(model, spread, stage, ranks)
+    dense = [one.parameters_of(stage.layers) for one in costs]
+    experts = [one.experts_of(stage.layers) for one in costs]
+    to_next_s, to_previous_s = (0.0, 0.0) if count == 1 else _sends_s(model, machines, spread, index)
+    ahead, back, limiting = passes or passes_of(model, machines, spread, stage, ranks)
+    # The model's last chunk has nobody to send its results to, the first one nobody to send its gradients to.
+    last = count * spread.chunks - 1
+    at = range(index, last + 1, count)
+    sent_ahead_s = [to_next_s if i < last else 0.0 for i in at]
+    sent_back_s = [to_previous_s if i > 0 else 0.0 for i in at]
+    # Of experts only those are summed that several replicas have.
+    summed = [own + e * (one.expert_copies > 1) for own, e, one in zip(dense, experts, costs)]
+    reduce_s = reduction_s(model, machines, stage.parts, summed, spread.zero)
+    if model.stack.hides_data_parallel:
+        counts = [high - low for low, high in stage.layers]
+        reduce_s = not_hidden_s(reduce_s, counts, back, min(count, spread.micro_batches))
+    memory = stage_memory(spread, stage, costs, live, count)
+    slowest = costs[limiting].held_bytes
+    return StageCost(
+        forward_s=tuple([a + b for a, b in zip(ahead, sent_ahead_s)]),
+        backward_s=tuple([a + b for a, b in zip(back, sent_back_s)]),
+        send_s=sum(sent_ahead_s) + sum(sent_back_s),
+        reduce_s=reduce_s,
+        update_s=_update_s(model, machines, spread, stage, costs, dense, experts),
+        limiting=limiting,
+        memory=memory,
+        lacking_bytes=lacking_bytes(machines, spread, stage, costs, memory),
+        held_bytes=tuple([slowest[high] - slowest[low] for low, high in stage.layers]),
+    )
+
+
+def _costs_of(model: Model, spread: Spread, stage: Stage, ranks: int) -> list[LayerCosts]:
+    return [costs_of(model, spread, part, ranks, stage.replicas, stage.recompute) for part in stage.parts]
+
+
+def _sends_s(model: Model, machines: Machines, spread: Spread, index: int) -> tuple[float, float]:
+    """Seconds of a micro-batch's send to the next stage and to the one before, each on the slowest pair of parts."""
+    stages = spread.stages
+    stage, sends = stages[index], [0.0, 0.0]
+    ranks = stage.ranks
+    for way, other in enumerate((index + 1, index - 1)):
+        neighbour = stages[other % len(stages)].parts
+        cut = min(model.count - 1, max(1, stage.layers[0][1 - way]))
+        for part in stage.parts:
+            path = min(machines.send_path(part.pool, peer.pool, ranks) for peer in neighbour)
+            sends[way] = max(sends[way], model.send_s(cut, part.tensor, part.rows, spread.sequence_parallel, path))
+    return sends[0], sends[1]
+
+
+def passes_of(model: Model, machines: Machines, spread: Spread, stage: Stage, ranks: int) -> Passes:
+    """(forward, backward) seconds of each chunk on its slowest part, sends not included, and the limiting part.
+
+    They follow from the stage and the spread's settings, whatever its other stages are.
+    """
+    costs = _costs_of(model, spread, stage, ranks)
+    plain = spread.zero < 2 and spread.offload == "none" and not model.experts
+    moves = None if plain else _Moves.of(model, machines, spread, stage, costs)
+    forwards, backwards, limiting, longest = [], [], 0, -1.0
+    for low, high in stage.layers:
+        if moves is None:
+            ahead = [one.forward(low, high) for one in costs]
+            back = [one.backward(low, high) for one in costs]
+        else:
+            passes = [moves.passes_s(part, one, low, high) for part, one in zip(stage.parts, costs)]
+            ahead, back = [p[0] for p in passes], [p[1] for p in passes]
+        forwards.append(max(ahead))
+        backwards.append(max(back))
+        both = [a + b for a, b in zip(ahead, back)]
+        if (most := max(both)) > longest:
+            longest, limiting = most, both.index(most)
+    return forwards, backwards, limiting
+
+
+def members(parts: Sequence[Part]) -> tuple[tuple[int, int, int], ...]:
+    """(pool, tensor, replicas) of parts, as `Machines.data_group` wants them."""
+    return tuple((part.pool, part.tensor, part.replicas) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What a stage moves in every pass, beside its kernels or between them.
+
+    Attributes:
+        data: the group of a part's replicas; None: there is one replica only.
+        experts: the replicas that have a layer's experts between them; None: each has all.
+    """
+
+    model: Model
+    machines: Machines
+    spread: Spread
+    stage: Stage
+    data: Group | None
+    experts: Group | None
+
+    @staticmethod
+    def of(model: Model, machines: Machines, spread: Spread, stage: Stage, costs: Sequence[LayerCosts]) -> _Moves:
+        data = machines.data_group(members(stage.parts)) if stage.replicas > 1 else None
+        ways = stage.replicas // costs[0].expert_copies if model.experts else 1
+        experts = data if ways == stage.replicas else machines.data_group(_first(stage.parts, ways))
+        return _Moves(model, machines, spread, stage, data, experts if ways > 1 else None)
+
+    def passes_s(self, part: Part, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
+        """Seconds of both passes of layers low..high-1 with what is sent and fetched for them.
+
+        Tokens go to experts and back between kernels. What is gathered or offloaded comes while the layer before
+        computes, gradients go while the next one does: what takes longer counts, and one layer of the other.
+        """
+        count, ranges, spread = high - low, ((low, high),), self.spread
+        exchange_s = 0.0 if self.experts is None else 2 * all_to_all_s(self.experts, one.routed_bytes)
+        again = 2 if spread.recompute_of(self.stage) == "full" else 1
+        forward_s = one.forward(low, high) / count + exchange_s
+        backward_s = one.backward(low, high) / count + exchange_s * again
+        ahead_s = back_s = 0.0
+        if self.data is not None and spread.zero >= 2:
+            rates = rates_of_part(self.model, self.machines, part)
+            how, own = spread.recompute_of(self.stage), one.parameters_of(ranges) / count
+            each = ShardedLayer.of(self.model, self.data, rates, own, spread.zero, how)
+            forward_s, backward_s = each.forward_s(forward_s), each.backward_s(backward_s)
+            if not each.hidden:
+                forward_s, backward_s = forward_s + each.gather_s, backward_s + each.again_s + each.reduce_s
+            else:
+                ahead_s, back_s = each.gather_s, each.reduce_s
+                if spread.zero >= 3:  # the next layer is gathered once the gradients have gone: one stream does both
+                    backward_s, back_s = backward_s + each.again_s + each.reduce_s, 0.0
+        if spread.offload == "all":
+            held, gradients, _ = states(one, ranges, self.stage.replicas, spread.zero)
+            rate = self.machines.pools[part.pool].host_bytes_per_s * count
+            ahead_s, back_s = max(ahead_s, held / rate), max(back_s, (held + gradients) / rate)
+        return _beside(forward_s, ahead_s, count), _beside(backward_s, back_s, count)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedLayer:
+    """What ZeRO 2 and 3 do for one layer beside its kernels, or before and after them, in every micro-batch.
+
+    Attributes:
+        gather_s: of its parameters, before the forward pass.
+        again_s: of its parameters for the backward pass; only with ZeRO 3.
+        reduce_s: of the sum of its gradients, scattered.
+        copy_s: of its gradients into and out of what is sent.
+        lost: part of the multiprocessors that run collectives instead of the kernels beside them.
+        hidden: whether they run beside kernels; else kernels wait.
+    """
+
+    gather_s: float
+    again_s: float
+    reduce_s: float
+    copy_s: float
+    lost: float
+    hidden: bool
+
+    @staticmethod
+    def of(
+        model: Model, group: Group, rates: Rates, parameters: float, zero: int, how: Recompute, outside: bool = False
+    ) -> ShardedLayer:
+        """For so many parameters of one rank, over a group of replicas; `outside`: those outside the layers."""
+        stack = model.stack
+        tensors = (MATRICES_OUTSIDE, TENSORS_OUTSIDE) if outside else (MATRICES_PER_LAYER, TENSORS_PER_LAYER)
+        matrices, all_tensors = tensors if stack.shards_tensors else (1, 1)
+        gather_s = matrices * _sharded_s(stack, rates, group, stack.element_bytes * parameters / matrices)
+        reduce_s = matrices * _sharded_s(stack, rates, group, stack.gradient_bytes * parameters / matrices)
+        reduce_s += (all_tensors - matrices) * _sharded_s(stack, rates, group, 0.0)  # vectors: next to no bytes
+        times = 2 if stack.shards_tensors and how == "full" and not outside else 1
+        return ShardedLayer(
+            gather_s=gather_s,
+            again_s=times * gather_s if zero >= 3 else 0.0,
+            reduce_s=reduce_s,
+            copy_s=streaming_s(rates, stack.gradient_copy_bytes * parameters),
+            lost=CHANNELS / rates.units if stack.hides_data_parallel else 0.0,
+            hidden=stack.hides_data_parallel,
+        )
+
+    def forward_s(self, kernels_s: float) -> float:
+        """Seconds of the forward pass' kernels beside the collectives."""
+        return kernels_s + self.lost * min(self.gather_s, kernels_s)
+
+    def backward_s(self, kernels_s: float) -> float:
+        """Seconds of the backward pass' kernels and of the copies beside the collectives."""
+        kernels_s += self.copy_s
+        return kernels_s + self.lost * min(self.again_s + self.reduce_s, kernels_s)
+
+
+def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) -> float:
+    """One all-gather or reduce-scatter of a tensor that a group's ranks divide.
+
+    Where its pieces are views in a list, each is copied by a kernel of its own, which the framework launches in turn:
+    that is as much for a small tensor as for a large one, and grows with the group.
+    """
+    moved_s = all_gather_s(group, tensor_bytes)
+    if not stack.shards_tensors:
+        return moved_s
+    launches_s = group.size * (VIEWS_S + max(stack.backward_host_us * 1e-6, rates.kernel_s))
+    return moved_s + max(streaming_s(rates, 2 * tensor_bytes), launches_s)
+
+
+def rates_of_part(model: Model, machines: Machines, part: Part) -> Rates:
+    """What one device of a part does per second."""
+    entry = machines.pools[part.pool].entry
+    return rates_of(entry.device, model.stack.dtype, entry.share)
+
+
+def _first(parts: Sequence[Part], replicas: int) -> tuple[tuple[int, int, int], ...]:
+    """So many of the parts' replicas, neighbours, as members of a group."""
+    found, left = [], replicas
+    for pool, tensor, count in members(parts):
+        if taken := min(left, count):
+            found.append((pool, tensor, taken))
+            left -= taken
+    return tuple(found)
+
+
+def _beside(compute_s: float, moved_s: float, count: int) -> float:
+    """Seconds of `count` layers whose kernels and moves, so long for each, run beside each other, layer by layer."""
+    return count * max(compute_s, moved_s) + (min(compute_s, moved_s) if moved_s else 0.0)
+
+
+def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], parameters: list[float], zero: int) -> float:
+    """Seconds to sum the gradients of a stage over its replicas after the last pass; of the part that takes longest.
+
+    Args:
+        parameters: of each part's ranks.
+    """
+    if zero >= 2 or sum(part.replicas for part in parts) == 1:
+        return 0.0  # ZeRO 2 and 3 gather and reduce in every pass
+    stack = model.stack
+    group = machines.data_group(members(parts))
+    found = 0.0
+    for part, own in zip(parts, parameters):
+        gradient_bytes = stack.gradient_bytes * own
+        if zero == 1:
+            seconds = reduce_scatter_s(group, gradient_bytes) + all_gather_s(group, stack.element_bytes * own)
+        else:
+            seconds = all_reduce_s(group, gradient_bytes)
+        per_byte_s = 1.0 / rates_of_part(model, machines, part).memory_bytes_per_s
+        found = max(found, seconds + stack.gradient_copy_bytes * own * per_byte_s)
+    return found
+
+
+def _update_s(
+    model: Model,
+    machines: Machines,
+    spread: Spread,
+    stage: Stage,
+    costs: Sequence[LayerCosts],
+    dense: Sequence[float],
+    experts: Sequence[float],
+) -> float:
+    """Seconds of the optimizer on the slowest part: measured, or by the memory's rate and the launches.
+
+    Args:
+        dense, experts: parameters of each part's ranks.
+    """
+    stack, found = model.stack, 0.0
+    replicas = stage.replicas if spread.zero >= 1 else 1
+    for part, one, own, of_experts in zip(stage.parts, costs, dense, experts):
+        if one.update_s is not None:
+            found = max(found, sum(one.update_s[high] - one.update_s[low] for low, high in stage.layers))
+            continue
+        own = own / replicas + of_experts / (one.expert_copies if spread.zero >= 1 else 1)
+        if spread.offload != "none":
+            found = max(found, _on_host_s(machines.pools[part.pool], own, spread.offload, stack.element_bytes))
+            continue
+        rates = rates_of_part(model, machines, part)
+        if spread.zero >= 2 and fully_sharded(model, spread):  # each layer's parameters are one tensor, others as well
+            device_s, tensors = streaming_s(rates, stack.optimizer_bytes * own), stage.count + 1
+        else:
+            device_s = stack.optimizer_bytes * own / rates.memory_bytes_per_s
+            tensors = one.tensors * stage.count + TENSORS_OUTSIDE
+        found = max(found, device_s, tensors * stack.update_kernels * stack.host_us * 1e-6)
+    return found
+
+
+def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: int) -> float:
+    """The update in the host's memory: gradients come and weights go, unless they lie there anyway."""
+    moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "state" else 0.0
+    return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
+
+
+def stage_memory(
+    settings: Spread, stage: Stage, costs: Sequence[LayerCosts], live: int, stages: int
+) -> tuple[Footprint, ...]:
+    """Bytes of a rank of each part, of a stage of so many, that holds `live` chunks of micro-batches at its peak."""
+    zero, offload, replicas = settings.zero, settings.offload, stage.replicas
+    return tuple([
+        part_memory(one, stage.layers, part, replicas, live, zero, stages, offload)
+        for part, one in zip(stage.parts, costs)
+    ])  # fmt: skip
+
+
+def lacking_bytes(
+    machines: Machines, settings: Spread, stage: Stage, costs: Sequence[LayerCosts], memory: Sequence[Footprint]
+) -> float:
+    """By how much the worst part's ranks do not fit into their devices, or what they offload into their host."""
+    lacking = max([f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts)])
+    if settings.offload != "none":
+        for part, one in zip(stage.parts, costs):
+            used = offloaded_bytes(one, stage.layers, stage.replicas, settings.zero, settings.offload)
+            lacking = max(lacking, used - machines.pools[part.pool].host_bytes)
+    return lacking

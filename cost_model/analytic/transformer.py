@@ -1,0 +1,149 @@
+"""A decoder-only transformer by its hyper-parameters, and how a job spreads it over equal ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from cost_model.analytic.spread import Recompute
+from whale.errors import PlanError
+
+Count = Annotated[int, Meta(ge=1)]  # files are checked by it, values made by hand in __post_init__
+Amount = Annotated[int, Meta(ge=0)]
+MOST_MICRO_BATCHES = 100_000  # of a replica, whose schedule is written out
+# Of Adam per parameter: a float32 copy of it and two moments (Rajbhandari et al., "ZeRO", SC 2020, section 3).
+OPTIMIZER_BYTES = 12
+COPY_BYTES = 4  # of them, the copy in float32
+
+
+VOCABULARY_STEP = 128  # Megatron-LM pads the vocabulary to a multiple of it, so that products divide into tiles
+
+
+class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights.
+
+    `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
+    `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
+    """
+
+    layers: Count
+    hidden: Count
+    heads: Count
+    sequence: Count
+    vocabulary: Count
+    feed_forward: Amount = 0  # 0: 4 x hidden
+    experts: Amount = 0
+    top: Count = 1
+    state_bytes: Amount = OPTIMIZER_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"a transformer's {name} must be positive", given=getattr(self, name))
+        if self.hidden % self.heads:
+            raise PlanError("hidden is not a multiple of heads", given=f"{self.hidden} and {self.heads}")
+
+    @property
+    def inner(self) -> int:
+        """Width of a feed-forward network."""
+        return self.feed_forward or 4 * self.hidden
+
+    def state_bytes_of(self, element_bytes: int) -> int:
+        """Of the optimizer per parameter: where parameters are float32 themselves, there is no copy of them."""
+        return self.state_bytes - (min(COPY_BYTES, self.state_bytes) if element_bytes >= COPY_BYTES else 0)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights and biases of one layer: 4 h^2 + 2 h f and the vectors; with experts, of all of them."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of one layer, what every token goes through; the choice of experts included."""
+        h, f = self.hidden, self.inner
+        if self.experts:
+            return 4 * h * h + 8 * h + h * self.experts
+        return 4 * h * h + 2 * h * f + 9 * h + f
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one layer, of all its experts."""
+        return self.experts * (2 * self.hidden * self.inner + self.hidden + self.inner)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the table of tokens, whose weights the logits use as well."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, positions and the last normalisation included."""
+        return (
+            self.layers * self.layer_parameters
+            + self.embedding_parameters
+            + self.sequence * self.hidden
+            + 2 * self.hidden
+        )
+
+    def step_flops(self, batch: int, recompute: str = "none") -> float:
+        """FLOPs of a step as Narayanan et al. (SC 2021) count: 72 or, with full recompute, 96 B s l h^2 (...)."""
+        b, s, layers, h, v = batch, self.sequence, self.layers, self.hidden, self.vocabulary
+        if self.experts:  # the same terms, the feed-forward networks counted as they are gone through
+            each = 8 * h * h + 4 * h * self.inner * self.top + 2 * h * self.experts + 4 * s * h
+            return (4 if recompute == "full" else 3) * float(b * s * layers * each) + 6 * b * s * h * v
+        factor = 96 if recompute == "full" else 72
+        return factor * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v
+
+
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a transformer is spread. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
+
+    tensor: Count = 1
+    pipeline: Count = 1
+    data: Count = 1
+    chunks: Count = 1
+    micro_batch: Count = 1
+    global_batch: Count = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: Annotated[int, Meta(ge=0, le=3)] = 0
+    schedule: str = "1f1b"
+    experts: Count = 1  # ranks that divide a layer's experts
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data", "chunks", "micro_batch", "global_batch", "experts"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be positive", given=getattr(self, name))
+        if self.recompute not in ("none", "selective", "full"):
+            raise PlanError("there is no such recompute", given=self.recompute, expected="none, selective or full")
+        if self.global_batch % (self.data * self.micro_batch):
+            raise PlanError(
+                "the global batch is not a multiple of data-parallel ranks x micro-batch",
+                given=f"{self.global_batch}, {self.data} x {self.micro_batch}",
+                action="change the micro-batch size",
+            )
+        if self.micro_batches > MOST_MICRO_BATCHES:
+            raise PlanError(
+                "a replica has more micro-batches in a step than a schedule can be made of",
+                given=f"{self.micro_batches}: {self.global_batch} rows, {self.data} x {self.micro_batch} at a time",
+                expected=f"{MOST_MICRO_BATCHES} at most",
+                action="change the global batch or the micro-batch size",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the job."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one replica in a step."""
+        return self.global_batch // (self.data * self.micro_batch)
+
+
+def padded_vocabulary(words: int, tensor: int = 1) -> int:
+    """The words that a table has, so that each tensor-parallel rank has a multiple of `VOCABULARY_STEP`."""
+    each = VOCABULARY_STEP * tensor
+    return -(-words // each) * each

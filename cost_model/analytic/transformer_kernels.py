@@ -1,0 +1,314 @@
+"""The kernels and collectives that one rank runs for one layer of a decoder-only transformer, and besides its layers.
+
+Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h
+hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation
+recomputation in large transformer models", 2022, section 4, plus what each kernel writes: `2 e` for an element that is
+read and written, `3 e` for two that are read and one that is written, 1 for a dropout's mask. The last number of a
+`Streaming` counts the kernels that eager frameworks launch for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.analytic.stacks import Stack
+from cost_model.analytic.transformer import Parallel, Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """`batch` products [m, k] x [k, n]; `weights`: of a layer's weights or for them (float8 serves only these)."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """One or more kernels that move so many bytes of memory."""
+
+    name: str
+    moved_bytes: float
+    kernels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Fused attention: FLOPs that are really done (a causal mask skips half)."""
+
+    name: str
+    flops: float
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Communication inside the tensor-parallel group; `over` names the matrix products that hide it."""
+
+    name: str
+    kind: str
+    tensor_bytes: float
+    over: tuple[str, ...] = ()
+
+
+Op = Matmul | Streaming | Attention | Collective
+FLOAT_BYTES = 4  # of single precision, in which the loss is computed
+# Products of the fused attention's backward pass for each of its forward pass: five instead of two, since the scores
+# are computed again (Dao et al., "FlashAttention", 2022, algorithm 4).
+ATTENTION_BACKWARD = 2.5
+# Memory traffic of a normalisation's backward pass for that of its forward pass, which reads and writes x once: x and
+# dy are read twice, dx is written.
+NORM_BACKWARD = 2.5
+
+
+def _attention_flops(t: Transformer, p: Parallel) -> float:
+    """Of one rank's heads: two products of 2 s s d each, of which a causal mask skips half."""
+    heads = max(1, t.heads // p.tensor)
+    return 2 * 2.0 * p.micro_batch * heads * t.sequence * t.sequence * (t.hidden // t.heads) / 2
+
+
+def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Scores, softmax, dropout, context: what selective recompute repeats."""
+    e = stack.element_bytes
+    b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
+    heads = max(1, t.heads // p.tensor)
+    if stack.fused_attention:
+        return [Attention("attention", _attention_flops(t, p), s)]
+    scores = float(b * heads * s * s)
+    ops: list[Op] = [Matmul("scores", s, s, d, b * heads), Streaming("softmax", stack.softmax_bytes * scores)]
+    if stack.dropout:
+        ops.append(Streaming("attention dropout", (2 * e + 1) * scores))
+    return [*ops, Matmul("context", s, d, s, b * heads)]
+
+
+def _core_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    e = stack.element_bytes
+    b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
+    heads = max(1, t.heads // p.tensor)
+    if stack.fused_attention:
+        return [Attention("attention gradient", ATTENTION_BACKWARD * _attention_flops(t, p), s)]
+    scores = float(b * heads * s * s)
+    ops: list[Op] = [Matmul("context: left", s, s, d, b * heads), Matmul("context: right", s, d, s, b * heads)]
+    if stack.dropout:
+        ops.append(Streaming("attention dropout gradient", (2 * e + 1) * scores))
+    ops.append(Streaming("softmax gradient", (stack.softmax_bytes + e) * scores))
+    return [*ops, Matmul("scores: left", s, d, s, b * heads), Matmul("scores: right", s, d, s, b * heads)]
+
+
+def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """The kernels of one layer's forward pass on one rank, in order."""
+    e = stack.element_bytes
+    T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
+    whole = float(T * h)
+    own = whole / w if p.sequence_parallel else whole  # what normalisations, dropouts and residual sums work on
+    drop = (3 * e + (1 if stack.dropout else 0)) * own
+    rows, own_experts = expert_rows(t, p)
+    first = _enter(p, whole, stack)
+    leave = _leave(p, whole, stack)
+    return [
+        Streaming("norm 1", stack.norm_bytes * own),
+        *first,
+        Matmul("qkv", T, 3 * h // w, h, weights=True),
+        *_bias(stack, T * 3.0 * h / w),
+        *_core_forward(t, p, stack),
+        Streaming("heads together", 2 * e * whole / w),
+        Matmul("projection", T, h, h // w, weights=True),
+        *leave,
+        *_pointwise("dropout 1", drop, stack),
+        Streaming("norm 2", stack.norm_bytes * own),
+        *first,
+        *_routing(t, p, stack),
+        Matmul("feed forward 1", rows, f // w, h, own_experts, weights=True),
+        *_pointwise("activation", 2 * e * rows * own_experts * float(f) / w, stack),
+        Matmul("feed forward 2", rows, h, f // w, own_experts, weights=True),
+        *leave,
+        *_pointwise("dropout 2", drop, stack),
+    ]
+
+
+def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """The kernels of one layer's backward pass on one rank, with what recompute repeats, in order."""
+    e = stack.element_bytes
+    T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
+    whole = float(T * h)
+    own = whole / w if p.sequence_parallel else whole
+    # Gradient of the dropout, and of the bias before it. Without dropout nothing is left of it: the sum copies nothing.
+    drop_1 = _pointwise("dropout 1 gradient", (3 * e + 1) * own, stack) if stack.dropout else []
+    drop_2 = _pointwise("dropout 2 gradient", (3 * e + 1) * own, stack) if stack.dropout else []
+    norm = (NORM_BACKWARD * stack.norm_bytes + 3 * e) * own  # and the sum with the residual's gradient
+    gradients = stack.accumulate_bytes
+    rows, own_experts = expert_rows(t, p)
+    again: list[Op] = []
+    if p.recompute == "full":
+        again = layer_forward(t, p, stack)
+    elif p.recompute == "selective" and not stack.fused_attention:
+        again = _core_forward(t, p, stack)
+    return [
+        *again,
+        *drop_2,
+        *_regather(p, whole, stack, "feed forward 2: input"),
+        Matmul("feed forward 2: input", rows, f // w, h, own_experts, weights=True),
+        Matmul("feed forward 2: weight", f // w, h, rows, own_experts, weights=True),
+        *_accumulate(gradients, float(f) * h / w * own_experts),
+        *_pointwise("activation gradient", (3 * e + e) * rows * own_experts * float(f) / w, stack),
+        *_regather(p, whole, stack, "feed forward 1: input"),
+        Matmul("feed forward 1: input", rows, h, f // w, own_experts, weights=True),
+        Matmul("feed forward 1: weight", f // w, h, rows, own_experts, weights=True),
+        *_back(p, whole, stack, "feed forward 1: weight"),
+        *_accumulate(gradients, float(f) * h / w * own_experts),
+        *_routing(t, p, stack),
+        *_routing(t, p, stack),
+        Streaming("norm 2 gradient", norm, 3),
+        *drop_1,
+        *_regather(p, whole, stack, "projection: input"),
+        Matmul("projection: input", T, h // w, h, weights=True),
+        Matmul("projection: weight", h // w, h, T, weights=True),
+        *_accumulate(gradients, float(h) * h / w),
+        Streaming("heads apart", 2 * e * whole / w),
+        *_core_backward(t, p, stack),
+        Streaming("qkv together", 2 * e * 3 * whole / w + e * 3 * whole / w, 2),
+        *_regather(p, whole, stack, "qkv: input"),
+        Matmul("qkv: input", T, h, 3 * h // w, weights=True),
+        Matmul("qkv: weight", 3 * h // w, h, T, weights=True),
+        *_back(p, whole, stack, "qkv: weight"),
+        *_accumulate(gradients, 3.0 * h * h / w),
+        Streaming("norm 1 gradient", norm, 3),
+    ]
+
+
+def expert_rows(t: Transformer, p: Parallel) -> tuple[int, int]:
+    """(tokens that one expert gets, experts of a rank), tokens spread evenly; without experts all tokens, and 1."""
+    tokens = p.micro_batch * t.sequence
+    if not t.experts:
+        return tokens, 1
+    return -(-tokens * t.top * p.experts // t.experts), max(1, t.experts // p.experts)
+
+
+def _routing(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """The choice of experts, and the copies of tokens to where they are sent from and put back (each read, written)."""
+    e = stack.element_bytes
+    if not t.experts:
+        return []
+    tokens = p.micro_batch * t.sequence
+    copied = 2.0 * 2 * e * tokens * t.top * t.hidden
+    return [Matmul("router", tokens, t.experts, t.hidden, weights=True), Streaming("dispatch, combine", copied, 2)]
+
+
+def _enter(p: Parallel, elements: float, stack: Stack) -> list[Op]:
+    """Before a column-parallel product: nothing, or the gather of the sequence."""
+    e = stack.element_bytes
+    return [Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []
+
+
+def _leave(p: Parallel, elements: float, stack: Stack) -> list[Op]:
+    """After a row-parallel product: the sum, whole or scattered over the sequence."""
+    e = stack.element_bytes
+    if p.tensor == 1:
+        return []
+    return [Collective("sum", "reduce_scatter" if p.sequence_parallel else "all_reduce", e * elements)]
+
+
+def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
+    """The sum of a column-parallel product's input gradient, behind its weight's gradient where the stack does that."""
+    e = stack.element_bytes
+    if p.tensor == 1:
+        return []
+    kind = "reduce_scatter" if p.sequence_parallel else "all_reduce"
+    return [Collective("sum of gradients", kind, e * elements, (weight,) if stack.hides_tensor_parallel else ())]
+
+
+def _regather(p: Parallel, elements: float, stack: Stack, product: str) -> list[Op]:
+    """With sequence parallelism a product's operand (or its output's gradient) is gathered again in the backward pass.
+
+    Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input,
+    which only the weight's gradient needs, behind the input's gradient.
+    """
+    e = stack.element_bytes
+    if not p.sequence_parallel or p.tensor == 1:
+        return []
+    column = product.startswith(("feed forward 1", "qkv"))
+    over = (product,) if column and stack.hides_tensor_parallel else ()
+    return [Collective("gather again", "all_gather", e * elements, over)]
+
+
+def _bias(stack: Stack, elements: float) -> list[Op]:
+    e = stack.element_bytes
+    return [Streaming("bias", 2 * e * elements)] if stack.separate_bias else []
+
+
+def _pointwise(name: str, moved_bytes: float, stack: Stack) -> list[Op]:
+    """One fused kernel, or as many as the stack runs for the same."""
+    return [Streaming(name, moved_bytes * stack.pointwise_passes, stack.pointwise_kernels)]
+
+
+def _accumulate(bytes_per_parameter: float, parameters: float) -> list[Op]:
+    """The weight's gradient added to what earlier micro-batches gave."""
+    return [Streaming("accumulate", bytes_per_parameter * parameters)] if bytes_per_parameter else []
+
+
+def embedding_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Rows of the (split) table, their sum over ranks, positions, dropout."""
+    e = stack.element_bytes
+    elements = float(p.micro_batch * t.sequence * t.hidden)
+    return [
+        Streaming("rows", 2 * e * elements, 4),
+        *_leave(p, elements, stack),
+        Streaming("positions and dropout", (5 * e + 1) * elements, 3),
+    ]
+
+
+def embedding_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Gradients of rows added into a dense gradient of the table, which is zeroed first."""
+    e = stack.element_bytes
+    elements = float(p.micro_batch * t.sequence * t.hidden)
+    table = float(t.vocabulary) * t.hidden / p.tensor
+    return [
+        *([Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []),
+        Streaming("rows gradient", 6 * e * elements + (e + stack.accumulate_bytes) * table, 5),
+    ]
+
+
+def head_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Last normalisation, logits over the (split) vocabulary, cross-entropy in float32."""
+    T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
+    whole = float(T * t.hidden)
+    ops: list[Op] = [
+        Streaming("last norm", stack.norm_bytes * (whole / p.tensor if p.sequence_parallel else whole)),
+        *_enter(p, whole, stack),
+        Matmul("logits", T, v, t.hidden),
+        Streaming("loss", stack.loss_forward_bytes * T * v, 8),
+    ]
+    if p.tensor > 1:
+        ops += [
+            Collective(name, "all_reduce", float(FLOAT_BYTES) * T)
+            for name in ("largest", "sum of exponentials", "label's logit")
+        ]
+    return ops
+
+
+def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+    """Gradients of the loss, of both operands of the logits, and of the last normalisation."""
+    T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
+    whole = float(T * t.hidden)
+    return [
+        Streaming("loss gradient", stack.loss_backward_bytes * T * v, 4),
+        Matmul("logits: input", T, t.hidden, v),
+        Matmul("logits: weight", v, t.hidden, T),
+        *_back(p, whole, stack, "logits: weight"),
+        *_accumulate(stack.accumulate_bytes, float(v) * t.hidden),
+        Streaming("last norm gradient", NORM_BACKWARD * stack.norm_bytes * whole, 2),
+    ]
+
+
+def edges_forward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
+    """The forward pass of a chunk besides its layers: the embedding of the first one, the head of the last one."""
+    return [*(embedding_forward(t, p, stack) if first else []), *(head_forward(t, p, stack) if last else [])]
+
+
+def edges_backward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
+    """The backward pass of a chunk besides its layers."""
+    return [*(head_backward(t, p, stack) if last else []), *(embedding_backward(t, p, stack) if first else [])]

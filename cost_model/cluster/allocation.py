@@ -1,0 +1,114 @@
+"""The hosts that a scheduler gave this job: SLURM's node list, or the workers that a Kubernetes operator names.
+
+Neither says what the hosts have, so all are taken to be like the one at hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from cost_model.cluster import discover
+from cost_model.cluster.cluster_file import Attachment, Cluster, NetworkEntry, read
+from cost_model.hardware import catalogue
+from whale.errors import ClusterError
+
+_PART = re.compile(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
+
+
+def named_cluster(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
+    """What a command's ``--cluster`` says: a cluster file, or ``local``, this machine and those of the same job.
+
+    Args:
+        network: what is between them, where there are several.
+        cpu_quota: CPUs' worth of time that control groups grant, None without a quota.
+
+    Raises:
+        ClusterError: the file cannot be read or is wrong, or the machine is not known.
+    """
+    if name != "local":
+        return read(name)
+    return cluster_of(discover.local(cpu_quota), hosts(os.environ), network)
+
+
+def hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the job's hosts, in its order; empty where no scheduler says so.
+
+    Raises:
+        ClusterError: what the scheduler says cannot be read.
+    """
+    for variable in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if variable in environment:
+            return node_list(environment[variable], variable)
+    if "TF_CONFIG" in environment:
+        return _workers(environment["TF_CONFIG"])
+    return ()
+
+
+def node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
+    """SLURM's short form: ``gpu[01-03,07],login`` is gpu01, gpu02, gpu03, gpu07, login."""
+    names: list[str] = []
+    at = 0
+    while at < len(text):
+        found = _PART.match(text, at)
+        if found is None or found.end() == at:
+            raise _unreadable(variable, text)
+        before, ranges, behind = found.groups()
+        if ranges is None:
+            names.append(before + behind)
+        else:
+            for part in ranges.split(","):
+                first, _, last = part.partition("-")
+                if not first.isdecimal() or (last and not last.isdecimal()) or int(last or first) < int(first):
+                    raise _unreadable(variable, text)
+                for number in range(int(first), int(last or first) + 1):
+                    names.append(f"{before}{number:0{len(first)}d}{behind}")
+        at = found.end()
+    if not names or len(set(names)) != len(names):
+        raise _unreadable(variable, text)
+    return tuple(names)
+
+
+def _workers(text: str) -> tuple[str, ...]:
+    """Hosts of the chief and the workers in TF_CONFIG, which Kubernetes' training operator writes."""
+    try:
+        cluster = json.loads(text)["cluster"]
+        addresses = [address for role in ("chief", "master", "worker") for address in cluster.get(role, ())]
+        return tuple(dict.fromkeys(address.rpartition(":")[0] or address for address in addresses))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _unreadable("TF_CONFIG", text) from None
+
+
+def _unreadable(variable: str, text: str) -> ClusterError:
+    return ClusterError(
+        "the hosts that the scheduler gave cannot be read",
+        given=f"{variable}={text if len(text) <= 200 else f'{text[:200]}... ({len(text)} characters)'}",
+        expected='names like gpu[01-03,07],login; for TF_CONFIG {"cluster": {"worker": ["host:port"]}}',
+        action="give a cluster file",
+    )
+
+
+def cluster_of(local: Cluster, names: tuple[str, ...], network: str | None) -> Cluster:
+    """``local``'s one host, as often as there are names, on one network.
+
+    Raises:
+        ClusterError: several hosts, and no type of network between them, or an unknown one.
+    """
+    if len(names) <= 1:
+        return local
+    if network is None:
+        raise ClusterError(
+            "the job has several hosts, and what is between them is not known",
+            given=", ".join(itertools.islice(names, 4)) + (", ..." if len(names) > 4 else ""),
+            expected="a type of network of the catalogue",
+            action="name it with --network, or give a cluster file",
+        )
+    catalogue.network(network)
+    (one,) = local.hosts
+    host = msgspec.structs.replace(one, name=names[0], count=len(names), networks={"between": Attachment()})
+    return Cluster("allocated", [host], {"between": NetworkEntry(network)})

@@ -1,0 +1,109 @@
+"""The local machine as a cluster of one host: its GPUs, or else its processors, as far as this process may use them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
+from cost_model.hardware import Device, catalogue
+from whale.errors import ClusterError
+from whale.log import log
+
+QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+
+
+def local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cluster:
+    """The machine that this process runs on.
+
+    Args:
+        cpu_quota: CPUs' worth of time that control groups grant, None without a quota.
+        root: where proc is, for tests.
+
+    Raises:
+        ClusterError: the catalogue has no entry for a GPU or processor, or the driver does not answer.
+    """
+    found = gpus(_ask_driver()) if shutil.which(QUERY[0]) else []
+    return Cluster("local", [HostEntry(platform.node() or "local", found or [processors(cpu_quota, root)])])
+
+
+def host_resources(
+    cpu_quota: float | None = None, memory_limit_bytes: int | None = None, root: Path = Path("/")
+) -> tuple[float, float]:
+    """(cores, bytes of memory) that this process may use: what affinity, control groups and the machine leave."""
+    logical = len(re.findall(r"^processor\s*:", (root / "proc/cpuinfo").read_text(), re.MULTILINE)) or 1
+    cores = float(min(logical, len(os.sched_getaffinity(0))))
+    if cpu_quota is not None:
+        cores = min(cores, cpu_quota)
+    kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    memory_bytes = int(kibibytes[1]) * 1024.0 if kibibytes else float("inf")
+    return cores, min(memory_bytes, memory_limit_bytes or memory_bytes)
+
+
+def _ask_driver() -> str:
+    try:
+        return subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        answer = getattr(error, "stdout", None) or str(error)
+        raise ClusterError(
+            "the GPU driver does not answer",
+            given=f"{' '.join(QUERY)}: {answer.strip()}",
+            action="repair the driver, or give a cluster file",
+        ) from error
+
+
+def gpus(listing: str) -> list[DeviceEntry]:
+    """Entries for the driver's list: one line per GPU, its name and its memory in MiB."""
+    counts = Counter(line.strip() for line in listing.splitlines() if line.strip())
+    entries = []
+    for line, count in counts.items():
+        name, _, mebibytes = line.rpartition(",")
+        device = catalogue.device(re.sub(r"^nvidia (?=geforce)", "", name.strip().lower()))
+        memory_gb = min(device.memory_gb, float(mebibytes) * 2**20 / 1e9)
+        entries.append(DeviceEntry(device.name, count, memory_gb=memory_gb))
+    return entries
+
+
+def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
+    """The processor sockets, with the share of them that affinity and quota leave to this process."""
+    text = (root / "proc/cpuinfo").read_text()
+    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    logical = len(re.findall(r"^processor\s*:", text, re.MULTILINE)) or 1
+    sockets = len(set(re.findall(r"^physical id\s*: (\d+)$", text, re.MULTILINE))) or 1
+    usable = float(min(logical, len(os.sched_getaffinity(0))))
+    if cpu_quota is not None:
+        usable = min(usable, cpu_quota)
+    name = model[1].strip() if model else platform.machine()
+    device, known = _processor(name)
+    kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    memory_gb = int(kibibytes[1]) * 1024 / 1e9 / sockets if kibibytes else None
+    if known:
+        return DeviceEntry(device.name, sockets, share=usable / logical, memory_gb=memory_gb)
+    share = min(1.0, usable / (sockets * device.units))
+    log.warning(
+        f"the hardware catalogue has no processor {name!r}: it is taken for {usable:g} of the {device.units} "
+        f"cores of {device.name}. A cluster file says it better (`whale cluster --example`)."
+    )
+    return DeviceEntry(device.name, sockets, share=share, memory_gb=memory_gb)
+
+
+def _processor(model: str) -> tuple[Device, bool]:
+    """(the entry whose model number the processor's name contains, or the nearest; whether it is that processor's).
+
+    Virtual machines often hide the number.
+    """
+    entries = {entry.name: entry for entry in catalogue.devices().values() if entry.kind == "cpu"}
+    words = set(re.findall(r"\w+", model.lower()))
+    for name, entry in entries.items():
+        if name.rpartition("-")[2] in words:
+            return entry, True
+    # The newest of its family stands last in the catalogue.
+    nearest = next(
+        (e for n, e in reversed(entries.items()) if n.partition("-")[0] in words), list(entries.values())[-1]
+    )
+    return nearest, False

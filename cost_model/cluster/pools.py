@@ -1,0 +1,166 @@
+"""A cluster as pools of equal devices, and what groups of their ranks communicate with.
+
+A pool is one device entry of one host entry of a cluster file: so many hosts, each with so many equal devices. The
+ranks of a group need not be equal: stages of a plan may lie on several pools.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
+from cost_model.hardware import Device, catalogue
+from cost_model.kernels.collectives import Group, group
+
+# Of a host's memory, what a job may take for what its devices do not hold; the rest is the system's and the program's.
+OFFLOADED_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal devices on equal hosts.
+
+    Attributes:
+        number: of the pool in the cluster, in the order of its file.
+        host, entry: the entries of the cluster file.
+    """
+
+    number: int
+    host: HostEntry
+    entry: DeviceEntry
+
+    @property
+    def device(self) -> Device:
+        """What one of the devices is, by the catalogue."""
+        return self.entry.device
+
+    @property
+    def hosts(self) -> int:
+        """Equal hosts that have such devices."""
+        return self.host.count
+
+    @property
+    def per_host(self) -> int:
+        """Devices of the pool on each host."""
+        return self.entry.count
+
+    @property
+    def on_host(self) -> int:
+        """All devices of such a host, those of other pools as well."""
+        return sum(e.count for e in self.host.devices)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the pool on all hosts."""
+        return self.hosts * self.per_host
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of one device, as far as the job may use it."""
+        return self.device.memory_bytes * self.entry.share
+
+    @property
+    def host_bytes(self) -> float:
+        """Memory of the host that one device's part of what is offloaded may take; 0 where it is not known."""
+        return OFFLOADED_FRACTION * 1e9 * (self.host.memory_gb or 0.0) / self.on_host
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Between a device and its host's memory."""
+        return catalogue.link(self.device.host_link).bytes_per_s
+
+    @property
+    def name(self) -> str:
+        """Host and device, and the share of the device where it is not all of it."""
+        share = "" if self.entry.share == 1.0 else f" x {self.entry.share:g}"
+        return f"{self.host.name}/{self.device.name}{share}"
+
+    def tensor_groups(self, tensor: int) -> int:
+        """Groups of `tensor` devices of one host each."""
+        return self.hosts * (self.per_host // tensor)
+
+
+class Machines:
+    """The pools of a cluster, and its groups (remembered: plans ask for the same ones again and again)."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        pairs = [(host, entry) for host in cluster.hosts for entry in host.devices]
+        self.pools = tuple(Pool(number, host, entry) for number, (host, entry) in enumerate(pairs))
+        self.tensor_group = lru_cache(maxsize=None)(self._tensor_group)
+        self.data_group = lru_cache(maxsize=None)(self._data_group)
+        self.send_path = lru_cache(maxsize=None)(self._send_path)
+        self.pair = lru_cache(maxsize=None)(self._pair)
+
+    @property
+    def devices(self) -> int:
+        """Devices of all pools."""
+        return sum(pool.devices for pool in self.pools)
+
+    def _tensor_group(self, number: int, tensor: int) -> Group:
+        """Ranks of one pool that divide tensors: neighbours, on as few hosts as have so many."""
+        pool = self.pools[number]
+        link, together = pool.entry.intra_link(), min(tensor, pool.on_host)
+        if together == tensor or not pool.host.networks:
+            return group(tensor, tensor, link)
+        name, entry, nics = self.cluster.path(pool.host, pool.host)
+        adapter = pool.host.adapter_bytes_per_s(name, together, 1)
+        beside = max(1, pool.on_host // together)
+        return group(tensor, together, link, entry.network, nics, beside, entry.oversubscription, adapter)
+
+    def _data_group(self, members: tuple[tuple[int, int, int], ...]) -> Group:
+        """The group of one part of the parameters: (pool, tensor, replicas) of the stage's ranks.
+
+        Ranks of one such group are `tensor` apart, and all groups of a host communicate at once.
+        """
+        size = sum(replicas for _, _, replicas in members)
+        found: list[Group] = []
+        for number, tensor in dict.fromkeys((number, tensor) for number, tensor, _ in members):
+            pool = self.pools[number]
+            together = min(size, self._together(pool.host.name, members))
+            network, nics, over, adapter = None, 1, 1.0, math.inf
+            if pool.host.networks:
+                name, entry, nics = min(
+                    (self.cluster.path(pool.host, self.pools[other].host) for other, _, _ in members),
+                    key=lambda path: path[1].network.bytes_per_s * path[2] / path[1].oversubscription,
+                )
+                network, over = entry.network, entry.oversubscription
+                adapter = pool.host.adapter_bytes_per_s(name, together, tensor)
+            link = min((self.pools[n].entry.intra_link() for n, _, _ in members), key=lambda one: one.bytes_per_s)
+            beside = max(1, pool.on_host // together)
+            found.append(group(size, together, link, network, nics, beside, over, adapter))
+        return min(found, key=lambda one: one.ring_bytes_per_s)
+
+    def _together(self, host: str, members: tuple[tuple[int, int, int], ...]) -> int:
+        """Ranks of a data group that lie on one host of a kind: of each pool there as many as a host has room for."""
+        replicas: dict[int, int] = {}
+        tensors: dict[int, int] = {}
+        for number, tensor, count in members:
+            if self.pools[number].host.name == host:
+                replicas[number] = replicas.get(number, 0) + count
+                tensors[number] = min(tensor, tensors.get(number, tensor))
+        return sum(min(n, max(1, self.pools[k].per_host // tensors[k])) for k, n in replicas.items())
+
+    def _pair(self, one: int, other: int, apart: bool) -> Group:
+        """A rank of one pool and one of another, on other hosts if `apart`; all of a host's devices have a partner."""
+        first, second = self.pools[one], self.pools[other]
+        link = first.entry.intra_link()
+        if not first.host.networks or (one == other and first.hosts == 1) or not apart:
+            return group(2, 2, link)
+        _, entry, nics = self.cluster.path(first.host, second.host)
+        return group(2, 1, link, entry.network, nics, first.on_host, entry.oversubscription)
+
+    def _send_path(self, one: int, other: int, ranks: int) -> tuple[float, float]:
+        """(bytes/s, step in us) of one rank's send from a stage of `ranks` ranks in a pool to a stage in another."""
+        first, second = self.pools[one], self.pools[other]
+        same_host = first.host.name == second.host.name
+        inside = same_host and (ranks < first.on_host or first.hosts == 1)
+        if inside or not first.host.networks:
+            slow = min((first.entry.intra_link(), second.entry.intra_link()), key=lambda link: link.bytes_per_s)
+            return slow.bytes_per_s, slow.step_us.simple
+        _, entry, nics = self.cluster.path(first.host, second.host)
+        network = entry.network
+        crowd = max(first.on_host, second.on_host)
+        return network.bytes_per_s * nics / crowd / entry.oversubscription, network.step_us.simple

@@ -1,1 +1,0 @@
-"""Formulas of hardware alone: kernels, collectives, discrete events."""

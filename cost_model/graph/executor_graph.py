@@ -1,0 +1,204 @@
+"""A rank's program as its executor sees it: numbers in place of names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from cost_model.graph import buffers
+from cost_model.graph.traffic import Exchange, exchange
+from cost_model.graph.unroll_loops import unrolled
+from cost_model.kernels.op_work import Work, work
+from whale.ir.ops import EXCHANGES
+from whale.ir.program import ON_HOST, Node, Program, Ref
+from whale.ir.values import TensorType
+
+_FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
+BIAS = "BiasAdd"
+MAY_BE_FUSED = _FUSED_ACTIVATIONS | {BIAS}  # what a product in front may compute: biases, and activations behind them
+
+
+@dataclass(slots=True)
+class Steps:
+    """What a rank does in a step, as far as it takes time: nodes by their place in the program.
+
+    Attributes:
+        program: whose nodes these are.
+        work: what each node does.
+        exchanges: node -> what it exchanges, for communication.
+        after: how many nodes each waits for.
+        followers: the nodes that wait for it.
+        fused: node is computed by the product in front of it.
+    """
+
+    program: Program
+    work: list[Work]
+    exchanges: dict[int, Exchange]
+    after: list[int]
+    followers: list[list[int]]
+    fused: list[bool]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, in the order in which they are numbered."""
+        return self.program.nodes
+
+
+@dataclass(slots=True)
+class Graph(Steps):
+    """The same with the memory that it takes; results (outputs of nodes) are numbered through.
+
+    Attributes:
+        operands, results: numbers of what it reads, an entry per operand, and of what it yields.
+        sizes: bytes that the allocator gives for a result.
+        shared: result -> the result in whose memory it lies, or -1.
+        taken: result -> operands' results whose memory it may take over.
+        held: results that are there before the step and after it: inputs, constants, variables' memory.
+        fetched: results that the caller reads.
+        variable_bytes: handle node -> bytes of the variable.
+        resident_sizes: bytes of inputs, and of what communication keeps from step to step.
+        readers: of each result, how many operands and fetches it is.
+    """
+
+    operands: list[list[int]]
+    results: list[list[int]]
+    sizes: list[int]
+    shared: list[int]
+    taken: list[tuple[int, ...]]
+    held: set[int]
+    fetched: list[int]
+    variable_bytes: dict[str, int]
+    resident_sizes: list[int]
+    readers: list[int]
+
+
+def steps_of(program: Program, rank: int, size: int, strict: bool = True) -> Steps:
+    """What ``rank`` of ``size`` runs; loops are written out.
+
+    Args:
+        strict: else branches, and loops whose turns are not known, are nodes like others.
+
+    Raises:
+        PlanError: how often a loop or branch runs is not known before it does.
+    """
+    program = unrolled(program, strict)
+    return _steps(program, rank, size, buffers.copied_reads(program))
+
+
+def _steps(program: Program, rank: int, size: int, copied: Collection[str]) -> Steps:
+    place: dict[str, int] = {}
+    outputs: dict[str, tuple[TensorType, ...]] = {}
+    after: list[int] = []
+    followers: list[list[int]] = []
+    does: list[Work] = []
+    exchanges: dict[int, Exchange] = {}
+    for i, node in enumerate(program.nodes):
+        place[node.name], outputs[node.name] = i, node.outputs
+        followers.append([])
+        before = {place[r.node] for r in node.inputs}
+        before.update([place[c] for c in node.controls])
+        for j in before:
+            followers[j].append(i)
+        after.append(len(before))
+        inputs = [outputs[r.node][r.index] for r in node.inputs]
+        does.append(copying(node) if node.name in copied else work(node, inputs))
+        if node.op in EXCHANGES:
+            exchanges[i] = exchange(node, inputs, rank, size)
+    return Steps(program, does, exchanges, after, followers, _fused(program))
+
+
+def graph_of(
+    program: Program, rank: int, size: int, allocated: Callable[[int], int] = int, strict: bool = True
+) -> Graph:
+    """The graph of what ``rank`` of ``size`` runs; loops are written out.
+
+    Args:
+        allocated: bytes that the device's allocator takes for a tensor of so many bytes.
+        strict: see `steps_of`.
+
+    Raises:
+        PlanError: how often a loop or branch runs is not known before it does.
+    """
+    program = unrolled(program, strict)
+    copied = buffers.copied_reads(program)
+    steps = _steps(program, rank, size, copied)
+    first: dict[str, int] = {}
+    sizes: list[int] = []
+    types: list[TensorType] = []
+    on_host = [node for node in program.nodes if node.attrs.get(ON_HOST)]
+    kept_there = {node.name for node in on_host if not _leaves_host(node)}
+    known: dict[TensorType, int] = {}
+    for node in program.nodes:
+        first[node.name] = len(sizes)
+        for t in node.outputs:
+            if (size_bytes := known.get(t)) is None:
+                size_bytes = known[t] = allocated(t.bytes)
+            sizes.append(0 if kept_there and node.name in kept_there else size_bytes)
+            types.append(t)
+    shared = [-1] * len(sizes)
+    taken: list[tuple[int, ...]] = [()] * len(sizes)
+    held: set[int] = set()
+    operands: list[list[int]] = []
+    results: list[list[int]] = []
+    for node in program.nodes:
+        own = list(range(first[node.name], first[node.name] + len(node.outputs)))
+        reads = [first[r.node] + r.index for r in node.inputs]
+        operands.append(reads)
+        results.append(own)
+        if node.op in ("Placeholder", "Const"):
+            held.update(own)
+        elif node.name in copied:
+            pass  # new memory
+        elif node.op in buffers.SHARING or buffers.is_row_view(program, node):
+            for k, mine in enumerate(own):
+                shared[mine] = reads[k if node.op == "IdentityN" else 1 if node.op == "Split" else 0]
+        else:
+            for k, mine in enumerate(own):
+                t = node.outputs[k]
+                candidates = [reads[o] for o in buffers.forwarded(node, k) if o < len(reads)]
+                taken[mine] = tuple(
+                    r for r in candidates if types[r].dtype == t.dtype and types[r].elements == t.elements
+                )
+    elsewhere = {r.node for node in on_host for r in node.inputs}
+    variables = {v.node: 0 if v.node in elsewhere else allocated(v.type.bytes) for v in program.variables}
+    resident = [sizes[first[name]] for name in program.inputs if program.by_name[name].outputs]
+    resident += [allocated(e.staging_bytes) for e in steps.exchanges.values()]
+    fetched = [first[r.node] + r.index for r in program.outputs]
+    readers = [0] * len(sizes)
+    for r in itertools.chain(fetched, *operands):
+        readers[r] += 1
+    return Graph(
+        program, steps.work, steps.exchanges, steps.after, steps.followers, steps.fused, operands, results, sizes,
+        shared, taken, held, fetched, variables, resident, readers,
+    )  # fmt: skip
+
+
+def copying(read: Node) -> Work:
+    """What a read of a variable does that is a copy (see buffers.copied_reads)."""
+    size = float(sum(t.bytes for t in read.outputs))
+    return Work(0.0, size, size, 1)
+
+
+def _leaves_host(node: Node) -> bool:
+    """Whether it is a copy from the host's memory, and its result takes the device's."""
+    return node.op == "WhaleOffload" and not node.attrs["to_host"]
+
+
+def _fused(program: Program) -> list[bool]:
+    """Biases, and activations behind them, that TensorFlow's optimiser lets the product in front add itself."""
+    fused: dict[str, bool] = {}
+    fetched = {r.node for r in program.outputs}
+
+    def read_once(node: Node) -> bool:
+        return len(program.consumers.get(Ref(node.name), ())) == 1 and node.name not in fetched
+
+    for node in program.nodes:
+        fused[node.name] = False
+        if node.op == BIAS:
+            product = program.by_name[node.inputs[0].node]
+            fused[node.name] = product.op in ("MatMul", "Conv2D") and read_once(product)
+        elif node.op in _FUSED_ACTIVATIONS:
+            bias = program.by_name[node.inputs[0].node]
+            fused[node.name] = bias.op == BIAS and fused[bias.name] and read_once(bias)
+    return list(fused.values())

@@ -1,0 +1,232 @@
+"""What ranks run on: measured machines, described clusters, and ranks of which a few figures are known.
+
+measured_machine   a host that `whale profile` measured, operation by operation
+cluster_machine    the devices of a cluster file, by the catalogue's formulas
+cluster_rates      the same in a few figures each
+rated_machine      ranks that were measured for a moment (`Rates`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
+from cost_model.graph.machine_profile import MachineProfile, Measured
+from cost_model.graph.simulate import Sharing
+from cost_model.graph.traffic import Exchange
+from cost_model.kernels.collectives import COLLECTIVES, group, point_to_point_s
+from cost_model.kernels.compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
+from cost_model.kernels.op_work import Work
+from whale.errors import ClusterError
+from whale.ir.ops import CONTRACTIONS
+from whale.ir.program import Node, Program
+
+# TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
+GRAIN_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the ranks run on.
+
+    Attributes:
+        operations: of each rank, (seconds, scratch bytes) of a node with its work.
+        exchange_s: seconds of an exchange, by its kind, ranks and bytes.
+        sharing: how they share it.
+        call_s: what calling a step takes beside its operations.
+        memory_bytes: of each rank's device, or its part of the host's.
+        counted_from_bytes: smaller tensors are left out (TensorFlow's counters of host memory do so).
+    """
+
+    operations: Sequence[Callable[[Program, Node, Work], tuple[float, int]]]
+    sharing: Sharing
+    exchange_s: Callable[[Exchange], float]
+    memory_bytes: Sequence[float]
+    call_s: float = 0.0
+    counted_from_bytes: int = 0
+
+    def check_holds(self, ranks: int) -> None:
+        """Raises ClusterError where so many ranks are more than the machine has."""
+        if ranks > len(self.sharing.hosts):
+            raise ClusterError(
+                "the plan has more ranks than the cluster has devices",
+                given=f"{ranks} ranks, {len(self.sharing.hosts)} devices",
+                action="give a larger cluster, or plan for fewer ranks",
+            )
+
+    def allocated(self, size: int) -> int:
+        """Bytes that the allocator gives for a tensor."""
+        return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size and size >= self.counted_from_bytes else 0
+
+
+def measured_machine(
+    table: MachineProfile, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0
+) -> Machine:
+    """So many ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`.
+
+    Where it has GPUs the ranks take turns with them, as ``wh.init`` deals them out.
+    """
+    known = Measured(table, marks, ranks)
+    sharing = Sharing([0] * ranks, [table.cores], slice_s=table.slice_s, wake_s=table.wake_s)
+    memory_bytes = [table.memory_gb * 1e9 / ranks] * ranks
+    if table.gpus:
+        at = [rank % len(table.gpus) for rank in range(ranks)]
+        sharing = Sharing(at, [1.0] * len(table.gpus), threads=1, exchanges_compute=False)
+        memory_bytes = [table.gpus[gpu].memory_gb * 1e9 / at.count(gpu) for gpu in at]
+    return Machine(
+        operations=[known.operation] * ranks,
+        sharing=sharing,
+        exchange_s=known.exchange_s,
+        memory_bytes=memory_bytes,
+        call_s=table.call_s,
+        counted_from_bytes=counted_from_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What an exchange takes that moves next to nothing, and bytes that a rank sends and receives in a second."""
+
+    exchange_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one rank does per second while all ranks work, and what an exchange takes between them.
+
+    Attributes:
+        start_s: seconds of an operation that does next to nothing; exchange_s: the same of an exchange.
+        exchanged_bytes_per_s: bytes that a rank sends and receives in a second.
+        origin: where the figures come from, in words.
+        exchanges_compute: whether exchanges take the core (or device) that computes; else they run beside it.
+        devices: the same two figures of exchanges that devices carry out; None: they carry out none.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    start_s: float
+    exchange_s: float
+    exchanged_bytes_per_s: float
+    origin: str
+    exchanges_compute: bool = True
+    devices: Link | None = None
+
+    def link(self, through: str) -> Link:
+        """What carries exchanges: devices, or the host where ``through`` is ""."""
+        if through and self.devices is not None:
+            return self.devices
+        return Link(self.exchange_s, self.exchanged_bytes_per_s)
+
+
+def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) -> Machine:
+    """Ranks of which nothing is known but a few figures each: a roofline for operations, bytes for exchanges."""
+
+    def operation_of(one: Rates) -> Callable[[Program, Node, Work], tuple[float, int]]:
+        def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
+            return one.start_s + max(does.flops / one.flops_per_s, does.moved_bytes / one.bytes_per_s), 0
+
+        return operation
+
+    def exchange_s(what: Exchange) -> float:
+        # What a rank sends of it; of what goes one way, all.
+        one_way = what.kind in ("point_to_point", "broadcast")
+        sent_bytes = what.tensor_bytes if one_way else what.logical_bytes
+        links = (rates[r].link(what.through) for r in what.ranks)
+        return max(link.exchange_s + sent_bytes / link.bytes_per_s for link in links)
+
+    return Machine(
+        operations=[operation_of(one) for one in rates],
+        # Each rank's figures were taken while the others worked, so its part of a shared host is a host of its own.
+        sharing=Sharing(range(len(rates)), [1.0] * len(rates), 1, exchanges_compute=rates[0].exchanges_compute),
+        exchange_s=exchange_s,
+        memory_bytes=[memory_bytes] * len(rates),
+    )
+
+
+def cluster_machine(cluster: Cluster) -> Machine:
+    """The devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
+    devices = _devices(cluster)
+
+    def exchange_s(what: Exchange) -> float:
+        mine = [devices[r] for r in what.ranks]
+        hosts = {at for at, _, _ in mine}
+        per_host = max(sum(at == h for at, _, _ in mine) for h in hosts)
+        link = min((entry.intra_link() for _, _, entry in mine), key=lambda one: one.bytes_per_s)
+        if len(hosts) == 1:
+            among = group(len(mine), per_host, link)
+        else:
+            name, between, nics = cluster.path(mine[0][1], mine[-1][1])
+            apart = what.ranks[1] - what.ranks[0]
+            adapter = min(host.adapter_bytes_per_s(name, per_host, apart) for _, host, _ in (mine[0], mine[-1]))
+            among = group(len(mine), per_host, link, between.network, nics, 1, between.oversubscription, adapter)
+        if what.kind == "point_to_point":
+            inside = len(hosts) == 1
+            rate = link.bytes_per_s if inside else among.host_bytes_per_s
+            steps = link.step_us if inside else (among.network_steps or link.step_us)
+            return point_to_point_s(what.tensor_bytes, rate, steps.simple)
+        return COLLECTIVES[what.kind](among, what.tensor_bytes)
+
+    return Machine(
+        operations=[_catalogued(entry) for _, _, entry in devices],
+        sharing=Sharing(range(len(devices)), [1.0] * len(devices), threads=1, exchanges_compute=False),
+        exchange_s=exchange_s,
+        memory_bytes=[entry.device.memory_bytes for _, _, entry in devices],
+    )
+
+
+def cluster_rates(cluster: Cluster, dtype: str = "float32") -> list[Rates]:
+    """What each device of a cluster does at best, in the order of its file; of exchanges, what they take of it.
+
+    Args:
+        dtype: of the operands of products.
+    """
+    found = []
+    for _, _, entry in _devices(cluster):
+        one = rates_of(entry.device, dtype, entry.share)
+        found.append(
+            Rates(
+                flops_per_s=one.matmul_flops_per_s,
+                bytes_per_s=one.memory_bytes_per_s,
+                start_s=one.kernel_s,
+                exchange_s=0.0,
+                exchanged_bytes_per_s=one.memory_bytes_per_s,
+                origin=f"{cluster.name}, by the catalogue's figures",
+                exchanges_compute=False,
+            )
+        )
+    return found
+
+
+def _devices(cluster: Cluster) -> list[tuple[int, HostEntry, DeviceEntry]]:
+    """(number of its host, the host, the entry) of each device, in the order of the file."""
+    found: list[tuple[int, HostEntry, DeviceEntry]] = []
+    number = 0
+    for host in cluster.hosts:
+        for _ in range(host.count):
+            found += [(number, host, entry) for entry in host.devices for _ in range(entry.count)]
+            number += 1
+    return found
+
+
+def _catalogued(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[float, int]]:
+    """Seconds of a node by the roofline of a catalogued device."""
+    device = entry.device
+    known = {}
+
+    def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
+        dtype = next((t.dtype for t in node.outputs if t.dtype in SIZE_BYTES), "float32")
+        if node.op not in CONTRACTIONS:
+            dtype = "float32"  # streams bytes, whatever they are
+        if dtype not in known:
+            known[dtype] = rates_of(device, dtype, entry.share)
+        if node.op in CONTRACTIONS and does.flops:
+            out = node.outputs[0]
+            columns = (out.shape or (1,))[-1] or 1
+            rows = max(1, out.elements // columns)
+            inner = max(1, round(does.flops / (2 * max(1, out.elements))))
+            return matmul_s(known[dtype], rows, columns, inner), 0
+        return streaming_s(known[dtype], does.moved_bytes), 0
+
+    return operation

@@ -1,0 +1,274 @@
+"""What was measured on a machine: operations, exchanges between its ranks, whole steps. A JSON file.
+
+`whale profile` writes it. Operations are found by their signature; one that was not measured is taken to be as fast as
+the nearest one of its type, in proportion to its work.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from cost_model.graph.signature import signature
+from cost_model.graph.traffic import Exchange
+from cost_model.kernels.op_work import Work
+from whale.errors import ClusterError
+from whale.ir.ops import CONTRACTIONS, EINSUMS, MATMULS
+from whale.ir.program import Node, Program
+
+FORMAT_VERSION = 3
+_GPU = "GPU:"  # in TensorFlow's names of devices
+PACKED = " packed"  # exchanges of that kind whose tensors do not lie in one piece
+Positive = Annotated[float, Meta(gt=0)]
+Amount = Annotated[float, Meta(ge=0)]
+
+
+class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One operation alone on a core: seconds, and memory beside its results."""
+
+    signature: str
+    op: str
+    flops: Amount
+    moved_bytes: Amount
+    seconds: Positive
+    scratch_bytes: int = 0
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size.
+
+    Attributes:
+        through: what carried them from GPU to GPU, as ``communication.backend`` names it; "": the host did, between
+            tensors in its memory.
+    """
+
+    kind: str
+    ranks: Annotated[int, Meta(ge=2)]
+    samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
+    through: str = ""
+
+
+class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU of the host."""
+
+    name: str
+    memory_gb: Positive
+
+
+class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Copies from one of TensorFlow's devices to another one, by its names: (bytes, seconds), by size."""
+
+    source: str
+    target: str
+    samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whole steps without exchanges: what they took, and what is predicted from their operations as they are alone.
+
+    Attributes:
+        program: fingerprint of the program, if it ran on one device; or of what a plan's first rank runs.
+        copies: how many ran side by side, each in a process of its own; of a plan, its ranks.
+    """
+
+    program: str
+    seconds: Positive
+    predicted_s: Positive
+    copies: Annotated[int, Meta(ge=1)] = 1
+
+
+class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The measurements of one machine.
+
+    Attributes:
+        host: its name.
+        cores: that ranks may use, a quota counted in.
+        memory_gb: of the host.
+        call_s: what calling a step takes beside its operations.
+        node_s: what the executor takes for a node that computes nothing.
+        slice_s: how long a computing thread keeps its core when another waits for it.
+        wake_s: what an engine waits for a core when all compute.
+        operations, curves, steps: see there.
+        gpus, copies: of a machine that has GPUs, which operations were measured on then.
+    """
+
+    host: str
+    cores: Positive
+    memory_gb: Positive
+    call_s: Amount
+    node_s: Amount
+    slice_s: Positive
+    wake_s: Amount
+    operations: list[Operation]
+    curves: list[Curve]
+    steps: list[Step] = []
+    gpus: list[Gpu] = []
+    copies: list[Copies] = []
+    version: int = FORMAT_VERSION
+
+    def merged(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> MachineProfile:
+        """With further measurements, which take the place of older ones of the same name."""
+        found = {o.signature: o for o in (*self.operations, *operations)}
+        named = {(s.program, s.copies): s for s in (*self.steps, *steps)}
+        return msgspec.structs.replace(self, operations=list(found.values()), steps=list(named.values()))
+
+
+def default_path() -> Path:
+    """Where `whale profile` keeps what it measured, unless it is told another file."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whale" / "profile.json"
+
+
+def read(path: str | Path) -> MachineProfile:
+    """Reads and checks a file of measurements.
+
+    Raises:
+        ClusterError: it cannot be read, or is none.
+    """
+    action = "measure this machine with `whale profile`"
+    try:
+        table = msgspec.json.decode(Path(path).read_bytes(), type=MachineProfile)
+    except OSError as error:
+        raise ClusterError("the profile cannot be read", given=f"{path}: {error.strerror}", action=action) from error
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ClusterError(
+            "the profile is not one that `whale profile` wrote", given=f"{path}: {error}", action=action
+        ) from error
+    if table.version != FORMAT_VERSION:
+        given = f"{path}: version {table.version}"
+        raise ClusterError(
+            "the profile is of another version", given=given, expected=f"version {FORMAT_VERSION}", action=action
+        )
+    return table
+
+
+def write(table: MachineProfile, path: str | Path) -> None:
+    """Writes the file; its folder is made where there is none."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
+
+
+def check_writable(path: str | Path) -> None:
+    """Finds before anything is measured whether the file can be written; its folder is made where there is none.
+
+    Raises:
+        ClusterError: it cannot.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not path.exists()
+        path.open("ab").close()
+        if fresh:
+            path.unlink()
+    except OSError as error:
+        raise ClusterError(
+            "the profile cannot be written there",
+            given=f"{path}: {error.strerror}",
+            action="give another file with -o",
+        ) from error
+
+
+class Measured:
+    """Seconds of operations and exchanges by a table."""
+
+    def __init__(self, table: MachineProfile, marks: Sequence[str] = (), ranks: int = 1) -> None:
+        """`marks`: fingerprints that the program's own step may have been measured under; the first that was counts."""
+        self.table = table
+        self._exact = {o.signature: o for o in table.operations}
+        self._by_op: dict[str, list[Operation]] = {}
+        for o in table.operations:
+            self._by_op.setdefault(o.op, []).append(o)
+        self._curves: dict[str, dict[str, dict[int, Curve]]] = {}  # by what carried them, kind, ranks
+        for curve in table.curves:
+            self._curves.setdefault(curve.through, {}).setdefault(curve.kind, {})[curve.ranks] = curve
+        self._out = [c for c in table.copies if _GPU in c.source and _GPU not in c.target]
+        self._in = [c for c in table.copies if _GPU not in c.source and _GPU in c.target]
+        steps = [s for s in table.steps if s.program in marks]
+        step = min(steps, key=lambda s: (marks.index(s.program), abs(s.copies - ranks)), default=None)
+        # Kernels in a step are not what they are alone: some are fused, others find their operands in a cache, which
+        # they share with those of other ranks.
+        self.context = step.seconds / step.predicted_s if step else 1.0
+
+    def operation(self, program: Program, node: Node, does: Work) -> tuple[float, int]:
+        """(seconds, scratch bytes) of a node alone on a core, as it runs within a step."""
+        if not does.kernels:
+            return 0.0, 0
+        found = self._exact.get(signature(program, node))
+        if found is not None:
+            return found.seconds * self.context, found.scratch_bytes
+        known = self._by_op.get(node.op) or self._alike(node.op) or self._by_op.get("AddV2") or self.table.operations
+        if not known:
+            raise ClusterError(
+                "the profile has no measurement of any such operation",
+                given=node.op,
+                expected="the operations that `whale profile` measures",
+                action="measure again with `whale profile`, or the program's own with `whale profile SCRIPT`",
+            )
+
+        def far(o: Operation) -> float:
+            moved = math.log((o.moved_bytes + 1024) / (does.moved_bytes + 1024))
+            return abs(moved) + abs(math.log((o.flops + 1024) / (does.flops + 1024)))
+
+        near = min(known, key=far)
+        computes = {node.op, near.op} <= CONTRACTIONS and near.flops > 0
+        ratio = does.flops / near.flops if computes else (does.moved_bytes + 4096) / (near.moved_bytes + 4096)
+        return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
+
+    def _alike(self, op: str) -> list[Operation]:
+        """Products of matrices, where the op is one."""
+        products = MATMULS | EINSUMS
+        return [one for one in self.table.operations if one.op in products] if op in products else []
+
+    def exchange_s(self, what: Exchange) -> float:
+        """Seconds of work that an exchange is for each of its ranks.
+
+        Where ranks compute on GPUs, what the host exchanges is copied to it before and back behind.
+
+        Raises:
+            ClusterError: exchanges of this kind were not measured.
+        """
+        ranks, tensor_bytes = len(what.ranks), what.tensor_bytes
+        curve = self._curve(what)
+        # Of a tensor, each rank hands on (p-1)/p.
+        scale = ((ranks - 1) / ranks) / ((curve.ranks - 1) / curve.ranks)
+        more = max(1.0, (ranks - 1) / (curve.ranks - 1)) ** 0.5
+        moved_s = _interpolated(curve.samples, tensor_bytes * scale) * more
+        if what.through:
+            return moved_s
+        handed = tensor_bytes / ranks if what.kind == "all_gather" else tensor_bytes
+        taken = tensor_bytes / ranks if what.kind == "reduce_scatter" else tensor_bytes
+        return moved_s + _slowest_s(self._out, handed) + _slowest_s(self._in, taken)
+
+    def _curve(self, what: Exchange) -> Curve:
+        known = self._curves.get(what.through, {})
+        curves = known.get(what.kind + PACKED if what.is_packed and what.kind + PACKED in known else what.kind)
+        if curves is None:
+            through = f" through {what.through}" if what.through else ""
+            set_to = f" with WHALE_COMMUNICATION_BACKEND={what.through}" if what.through else ""
+            raise ClusterError(
+                "the profile has no such exchange",
+                given=what.kind + through,
+                expected=", ".join(sorted(known)) or f"exchanges{through} between two ranks",
+                action=f"measure again with `whale profile`{set_to}",
+            )
+        return curves[min(curves, key=lambda n: abs(n - len(what.ranks)))]
+
+
+def _slowest_s(copies: Sequence[Copies], size: float) -> float:
+    """Seconds of the slowest of some copies of so many bytes; 0 where there are none."""
+    return max((_interpolated(one.samples, size) for one in copies), default=0.0)
+
+
+def _interpolated(samples: list[tuple[float, float]], size: float) -> float:
+    """Between two samples along the straight line; beyond the last in proportion to its slope."""
+    if size <= samples[0][0] or len(samples) == 1:
+        return samples[0][1]
+    upper = next((i for i, (at, _) in enumerate(samples) if at >= size), len(samples) - 1)
+    (x0, y0), (x1, y1) = samples[upper - 1], samples[upper]
+    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)

@@ -1,0 +1,165 @@
+"""What one rank holds at the fullest moment of a step, and for what: its own program, played without the others.
+
+The play is that of `execute`, with seconds that are only good enough for an order: exchanges are nodes like
+others, as long as their bytes. What a call of a function holds inside is found once for each function, and is scratch
+memory of its calls; so 64 micro-batches take no longer than two. Loops are written out; the body of one whose turns
+are not known counts as one turn of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cost_model.graph.executor_graph import Graph, graph_of
+from cost_model.graph.liveness import Kinds, peaks
+from cost_model.graph.machine import GRAIN_BYTES
+from cost_model.graph.simulate import SLICE_S, Sharing, run
+from cost_model.kernels.op_work import Work
+from whale.ir.ops import CALLS, CONTRACTIONS
+from whale.ir.program import Node, Program, Ref, function_refs
+
+# A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.
+_FLOPS_PER_S, _BYTES_PER_S, _EXCHANGED_BYTES_PER_S, _NODE_S = 5e10, 8e9, 2e9, 1e-6
+_THREADS = 2
+# Of a step that takes minutes on such a core, no more turns of two threads on one core are looked at than these.
+_MOST_SLICES = 4000
+_STEPS_OF_A_CALL = 2
+
+# (tensor -> kind, variable's handle -> kind) of a program; what is not there is of the first kind.
+KindsOf = Callable[[Program], tuple[Mapping[Ref, int], Mapping[str, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of one rank.
+
+    Attributes:
+        at_peak: by kind, at the moment of a step when they are most together.
+        resident_bytes: between steps: variables, inputs, what communication keeps.
+    """
+
+    at_peak: tuple[int, ...]
+    resident_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All kinds together."""
+        return sum(self.at_peak)
+
+
+def held(
+    program: Program,
+    rank: int,
+    size: int,
+    kinds: int,
+    kinds_of: KindsOf,
+    resident: int,
+    counted_from_bytes: int = 0,
+) -> Held:
+    """What ``rank`` of ``size`` holds while it runs ``program``.
+
+    Args:
+        kinds: how many there are; ``resident``: that of inputs and of what communication keeps.
+        kinds_of: the kinds of a program's tensors and variables.
+        counted_from_bytes: smaller tensors are left out, as TensorFlow's counters of host memory leave them out.
+    """
+
+    def allocated(wanted: int) -> int:
+        return -(-wanted // GRAIN_BYTES) * GRAIN_BYTES if wanted and wanted >= counted_from_bytes else 0
+
+    return _Holder(rank, size, kinds, kinds_of, resident, allocated, program.functions).of(program)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """What a call of a function takes: seconds, bytes beside its results, and results that are arguments."""
+
+    seconds: float
+    scratch_bytes: int
+    passed_on: Mapping[int, int]
+
+
+class _Holder:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        kinds: int,
+        kinds_of: KindsOf,
+        resident: int,
+        allocated: Callable[[int], int],
+        functions: Mapping[str, Program],
+    ) -> None:
+        self.rank, self.size, self.kinds, self.kinds_of, self.resident = rank, size, kinds, kinds_of, resident
+        self.allocated, self.functions = allocated, functions
+        self.inside: dict[str, _Inside] = {}
+
+    def of(self, program: Program) -> Held:
+        graph, seconds, scratch, calls = self._graph(program)
+        # What is held at once depends on who happens to be first, so memory is the most of two plays.
+        orders = [_order(graph, seconds, cores) for cores in (float(_THREADS), 1.0)]
+        most, resident = peaks(graph, orders, scratch, self._kinds(graph), calls=calls)
+        return Held(tuple(most), resident)
+
+    def _graph(self, program: Program) -> tuple[Graph, list[float], list[int], set[int]]:
+        whole = replace(program, functions=self.functions)
+        graph = graph_of(whole, self.rank, self.size, self.allocated, strict=False)
+        seconds, scratch, calls = list[float](), list[int](), set[int]()
+        for i, (node, does) in enumerate(zip(graph.nodes, graph.work)):
+            called = [self._inside(f.name) for _, f in function_refs(node) if f.name in self.functions]
+            if called:
+                calls.add(i)
+                seconds.append(sum(c.seconds for c in called))
+                scratch.append(max(c.scratch_bytes for c in called))
+                if node.op in CALLS:
+                    for k, operand in called[0].passed_on.items():
+                        graph.shared[graph.results[i][k]] = graph.operands[i][operand]
+                continue
+            what = graph.exchanges.get(i)
+            seconds.append(what.tensor_bytes / _EXCHANGED_BYTES_PER_S if what else _seconds(node, does))
+            scratch.append(sum(map(self.allocated, what.scratch_bytes)) if what else 0)
+        graph.exchanges.clear()
+        return graph, [0.0 if fused else s for s, fused in zip(seconds, graph.fused)], scratch, calls
+
+    def _kinds(self, graph: Graph) -> Kinds:
+        tensors, variables = self.kinds_of(graph.program)
+        results = [0] * len(graph.sizes)
+        for node, own in zip(graph.nodes, graph.results):
+            for k, mine in enumerate(own):
+                results[mine] = tensors.get(Ref(node.name, k), 0)
+        return Kinds(self.kinds, results, {h: variables.get(h, 0) for h in graph.variable_bytes}, self.resident)
+
+    def _inside(self, name: str) -> _Inside:
+        if name not in self.inside:
+            graph, seconds, scratch, calls = self._graph(self.functions[name])
+            order = _order(graph, seconds, float(_THREADS))
+            most, resident = peaks(graph, [order], scratch, self._kinds(graph), _STEPS_OF_A_CALL, calls)
+            argument = {graph.results[i][0]: k for k, i in enumerate(_arguments(graph))}
+            passed_on, own = {}, 0
+            for k, result in enumerate(graph.fetched):
+                while graph.shared[result] >= 0:
+                    result = graph.shared[result]
+                if result in argument:
+                    passed_on[k] = argument[result]
+                else:
+                    own += graph.sizes[result]
+            self.inside[name] = _Inside(sum(seconds), max(0, sum(most) - resident - own), passed_on)
+        return self.inside[name]
+
+
+def _order(graph: Graph, seconds: Sequence[float], cores: float) -> Sequence[int]:
+    slice_s = max(SLICE_S, sum(seconds) / _MOST_SLICES)
+    (played,) = run([graph], [seconds], lambda what: 0.0, Sharing([0], [cores], _THREADS, slice_s))
+    return played.order
+
+
+def _arguments(graph: Graph) -> list[int]:
+    place = {node.name: i for i, node in enumerate(graph.nodes)}
+    return [place[name] for name in graph.program.inputs]
+
+
+def _seconds(node: Node, does: Work) -> float:
+    if not does.kernels:
+        return 0.0
+    return _NODE_S + (does.flops / _FLOPS_PER_S if node.op in CONTRACTIONS else does.moved_bytes / _BYTES_PER_S)

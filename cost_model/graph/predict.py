@@ -1,0 +1,241 @@
+"""Step time and memory of a captured program under a plan: from the programs that its ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from random import Random
+
+from cost_model.graph.executor_graph import Exchange, Graph, Steps, graph_of, steps_of
+from cost_model.graph.liveness import live_bytes, peak_bytes
+from cost_model.graph.machine import Machine
+from cost_model.graph.simulate import Played, run
+from whale.ir.program import Program
+
+SLOW_EXCHANGES = 4.0  # what another play takes for the exchanges, to see what is in flight then
+PLAYS, VARIES = 40, 0.65  # further plays of a step, and how much the logarithm of kernels' times differs
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a step takes on one rank.
+
+    Attributes:
+        end_s: when its last node ends.
+        peak_bytes: the most memory that it holds, with what is there before the step.
+        resident_bytes: what is there between steps: variables, inputs, buffers of communication.
+        asked_bytes: the most that tensors and kernels ask for at a time; the allocator's pieces are larger.
+        compute_s: its kernels, alone on a core.
+        exchange_s: the same of its exchanges.
+    """
+
+    end_s: float
+    peak_bytes: int
+    resident_bytes: int
+    asked_bytes: int
+    compute_s: float
+    exchange_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A kernel or exchange of a rank: what it is, and when it runs; `seconds` alone on a core, or without waiting."""
+
+    name: str
+    op: str
+    start_s: float
+    end_s: float
+    seconds: float
+    exchange: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One rank's step: kernels and exchanges by start, and (seconds, bytes held) at every change."""
+
+    spans: tuple[Span, ...]
+    held: tuple[tuple[float, int], ...]
+
+    def busy_s(self, exchange: bool) -> float:
+        """Seconds during which at least one exchange, or kernel, runs."""
+        return covered_s((span.start_s, span.end_s) for span in self.spans if span.exchange is exchange)
+
+
+def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of some intervals."""
+    covered, last = 0.0, float("-inf")
+    for start_s, end_s in sorted(intervals):
+        if end_s > last:
+            covered += end_s - max(last, start_s)
+            last = end_s
+    return covered
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPrediction:
+    """What one step takes.
+
+    Attributes:
+        step_s: on the slowest rank.
+        ranks: of each rank, its end, peak memory, and the seconds of its kernels and exchanges.
+        logical_bytes: of each rank, its part of what the step has to move; equal to the counters of whale_ops.
+        timelines: of each rank, where they were asked for.
+    """
+
+    step_s: float
+    ranks: tuple[Ran, ...]
+    logical_bytes: tuple[int, ...]
+    timelines: tuple[Timeline, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank that holds most."""
+        return max(rank.peak_bytes for rank in self.ranks)
+
+
+def predict_ranks(
+    programs: Sequence[Program], machine: Machine, with_timelines: bool = False, plays: int = PLAYS
+) -> CapturedPrediction:
+    """One step of ranks that run ``programs`` (see whale.partition.spmd), rank i the i-th: its time and its memory.
+
+    Args:
+        plays: how many more orders of a step are played for its memory; its time is that of the first.
+
+    Raises:
+        PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
+        ClusterError: the machine has fewer ranks, or its profile lacks what a program runs.
+    """
+    size = len(programs)
+    machine.check_holds(size)
+    priced = [_priced(program, rank, size, machine) for rank, program in enumerate(programs)]
+    graphs, seconds, scratch = [one[0] for one in priced], [one[1] for one in priced], [one[2] for one in priced]
+    sharing = machine.sharing
+    played = run(graphs, seconds, machine.exchange_s, sharing)
+    # What is held at once, and where it lies, depends on who happens to be first: no two steps have the same order.
+    others: list[list[Played]] = []
+    if sharing.threads > 1:
+        slower = replace(sharing, cores=[0.5 * c for c in sharing.cores])
+        others.append(run(graphs, seconds, machine.exchange_s, slower))
+        generator = Random(0)
+        for _ in range(plays):
+            varied = []
+            for one in seconds:
+                pace = generator.lognormvariate(0.0, VARIES)  # a rank that is ahead of the others holds more
+                varied.append([s * pace * generator.lognormvariate(0.0, VARIES) for s in one])
+            others.append(run(graphs, varied, machine.exchange_s, sharing))
+    if len(graphs) > 1:
+        others.append(run(graphs, seconds, lambda what: SLOW_EXCHANGES * machine.exchange_s(what), sharing))
+    ran = [
+        Ran(
+            one.end_s,
+            *peak_bytes(graphs[r], [one.order, *(o[r].order for o in others)], scratch[r]),
+            one.compute_s,
+            one.exchange_s,
+        )
+        for r, one in enumerate(played)
+    ]
+    return CapturedPrediction(
+        step_s=max(rank.end_s for rank in ran) + machine.call_s,
+        ranks=tuple(ran),
+        logical_bytes=tuple(sum(e.logical_bytes for e in g.exchanges.values()) for g in graphs),
+        timelines=tuple(_timeline(g, s, c, p, machine) for g, s, c, p in zip(graphs, seconds, scratch, played))
+        if with_timelines
+        else (),
+    )
+
+
+def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -> float:
+    """Seconds of a step of ``size`` ranks, by the play of some of them that stand for the others; no memory.
+
+    Args:
+        programs: rank -> what it runs. Branches, and loops whose turns are not known, count as one turn.
+
+    Raises:
+        PlanError: the ranks wait for each other.
+    """
+    steps = [steps_of(program, rank, size, strict=False) for rank, program in programs.items()]
+    seconds = [_seconds(one, _prices(one, machine, rank)) for one, rank in zip(steps, programs)]
+    played = run(steps, seconds, machine.exchange_s, machine.sharing, list(programs))
+    return max(one.end_s for one in played) + machine.call_s
+
+
+def what_if_seconds(
+    programs: Sequence[Program], machine: Machine, exchanges: Sequence[float], paces: Sequence[Sequence[float]]
+) -> list[float]:
+    """Seconds of a step where exchanges, and ranks, are so many times as fast: for each of `exchanges`, all `paces`.
+
+    Args:
+        paces: of each rank, how many times as fast its kernels are.
+
+    Raises:
+        PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
+    """
+    priced = [_priced(program, rank, len(programs), machine) for rank, program in enumerate(programs)]
+    graphs = [one[0] for one in priced]
+    found = []
+    for faster, pace in product(exchanges, paces):
+        seconds = [[s / p for s in one[1]] for one, p in zip(priced, pace)]
+        ends = run(graphs, seconds, partial(_faster, machine, faster), machine.sharing)
+        found.append(max(one.end_s for one in ends) + machine.call_s)
+    return found
+
+
+def _faster(machine: Machine, times: float, what: Exchange) -> float:
+    return machine.exchange_s(what) / times
+
+
+def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Machine]) -> list[float]:
+    """Seconds of all that ``rank`` of ``size`` does in a step, one after the other, waiting for nobody, on each of
+    ``machines``."""
+    steps = steps_of(program, rank, size, strict=False)
+    return [
+        sum(_seconds(steps, _prices(steps, one, rank))) + sum(map(one.exchange_s, steps.exchanges.values()))
+        for one in machines
+    ]
+
+
+def _priced(program: Program, rank: int, size: int, machine: Machine) -> tuple[Graph, list[float], list[int]]:
+    """What ``rank`` of ``size`` runs, with the seconds and the scratch bytes of each node."""
+    graph = graph_of(program, rank, size, machine.allocated)
+    prices = _prices(graph, machine, rank)
+    scratch = [machine.allocated(one[1]) for one in prices]
+    for i, what in graph.exchanges.items():
+        scratch[i] = sum(map(machine.allocated, what.scratch_bytes))
+    return graph, _seconds(graph, prices), scratch
+
+
+def _prices(steps: Steps, machine: Machine, rank: int) -> list[tuple[float, int]]:
+    """Seconds and scratch bytes of each node but of exchanges."""
+    price = machine.operations[rank]
+    return [
+        (0.0, 0) if i in steps.exchanges or not does.kernels else price(steps.program, node, does)
+        for i, (node, does) in enumerate(zip(steps.nodes, steps.work))
+    ]
+
+
+def _seconds(steps: Steps, prices: Sequence[tuple[float, int]]) -> list[float]:
+    return [0.0 if fused else one[0] for one, fused in zip(prices, steps.fused)]
+
+
+def _timeline(
+    graph: Graph, seconds: Sequence[float], scratch: Sequence[int], played: Played, machine: Machine
+) -> Timeline:
+    held = live_bytes(graph, played.order, scratch)
+    started: dict[int, float] = {}
+    spans, curve = [], []
+    last = -1
+    for event, at_s, size in zip(played.order, played.order_s, held):
+        if size != last:
+            curve.append((at_s, size))
+            last = size
+        if event >= 0:
+            started[event] = at_s
+            continue
+        node, begun_s = graph.nodes[~event], started.pop(~event)
+        what = graph.exchanges.get(~event)
+        alone_s = machine.exchange_s(what) if what is not None else seconds[~event]
+        if alone_s > 0:
+            spans.append(Span(node.name, node.op, begun_s, at_s, alone_s, what is not None))
+    return Timeline(tuple(sorted(spans, key=lambda s: s.start_s)), tuple(curve))

@@ -1,0 +1,53 @@
+"""``python -m tests.gpu_first``: a line for each part, also for one that fails or has nothing to run with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests import gpu_first
+
+
+def test_parts_run_with_the_host_as_gpu() -> None:
+    """Of those that take ranks the one with a peer that is killed; the others are those of test_cuda.py."""
+    command = [sys.executable, "-m", "tests.gpu_first", "--host", "kernels against", "killed"]
+    done = subprocess.run(command, cwd=gpu_first.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    peers = ["cuda-ipc, the peer is killed", "nccl, the peer is killed"]
+    assert said == ["GPUs", "device code by NVRTC", "kernels against NumPy", *peers]
+    assert "154 results: all right" in done.stdout and "cannot run: the GPU is the host" in done.stdout
+    assert "the ranks could not meet" in done.stdout
+
+
+def test_what_fails_is_told_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> str:
+        raise gpu_first.Failed("element 7 differs")
+
+    def cannot() -> str:
+        raise gpu_first.CannotRun("no compute-sanitizer")
+
+    def parts(*_: object) -> Iterator[tuple[str, Callable[[], str]]]:
+        yield from {"kernels": fails, "memcheck": cannot, "rates": lambda: "9 GB/s"}.items()
+
+    monkeypatch.setattr(gpu_first, "parts", parts)
+    monkeypatch.setattr(sys, "argv", ["gpu_first"])
+    assert gpu_first.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    for line, outcome in zip(lines, ("FAILED: element 7 differs", "cannot run: no compute-sanitizer", "9 GB/s")):
+        assert outcome in line
+    monkeypatch.setattr(sys, "argv", ["gpu_first", "rates", "memcheck"])
+    assert gpu_first.main() == 0
+
+
+def test_a_process_that_does_not_end_is_a_part_that_fails(tmp_path: gpu_first.Path) -> None:
+    machine = gpu_first.Machine(tmp_path)
+    with pytest.raises(gpu_first.Failed, match=r"did not end within 1 s: begun"):
+        gpu_first.ran(machine, [sys.executable, "-uc", "import time; print('begun'); time.sleep(60)"], 1.0)
+    with pytest.raises(gpu_first.Failed, match="ended with 3: no GPU"):
+        gpu_first.ran(machine, [sys.executable, "-c", "print('no GPU'); raise SystemExit(3)"], 20.0)

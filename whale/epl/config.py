@@ -1,5 +1,0 @@
-"""``epl.config``."""
-
-from whale.frontends.epl.config import Config
-
-__all__ = ["Config"]

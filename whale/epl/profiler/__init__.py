@@ -1,5 +1,0 @@
-"""``epl.profiler``."""
-
-from whale.frontends.epl.profiler import FlopsProfilerHook, MemoryProfilerHook
-
-__all__ = ["FlopsProfilerHook", "MemoryProfilerHook"]

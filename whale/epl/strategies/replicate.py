@@ -1,5 +1,0 @@
-"""``epl.strategies.replicate``."""
-
-from whale.frontends.epl.strategies import Replicate, replicate
-
-__all__ = ["Replicate", "replicate"]

@@ -1,0 +1,301 @@
+"""``fit`` in a run that other processes may join: where it is, and how a newcomer takes it up there.
+
+Before each of its calls of the model's step a rank notes the epoch, the step in it, the place in the data, the seeds
+that data were made with, and what callbacks have come to hold. A process that joins waits for this where it calls
+``fit``. It begins with that epoch, leaves out the steps that the others have taken in it, makes its data with the same
+seeds, and gives its callbacks what the others' hold. Variables come with the step.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.frontends.keras.input_pipeline import whole
+from whale.log import log
+from whale.runtime.elastic.allowed import elsewhere
+from whale.runtime.input.data import ShardedDataset
+from whale.runtime.input.dataset_position import ShardedIterator
+from whale.runtime.input.shuffle_orders import reshuffles
+from whale.runtime.ranks.msgpack_values import pack, unpack
+from whale.runtime.run.context import Context, GoesOn
+from whale.started import joins
+
+_COPIED_BYTES = 64 << 10  # of an array that a callback may write into; larger ones, as weights, it replaces
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OWN = {"_model", "model", "params", "_params", "verbose"}  # of callbacks: what Keras gives each rank itself
+_OTHER = object()
+_FUNCTION = "function of Keras"
+TRAINING, VALIDATION = "training", "validation"
+_fit: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
+_done: weakref.WeakKeyDictionary[GoesOn, list[Any]] = weakref.WeakKeyDictionary()  # (history, epochs) of calls of fit
+_closed: weakref.WeakSet[GoesOn] = weakref.WeakSet()  # where a newcomer could not know the order of data any more
+_ahead: weakref.WeakKeyDictionary[GoesOn, Any] = weakref.WeakKeyDictionary()  # what a process that joins was told
+
+
+class Fit:
+    """A call of ``fit``.
+
+    Attributes:
+      taken_up: what another process has noted in this call, of which this one goes on; None: it begins by itself.
+    """
+
+    def __init__(self, context: Context, elastic: GoesOn, model: Any, arguments: dict[str, Any]) -> None:
+        self._elastic, self._seeds, self._model = elastic, context.seeds, model
+        self._done: list[Any] = _done.setdefault(elastic, [])
+        given = arguments.get("callbacks") or []
+        given = getattr(given, "callbacks", given)  # of a CallbackList
+        self._callbacks: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
+        self._told = _told(elastic, arguments.get("x"), arguments.get("validation_data"))
+        self.taken_up = self._told if self._told is not None and self._told["fit"] == len(self._done) else None
+        self._asked: dict[str, Any] = {}  # of data: (how often for seeds before they were made, whether made again)
+        self._data: dict[str, ShardedDataset] = {}
+        self._read = self._epochs = self._step = self._seen = 0  # data, epochs; where Keras' iterator is
+        self._placed = self.taken_up is None
+        self._held_first: list[dict[str, Any]] | None = None  # by callbacks, before the first step of this process
+        if self.taken_up is not None:
+            arguments["initial_epoch"], self._asked = self.taken_up["epoch"], self.taken_up["asked"]
+        self._first_epoch, self._last_epoch = arguments.get("initial_epoch", 0), arguments.get("epochs", 1)
+        self._batches: int | None = None  # of an epoch, where Keras knows that
+
+    def past(self) -> Any:
+        """The history of this call, if the others have come to its end already; None: they have not."""
+        if self._told is None or self._told["fit"] <= len(self._done):
+            return None
+        modules = (c.__module__.partition(".")[0] for c in type(self._model).__mro__)
+        history = sys.modules[next(name for name in modules if name == "keras")].callbacks.History()
+        history.set_model(self._model)
+        history.history, history.epoch = self._told["done"][len(self._done)]
+        self._model.history = history
+        self._done.append((history.history, history.epoch))
+        return history
+
+    def end(self) -> None:
+        """The call has come to its end."""
+        self._done.append((self._model.history.history, self._model.history.epoch))
+
+    # -- data
+
+    def kind(self) -> str:
+        """Of the next data that ``fit`` itself reads."""
+        self._read += 1
+        return TRAINING if self._read == 1 else VALIDATION
+
+    @contextmanager
+    def making(self, what: str, again: bool = False) -> Iterator[tuple[bool, bool]]:
+        """Inside, data are made with the seeds with which the others have made them.
+
+        Gives whether they have, and hear of it no more; and whether the data are to be made again.
+        """
+        known = self._asked.get(what) if self.taken_up is not None and not again else None
+        now = self._seeds_asked()
+        if known is None:
+            self._asked[what] = now, again
+            yield False, again
+            return
+        self._go_to(known[0])
+        try:
+            yield True, known[1]
+        finally:
+            self._go_to(now)
+
+    def made(self, kind: str, data: Any, agreed: bool) -> None:
+        """Data were made of this kind; ``agreed``: as of ``making``."""
+        if isinstance(data, ShardedDataset):
+            self._data[kind] = data
+            if agreed and self.taken_up is not None:
+                data.begun = self.taken_up["iterations"][kind]
+
+    def place(self, iterator: Any) -> None:
+        """An iteration over the training data is about to begin."""
+        if not self._placed and self.taken_up is not None and isinstance(iterator, ShardedIterator):
+            iterator.go_to(self.taken_up["place"])
+            self._placed = True
+
+    def read_beside(self, data: Any, context: Context) -> None:
+        """A callback reads data. What shuffles them has gone on to another order then, which a newcomer cannot know."""
+        if not isinstance(data, tf.data.Dataset) or not reshuffles(data) or self._elastic in _closed:
+            return
+        _closed.add(self._elastic)
+        if context.rank == 0:
+            log.warning(
+                "processes that come are not taken in any more: a callback reads data of which each iteration has "
+                "another order, and a newcomer would read other rows than the others; evaluate data without a shuffle"
+            )
+
+    # -- steps
+
+    def steps(self, epochs: Any, numbered: Iterator[Any]) -> Iterator[Any]:
+        """The steps of an epoch, or those of it that others have not taken."""
+        self._epochs += 1
+        told = self.taken_up if self._epochs == 1 else None
+        for item in numbered:
+            if told is not None:
+                if item[0] < told["step"]:
+                    continue
+                epochs._steps_seen, told = told["seen"], None
+            self._step, self._seen, self._batches = item[0], epochs._steps_seen, epochs.num_batches
+            yield item
+
+    def commit(self, iterator: Any) -> None:
+        """A step is about to be taken of an iterator's batches: other processes may take ``fit`` up here."""
+        if self._held_first is None:
+            self._held_first = self._held()
+            if self.taken_up is not None:
+                for callback, changed in zip(self._all_callbacks(), self.taken_up["callbacks"]):
+                    vars(callback).update({name: _found(value) for name, value in changed.items()})
+                self._go_to(self.taken_up["seeds"])
+        if self._elastic in _closed:
+            return
+        before, held, done = self._held_first, self._held(), list(self._done)
+        now = {
+            "fit": len(done),
+            "done": done,
+            "epoch": (self._model._initial_epoch or self._first_epoch) + self._epochs - 1,
+            "step": self._step,
+            "seen": self._seen,
+            "place": iterator.elements.place,
+            "iterations": {kind: made.begun for kind, made in self._data.items()},
+            "asked": dict(self._asked),
+            "seeds": self._seeds_asked(),
+        }
+
+        def packed() -> bytes:
+            return pack({**now, "callbacks": [_changes(one, other) for one, other in zip(before, held)]})
+
+        left = self._batches and (self._last_epoch - now["epoch"]) * self._batches - self._step
+        self._elastic.commit(packed, left)
+
+    def _held(self) -> list[dict[str, Any]]:
+        """By callbacks."""
+        found = []
+        for callback in self._all_callbacks():
+            kept = ((name, _kept(value)) for name, value in vars(callback).items() if name not in _OWN)
+            found.append({name: value for name, value in kept if value is not _OTHER})
+        return found
+
+    def _all_callbacks(self) -> list[Any]:
+        """The script's, and the one with which ``fit`` returns."""
+        return [*self._callbacks, self._model.history]
+
+    def _seeds_asked(self) -> dict[str, int]:
+        return {} if self._seeds is None else self._seeds.asked
+
+    def _go_to(self, asked: Mapping[str, int]) -> None:
+        if self._seeds is not None:
+            self._seeds.go_to(asked)
+
+
+def begin(context: Context, model: Any, arguments: dict[str, Any]) -> Fit | None:
+    """A call of ``fit`` begins, with these arguments; None: no process may join this run.
+
+    In a process that joins it waits until the others take it in.
+
+    Raises:
+      ProgramError: a process that joins could not find its place in the data.
+      ClusterError: the others are in a loop of the script's.
+    """
+    elastic = context.elastic
+    return Fit(context, elastic, model, arguments) if elastic is not None and elastic.keeps_commits else None
+
+
+@contextmanager
+def inside(fit: Fit | None) -> Iterator[None]:
+    """Inside, ``current`` gives this."""
+    token = _fit.set(fit)
+    try:
+        yield
+    finally:
+        _fit.reset(token)
+
+
+def current() -> Fit | None:
+    """The call of ``fit`` that goes on in a run that other processes may join; None in what it calls in turn."""
+    return _fit.get()
+
+
+def _told(elastic: GoesOn, data: Any, validation: Any) -> dict[str, Any] | None:
+    """In a process that has joined, what another one had noted then."""
+    if elastic not in _ahead and joins():
+        _refuse_unknown(data)
+        _refuse_shared(whole(data), whole(validation))
+        said = elastic.come_in()
+        _ahead[elastic] = None if said is None else unpack(said)  # None: wh.State has taken it in
+    told = _ahead.get(elastic)
+    if told is not None and not isinstance(told, dict):
+        raise elsewhere("a loop with wh.State", "Keras' fit")
+    return told
+
+
+def _refuse_unknown(data: Any) -> None:
+    if isinstance(data, (tf.data.Dataset, ShardedDataset)):
+        return
+    wrong = next((leaf for leaf in tf.nest.flatten(data) if not hasattr(leaf, "__array__")), None)
+    if wrong is not None:
+        raise ProgramError(
+            "a process that joins a run has to know which batches of fit the others have had",
+            given=f"data of {type(wrong).__name__}",
+            expected="a tf.data.Dataset, or arrays",
+            action="make a tf.data.Dataset of it",
+        )
+
+
+def _refuse_shared(data: Any, validation: Any) -> None:
+    """Each iteration over either would move the order of both on; those before a process came are not made again."""
+    shared = [one for one in _behind(data) if any(one is other for other in _behind(validation)) and reshuffles(one)]
+    if shared:
+        raise ProgramError(
+            "a process that joins a run has to know which batches of fit the others have had",
+            given="validation data that are part of the data trained with, behind the same shuffle",
+            expected="a shuffle of their own, which this is not, or none",
+            action="divide them before shuffling: take and skip first, then shuffle what is trained with",
+        )
+
+
+def _behind(dataset: Any) -> list[Any]:
+    """A dataset and all of which it is made."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return []
+    return [dataset, *(one for made_of in dataset._inputs() for one in _behind(made_of))]
+
+
+def _kept(value: Any) -> Any:
+    """What is kept of a callback's value, as it is now; `_OTHER`: it is nothing that another process can be told."""
+    if isinstance(value, _PLAIN) or isinstance(value, np.generic):
+        return value
+    if isinstance(value, FunctionType) and _of_keras(value.__module__, value.__qualname__) is value:
+        return {_FUNCTION: (value.__module__, value.__qualname__)}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.copy() if value.nbytes <= _COPIED_BYTES else value
+    if type(value) in (list, tuple, set):
+        few = [_kept(one) for one in value]
+        return _OTHER if any(one is _OTHER for one in few) else type(value)(few)
+    if type(value) is dict:
+        pairs = {key: _kept(one) for key, one in value.items()}
+        return _OTHER if any(one is _OTHER for one in pairs.values()) else pairs
+    return _OTHER
+
+
+def _found(value: Any) -> Any:
+    """What another process has kept, here."""
+    named = value.get(_FUNCTION) if isinstance(value, dict) else None
+    return value if named is None else _of_keras(*named)
+
+
+def _of_keras(module: str, name: str) -> Any:
+    """A function of Keras by its name, as callbacks compare with; None: it is none."""
+    return getattr(sys.modules.get(module), name, None) if module.startswith("keras.") else None
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a callback's values those that have become others since its process took its first step."""
+    return {name: value for name, value in now.items() if name not in before or pack(before[name]) != pack(value)}

@@ -1,0 +1,72 @@
+"""Calls of ``fit``, ``evaluate`` and ``predict``: one rank shows progress, and writes what callbacks write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from whale.frontends.keras import elastic_fit, input_pipeline
+from whale.frontends.keras.callbacks import as_on_other_ranks
+from whale.frontends.keras.saving import told
+from whale.runtime.ranks.collective_call_check import call_together
+from whale.runtime.run.context import Context, running
+
+_DATA = ("x", "validation_data")
+_CACHED = "_use_cached_eval_dataset"  # argument of evaluate where fit calls it
+
+
+def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``fit``, ``evaluate`` or ``predict`` of a model in a run."""
+    context = running()
+    assert context is not None
+    given = inspect.signature(original).bind(model, *args, **kwargs)
+    call_together(context, original.__name__, told(original.__name__, model))
+    # What a callback evaluates; validation data have an order that fit keeps count of.
+    if (around := elastic_fit.current()) is not None and _CACHED not in given.arguments.get("kwargs", {}):
+        around.read_beside(input_pipeline.whole(given.arguments.get("x")), context)
+    with elastic_fit.inside(None):
+        return _called(original, given, context)
+
+
+def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``fit`` of a Keras whose calls other processes can take up that join the run."""
+    context = running()
+    assert context is not None
+    given = inspect.signature(original).bind(model, *args, **kwargs)
+    going_on = elastic_fit.begin(context, model, given.arguments)
+    if going_on is None:
+        return call(original, model, *args, **kwargs)
+    if (history := going_on.past()) is not None:
+        return history
+    if going_on.taken_up is None:
+        call_together(context, original.__name__, told(original.__name__, model))
+    with elastic_fit.inside(going_on):
+        history = _called(original, given, context)
+    going_on.end()
+    return history
+
+
+def _called(original: Callable[..., Any], given: inspect.BoundArguments, context: Context) -> Any:
+    for name in _DATA:
+        if name in given.arguments:
+            given.arguments[name] = input_pipeline.whole(given.arguments[name])
+    if is_first(context) and context.dry is None:
+        return original(*given.args, **given.kwargs)
+    given.arguments["verbose"] = 0
+    with as_on_other_ranks(given.arguments.get("callbacks")) as callbacks:
+        if callbacks is not None:
+            given.arguments["callbacks"] = callbacks
+        return original(*given.args, **given.kwargs)
+
+
+def shown_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Takes the place of ``print_msg`` and ``summary``: what Keras tells a person, the first rank does."""
+    context = running()
+    if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.dry is None):
+        original(*args, **kwargs)
+
+
+def is_first(context: Context) -> bool:
+    """Whether this process is the one that shows and writes."""
+    return context.rank == 0

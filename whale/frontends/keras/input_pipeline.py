@@ -1,0 +1,149 @@
+"""What a rank reads of the data that Keras is given: its rows of every batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.capture.sharded import ShardedTensor
+from whale.frontends.keras.steps import named_parts
+from whale.ir.values import UNMOVABLE
+from whale.runtime.input.data import ShardedDataset
+from whale.runtime.input.dataset_position import ShardedIterator
+from whale.runtime.input.dataset_rows import UNCHANGED
+from whale.runtime.input.equal_datasets import built_of
+from whale.runtime.input.equal_inputs import refuse_other_values
+from whale.runtime.input.local_batches import rows_of
+from whale.runtime.run.context import Context
+
+
+def fed(dataset: Any, context: Context, of_script: bool, again: bool = False, agreed: bool = False) -> Fed:
+    """The batches of a dataset for this rank.
+
+    Args:
+      dataset: of global batches, or with ``batch.mode="local"`` of the rank's own.
+      of_script: whether the script made the dataset, and may want to hear what it costs to read it.
+      again: whether it is made of the same arrays as one before.
+      agreed: whether the other ranks have made it before this process joined them.
+
+    Raises:
+      ProgramError: Keras made the dataset of arrays that differ between the ranks.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        return Fed(dataset, False, getattr(dataset, "element_spec", None))
+    specs = [s for s in tf.nest.flatten(dataset.element_spec) if isinstance(s, tf.TensorSpec)]
+    rows_vary = any(s.shape.rank is None or (s.shape.rank and s.shape[0] is None) for s in specs)
+    batches: Any = dataset
+    grows = context.elastic is not None and context.elastic.keeps_commits  # where in it a loop is has to be known
+    if grows or (context.between_processes and not context.local_batch and not _takes_whole_batches(context)):
+        # Which rows a rank took of the arrays is not known to the others, who take them when it is gone.
+        kept = of_script or context.elastic is not None
+        found = None if kept else _of_arrays(dataset, context, again)
+        batches = found or ShardedDataset(dataset, context, "row", of_script, agreed)
+    return Fed(batches, rows_vary, dataset.element_spec)
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a loop of Keras iterates over; each iteration is begun when it is asked for, as one over a dataset is.
+
+    Attributes:
+      rows_vary: whether plain Keras would not know the rows of a batch when it traces a step.
+      place: has an iteration begin elsewhere than at the first batch, if it is to.
+    """
+
+    batches: Any
+    rows_vary: bool
+    element_spec: Any = None
+    place: Callable[[ShardedIterator], None] = lambda iterator: None
+
+    def __iter__(self) -> FedIterator:
+        elements = iter(self.batches)
+        if isinstance(elements, ShardedIterator):
+            self.place(elements)
+            elements.begin()
+        return FedIterator(elements, self.rows_vary, self.element_spec)
+
+
+@dataclass(frozen=True)
+class FedIterator:
+    """One iteration over ``Fed``."""
+
+    elements: Iterator[Any]
+    rows_vary: bool
+    element_spec: Any  # of the batches, as plain Keras' iterator has it
+
+    def __iter__(self) -> FedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.elements)
+
+
+def _takes_whole_batches(context: Context) -> bool:
+    """Whether a plan may divide a batch in another way than by the ranks' rows, so that each rank reads all of it."""
+    saved = context.saved is not None and context.saved.takes_whole_batches
+    return saved or context.stages_seen or bool(context.config["auto_parallel"])
+
+
+def whole(data: Any) -> Any:
+    """The dataset of whole batches behind one that the script gave to ``wh.shard``; other data as it is."""
+    return data.whole if isinstance(data, ShardedDataset) else data
+
+
+@dataclass(frozen=True)
+class _ArrayBatches:
+    """Batches of which this rank takes its rows from the arrays, and no others.
+
+    ``dataset`` yields (rows of the whole batch, the rows of this rank).
+    """
+
+    dataset: tf.data.Dataset
+    context: Context
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._parts(iter(self.dataset))
+
+    def _parts(self, elements: Iterator[Any]) -> Iterator[Any]:
+        context = self.context
+        for rows, own in elements:
+            sizes = rows_of(int(rows), context)
+            yield tf.nest.map_structure(functools.partial(ShardedTensor, sizes=sizes, rank=context.rank), own)
+
+
+def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | None:
+    """``dataset`` with fewer indices in each batch, if Keras made it from arrays by indices of their rows.
+
+    Keras zips batches of indices with the arrays, and a function takes these rows of each. One that reads otherwise is
+    read whole, and cut.
+    """
+    while type(dataset).__name__ in UNCHANGED:
+        dataset = dataset._input_dataset
+    takes: Any = getattr(getattr(dataset, "_map_func", None), "_func", None)
+    if getattr(takes, "__name__", "") != "grab_batch" or type(dataset._input_dataset).__name__ != "_ZipDataset":
+        return None
+    indices, arrays = dataset._input_dataset._datasets
+    specs = tf.nest.flatten(dataset.element_spec)
+    if not all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.dtype.name not in UNMOVABLE for s in specs):
+        return None
+    if context.config["check.inputs"] and not again:
+        given = dict(named_parts(next(iter(arrays))))
+        order = {f"the order of rows ({what})": value for what, value in built_of(indices).items()}
+        refuse_other_values(given | order, context, "fit, evaluate or predict", "these arrays")
+
+    def bounds(rows: np.ndarray) -> np.ndarray:
+        sizes = rows_of(int(rows), context)
+        return np.array([sum(sizes[: context.rank]), sum(sizes[: context.rank + 1])], np.int64)
+
+    def mine(indices: tf.Tensor, arrays: Any) -> Any:
+        rows = tf.size(indices)
+        begin, end = tf.unstack(tf.ensure_shape(tf.numpy_function(bounds, [rows], tf.int64, stateful=False), (2,)))
+        return rows, takes(indices[begin:end], arrays)
+
+    own = tf.data.Dataset.zip((indices, arrays)).map(mine, num_parallel_calls=tf.data.AUTOTUNE)
+    return _ArrayBatches(own.with_options(dataset.options()).prefetch(tf.data.AUTOTUNE), context)

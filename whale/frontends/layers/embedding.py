@@ -1,0 +1,252 @@
+"""``wh.layers.Embedding``: a table of rows by ids, one row for each id or one for each bag of ids.
+
+The layer enters ``wh.split`` itself where a run has begun. Bags are dense inside: [batch, k] ids of which some are
+absent (negative), so that shapes are known, and what is divided is what any lookup's rows are.
+
+``Embedding``: the layer. ``_Bags``: ids and weights, dense. ``_combined``: rows of bags to a row for each bag.
+``_first_rows``: what rows of new ids begin with. Which slot an id has is in ``whale.frontends.layers.vocabulary``, rows
+that lie on every rank are in ``whale.frontends.layers.hot``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from whale.annotations import replica, split
+from whale.errors import ProgramError
+from whale.frontends.layers.hot import checked, found, like
+from whale.frontends.layers.vocabulary import ABSENT, EVICTS, Vocabulary, drawn, tensor_of, write
+from whale.runtime.run.context import running
+from whale.runtime.variables.in_files import keep_in_files
+
+_ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict folder hot"
+_HASHES = (1 << 63) - 1
+_COMBINERS = (None, "sum", "mean", "sqrtn")
+_SHARDED = {None: None, "rows": 0, "columns": -1}  # the dimension of what is looked up that is divided
+
+
+class _Bags(NamedTuple):
+    """Ids [..., k], whether each is present, and weights [..., k] or None."""
+
+    ids: tf.Tensor
+    present: tf.Tensor
+    weights: tf.Tensor | None
+
+
+# Of `add_weight`: what is looked up is rounded, not the table.
+NEVER_ROUNDED: dict[str, Any] = {"autocast" if hasattr(tf.keras, "ops") else "experimental_autocast": False}
+
+
+class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
+    """Rows of a table [input_dim, output_dim] by their ids.
+
+    Over ranks the table is sharded: by rows each rank asks the others for rows by ids, by columns it has a part of each
+    row. Layers of one step exchange together. Without a combiner each id gives a row: ids [...] -> [..., output_dim].
+    With one, the ids of a bag give one row:
+
+    * dense [batch, ..., k]; negative ids are absent;
+    * ``tf.RaggedTensor`` or ``tf.SparseTensor`` [batch, k]; ``max_ids`` says k where the shape does not.
+
+    Weights have the form of the ids. As of ``tf.nn.embedding_lookup_sparse``: "sum" is that of weight * row, "mean" it
+    over the sum of the weights, "sqrtn" it over the root of the sum of their squares. A bag without ids is zeros.
+
+    A ``dynamic`` table has slots in place of rows. Any int64 is an id, or any string (63 bits of its hash, that is); -1
+    and "" are absent. In training an id without a slot is given one, whose row is drawn anew (the same whenever the
+    id is admitted), and the id that was used longest ago, or least often, loses its slot when there is no other. Ids
+    that find none, as new ones do outside of training, share a last row. Slots follow from the batches alone: with any
+    number of ranks they are the same. ``wh.optimizers.lazy`` makes an optimizer begin anew with a slot's new id.
+
+    Args:
+      input_dim, output_dim: rows of the table, and columns. Slots of a dynamic one are rounded up to a multiple of 32.
+      combiner: None, "sum", "mean" or "sqrtn".
+      max_ids: ids of the largest bag of ragged or sparse inputs; more are an error.
+      sharded: "rows", "columns", "whole" (on every rank), or None: rows or columns, whichever costs less. What
+        a dynamic table writes to its rows needs columns, or the whole table.
+      embeddings_initializer: of the table; of a dynamic one uniform, zeros or a constant.
+      dynamic: whether ids are given slots.
+      evict: who makes room: "lru" (last used longest ago) or "lfu" (used least often).
+      folder: of a local disk; over ranks a sharded table, and a lazy optimizer's state of its shape, lie in files there
+        instead of memory.
+      hot: ids whose rows lie on every rank (``wh.layers.hot_ids`` finds them), or how many of the first rows do: their
+        gradients are all-reduced, and the ids are not sent. The other rows lie by rows. They are `hot_rows`, of ids
+        `hot_ids`, which a checkpoint brings along; the rows of these ids in `embeddings` are not used. A lazy
+        optimizer changes all of them in each step.
+
+    Raises:
+      ProgramError: arguments or inputs that fit no table.
+    """
+
+    def __init__(
+        self, input_dim: int, output_dim: int, combiner: str | None = None, max_ids: int | None = None,
+        sharded: str | None = None, embeddings_initializer: Any = "uniform", dynamic: bool = False,
+        evict: str = "lru", folder: str | None = None, hot: int | Sequence[int] | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**more)
+        _check(input_dim > 0 < output_dim, f"input_dim={input_dim}, output_dim={output_dim}", "positive sizes")
+        _check(combiner in _COMBINERS, f"combiner={combiner!r}", "None, sum, mean or sqrtn")
+        _check(sharded in (*_SHARDED, "whole"), f"sharded={sharded!r}", "None, rows, columns or whole")
+        self.input_dim, self.output_dim, self.combiner = input_dim, output_dim, combiner
+        _check(not dynamic or sharded != "rows", "dynamic=True, sharded='rows'", "columns, whole or None")
+        _check(evict in EVICTS, f"evict={evict!r}", " or ".join(EVICTS))
+        _check(folder is None or sharded != "whole", f"folder={folder!r}, sharded='whole'", "rows, columns or None")
+        self.max_ids, self.sharded, self.grows, self.evict, self.folder = max_ids, sharded, dynamic, evict, folder
+        _check(hot is None or sharded in (None, "rows"), f"hot={hot!r:.80}, sharded={sharded!r}", "rows or None")
+        _check(hot is None or not dynamic, f"hot={hot!r:.80}, dynamic=True", "one of them")
+        self.hot = checked(hot, input_dim)
+        self.embeddings_initializer = tf.keras.initializers.get(embeddings_initializer)
+        self._starts = _first_rows(self.embeddings_initializer) if dynamic else None
+        self.vocabulary: Vocabulary | None = None
+
+    def build(self, inputs_shape: Any = None, weights_shape: Any = None) -> None:
+        """Makes the table."""
+        rows = self.input_dim
+        if self.grows:
+            self.vocabulary = Vocabulary(self._add_slots, self.input_dim, self.evict)
+            rows = self.vocabulary.slots + 1
+        with self._table_scope():  # a run then makes the parts only
+            self.embeddings = self.add_weight(
+                name="embeddings",
+                shape=(rows, self.output_dim),
+                initializer=self.embeddings_initializer,
+                **NEVER_ROUNDED,
+            )
+        if self.hot is not None:
+            ids = np.sort(np.asarray(self.hot, np.int64))  # a variable: a checkpoint's rows come with their own
+            self.hot_ids = self._add_state("hot_ids", ids.shape, "int64", ids)
+            self.hot_rows = self.add_weight(
+                name="hot_rows",
+                shape=(len(ids), self.output_dim),
+                initializer=like(self.embeddings_initializer),
+                **NEVER_ROUNDED,
+            )
+        if self.folder is not None:
+            keep_in_files(tensor_of(self.embeddings), self.folder)
+        if self.vocabulary is not None:
+            tensor_of(self.embeddings)._whale_fresh = self.vocabulary.fresh  # for lazy optimizers
+        self.built = True
+
+    def _add_slots(self, name: str, shape: tuple[int, ...], dtype: str, first: int) -> Any:
+        variable = self._add_state(name, shape, dtype, first)
+        setattr(self, f"slot_{name}", variable)  # checkpoints and exported models go by attributes of layers
+        return variable
+
+    def _add_state(self, name: str, shape: tuple[int, ...], dtype: str, first: Any) -> Any:
+        def initial(shape: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
+            return tf.broadcast_to(tf.constant(first, dtype), shape)
+
+        return self.add_weight(name=name, shape=shape, dtype=dtype, initializer=initial, trainable=False)
+
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> tf.Tensor:
+        """A row for each id, or for each bag."""
+        _check(weights is None or self.combiner is not None, "weights", "a combiner, where there are weights")
+        with _scope(replica):
+            bags = self._bags(inputs, weights)
+            ids = bags.ids
+            if self.combiner is not None:
+                # What is absent takes the place of a present one, so that no other row is touched.
+                some = tf.reduce_max(tf.where(bags.present, ids, ids.dtype.min), -1, keepdims=True)
+                ids = tf.where(bags.present, ids, some if self.grows else tf.maximum(some, 0))
+            shape, flat = tf.shape(ids), tf.reshape(ids, [-1])
+            if self.vocabulary is not None:
+                flat = self._slots(self.vocabulary, flat, tf.reshape(bags.present, [-1]), bool(training))
+            if self.hot is not None:
+                of_hot, is_hot, flat = found(tensor_of(self.hot_ids), tensor_of(self.hot_rows), flat)
+        with self._table_scope():
+            rows = tf.gather(tensor_of(self.embeddings), flat)
+            if self.hot is not None:
+                rows = tf.where(is_hot[:, None], of_hot, rows)
+            rows = tf.cast(tf.reshape(rows, tf.concat([shape, [self.output_dim]], 0)), self.compute_dtype)
+            if self.combiner is not None:
+                rows = _combined(rows, bags, self.combiner)
+        with _scope(replica):
+            return tf.identity(rows)
+
+    def _slots(self, vocabulary: Vocabulary, ids: tf.Tensor, present: tf.Tensor, training: bool) -> tf.Tensor:
+        if not training:
+            return vocabulary.found(ids)
+        placed = vocabulary.placed(ids, present)
+        low, high = self._starts or (0.0, 0.0)
+        with self._table_scope():  # where optimizers read what is new
+            write(vocabulary.fresh, placed.new, tf.ones_like(placed.new, tf.int32))
+            write(self.embeddings, placed.new, drawn(placed.new_ids, self.output_dim, low, high, self.embeddings.dtype))
+        return placed.slots
+
+    def _bags(self, inputs: Any, weights: Any) -> _Bags:
+        alike = weights is None or _is_composite(weights) == _is_composite(inputs)
+        _check(alike, "weights of another form than the ids", "both dense, ragged, or sparse")
+        ids = self._dense(inputs, "" if inputs.dtype == tf.string else ABSENT)
+        if self.grows and ids.dtype == tf.string:
+            ids = tf.where(ids == "", tf.constant(ABSENT, tf.int64), tf.strings.to_hash_bucket_fast(ids, _HASHES))
+        if self.grows or ids.dtype not in (tf.int32, tf.int64):
+            ids = tf.cast(ids, tf.int64)
+        if weights is not None:
+            weights = tf.cast(self._dense(weights, 0), self.compute_dtype)
+        return _Bags(ids, ids != ABSENT if self.grows else ids >= 0, weights)
+
+    def _dense(self, value: Any, absent: int | str) -> tf.Tensor:
+        if isinstance(value, tf.RaggedTensor):
+            given = f"ragged inputs {value.shape}, max_ids={self.max_ids}"
+            _check(self.max_ids is not None and value.shape.rank == 2, given, "[batch, ragged] and max_ids")
+            largest = tf.reduce_max(value.row_lengths())
+            fits = tf.debugging.Assert(largest <= self.max_ids, ["a bag of more ids than max_ids", largest])
+            with tf.control_dependencies([fits] if fits is not None else []):  # None: eagerly it has been looked at
+                return value.to_tensor(absent, shape=[value.shape[0], self.max_ids])
+        if isinstance(value, tf.SparseTensor):
+            return tf.sparse.to_dense(value, tf.constant(absent, value.dtype))
+        return tf.convert_to_tensor(value)
+
+    def _table_scope(self) -> AbstractContextManager[Any]:
+        if self.sharded == "whole":
+            return _scope(replica)
+        sharded = "rows" if self.hot is not None else self.sharded
+        return split(dim=_SHARDED[sharded]) if running() is not None else nullcontext()
+
+    def compute_output_shape(self, inputs_shape: Any, weights_shape: Any = None) -> Any:
+        """That of the ids, the last size or one more being ``output_dim``."""
+        lead = tuple(inputs_shape) if self.combiner is None else tuple(inputs_shape)[:-1]
+        return (*lead, self.output_dim)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments."""
+        mine = {name: getattr(self, name) for name in _ARGUMENTS.split()}
+        start = tf.keras.initializers.serialize(self.embeddings_initializer)
+        # Keras 2 has an attribute `dynamic` of its own, and an argument, which it saves.
+        return {**super().get_config(), **mine, "embeddings_initializer": start, "dynamic": self.grows}
+
+
+def _combined(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
+    """Rows [..., k, width] of bags to [..., width]."""
+    present = tf.cast(bags.present, rows.dtype)
+    weights = present if bags.weights is None else present * bags.weights
+    found = tf.reduce_sum(rows * weights[..., None], -2)
+    if combiner == "sum":
+        return found
+    over = tf.reduce_sum(weights, -1) if combiner == "mean" else tf.sqrt(tf.reduce_sum(weights * weights, -1))
+    return tf.math.divide_no_nan(found, over[..., None])
+
+
+def _first_rows(initializer: Any) -> tuple[float, float]:
+    """Between which numbers the rows of new ids are drawn."""
+    found = initializer.get_config()
+    if {"minval", "maxval"} <= set(found):
+        return float(found["minval"]), float(found["maxval"])
+    _check(set(found) <= {"value"}, f"embeddings_initializer={initializer!r}", "uniform, zeros or a constant")
+    return (float(found.get("value", type(initializer).__name__ == "Ones")),) * 2
+
+
+def _is_composite(value: Any) -> bool:
+    return isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+
+
+def _scope(kind: Any) -> AbstractContextManager[Any]:
+    return kind() if running() is not None else nullcontext()
+
+
+def _check(good: bool, given: str, expected: str) -> None:
+    if not good:
+        raise ProgramError("no table is like that", given=given, expected=expected, action="change it")

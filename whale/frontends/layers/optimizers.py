@@ -1,0 +1,244 @@
+"""Optimizers of tables: what a step costs is what it touches.
+
+A Keras optimizer with moments changes every row of a table in every step, also those whose id no example has: their
+moments fade. ``lazy`` leaves rows without a gradient alone. That is another method than the optimizer's own (but for
+SGD without momentum and Adagrad, where rows without a gradient stay as they are), so it has to be asked for. On one
+device it computes the same as over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import ProgramError
+from whale.frontends.layers.vocabulary import tensor_of, write
+from whale.runtime.variables.in_files import folder_of, keep_in_files
+
+
+class _Rows:
+    """Some rows of a variable, as a Keras optimizer reads and assigns one."""
+
+    def __init__(self, variable: Any, ids: tf.Tensor) -> None:
+        self.variable = tensor_of(variable)
+        self.ids = ids
+        self.read = self.now = tf.gather(self.variable, ids)
+        self.dtype = variable.dtype
+        self.shape = self.now.shape
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return self.now if dtype is None else tf.cast(self.now, dtype)
+
+    def begin_anew(self, fresh: tf.Tensor, first: float) -> None:
+        """Rows of ids that are new to their slots are as those of a new variable."""
+        for _ in self.now.shape[1:]:
+            fresh = tf.expand_dims(fresh, -1)
+        self.now = tf.where(fresh, tf.constant(first, self.now.dtype), self.now)
+
+    def write(self) -> None:
+        """Brings what was assigned into the variable."""
+        if self.now is not self.read:
+            write(self.variable, self.ids, self.now)
+
+
+class _OnRows:
+    """An optimizer as its own ``update_step`` sees it, of which a variable and its state are some rows.
+
+    State has the variable's shape, or its number of rows; what has neither is the optimizer's own. Of a dynamic table
+    (``wh.layers.Embedding``) state of slots that have a new id is as at first.
+
+    Args:
+      firsts: what each kind of state has at first, by the attribute that lists it.
+    """
+
+    def __init__(self, optimizer: Any, index: int, variable: Any, ids: tf.Tensor, firsts: Mapping[str, float]) -> None:
+        self._firsts = firsts
+        self._of, self._index, self._ids = optimizer, index, ids
+        self._shape = tuple(variable.shape)
+        self._seen: dict[int, _Rows] = {}
+        self._fresh = _fresh_of(variable)
+        if self._fresh is not None:
+            self._is_fresh = tf.gather(tensor_of(self._fresh), ids) > 0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._of, name)
+        if isinstance(value, list) and len(value) > self._index and self._has_rows(value[self._index]):
+            state = value[self._index]
+            seen = id(state) in self._seen
+            rows = self.rows_of(state)
+            if self._fresh is not None and not seen:
+                rows.begin_anew(self._is_fresh, self._firsts[name])
+            return {self._index: rows}
+        return value
+
+    def rows_of(self, variable: Any) -> _Rows:
+        """The rows of a variable, read once."""
+        if id(variable) not in self._seen:
+            self._seen[id(variable)] = _Rows(variable, self._ids)
+        return self._seen[id(variable)]
+
+    def _has_rows(self, state: Any) -> bool:
+        shape = tuple(getattr(state, "shape", None) or ())
+        return shape in (self._shape, self._shape[:1]) and hasattr(state, "assign")
+
+    def _get_variable_index(self, variable: Any) -> int:
+        return self._index
+
+    def assign(self, variable: Any, value: Any) -> None:
+        """Rows are given a value; what has no rows is assigned as ever."""
+        if isinstance(variable, _Rows):
+            variable.now = tf.cast(value, variable.now.dtype)
+        else:
+            self._of.assign(variable, value)
+
+    def assign_add(self, variable: Any, value: Any) -> None:
+        """The same of a sum."""
+        if isinstance(variable, _Rows):
+            variable.now += tf.cast(value, variable.now.dtype)
+        else:
+            self._of.assign_add(variable, value)
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        """The same of a difference."""
+        if isinstance(variable, _Rows):
+            variable.now -= tf.cast(value, variable.now.dtype)
+        else:
+            self._of.assign_sub(variable, value)
+
+    def write(self) -> None:
+        """Brings all rows that were assigned into their variables."""
+        for rows in self._seen.values():
+            rows.write()
+        if self._fresh is not None:
+            write(self._fresh, self._ids, tf.zeros_like(self._ids, tf.int32))
+
+
+def _fresh_of(variable: Any) -> Any:
+    """Which slots of a dynamic table have a new id since they were last trained; None: it is not dynamic."""
+    return getattr(tensor_of(variable), "_whale_fresh", None)
+
+
+def _first_state(optimizer: Any) -> dict[str, float]:
+    """What each kind of an optimizer's state has at first: that of an equal one, of which nobody has asked a step."""
+    with tf.init_scope():
+        like = type(optimizer).from_config(optimizer.get_config())
+        type(optimizer).build(like, [tf.Variable([[0.0]])])
+        made = {name: state for name, state in vars(like).items() if isinstance(state, list) and len(state) == 1}
+        return {
+            name: float(tf.reduce_sum(tensor_of(state))) for name, (state,) in made.items() if hasattr(state, "assign")
+        }
+
+
+def _require_keras_3(kind: type) -> None:
+    if not (hasattr(kind, "update_step") and hasattr(kind, "_get_variable_index") and hasattr(kind, "assign_sub")):
+        raise ProgramError(
+            "only optimizers of Keras 3 can be made lazy",
+            given=f"{kind.__module__}.{kind.__name__}",
+            expected="keras.optimizers.Adam() or another one of Keras 3",
+            action="use Keras 3 (TensorFlow 2.16 or newer), or the optimizer as it is",
+        )
+
+
+def lazy(optimizer: Any) -> Any:
+    """The optimizer (a Keras 3 one), which from now on changes the rows only that have a gradient.
+
+    Of a variable whose gradient has rows (``tf.IndexedSlices``: embeddings), rows of one id are added up, and the
+    optimizer's own step is taken with these rows of the variable and of its moments. All else is as ever. Call it again
+    for an optimizer that was loaded.
+
+    Raises:
+      ProgramError: the optimizer is none of Keras 3, or does something to whole variables in each step.
+    """
+    _require_keras_3(type(optimizer))
+    for name in ("weight_decay", "use_ema", "gradient_accumulation_steps"):
+        if getattr(optimizer, name, None):
+            raise ProgramError(
+                "an optimizer that does something to every row in each step cannot be lazy",
+                given=f"{name}={getattr(optimizer, name)}",
+                expected="an optimizer without",
+                action=f"leave {name} out, or leave wh.optimizers.lazy out",
+            )
+
+    whole, build = optimizer.update_step, optimizer.build
+    firsts: dict[str, float] = {}
+
+    def built(variables: Sequence[Any]) -> None:
+        build(variables)
+        for i, variable in enumerate(variables):
+            folder = folder_of(tensor_of(variable))
+            for states in vars(optimizer).values() if folder else ():
+                if isinstance(states, list) and len(states) > i and states is not optimizer._trainable_variables:
+                    if getattr(states[i], "shape", None) == variable.shape and hasattr(states[i], "assign"):
+                        keep_in_files(tensor_of(states[i]), folder)
+        if not firsts and any(_fresh_of(v) is not None for v in variables):
+            firsts.update(_first_state(optimizer))
+
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if not isinstance(gradient, tf.IndexedSlices):
+            whole(gradient, variable, learning_rate)
+            return
+        ids, back = tf.unique(tf.reshape(gradient.indices, [-1]))
+        values = tf.reshape(gradient.values, [-1, *variable.shape[1:]])
+        sums = tf.math.unsorted_segment_sum(values, back, tf.size(ids))
+        on_rows = _OnRows(optimizer, optimizer._get_variable_index(variable), variable, ids, firsts)
+        type(optimizer).update_step(on_rows, sums, on_rows.rows_of(variable), learning_rate)
+        on_rows.write()
+
+    optimizer.update_step, optimizer.build = update_step, built
+    if optimizer.built:
+        built(optimizer._trainable_variables)
+    return optimizer
+
+
+class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
+    """Adagrad with one sum of squares for each row (of the mean over the row's elements), lazily.
+
+    For embeddings the state is as small as a column. Gupta et al., "Training recommender models with row-wise
+    AdaGrad", as in FBGEMM and TorchRec.
+
+    Args:
+      learning_rate: a number or a schedule.
+      initial: what sums begin with.
+      epsilon: is added to their roots.
+
+    Raises:
+      ProgramError: Keras is not Keras 3.
+    """
+
+    def __init__(self, learning_rate: Any = 0.01, initial: float = 0.0, epsilon: float = 1e-8, **more: Any) -> None:
+        _require_keras_3(type(self))
+        super().__init__(learning_rate=learning_rate, **more)
+        self.initial, self.epsilon = initial, epsilon
+        lazy(self)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the sums, one for each row."""
+        if self.built:
+            return
+        super().build(variables)
+        self._sums = []
+        for variable in variables:
+            self._sums.append(
+                self.add_variable(
+                    shape=variable.shape[:1], initializer=tf.keras.initializers.Constant(self.initial),
+                    dtype=variable.dtype, name="sum_of_squares",
+                )
+            )  # fmt: skip
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Changes a variable, or some rows of one."""
+        gradient = tf.convert_to_tensor(gradient)
+        sums = self._sums[self._get_variable_index(variable)]
+        others = list(range(1, len(gradient.shape)))
+        self.assign_add(sums, tf.reduce_mean(tf.square(gradient), others))
+        roots = tf.sqrt(tf.convert_to_tensor(sums))
+        for _ in others:
+            roots = tf.expand_dims(roots, -1)
+        rate = tf.cast(learning_rate, gradient.dtype)
+        self.assign_sub(variable, rate * gradient / (roots + self.epsilon))
+
+    def get_config(self) -> dict[str, Any]:
+        """What makes an equal one."""
+        return {**super().get_config(), "initial": self.initial, "epsilon": self.epsilon}

@@ -1,0 +1,216 @@
+"""``wh.Strategy``: tf.distribute's interface for a program of one device, which all ranks run together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from whale.config import Config
+from whale.errors import ProgramError
+from whale.frontends import start
+from whale.frontends.tf_distribute import checkpoints, steps, workers
+from whale.frontends.tf_distribute.datasets import DistributedDataset
+from whale.runtime.run.context import Context, current, running
+from whale.runtime.run.tf_config import check, tf_config
+
+_REDUCTIONS = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}
+
+
+class Strategy:
+    """Takes the place of ``tf.distribute.MirroredStrategy`` and ``MultiWorkerMirroredStrategy`` in a script.
+
+    There is one replica: the program sees global batches and global values, as on one device, and the ranks compute it
+    together. What ``run`` is given is a step as by ``wh.function``; a ``tf.function`` around it is the step itself.
+    Batches of distributed datasets are global ones, of which each rank reads its rows. Begins the run, unless
+    ``wh.init`` was called before.
+
+    Args:
+      devices: only None; ranks are processes that a launcher starts.
+      cluster_resolver: only None; ``TF_CONFIG``, where it is set, is compared with the ranks that there are.
+      cross_device_ops, communication_options: taken for tf.distribute's sake; they change nothing here.
+      config: a ``wh.Config`` or a mapping, as for ``wh.init``.
+
+    Raises:
+      ClusterError: the ranks cannot be connected, or ``TF_CONFIG`` names others.
+      ConfigError: ``TF_CONFIG`` cannot be read, or a setting is wrong.
+      ProgramError: devices or a resolver are given, or ``hvd.init`` was called before.
+    """
+
+    def __init__(
+        self,
+        devices: Any = None,
+        cross_device_ops: Any = None,
+        cluster_resolver: Any = None,
+        communication_options: Any = None,
+        *,
+        config: Config | Mapping[str, Any] | None = None,
+    ) -> None:
+        if devices is not None or cluster_resolver is not None:
+            raise ProgramError(
+                "a strategy of Whale is of all ranks",
+                given=f"devices={devices!r}" if devices is not None else "a cluster_resolver",
+                expected="wh.Strategy(); a process for each device",
+                action="start as many processes as there are devices: `whale run -np 4 script.py`",
+            )
+        said = tf_config()
+        if running() is None:
+            start.init(config)
+        context = current("wh.Strategy()")
+        if context.own_programs is not None:
+            raise ProgramError(
+                "wh.Strategy() and hvd.init() mean different programs",
+                given="wh.Strategy() after hvd.init()",
+                expected="one program of all ranks, or a program of each rank",
+                action="remove one of the two",
+            )
+        if context.dry is None:
+            check(said, context.rank, context.size, context.place.launcher)
+        steps.install()
+        checkpoints.install()
+        self._steps = steps.Steps()
+        self.cluster_resolver = workers.Resolver(said, context.rank, context.size)
+        self.extended = Extended(self)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """1: a step is the global one, and so are its batch and its loss."""
+        return 1
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Where models and variables are made. TensorFlow sees no strategy in it: the ranks run one program anyway."""
+        _context("strategy.scope()")
+        yield self
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, options: Any = None) -> Any:
+        """What one device computes by ``fn(*args, **kwargs)``, computed by all ranks.
+
+        Args:
+          fn: the step; tensors that change from call to call are arguments.
+          options: taken for tf.distribute's sake.
+
+        Raises:
+          ProgramError: in a graph that Whale does not see.
+        """
+        kwargs = kwargs or {}
+        if steps.inside_a_step():
+            return fn(*args, **kwargs)
+        _context("strategy.run()")
+        return self._steps.of(fn)(*args, **kwargs)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """``value``, which is that of all replicas already; along ``axis`` its sum or mean.
+
+        Raises:
+          ProgramError: another reduction than SUM or MEAN.
+        """
+        name = str(getattr(reduce_op, "name", reduce_op)).upper()
+        if name not in _REDUCTIONS:
+            raise ProgramError(
+                "values of replicas are reduced by their sum or mean",
+                given=f"reduce_op={reduce_op!r}",
+                expected="tf.distribute.ReduceOp.SUM or MEAN",
+                action="use one of these",
+            )
+        if axis is None:
+            return value
+        return tf.nest.map_structure(lambda tensor: _REDUCTIONS[name](tensor, axis=axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """``value``, which is whole on every rank already."""
+        return tf.nest.map_structure(tf.convert_to_tensor, value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The one value that there is of the one replica."""
+        return (value,)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> DistributedDataset:
+        """A dataset of global batches, of which each rank reads its rows; see ``wh.shard``."""
+        return DistributedDataset(dataset, _context("strategy.experimental_distribute_dataset()"))
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[tf.distribute.InputContext], Any], options: Any = None
+    ) -> DistributedDataset:
+        """What ``dataset_fn`` makes for one pipeline of one replica, of which each rank reads its rows."""
+        context = _context("strategy.distribute_datasets_from_function()")
+        one = tf.distribute.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)
+        return DistributedDataset(dataset_fn(one), context)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        """What ``value_fn`` makes for the one replica."""
+        return value_fn(tf.distribute.experimental.ValueContext(0, 1))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(f"strategy.{name}")
+
+
+class Extended:
+    """What scripts use of ``strategy.extended``."""
+
+    experimental_require_static_shapes = True
+    should_checkpoint = should_save_summary = True
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The one device of the program."""
+        return ("/device:GPU:0" if tf.config.list_logical_devices("GPU") else "/device:CPU:0",)
+
+    parameter_devices = worker_devices
+
+    def _in_multi_worker_mode(self) -> bool:
+        return current("strategy.extended").between_processes
+
+    def call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """As ``run``."""
+        return self._strategy.run(fn, args, kwargs)
+
+    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+        """``value``, which is that of all replicas already."""
+        return self._strategy.reduce(reduce_op, value)
+
+    def batch_reduce_to(self, reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any = None) -> list[Any]:
+        """As ``reduce_to``, for each value with its destination."""
+        return [self._strategy.reduce(reduce_op, value) for value, _ in pairs]
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        """``fn`` of the variable, which is one for all replicas."""
+        return fn(var, *args, **(kwargs or {}))
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Variables are made where they would be anyway."""
+        return contextlib.nullcontext()
+
+    def variable_created_in_scope(self, variable: Any) -> bool:
+        """True: all variables are the program's."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(f"strategy.extended.{name}")
+
+
+def _context(what: str) -> Context:
+    return current(what)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ProgramError(
+        "a strategy of Whale does not have this",
+        given=what,
+        expected="scope, run, reduce, gather, experimental_local_results, experimental_distribute_dataset, "
+        "distribute_datasets_from_function, cluster_resolver, extended",
+        action="write the program for one device: wh.function, wh.shard",
+    )

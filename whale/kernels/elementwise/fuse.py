@@ -1,0 +1,102 @@
+"""Element by element arithmetic in one operation, WhaleElementwise, which goes once over memory where many did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.ops import FOLDS
+from whale.ir.program import RECOMPUTED, Node, Program, Ref, marks
+from whale.ir.values import DType, Shape, static_shape
+from whale.kernels.elementwise.code import MOST_OF_A_KIND, SUMS, Code, Value, placed
+from whale.kernels.elementwise.graph import with_operations
+from whale.kernels.elementwise.groups import Group, find_groups
+from whale.kernels.elementwise.operations import elementwise_type, instructions, lies_in
+from whale.kernels.elementwise.repeats import repeated_last
+from whale.kernels.xla import in_other_graphs
+
+ELEMENTWISE = "WhaleElementwise"
+_COPYING = FOLDS | {"Mean"}  # over no dimension
+_KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's operands
+
+
+def fuse_elementwise(program: Program) -> Program:
+    """``program`` of one rank, and its functions, with arithmetic on elements in as few operations as may be."""
+    return in_other_graphs(program, _fused)
+
+
+def _simpler(program: Program) -> Program:
+    """``program`` with copies in place of reductions over no dimension, and constants that wait for no arithmetic, as
+    there are in gradients that TensorFlow writes."""
+
+    def simpler(node: Node) -> Node:
+        if node.op in _COPYING and (axes := program.const(node.inputs[1])) is not None and not axes.size:
+            kind = node.outputs[0]
+            return replace(node, op="Identity", inputs=node.inputs[:1], attrs={"T": DType(kind.dtype), **marks(node)})
+        if node.op != "Const" or not node.controls or RECOMPUTED in node.attrs:
+            return node
+        controls = tuple(c for c in node.controls if elementwise_type(program, program.by_name[c]) is None)
+        return node if controls == node.controls else replace(node, controls=controls)
+
+    return program.with_nodes(tuple(map(simpler, program.nodes)))
+
+
+def _fused(program: Program) -> Program:
+    program = repeated_last(_simpler(program))
+    moved: dict[Ref, Ref] = {}
+    made: dict[str, Node] = {}  # node that is replaced -> what stands for it
+    for group in find_groups(program):
+        found = _operation(program, group, f"{group.nodes[-1].name}/{ELEMENTWISE}")
+        if found is None:
+            continue
+        node, results = found
+        made.update({one.name: node for one in group.nodes})
+        moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
+    return with_operations(program, made, moved)
+
+
+def _operation(program: Program, group: Group, name: str) -> tuple[Node, list[Ref]] | None:
+    """The operation that computes what a group does, and what its results stand for; None where it is too much."""
+    whole, nodes = group
+    names = {node.name for node in nodes}
+    fetched = {ref.node for ref in program.outputs}
+    code = Code()
+    values: dict[Ref, Value] = {}
+    operands: dict[str, list[Ref]] = {kind: [] for kind in _KINDS}
+
+    def operand(ref: Ref) -> Value:
+        if ref not in values:
+            kind = lies_in(program.type_of(ref), whole)
+            values[ref] = Value(kind, len(operands[kind]))
+            operands[kind].append(ref)
+        return values[ref]
+
+    sums: list[Ref] = []
+    for node in nodes:
+        value = values[Ref(node.name)] = instructions(node, code, operand)
+        if value.kind == "=" and code.steps[value.number][0] in SUMS:
+            sums.append(Ref(node.name))
+    results = [
+        ref
+        for ref in (Ref(node.name) for node in nodes if Ref(node.name) not in sums)
+        if ref.node in fetched or any(reader.name not in names for reader, _ in program.consumers.get(ref, ()))
+    ]
+    lines = placed(tuple(code.steps), (), tuple([values[ref] for ref in results]))
+    named = (*operands.values(), results, sums)
+    if not (results or sums) or lines is None or any(len(refs) > MOST_OF_A_KIND for refs in named):
+        return None
+    sum_types = [program.type_of(ref) for ref in sums]
+    inputs = tuple(ref for kind in _KINDS for ref in operands[kind])
+    controls = tuple(dict.fromkeys(c for node in nodes for c in node.controls if c not in names))
+    attrs = {
+        "T": DType(whole.dtype),
+        "program": lines,
+        "shape": Shape(static_shape(whole)),
+        "N": len(inputs),
+        "R": len(results),
+        "sum_shapes": tuple([Shape(static_shape(one)) for one in sum_types]),
+        "S": len(sums),
+    }
+    if RECOMPUTED in nodes[0].attrs:
+        attrs[RECOMPUTED] = True
+    outputs = (*[whole] * len(results), *sum_types)
+    return Node(name, ELEMENTWISE, inputs, controls, attrs, outputs, nodes[-1].scope), results + sums

@@ -1,0 +1,104 @@
+"""Convolutions as products of matrices, where TensorFlow's kernels take longer on processors, in what one rank runs.
+
+A convolution of single points (1x1 filters, as in MobileNet's and ResNet's bottlenecks) is the product of the matrices
+[points, channels] and [channels, filters], and so are its gradients; the gradient of any filter is such a product with
+the patches of the image that each point is made of. oneDNN lays weights and images out in blocks first and hands parts
+to its threads, for 0.2 to 0.5 ms a call, and more with many weights. Where there is little to compute, or there are few
+points for many weights, that is most of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.program import Node, Program, Ref, marks
+from whale.ir.values import DType, TensorType, static_shape
+from whale.kernels.matmuls.matrices import Factor, Products, matrix_sizes, may_multiply
+from whale.kernels.xla import in_other_graphs
+
+_FILTERS = "Conv2DBackpropFilter"
+# Convolution -> the operands of the product, and whether each is transposed.
+_PRODUCTS = {
+    "Conv2D": ((0, 1), (False, False)),  # image, filter
+    "Conv2DBackpropInput": ((2, 1), (False, True)),  # gradient, filter
+    _FILTERS: ((0, 2), (True, False)),  # image, gradient
+}
+_PADDINGS = ("SAME", "VALID")  # others add points whose number may be that of those which strides leave out
+# Products took 0.2 to 1.0 of the time of oneDNN's convolutions of points up to so many multiplications, and 0.4 to 0.9
+# for so few points, whatever the channels; with more of both, either of them is faster now and then.
+_FEW_MULTIPLICATIONS = 1 << 25
+_FEW_POINTS = 64
+# From so many weights on, gradients of filters of few points took 0.1 to 0.7 of the time with patches.
+_MANY_WEIGHTS = 1 << 17
+
+
+def convolutions_as_products(program: Program) -> Program:
+    """``program`` of one rank, and its functions, with products of matrices in place of small convolutions."""
+    return in_other_graphs(program, _with_products)
+
+
+def _with_products(program: Program) -> Program:
+    products = Products()
+    for node in program.nodes:
+        factors = _factors(program, node)
+        if factors and _of_small_points(node, factors):
+            products.add(node, factors)
+        elif factors and _of_few_points(node, factors):
+            products.add(node, [_patches(products, node, *factors), factors[1]])
+        else:
+            products.keep(node)
+    return program.with_nodes(tuple(products.emitter.nodes.values()))
+
+
+def _factors(program: Program, node: Node) -> list[Factor]:
+    """What a convolution would be the product of; [] where it is none that may become one."""
+    if node.op not in _PRODUCTS or node.attrs.get("data_format", "NHWC") != "NHWC":
+        return []
+    found = [Factor(node.inputs[i], program.type_of(node.inputs[i]), turn) for i, turn in zip(*_PRODUCTS[node.op])]
+    return found if may_multiply(node, (*[one.type for one in found], node.outputs[0])) else []
+
+
+def _of_small_points(node: Node, factors: list[Factor]) -> bool:
+    """Whether it is a convolution of single points, and small."""
+    kernel = node.outputs[0] if node.op == _FILTERS else factors[1].type
+    if static_shape(kernel)[:2] != (1, 1) or node.attrs["padding"] not in _PADDINGS:
+        return False
+    (rows, inner), (other, columns) = (one.sides for one in factors)
+    # Strides and groups of channels give other sizes.
+    if inner != other or (rows, columns) != matrix_sizes(node.outputs[0]):
+        return False
+    points = factors[0].matrix[0]
+    return points <= _FEW_POINTS or points * kernel.elements <= _FEW_MULTIPLICATIONS
+
+
+def _of_few_points(node: Node, factors: list[Factor]) -> bool:
+    """Whether it is the gradient of a filter with many weights for its points."""
+    if node.op != _FILTERS or node.outputs[0].elements < _MANY_WEIGHTS or factors[1].matrix[0] > _FEW_POINTS:
+        return False
+    known = node.attrs["padding"] in _PADDINGS and set(node.attrs.get("dilations", (1,))) == {1}
+    return known and static_shape(node.outputs[0])[2] == factors[0].matrix[1]  # otherwise channels are in groups
+
+
+def _patches(products: Products, node: Node, image: Factor, gradient: Factor) -> Factor:
+    """What gathers the patches of an image for the gradient of a filter: of each point, in the filter's order."""
+    height, width, depth, _ = static_shape(node.outputs[0])
+    attrs = {
+        "T": DType(image.type.dtype),
+        "ksizes": (1, height, width, 1),
+        "strides": node.attrs["strides"],
+        "rates": (1, 1, 1, 1),
+        "padding": node.attrs["padding"],
+    }
+    patches = TensorType(image.type.dtype, (*static_shape(gradient.type)[:3], height * width * depth))
+    name = products.emitter.part(node.name, "patches")
+    products.keep(
+        replace(
+            node,
+            name=name,
+            op="ExtractImagePatches",
+            inputs=(image.ref,),
+            attrs=attrs | marks(node),
+            outputs=(patches,),
+        )
+    )
+    return image._replace(ref=Ref(name), type=patches)

@@ -1,0 +1,177 @@
+"""Batches of products of small matrices by a kernel of ours, in what one rank runs.
+
+An attention multiplies a matrix for each head of each row of the batch. TensorFlow's Einsum moves dimensions about
+until these are batches of whole matrices, as programs do that have no Einsum; and its products of those take no
+instructions of newer processors than AVX unless oneDNN is on. Ours multiplies each pair where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from whale.ir.ops import MATMULS
+from whale.ir.program import Node, Program, Ref, marks, without_unread
+from whale.ir.values import DType, TensorType, static_shape
+from whale.kernels.matmuls.matrices import may_multiply
+from whale.kernels.xla import in_other_graphs
+from whale.sharding_rules.math.einsum import product_letters
+
+EINSUM = "WhaleEinsum"
+# The longest side of matrices: what a thread multiplies stays in its cache. Where nothing has to be moved about,
+# oneDNN's kernels are as fast from some 64 on, and have more cores than there may be products.
+MOST, MOST_OF_BATCHES = 512, 128
+# Fewer rows or columns are a product with a vector, for which packing is not worth it.
+LEAST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """A product of two tensors.
+
+    Attributes:
+      left, right: what is multiplied.
+      terms: the letters of their dimensions, and of the result's.
+      rows, columns, summed: the letter of the left one and the result, of the right one and the result, of both.
+    """
+
+    left: Ref
+    right: Ref
+    terms: tuple[str, str, str]
+    rows: str
+    columns: str
+    summed: str
+
+    def in_order(self, order: Sequence[int]) -> Equation:
+        """With the result's dimensions in another order."""
+        left, right, out = self.terms
+        return replace(self, terms=(left, right, "".join(out[i] for i in order)))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the result ends with rows or columns, which the kernel writes side by side."""
+        return self.terms[2][-1] in self.rows + self.columns
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether matrices lie whole, one behind the other."""
+        left, right, out = (term[:-2] for term in self.terms)
+        return left == right == out
+
+    def node(self, of: Node) -> Node:
+        """The kernel's in place of a node that makes the result."""
+        left, right, out = self.terms
+        turned = out[-1] == self.rows
+        attrs = {
+            "equation": f"{right},{left}->{out}" if turned else f"{left},{right}->{out}",
+            "T": DType(of.outputs[0].dtype),
+            **marks(of),
+        }
+        operands = (self.right, self.left) if turned else (self.left, self.right)
+        return replace(of, op=EINSUM, inputs=operands, attrs=attrs)
+
+
+def einsums_by_own_kernel(program: Program) -> Program:
+    """``program`` of one rank, and its functions, with our kernel for batches of products of small matrices.
+
+    Where operands or the result are transposed only for a product, they no longer are.
+    """
+    return in_other_graphs(program, _with_own)
+
+
+def _with_own(program: Program) -> Program:
+    found = {node.name: equation for node in program.nodes if (equation := _equation(program, node)) is not None}
+    if not found:
+        return program
+    into = dict(_transposed_after(program, found))
+    gone = {program.by_name[name].inputs[0].node for name in into}
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if node.name in gone:
+            continue
+        if node.name in into:
+            product = program.by_name[node.inputs[0].node]
+            controls = tuple(dict.fromkeys((*product.controls, *node.controls)))
+            node = into[node.name].node(replace(node, controls=controls, attrs={**marks(product), **marks(node)}))
+        elif node.name in found and found[node.name].is_written:
+            node = found[node.name].node(node)
+        nodes.append(node)
+    made = program.with_nodes(tuple(nodes))
+    return without_unread(made, {node.name for node in program.nodes if node.op == "Transpose"} - into.keys())
+
+
+def _transposed_after(program: Program, found: Mapping[str, Equation]) -> Iterator[tuple[str, Equation]]:
+    """Transpositions of products that nothing else reads, where the kernel can write these so; and what it computes."""
+    needed = {*program.effects, *[ref.node for ref in program.outputs]}
+    needed.update(name for node in program.nodes for name in node.controls)
+    needed.update(ref.node for one in found.values() for ref in (one.left, one.right))
+    for node in program.nodes:
+        order = _order(program, node)
+        if order is None or len(program.consumers[node.inputs[0]]) > 1:
+            continue
+        product = node.inputs[0].node
+        if product in found and product not in needed and (turned := found[product].in_order(order)).is_written:
+            yield node.name, turned
+
+
+def _order(program: Program, node: Node) -> tuple[int, ...] | None:
+    """The dimensions of its operand in the order in which a transposition has them."""
+    if node.op != "Transpose" or (order := program.const(node.inputs[1])) is None:
+        return None
+    return tuple(int(i) % len(order) for i in order)
+
+
+def _equation(program: Program, node: Node) -> Equation | None:
+    """What our kernel would compute for the node; None where it cannot, or would be slower."""
+    if len(node.inputs) != 2 or not (node.op == "Einsum" or node.op in MATMULS):
+        return None
+    types = [*map(program.type_of, node.inputs), node.outputs[0]]
+    if not may_multiply(node, types) or len({t.dtype for t in types}) > 1:
+        return None
+    terms = product_letters(node, len(static_shape(types[2])))
+    kinds = _kinds(terms) if len(terms) == 3 else None
+    sizes = _sizes(terms, types) if kinds is not None else None
+    if kinds is None or sizes is None:
+        return None
+    batch, rows, columns, summed = kinds
+    if prod(sizes[letter] for letter in batch) == 1 or min(sizes[rows], sizes[columns]) < LEAST:
+        return None
+    left, right = (_behind(program, ref, term, batch) for ref, term in zip(node.inputs, terms))
+    found = Equation(left[0], right[0], (left[1], right[1], terms[2]), rows, columns, summed)
+    most = MOST_OF_BATCHES if found.is_batch else MOST
+    return found if max(sizes[rows], sizes[columns], sizes[summed]) <= most else None
+
+
+def _kinds(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
+    """The letters of all terms, and the one of each two of them; None where there are others."""
+    left, right, out = (frozenset(term) for term in terms)
+    if sum(map(len, terms)) > len(left) + len(right) + len(out) or "." in left | right | out:
+        return None
+    pairs = (left & out) - right, (right & out) - left, (left & right) - out
+    batch = left & right & out
+    if not batch or [len(pair) for pair in pairs] != [1, 1, 1] or len(left | right | out) != len(batch) + 3:
+        return None
+    rows, columns, summed = (next(iter(pair)) for pair in pairs)
+    return batch, rows, columns, summed
+
+
+def _sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Mapping[str, int] | None:
+    """Of each letter; None where sizes broadcast."""
+    found: dict[str, int] = {}
+    for term, t in zip(terms, types):
+        shape = static_shape(t)
+        if len(shape) != len(term) or any(found.setdefault(letter, size) != size for letter, size in zip(term, shape)):
+            return None
+    return found
+
+
+def _behind(program: Program, ref: Ref, term: str, batch: Collection[str]) -> tuple[Ref, str]:
+    """The tensor that an operand is transposed from, and the letters of its dimensions; itself where it is not, or
+    where what lies side by side then would be of other products."""
+    node = program.by_name[ref.node]
+    order = None if node.controls else _order(program, node)
+    if order is None:
+        return ref, term
+    before = "".join(term[order.index(i)] for i in range(len(order)))
+    return (ref, term) if before[-1] in batch else _behind(program, node.inputs[0], before, batch)

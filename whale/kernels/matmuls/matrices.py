@@ -1,0 +1,82 @@
+"""Tensors as matrices, and products of such in place of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import NamedTuple
+
+from whale.ir.emitter import Emitter
+from whale.ir.program import COMPILED, ON_HOST, PRODUCT, Node, Ref, marks
+from whale.ir.values import DType, TensorType, static_shape
+
+_DTYPES = ("float32", "float64")
+
+
+class Factor(NamedTuple):
+    """An operand of a product: its last size by all others, or transposed."""
+
+    ref: Ref
+    type: TensorType
+    transposed: bool
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Its sizes as a matrix, before it is transposed."""
+        return matrix_sizes(self.type)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Its sizes in the product."""
+        return self.matrix[::-1] if self.transposed else self.matrix
+
+
+def matrix_sizes(t: TensorType) -> tuple[int, int]:
+    """The sizes of a tensor as a matrix of its last dimension by all others."""
+    shape = static_shape(t)
+    return prod(shape[:-1]), shape[-1]
+
+
+def may_multiply(node: Node, types: Sequence[TensorType]) -> bool:
+    """Whether products may stand for ``node``, of operands and a result of these types."""
+    if node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
+        return False
+    return all(t.dtype in _DTYPES and t.is_static and t.shape and t.elements for t in types)
+
+
+@dataclass
+class Products:
+    """Collects the nodes of a graph in which products stand for some.
+
+    Attributes:
+      emitter: has the nodes.
+      matrices: tensor -> the same as a matrix, which several products may read.
+    """
+
+    emitter: Emitter = field(default_factory=lambda: Emitter(0, 1, "", "matrix"))
+    matrices: dict[Ref, Ref] = field(default_factory=dict)
+
+    def keep(self, node: Node) -> None:
+        """Adds a node as it is."""
+        self.emitter.nodes[node.name] = node
+
+    def add(self, node: Node, factors: Sequence[Factor]) -> None:
+        """Adds a product, which waits for what ``node`` does, and what gives it the shape and name of its result."""
+        e, result = self.emitter, node.outputs[0]
+        inputs = []
+        for number, one in enumerate(factors):
+            if len(one.type.shape or ()) == 2:
+                inputs.append(one.ref)
+                continue
+            if one.ref not in self.matrices:
+                name = e.part(node.name, f"of_{number}")
+                self.matrices[one.ref] = e.reshape(name, one.ref, result.dtype, one.matrix)
+            inputs.append(self.matrices[one.ref])
+        sides = TensorType(result.dtype, (factors[0].sides[0], factors[1].sides[1]))
+        transposed = dict(zip(("transpose_a", "transpose_b"), [one.transposed for one in factors]))
+        attrs = {"T": DType(result.dtype), **transposed, **marks(node)}
+        name = node.name if sides == result else f"{node.name}/{PRODUCT}"
+        self.keep(replace(node, name=name, op="MatMul", inputs=tuple(inputs), attrs=attrs, outputs=(sides,)))
+        if name != node.name:
+            e.reshape(node.name, Ref(name), result.dtype, static_shape(result))

@@ -1,0 +1,141 @@
+"""What a unit computes of each element, as the text of an update (whale_ops/core/update/program.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from whale.ir.ops import ADDS, IDENTITIES
+from whale.ir.program import Node, Program, Ref
+from whale.kernels.elementwise.code import MOST_OF_A_KIND, Code, Value, placed
+from whale.kernels.elementwise.operations import BINARY, UNARY, UNARY_OF_DOUBLES
+from whale.kernels.updates.units import Accesses, Unit, is_row
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """A unit as an update.
+
+    Attributes:
+      lines: its program; units with equal ones can be one operation.
+      handles: of the variables that it writes, in the program's numbering; so are ``tensors``, ``scalars``, ``rows``.
+      results: its values that other nodes read.
+      replaced: names of the nodes that it stands for. Reads of variables that others need stay.
+    """
+
+    lines: tuple[str, ...]
+    handles: tuple[str, ...]
+    tensors: tuple[Ref, ...]
+    scalars: tuple[Ref, ...]
+    rows: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    replaced: frozenset[str]
+
+
+def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
+    """``unit`` as an update; None where it needs too many operands, or assigns one variable's old value to another."""
+    reading = _Reading(program, unit, found)
+    for node in unit.nodes:
+        reading.take(node)
+    final = {h: reading.values[h, version] for h, (_, version) in reading.written.items()}
+    outputs = {ref.node for ref in program.outputs}
+    kept = reading.kept(outputs)
+    if kept is None or any(value.kind == "o" and value.number != i for i, value in enumerate(final.values())):
+        return None
+    members = {n.name for n in unit.nodes} - kept
+    results = [
+        ref
+        for ref in reading.computed
+        if ref.node in outputs or any(c.name not in members for c, _ in program.consumers.get(ref, ()))
+    ]
+    lines = placed(tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results]))
+    counts = (final, reading.tensors, reading.scalars, reading.rows, results)
+    if lines is None or any(len(c) > MOST_OF_A_KIND for c in counts):
+        return None
+    operands = tuple(reading.tensors), tuple(reading.scalars), tuple(reading.rows)
+    return Arithmetic(lines, tuple(final), *operands, tuple(results), frozenset(members))
+
+
+class _Reading:
+    """A unit's nodes one by one, as instructions."""
+
+    def __init__(self, program: Program, unit: Unit, found: Accesses):
+        self.program, self.unit, self.found = program, unit, found
+        self.names = {n.name for n in unit.nodes}
+        self.code = Code()
+        self.tensors: dict[Ref, Value] = {}
+        self.scalars: dict[Ref, Value] = {}
+        self.rows: dict[Ref, Value] = {}
+        self.computed: dict[Ref, Value] = {}
+        self.external: set[str] = set()  # its own reads that it takes as tensors
+        # Handle -> the versions of the variable before its first and after its last write here.
+        self.written: dict[str, tuple[int, int]] = {}
+        self.values: dict[tuple[str, int], Value] = {}
+        for node in unit.nodes:
+            handle = found.handle.get(node.name)
+            if handle is None or node.op == "ReadVariableOp":
+                continue
+            version = found.version[node.name]
+            first, _ = self.written.setdefault(handle, (version - 1, version))
+            self.written[handle] = first, version
+            self.values.setdefault((handle, version - 1), Value("o", list(self.written).index(handle)))
+
+    def take(self, node: Node) -> None:
+        if node.op == "ReadVariableOp":
+            return
+        handle = self.found.handle.get(node.name)
+        if handle is None:
+            self.computed[Ref(node.name)] = self._computed(node, [self._operand(ref) for ref in node.inputs])
+            return
+        value = self._operand(node.inputs[1])
+        version = self.found.version[node.name]
+        if node.op in ADDS:
+            op = "Add" if node.op == "AssignAddVariableOp" else "Sub"
+            value = self.code.add(op, self.values[handle, version - 1], value)
+        self.values[handle, version] = value
+
+    def _computed(self, node: Node, operands: list[Value]) -> Value:
+        if node.op in IDENTITIES:
+            return operands[0]
+        if node.op == "AddN":
+            return self.code.sum(operands)
+        op = BINARY.get(node.op) or UNARY.get(node.op) or UNARY_OF_DOUBLES[node.op]
+        return self.code.add(op, *operands)
+
+    def _operand(self, ref: Ref) -> Value:
+        if ref in self.computed:
+            return self.computed[ref]
+        inside = self._inside(ref)
+        if inside is not None:
+            return inside
+        table, kind, given = self.tensors, "v", self.program.type_of(ref)
+        if is_row(given, self.unit.type):
+            table, kind = self.rows, "r"
+        elif given.shape != self.unit.type.shape:
+            table, kind = self.scalars, "s"
+        if ref.node in self.names:
+            self.external.add(ref.node)
+        return table.setdefault(ref, Value(kind, len(table)))
+
+    def _inside(self, ref: Ref) -> Value | None:
+        """The value that a read of a variable sees which this unit writes."""
+        if self.program.by_name[ref.node].op != "ReadVariableOp":
+            return None
+        handle = self.found.handle.get(ref.node, "")
+        return self.values.get((handle, self.found.version.get(ref.node, -1)))
+
+    def kept(self, outputs: Collection[str]) -> set[str] | None:
+        """Reads among the unit's nodes that stay nodes; None: one of them sees a value that nobody outside can see."""
+        kept: set[str] = set()
+        for node in self.unit.nodes:
+            if node.op != "ReadVariableOp":
+                continue
+            readers = [c.name for c, _ in self.program.consumers.get(Ref(node.name), ())]
+            elsewhere = node.name in outputs or not self.names.issuperset(readers)
+            if node.name not in self.external and not elsewhere:
+                continue
+            handle = self.found.handle[node.name]
+            if handle in self.written and self.found.version[node.name] not in self.written[handle]:
+                return None
+            kept.add(node.name)
+        return kept

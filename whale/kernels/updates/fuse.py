@@ -1,0 +1,93 @@
+"""Units with the same arithmetic become one operation, which updates all their variables: WhaleUpdate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whale.ir.ops import EXCHANGES
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import DType, Shape, in_groups, static_shape
+from whale.kernels.elementwise.graph import with_operations
+from whale.kernels.updates.arithmetic import Arithmetic, arithmetic
+from whale.kernels.updates.in_place import in_place
+from whale.kernels.updates.units import Unit, accesses, find_units
+
+UPDATE = "WhaleUpdate"
+# Of the variables that one operation updates. What it reads is held until it has run, and it waits for all of it.
+GROUP_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One variable's share of an operation (several variables, where they have to be updated together)."""
+
+    unit: Unit
+    does: Arithmetic
+
+
+def fuse_updates(program: Program) -> Program:
+    """``program`` of one rank with the updates of its own graph in as few operations as may be, in place if large."""
+    return in_place(_fused(program), UPDATE)
+
+
+def _fused(program: Program) -> Program:
+    found = accesses(program)
+    units = find_units(program, found)
+    if not units:
+        return program
+    groups: dict[tuple[object, ...], list[_Part]] = {}
+    for unit in units:
+        does = arithmetic(program, unit, found)
+        if does is not None:
+            key = (unit.level, unit.type.dtype, does.lines, _came_with(program, does))
+            groups.setdefault(key, []).append(_Part(unit, does))
+    operations = [
+        part for parts in groups.values() for part in in_groups(parts, lambda p: p.unit.type.bytes, GROUP_BYTES)
+    ]
+    return _replaced(program, [parts for parts in operations if sum(len(p.does.replaced) for p in parts) > 1])
+
+
+def written_together(program: Program) -> tuple[int, int]:
+    """(operations that update variables together, variables that they write) of a program of ``fuse_updates``."""
+    written = [node.attrs["H"] for node in program.nodes if node.op == UPDATE]
+    return len(written), sum(written)
+
+
+def _came_with(program: Program, does: Arithmetic) -> str:
+    """The exchange that brings what an update takes: it starts when that is there, and waits for no other."""
+    from_ranks = [ref.node for ref in does.tensors if program.by_name[ref.node].op in EXCHANGES]
+    return from_ranks[-1] if from_ranks else ""
+
+
+def _replaced(program: Program, operations: list[list[_Part]]) -> Program:
+    """``program`` with an operation in place of each list's nodes, where the last of them was."""
+    moved: dict[Ref, Ref] = {}
+    made: dict[str, Node] = {}  # node that is replaced -> what stands for it
+    for i, parts in enumerate(operations):
+        node = _operation(f"{UPDATE}/{i}", parts, program.by_name)
+        made.update({name: node for part in parts for name in part.does.replaced})
+        results = [ref for part in parts for ref in part.does.results]
+        moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
+    return with_operations(program, made, moved)
+
+
+def _operation(name: str, parts: list[_Part], nodes: Mapping[str, Node]) -> Node:
+    replaced = {name for part in parts for name in part.does.replaced}
+    handles = [Ref(handle) for part in parts for handle in part.does.handles]
+    operands = [ref for part in parts for ref in (*part.does.tensors, *part.does.scalars, *part.does.rows)]
+    values = list(dict.fromkeys(operands))
+    place = {ref: i for i, ref in enumerate(values)}
+    results = [part.unit.type for part in parts for _ in part.does.results]
+    controls = dict.fromkeys(c for one in sorted(replaced) for c in nodes[one].controls if c not in replaced)
+    attrs = {
+        "T": DType(parts[0].unit.type.dtype),
+        "program": parts[0].does.lines,
+        "operands": tuple(place[ref] for ref in operands),
+        "shapes": tuple(Shape(static_shape(part.unit.type)) for part in parts),
+        "H": len(handles),
+        "N": len(values),
+        "R": len(results),
+    }
+    scope = parts[0].unit.nodes[0].scope
+    return Node(name, UPDATE, (*handles, *values), tuple(controls), attrs, tuple(results), scope, stateful=True)

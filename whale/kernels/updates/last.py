@@ -1,0 +1,63 @@
+"""Updates that wait for all exchanges of a step: a rank has taken a step whole, or has not begun to change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from whale.ir.ops import EXCHANGES, UPDATES
+from whale.ir.program import Node, Program, function_refs, topological, waited_for
+from whale.kernels.updates.fuse import UPDATE
+
+_EXCHANGED = "whale/exchanged"
+_MEETS = EXCHANGES | {"WhaleCheck", "WhaleBarrier"}
+
+
+def updates_last(program: Program) -> Program:
+    """``program`` of one rank whose updates wait for its exchanges, but those that exchanges wait for."""
+    meeting = [node.name for node in program.nodes if _does(node, program, _MEETS)]
+    if not meeting:
+        return program
+    early = _before(program, meeting)
+    late = {node.name for node in program.nodes if node.name not in early and _updates(node, program)}
+    late.difference_update(meeting)
+    if not late:
+        return program
+    nodes = {node.name: node for node in program.nodes}
+    for name in late:
+        nodes[name] = replace(nodes[name], controls=(*nodes[name].controls, _EXCHANGED))
+    nodes[_EXCHANGED] = Node(_EXCHANGED, "NoOp", controls=tuple(meeting))
+    return program.with_nodes(topological(nodes))
+
+
+def written_early(program: Program) -> tuple[str, ...]:
+    """Variables (their nodes) of one rank's program that are written before all its exchanges have ended."""
+    meeting = [node.name for node in program.nodes if _does(node, program, _MEETS)]
+    early = _before(program, meeting).union(meeting)
+    writing = [node for node in program.nodes if node.name in early and _updates(node, program)]
+    written = dict.fromkeys(ref.node for node in writing for ref in node.inputs)
+    return tuple(node for node in written if node in program.variable_of)
+
+
+def _updates(node: Node, program: Program) -> bool:
+    return _does(node, program, UPDATES | {UPDATE})
+
+
+def _does(node: Node, program: Program, ops: frozenset[str]) -> bool:
+    """Whether a node is one of ``ops``, or runs a function with one."""
+    if node.op in ops:
+        return True
+    bodies: Mapping[str, Program] = program.functions
+    return any(_does(inner, program, ops) for _, func in function_refs(node) for inner in _nodes(bodies.get(func.name)))
+
+
+def _nodes(body: Program | None) -> tuple[Node, ...]:
+    return () if body is None else body.nodes
+
+
+def _before(program: Program, names: list[str]) -> set[str]:
+    """What the nodes of these names wait for, without themselves unless one waits for another."""
+    nodes = [program.by_name[name] for name in names]
+    return waited_for(
+        program, [name for node in nodes for name in (*(ref.node for ref in node.inputs), *node.controls)]
+    )

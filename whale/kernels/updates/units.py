@@ -1,0 +1,195 @@
+"""Which nodes update a variable element by element.
+
+A unit is what becomes a part of one operation: writes of variables, and the arithmetic around them that takes tensors
+of the variable's shape, scalars, and long rows of its last sizes. No way leads out of a unit and back into it: nodes
+have levels, which rise where a way leaves a unit, and a unit's nodes have one level. Units of one level do not wait for
+each other either, so any of them may run together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whale.ir.ops import ASSIGNS, IDENTITIES, READS
+from whale.ir.program import COMPILED, Node, Program, Ref
+from whale.ir.values import TensorType, static_shape
+from whale.kernels.elementwise.graph import before, joined
+from whale.kernels.elementwise.operations import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
+from whale.kernels.updates.in_place import LARGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Accesses:
+    """Who touches which variable.
+
+    A program orders what writes a variable and whatever else touches it, so the order of its nodes is one in which they
+    may run, and a value of a variable is told by how many writes came before.
+
+    Attributes:
+      handle: node that reads or writes one variable -> the variable's handle node.
+      version: the same nodes -> how many writes of the variable have happened when it has run.
+      seen: handles that only such nodes and calls take, which hand them to nobody else.
+    """
+
+    handle: dict[str, str]
+    version: dict[str, int]
+    seen: frozenset[str]
+
+
+def accesses(program: Program) -> Accesses:
+    """Of the variables of ``program``'s own graph; a call that takes a handle counts as a write."""
+    handles = dict.fromkeys((v.node for v in program.variables), 0)
+    handle: dict[str, str] = {}
+    version: dict[str, int] = {}
+    leaked: set[str] = set()
+    for node in program.nodes:
+        taken = dict.fromkeys(ref.node for ref in node.inputs if ref.node in handles)
+        if not taken:
+            continue
+        if any(t.dtype in ("resource", "variant") for t in node.outputs):
+            leaked.update(taken)
+        for name in taken:
+            handles[name] += node.op not in READS
+        first = next(iter(taken))
+        if len(taken) == 1 and node.inputs[0].node == first:
+            handle[node.name], version[node.name] = first, handles[first]
+    return Accesses(handle, version, frozenset(handles.keys() - leaked - {*program.inputs}))
+
+
+def is_read(node: Node, found: Accesses) -> bool:
+    """Whether ``node`` yields the whole value of a variable that others may update together."""
+    return node.op == "ReadVariableOp" and found.handle.get(node.name, "") in found.seen
+
+
+_ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
+LONG = 512  # elements of a row: one goes through the processor's cache in blocks of as many
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Nodes that update variables of one shape, in the program's order.
+
+    Attributes:
+      level: units of one level do not wait for each other.
+      type: of all its tensors but scalars and rows.
+    """
+
+    nodes: tuple[Node, ...]
+    level: int
+    type: TensorType
+
+
+def find_units(program: Program, found: Accesses) -> list[Unit]:
+    """The units of ``program``'s own graph, in the order of their first nodes."""
+    types = _updating(program, found)
+    if not types:
+        return []
+    levels = _levels(program, types)
+    places = {name: (kind, levels[name]) for name, kind in types.items()}
+    top = joined(program, places, lambda one, other: one[0] is other[0] and one[1] == other[1])
+    units: dict[str, list[Node]] = {}
+    for node in program.nodes:
+        if node.name in types:
+            units.setdefault(top(node.name), []).append(node)
+    return [
+        Unit(tuple(nodes), levels[nodes[0].name], types[nodes[0].name])
+        for nodes in units.values()
+        if any(n.op in ASSIGNS for n in nodes)
+    ]
+
+
+def is_row(given: TensorType, whole: TensorType) -> bool:
+    """Whether an operand has the last sizes of ``whole``, so long and so often that it matters not to repeat it."""
+    sizes, own = static_shape(whole), static_shape(given)
+    while own and own[0] == 1:
+        own = own[1:]
+    large = whole.bytes >= LARGE_BYTES and LONG <= given.elements < whole.elements
+    return large and own == sizes[len(sizes) - len(own) :]
+
+
+def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
+    """The nodes that belong to updates -> the type of the tensors that they are about, one object for equal types.
+
+    These are writes, what is computed from them or assigned by them, and what is computed for nothing else.
+    """
+    by_name, consumers = program.by_name, program.consumers
+    returned = {ref.node for ref in program.outputs}
+    known: dict[TensorType, TensorType] = {}  # equal types are one object in what follows, and told apart as such
+    simple: dict[str, TensorType] = {}
+    for node in program.nodes:
+        if node.op in _ARITHMETIC:
+            kind = _arithmetic_type(program, node)
+        else:
+            kind = node.outputs[0] if is_read(node, found) and _fits(node.outputs[0]) else None
+        if kind is not None:
+            simple[node.name] = known.setdefault(kind, kind)
+    types: dict[str, TensorType] = {}
+    for node in program.nodes:
+        if node.op not in ASSIGNS or found.handle.get(node.name) not in found.seen:
+            continue
+        value = node.inputs[1]
+        kind = known.setdefault(program.type_of(value), program.type_of(value))
+        arithmetic = simple.get(value.node) is kind and by_name[value.node].op not in IDENTITIES | {"ReadVariableOp"}
+        # A tensor that is only assigned becomes the variable's, which costs nothing.
+        if _fits(kind) and (node.op != "AssignVariableOp" or arithmetic):
+            types[node.name] = kind
+            if node.op == "AssignVariableOp":
+                types[value.node] = kind
+    if not types:
+        return {}
+    for node in program.nodes:
+        kind = simple.get(node.name)
+        if kind is None or node.name in types:
+            continue
+        if node.op == "ReadVariableOp":
+            handle = found.handle[node.name]
+            written = any(c in types and found.handle.get(c) == handle for c in node.controls)
+            if written and all(simple.get(c.name) is kind for c, _ in consumers.get(node.refs()[0], ())):
+                types[node.name] = kind
+        elif any(types.get(name) is kind for name, _ in node.inputs):
+            types[node.name] = kind
+    for node in reversed(program.nodes):
+        kind = simple.get(node.name)
+        if kind is None or node.name in types or node.name in returned:
+            continue
+        readers = consumers.get(Ref(node.name), ())
+        if readers and all(types.get(c.name) is kind for c, _ in readers):
+            types[node.name] = kind
+    return types
+
+
+def _fits(kind: TensorType) -> bool:
+    return kind.dtype in DTYPES and kind.is_static and bool(kind.shape)
+
+
+def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
+    """The result's type of arithmetic that goes element by element, if a unit can do it."""
+    if len(node.outputs) != 1 or node.attrs.get(COMPILED) or not _fits(node.outputs[0]):
+        return None
+    kind = node.outputs[0]
+    if node.op in UNARY_OF_DOUBLES and kind.dtype != "float64":
+        return None
+    operands = [program.type_of(ref) for ref in node.inputs]
+    if any(t.dtype != kind.dtype or not t.is_static for t in operands) or len(operands) > ADDED_FROM_LEFT:
+        return None
+    whole = sum(t.shape == kind.shape for t in operands)
+    if node.op in BINARY:
+        fit = whole and all(t.shape == kind.shape or t.elements == 1 or is_row(t, kind) for t in operands)
+        return kind if fit else None
+    return kind if whole == len(operands) else None
+
+
+def _levels(program: Program, types: Mapping[str, TensorType]) -> dict[str, int]:
+    levels: dict[str, int] = {}
+    for node in program.nodes:
+        kind = types.get(node.name)
+        level = 0
+        for name in before(node):
+            reached = levels.get(name, 0)
+            if reached >= level:
+                # On from a unit, either within it or out of it.
+                left = types.get(name)
+                level = reached + (left is not None and left is not kind)
+        levels[node.name] = level
+    return levels

@@ -1,0 +1,243 @@
+"""Ranks that come while a run goes on: started where the hosts have room, and told to the others once they are ready.
+
+A newcomer's process starts beside the run, imports what it imports and builds what it builds; nobody waits for it. When
+its script has come to where it would go on with the others, it says so. As soon as all that were started together have,
+or have ended, every rank of the run hears of them in the same message, and they become ranks like the others.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from whale.launcher import mpirun
+from whale.launcher.job import ranks
+from whale.launcher.job.ending import Ending
+from whale.launcher.job.mpirun_process import MpirunProcess
+from whale.launcher.job.output import Printer
+from whale.launcher.mpirun import Host, Options
+from whale.launcher.protocol import FIRST_VARIABLE, Exit, FromScript, Kind, Raised, unpack
+from whale.launcher.scale_up.hosts_from import HostsFrom
+from whale.started import JOINS_VARIABLE
+
+
+@dataclass
+class _Batch:
+    """Ranks that one mpirun has started, and that come in together."""
+
+    mpirun: MpirunProcess
+    coming: set[int]  # those that have yet to say that they are ready, or have ended
+    ready: set[int] = field(default_factory=set)
+
+
+class Newcomers:
+    """Starts ranks while a run goes on.
+
+    Args:
+        options: what `whale run` was asked for.
+        line: the program mpirun, and its environment for the ranks of the run's start.
+        links: the ranks of the run, to which those are added that come in.
+        ending: is told who leaves.
+        printer: shows what newcomers print.
+        selector: that of the loop; the data of its keys are called when their file is ready.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        program: str,
+        environment: Mapping[str, str],
+        links: dict[int, ranks.RankLink],
+        ending: Ending,
+        printer: Printer,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self._options, self._program, self._environment = options, program, environment
+        self._links, self._ending, self._printer, self._selector = links, ending, printer, selector
+        self._at_start = self._next = options.ranks
+        self._batches: list[_Batch] = []
+        self._coming: dict[int, ranks.RankLink] = {}
+        self._apart = options.apart  # and the ranks of the start wait for each other's addresses
+        self._places = dict(enumerate(_filled(options.hosts, options.ranks)))
+        self._wanted: tuple[Host, ...] | None = None  # hosts that are to be filled when the run can take ranks in
+        self._history: list[dict[str, Any]] = []  # what all ranks were told of who is gone, and who has come
+        assert options.hosts_from is not None
+        self._hosts = HostsFrom(options.hosts_from)
+        ending.goes_on_without = self._history.append
+        selector.register(self._hosts.news, selectors.EVENT_READ, self._take_hosts)
+
+    @property
+    def processes(self) -> list[MpirunProcess]:
+        """The mpiruns of all newcomers."""
+        return [batch.mpirun for batch in self._batches]
+
+    @property
+    def links(self) -> list[ranks.RankLink]:
+        """Of those that have not come in."""
+        return list(self._coming.values())
+
+    def close(self) -> None:
+        """Asks for hosts no more."""
+        self._hosts.close()
+
+    def ask(self) -> None:
+        """Reads the list of hosts now, and starts as many ranks as it says, also in place of those that are gone."""
+        self._hosts.ask()
+
+    def expects(self, rank: int) -> bool:
+        """Whether a rank of this number was started, and has not come up yet."""
+        return any(rank in batch.coming for batch in self._batches) and rank not in self._coming
+
+    def greet(self, link: ranks.RankLink, rank: int) -> bool:
+        """A rank has come up; False: it is one of the run's start."""
+        if not self.expects(rank):
+            return False
+        self._coming[rank] = link
+        link.tell_start(self._start or "", self._history)
+        return True
+
+    def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> bool:
+        """Acts on a frame of a rank that has not come in; False: it is one of the run's.
+
+        Raises:
+            ValueError: no worker sends this.
+        """
+        if rank not in self._coming:
+            return False
+        if kind in (Kind.STDOUT, Kind.STDERR):
+            self._printer.write(rank, int(kind is Kind.STDERR), payload)
+        elif kind is Kind.FAILURE:
+            link.raised = True
+            failure = ranks.raised(rank, unpack(payload, Raised))
+            self._printer.write_lines(rank, 1, failure.traceback)
+            self._gone(rank, failure.reason)
+        elif kind is Kind.EXIT:
+            status = unpack(payload, Exit)
+            link.exited, link.code = True, status.code
+            failure_of = ranks.ended(rank, status)
+            self._gone(rank, failure_of.reason if failure_of else "has ended")
+        elif kind is Kind.SCRIPT:
+            message = unpack(payload, FromScript)
+            link.take(message)
+            if message.ready:
+                batch = next(batch for batch in self._batches if rank in batch.coming)
+                batch.coming.discard(rank)
+                batch.ready.add(rank)
+                self.look()
+        return True
+
+    def lose(self, rank: int) -> bool:
+        """The connection of a rank has broken; False: it is one of the run's."""
+        return self._gone(rank, "was lost: its connection broke") if rank in self._coming else False
+
+    def look(self) -> None:
+        """Starts newcomers, or has them come in, when it is time."""
+        if self._apart:
+            self._connect()
+        if self._ending.begun or not all(link.elastic or link.exited for link in self._links.values()):
+            return
+        for batch in self._batches:
+            if batch.ready and not batch.coming:
+                self._come_in(batch)
+        if self._wanted is not None and self._start is not None and not self._coming:
+            wanted, self._wanted = self._wanted, None
+            self._fill(wanted)
+
+    def _connect(self) -> None:
+        """Tells the ranks of the start where each of them listens, once all do."""
+        addresses = {rank: link.address for rank, link in self._links.items() if link.address}
+        if len(addresses) == self._at_start:
+            self._apart = False
+            for link in self._links.values():
+                link.tell({"rank": None, "all": addresses})
+
+    @property
+    def _start(self) -> str | None:
+        """What a rank of the run's start has said that it began with."""
+        return next((link.start for link in self._links.values() if link.start), None)
+
+    def _take_hosts(self) -> None:
+        found = self._hosts.take()
+        if found is None:
+            return
+        forced, hosts = found
+        if isinstance(hosts, str):
+            self._printer.say(f"whale run: the hosts stay as they are: {hosts}")
+        elif forced or set(hosts) != set(self._options.hosts):
+            self._options = replace(self._options, hosts=hosts)
+            self._wanted = hosts
+            self.look()
+
+    def _fill(self, hosts: tuple[Host, ...]) -> None:
+        """Starts ranks where hosts have room, and has the last ones leave where they have no more."""
+        here = [rank for rank, link in self._links.items() if not link.exited and rank not in self._ending.left]
+        had = Counter(self._places[rank] for rank in here)
+        room = {host.name: host.slots for host in hosts}
+        more = tuple(Host(h.name, h.slots - had[h.name]) for h in hosts if h.slots > had[h.name])
+        for rank in sorted(here, reverse=True):
+            name = self._places[rank]
+            if had[name] > room.get(name, 0):
+                had[name] -= 1
+                reason = f"has to leave: {name} is to hold fewer ranks"
+                self._ending.fail(ranks.Failure(rank, 1, reason, gone=True, wanted=True))
+                self._links[rank].send_signal(signal.SIGKILL)
+        count = sum(host.slots for host in more)
+        if not count:
+            return
+        first, self._next = self._next, self._next + count
+        self._places.update(enumerate(_filled(more, count), first))
+        numbers = range(first, first + count)
+        named = f"rank{'s' * (count > 1)} {', '.join(map(str, numbers))}"
+        self._printer.say(f"whale run: {named} start{'s' * (count == 1)} beside the others")
+        options = replace(self._options, ranks=count, hosts=more)
+        environment = {
+            **self._environment,
+            FIRST_VARIABLE: str(first),
+            JOINS_VARIABLE: str(self._at_start),
+        }
+        process = MpirunProcess(mpirun.command(options, self._program, environment), environment)
+        batch = _Batch(process, set(numbers))
+        self._batches.append(batch)
+        self._selector.register(process.output, selectors.EVENT_READ, lambda: self._read(batch))
+
+    def _read(self, batch: _Batch) -> None:
+        """Takes what an mpirun says; at its end those that it has not brought up do not come."""
+        if batch.mpirun.read():
+            return
+        self._selector.unregister(batch.mpirun.output)
+        for rank in [rank for rank in batch.coming if rank not in self._coming]:
+            said = batch.mpirun.said
+            self._gone(rank, "did not start" + (f": {said}" if said else ""))
+
+    def _gone(self, rank: int, what: str) -> bool:
+        self._coming.pop(rank, None)
+        for batch in self._batches:
+            if rank in batch.coming | batch.ready:
+                batch.coming.discard(rank)
+                batch.ready.discard(rank)
+                self._printer.say(f"whale run: rank {rank} {what}; it has not joined the others, who go on")
+        self.look()
+        return True
+
+    def _come_in(self, batch: _Batch) -> None:
+        joined = sorted(batch.ready)
+        batch.ready.clear()
+        for rank in joined:
+            self._links[rank] = self._coming.pop(rank)
+        addresses = {rank: link.address for rank, link in self._links.items() if link.address}
+        message = {"rank": None, "joined": joined, "addresses": addresses, "goes_on": True}
+        self._history.append(message)
+        for link in self._links.values():
+            if not link.exited:
+                link.tell(message)
+
+
+def _filled(hosts: tuple[Host, ...], count: int) -> list[str]:
+    """The host of each of so many ranks, as mpirun places them: one host is filled after the other."""
+    names = [host.name for host in hosts for _ in range(host.slots)]
+    return (names or [socket.gethostname()] * count)[:count]

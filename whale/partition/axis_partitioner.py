@@ -1,0 +1,400 @@
+"""Programs axis by axis: what the ranks of equal first coordinates run, and the plan of the axis after.
+
+Groups of equal first coordinates run almost the same program. The first coordinate alone has nodes that run once, and
+groups may have unequal rows; so the plan of the first coordinates is the model, by which those of others are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from whale.errors import PlanError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
+from whale.ir.mesh import AXIS, Axis, chain, cut_of
+from whale.ir.ops import EXCHANGES
+from whale.ir.plan import BatchInput, Plan, Reshard
+from whale.ir.program import Node, Program
+from whale.partition.identical_ranks import is_alike, surely_as_first
+from whale.partition.rank_mapping import cut_rows, mark_axis
+from whale.partition.spmd import partition_for_rank
+from whale.passes.analysis.axes import known_along, seen_along
+from whale.passes.analysis.rank_groups import named_ranks
+from whale.passes.pass_manager import complete_plan, make_plan
+from whale.passes.plan_builder import expand
+from whale.passes.propagation.reference_plan import same_kind
+from whale.passes.resharding.joint_sums import axes_of_sum, join_sums, sums_to_join
+from whale.passes.settings import PlanSettings
+
+
+def prefix_of(level: int) -> str:
+    """What the names of nodes begin with that lowering for an axis adds."""
+    return "whale" if level == 0 else f"whale/axis_{level}"
+
+
+class AxisPartitioner:
+    """Partitions a program over the axes of a mesh, one after the other.
+
+    It gives what ranks of equal first coordinates run, and the plan of the axis after.
+
+    Coordinates are a tuple with one number for each axis that the program is lowered for already.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        settings: PlanSettings,
+        axes: Sequence[Axis],
+        rows: Sequence[BatchInput],
+        models: Sequence[Plan] = (),
+    ):
+        """
+        Args:
+          rows: the batch inputs with the rows of every rank; or of every group of ranks along the last axes, which
+            have the same rows.
+          models: the plan of each axis for the first coordinates; (): they are to be made.
+        """
+        self.settings, self.axes, self.rows = settings, tuple(axes), tuple(rows)
+        self.models = list(models)
+        self.shared = prod(self.sizes) // len(sizes_of(self.rows[0])) if self.rows else 1
+        self._programs: dict[tuple[int, ...], Program] = {(): program}
+        self._expanded: dict[tuple[int, ...], Program] = {}
+        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._alike: dict[tuple[int, ...], bool] = {}
+        self._sums: dict[tuple[int, ...], dict[str, tuple[Reshard, Node]]] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """The extents of the axes."""
+        return [a.size for a in self.axes]
+
+    @property
+    def row_axes(self) -> int:
+        """How many axes, from the first, divide rows of the batch; those after them have the same rows."""
+        return axes_with_rows(self.sizes, prod(self.sizes) // self.shared)
+
+    def made(self) -> Plan:
+        """The plans of all axes, each the ``inner`` one of that before."""
+        found: Plan | None = None
+        for level in reversed(range(len(self.axes))):
+            first = (0,) * level
+            inner, own = found, self.plan(first)
+            found = replace(own, axis=self.axes[level].name, batch_inputs=self._of_ranks(first))
+            if inner is not None:
+                found = replace(
+                    found,
+                    inner=inner,
+                    inner_bytes=sum(n * self._bytes((*first, c)) for c, n in self._classes(first)),
+                    repeats=self._repeats(first, own),
+                )
+        assert found is not None
+        return found
+
+    def divided(self) -> dict[str, frozenset[int]]:
+        """Dimensions of variables that the axes divide, by handle node; the plans of the first coordinates say it."""
+        found: dict[str, set[int]] = {}
+        for level in range(len(self.axes)):
+            for name, placement in self.plan((0,) * level).variables.items():
+                if isinstance(placement, Split):
+                    found.setdefault(name, set()).add(placement.dim)
+        return {name: frozenset(dims) for name, dims in found.items()}
+
+    def program(self, at: tuple[int, ...]) -> Program:
+        """What the ranks with these first coordinates run."""
+        if at not in self._programs:
+            scopes = self.expanded(at[:-1]).by_name
+            self._programs[at] = _in_scopes(self.lowered(at), {name: node.scope for name, node in scopes.items()})
+        return self._programs[at]
+
+    def lowered(self, at: tuple[int, ...]) -> Program:
+        """What the ranks with these coordinates run, the exchanges of the last axis marked as along it."""
+        *before, coordinate = at
+        level, outer, axis = len(before), tuple(before), self.axes[len(before)].name
+        plan = replace(self.plan(outer), micro_batches=self.settings.time.micro_batches)
+        lowered = mark_axis(
+            partition_for_rank(self.expanded(outer), plan, coordinate, "", None, prefix_of(level)), axis
+        )
+        return join_sums(lowered, self._joined(outer), axis)
+
+    def _joined(self, at: tuple[int, ...]) -> dict[str, tuple[Reshard, Node]]:
+        """Sums along earlier axes that are one with those along the axis after ``at`` (see ``sums_to_join``).
+
+        Those of the first coordinates, so that all ranks agree.
+        """
+        at = at if self.is_like_first(at) else (0,) * len(at)
+        if at not in self._sums:
+            alike = bool(at) and self.all_compute() and self._all_add(len(at))
+            self._sums[at] = sums_to_join(self.expanded(at), self.plan(at)) if alike else {}
+        return self._sums[at]
+
+    def all_compute(self) -> bool:
+        """Whether no ranks have constants where others compute: scopes on other ranks, or groups without rows."""
+        depth = len(self.axes) - (self.settings.time.micro_batches == 1)  # how much smaller than all ranks groups are
+        counts = [max(1, prod(self.sizes[level:]) // self.shared) for level in range(1, depth + 1)]
+        rows = [sum(sizes_of(b)[i : i + n]) for b in self.rows for n in counts for i in range(0, len(sizes_of(b)), n)]
+        return all(rows) and not named_ranks(self._programs[()])
+
+    def _all_add(self, level: int) -> bool:
+        """Whether each coordinate of the axes before has something of what is summed along these."""
+        outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
+        adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
+        return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Split))
+
+    def expanded(self, at: tuple[int, ...]) -> Program:
+        """``program`` as the plan of the next axis speaks of it."""
+        if at not in self._expanded:
+            self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self.settings_at(at))
+        return self._expanded[at]
+
+    def plan(self, at: tuple[int, ...]) -> Plan:
+        """The plan of the axis after these coordinates."""
+        if at not in self._plans:
+            level, settings = len(at), self.settings_at(at)
+            if any(at):
+                found = self._completed(at, settings)
+            elif level < len(self.models):
+                found = self.models[level]
+                found = replace(found, inner=None, batch_inputs=settings.batch.inputs or ())
+            else:
+                found = make_plan(self.seen(self.program(at), level), settings, fingerprint(self._programs[()]))
+                self.models.append(found)
+            self._plans[at] = found
+        return self._plans[at]
+
+    def seen(self, program: Program, level: int) -> Program:
+        """A program as an axis sees it, by the number of the axis."""
+        return seen_along(program, self.axes[level].name, self.axes)
+
+    def position(self, at: tuple[int, ...]) -> int:
+        """Position in the mesh of the first rank with these coordinates."""
+        return sum(c * prod(self.sizes[i + 1 :]) for i, c in enumerate(at))
+
+    def _completed(self, at: tuple[int, ...], settings: PlanSettings) -> Plan:
+        """The model's plan for what ranks with other coordinates run."""
+        level = len(at)
+        model = self.plan((0,) * level)
+        if self.is_like_first(at):
+            return replace(model, batch_inputs=settings.batch.inputs or ())
+        program = self.seen(self.program(at), level)
+        model = _of_parts_here(model, program)
+        # What the first coordinates have nothing to exchange for, the others have to take alike: whole.
+        known = model.strategies[""]
+        whole = {
+            n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "alike in every group")
+            for n in program.nodes
+            if AXIS in n.attrs and n.name not in known
+        }
+        found = complete_plan(program, settings, model, whole)
+        for graph, body in (("", program), *program.functions.items()):
+            mine, theirs = found.strategies.get(graph, {}), model.strategies.get(graph, {})
+            for node in body.nodes:
+                if AXIS in node.attrs and node.name in mine and node.name in theirs:
+                    self._refuse_unlike(node.name, mine[node.name], theirs[node.name], at)
+        return found
+
+    def _refuse_unlike(self, name: str, mine: Strategy, first: Strategy, at: tuple[int, ...]) -> None:
+        """Raises PlanError where groups would join unlike parts of a tensor."""
+        if not same_kind(mine, first):
+            raise PlanError(
+                "groups of ranks would exchange a tensor of which they hold unlike parts",
+                op=name,
+                given=f"{mine} in the group at {at}, {first} in the first one",
+                expected="the same parts in every group",
+                action=f"give each group of the axis {self.axes[len(at) - 1].name} the same number of rows",
+            )
+
+    def settings_at(self, at: tuple[int, ...]) -> PlanSettings:
+        """For the axis after these coordinates. Within a group, statistics and random numbers are the group's."""
+        level, sizes = len(at), self.sizes
+        last = level == len(sizes) - 1
+        known = known_along(self.settings.split.tiles, self.axes[level].name)
+        for before in range(level):
+            earlier = self.plan(at[:before]).variables
+            known |= {n: B for n, p in earlier.items() if isinstance(p, Split) and p.blocks > 1}
+        inside = prod(sizes[level + 1 :])
+        divides = level < self.row_axes
+        cuts = level == self.row_axes - 1
+        batch = tuple(
+            replace(b, placement=summed(b, inside // self.shared), local=b.local or not cuts)
+            for b in self._of_ranks(at)
+            if divides
+        )
+        changes: dict[str, Any] = {
+            "size": sizes[level],
+            "devices": () if last else tuple(_named(g) for g in self._groups(at)),
+            "batch__inputs": batch,
+            "batch__shares": (),
+            "batch__local": {},
+            "split__ranks": 0,
+            "split__known": known,
+            "exchange__backend": "whale",
+        }
+        if level:
+            changes |= {"batch__local_statistics": False, "batch__local_streams": False}
+        if not last:
+            changes |= {
+                "zero__level": self.settings.zero.level if divides else 0,
+                "exchange__group_bytes": 0,
+                "split__tables": False,
+            }
+        return self.settings.but(**changes)
+
+    def _of_ranks(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:
+        """The batch inputs with the rows of each rank that has these first coordinates."""
+        if len(at) >= self.row_axes:
+            return ()
+        first, count = self.position(at) // self.shared, prod(self.sizes[len(at) :]) // self.shared
+        return tuple(replace(b, placement=with_sizes(b, sizes_of(b)[first : first + count])) for b in self.rows)
+
+    def has_rows_of_first(self, at: tuple[int, ...]) -> bool:
+        """Whether the ranks with these first coordinates have as many rows as those with the first ones."""
+        return [sizes_of(b) for b in self._of_ranks(at)] == [sizes_of(b) for b in self._of_ranks((0,) * len(at))]
+
+    def is_like_first(self, at: tuple[int, ...]) -> bool:
+        """Whether what ranks with these coordinates run differs from what the first ones run in values only."""
+        if at not in self._alike:
+            self._alike[at] = not any(at) or (self.has_rows_of_first(at) and self._runs_as_first(at))
+        return self._alike[at]
+
+    def _runs_as_first(self, at: tuple[int, ...]) -> bool:
+        outer, first = at[:-1], (0,) * len(at)
+        surely = self.is_like_first(outer) and (not at[-1] or surely_as_first(self.expanded(outer), self.plan(outer)))
+        return surely or is_alike(self.program(at), self.program(first))
+
+    def with_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
+        """``lowered``, what the rank at ``at`` runs, that takes whole batches, of which it cuts its group's rows.
+
+        The last axis that divides rows cuts those of a coordinate by itself.
+
+        Args:
+          program: whose inputs are whole.
+        """
+        outer = at[: self.row_axes - 1]
+        for b in self.rows:
+            if not b.local and outer:
+                inside = self.sizes[self.row_axes - 1]
+                group = self.position(outer) // self.shared // inside
+                lowered = cut_rows(lowered, program, b, summed(b, inside), group)
+        return lowered
+
+    def _groups(self, at: tuple[int, ...]) -> list[range]:
+        """Positions of the ranks at each coordinate of the axis after ``at``."""
+        first, count = self.position(at), prod(self.sizes[len(at) + 1 :])
+        return [range(first + c * count, first + (c + 1) * count) for c in range(self.sizes[len(at)])]
+
+    def _classes(self, at: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(coordinate, how many are like it) of the axis after ``at``: the first one, and others by their rows."""
+        found: dict[tuple, list[int]] = {}
+        for c, group in enumerate(self._groups(at)):
+            rows = tuple(tuple(sizes_of(b)[i // self.shared] for i in group) for b in self.rows)
+            found.setdefault((c == 0, rows), []).append(c)
+        return [(members[0], len(members)) for members in found.values()]
+
+    def _bytes(self, at: tuple[int, ...]) -> int:
+        """What moves along the axes after these coordinates, in logical bytes."""
+        if len(at) == len(self.axes):
+            return 0
+        plan = self.plan(at)
+        elsewhere = self._counted_elsewhere(at)
+        if len(at) == len(self.axes) - 1:
+            return replace(plan, repeats=dict.fromkeys(elsewhere, 0)).own_bytes
+        repeats = self._repeats(at, plan)
+        own = replace(plan, repeats={**repeats, **dict.fromkeys(elsewhere, 0)}).own_bytes
+        return own + sum(n * self._bytes((*at, c)) for c, n in self._classes(at))
+
+    def _counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
+        """Keys of sums that are one with those along earlier axes, and so take place in the first group of these."""
+        here = {a.name for a, c in zip(self.axes, at) if c}
+        return {r.key for r, node in self._joined((0,) * len(at)).values() if here.intersection(axes_of_sum(node))}
+
+    def _repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
+        """Key of a change of layout -> how often it takes place: once in each group that has the whole tensor."""
+        found: dict[str, int] = dict.fromkeys((r.key for r in plan.reshards if r.bytes), 1)
+        below = at
+        for level in range(len(at) + 1, len(self.axes)):
+            below = (*below, 0)
+            for key in self._moved_whole(below, found):
+                found[key] *= self.sizes[level]
+        return found
+
+    def _moved_whole(self, at: tuple[int, ...], keys: Collection[str]) -> set[str]:
+        """Of the exchanges of an earlier axis, those that the next axis does not divide."""
+        strategies, program = self.plan(at).strategies, self.expanded(at)
+        found = set()
+        for graph, body in (("", program), *program.functions.items()):
+            for node in body.nodes if graph in strategies else ():
+                key = str(node.attrs.get("key", "")) if node.op in EXCHANGES else ""
+                key = key if key in keys else key.rpartition("/")[0]  # sends and receives say who
+                strategy = strategies[graph].get(node.name)
+                if key in keys and strategy is not None:
+                    if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+                        found.add(key)
+        return found
+
+
+def partitioner_of(program: Program, plan: Plan, settings: PlanSettings) -> AxisPartitioner:
+    """What a plan of several axes, or of one, says of a normalised program."""
+    axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))]
+    handles = [v.node for v in program.variables]
+    models = []
+    for level in chain(plan):
+        # A plan of stages names the variables of its own groups; what others hold is in the whole program as well.
+        lying = {n: s.outputs[0] for n in handles if (s := level.strategies[""].get(n)) is not None}
+        models.append(replace(level, variables={n: p for n, p in lying.items() if isinstance(p, Split)}))
+    return AxisPartitioner(program, settings, axes, plan.batch_inputs, models)
+
+
+def sizes_of(b: BatchInput) -> tuple[int, ...]:
+    """The rows of each rank."""
+    assert isinstance(b.placement, Split)
+    return b.placement.sizes
+
+
+def with_sizes(b: BatchInput, sizes: tuple[int, ...]) -> Split:
+    """The batch input's placement with other rows."""
+    assert isinstance(b.placement, Split)
+    return split(b.placement.dim, sizes, b.placement.blocks)
+
+
+def summed(b: BatchInput, group: int) -> Split:
+    """The rows of each group of so many ranks."""
+    sizes = sizes_of(b)
+    return with_sizes(b, tuple(sum(sizes[i : i + group]) for i in range(0, len(sizes), group)))
+
+
+def axes_with_rows(sizes: Sequence[int], groups: int) -> int:
+    """How many of the first axes have so many coordinates in all: each of them has rows of its own."""
+    return next(n for n in range(len(sizes) + 1) if prod(sizes[:n]) >= groups)
+
+
+def _of_parts_here(model: Plan, program: Program) -> Plan:
+    """``model`` with variables cut as their parts here can be, which may be smaller than at the first coordinates."""
+    cuts: dict[str, Placement] = {}
+    for name, p in model.variables.items():
+        shape = program.variable_of[name].type.shape if name in program.variable_of else None
+        extent = shape[p.dim] if shape is not None and isinstance(p, Split) else None
+        if extent is not None and isinstance(p, Split) and extent != p.extent:
+            cuts[name] = cut_of(p, extent)
+    if not cuts:
+        return model
+    here = {name: replace(model.strategies[""][name], outputs=(p,)) for name, p in cuts.items()}
+    strategies = {**model.strategies, "": {**model.strategies[""], **here}}
+    return replace(model, variables={**model.variables, **cuts}, strategies=strategies)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _in_scopes(lowered: Program, known: Mapping[str, str]) -> Program:
+    """``lowered`` whose nodes have the scopes that they had; what lowering added is in that of what it moves."""
+    scope: dict[str, str] = {}
+    for node in lowered.nodes:
+        found = [scope[r.node] for r in node.inputs if scope[r.node]]
+        scope[node.name] = known.get(node.name, node.scope) or (found[0] if found and node.name not in known else "")
+    return lowered.with_nodes(
+        tuple(n if n.scope == scope[n.name] else replace(n, scope=scope[n.name]) for n in lowered.nodes)
+    )

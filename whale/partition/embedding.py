@@ -1,0 +1,341 @@
+"""Rows of tables exchanged by their ids (``whale.sharding_rules.embedding``), as nodes: tables travel together.
+
+What does not depend on each other goes in one exchange: the ids of all lookups, their rows, and what is added to rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from whale.ir.emitter import Emitter
+from whale.ir.exchanged_bytes import EXPECTED
+from whale.ir.layout import Placement, Split, Strategy, local_shape
+from whale.ir.ops import IDENTITIES, RESHAPES
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import DType, TensorType, item_bytes, numpy_dtype, static_shape
+from whale.sharding_rules.base import OWNED, Route
+from whale.sharding_rules.embedding import SUMS_BY_ID
+from whale.sharding_rules.graph import view
+from whale.sharding_rules.registry import rule_of
+
+_GROUP = "group "  # begins what stands for sums that travel together
+_ROUTE_RESULTS = 4  # asked, back, sent, came: of each table
+Get = Callable[[Ref, Placement], Ref | None]
+# Ids, how they lie, the first rows of the ranks, and the strides of the ids' columns.
+_Ids = tuple[Ref, Placement, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass
+class _Together:
+    """One exchange to be: what each table puts into it.
+
+    Attributes:
+      name: of the node; op: its type.
+      key: equal on all ranks.
+      tables: per table its operands, its results, and the bytes that it is expected to send.
+      starts: of routes, the first rows of each table.
+    """
+
+    name: str
+    op: str
+    key: str
+    tables: list[tuple[tuple[Ref, ...], tuple[TensorType, ...], int]] = field(default_factory=list)
+    starts: tuple[int, ...] = ()
+
+
+class RowExchanges:
+    """Collects one graph's exchanges of rows; ids that were sent to their owners are not sent again."""
+
+    def __init__(
+        self, emitter: Emitter, program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str
+    ) -> None:
+        self.emitter, self.program, self.strategies, self.graph = emitter, program, strategies, graph
+        self.levels = _levels(program, strategies, plan, graph)
+        self.together: dict[tuple[str, int, str], _Together] = {}
+        self.places: dict[_Ids, tuple[_Together, int]] = {}  # where ids travel to their owners
+        self.counts: dict[str, int] = {}  # tables of each route
+        for name in self.levels:
+            self._place(program.by_name[name])
+
+    def emit(self, node: Node, route: Route, local: Node, get: Get, moved: int) -> None:
+        """The nodes that read or add to rows.
+
+        Args:
+          node: of the program; local: on this rank, with whole ids.
+          get: gives a tensor as it lies so on this rank.
+          moved: bytes that all ranks together are expected to send.
+        """
+        e, ids = self.emitter, self.program.type_of(node.inputs[route.ids])
+        values = node.outputs[0] if route.values is None else self.program.type_of(node.inputs[route.values])
+        row = static_shape(values)[len(static_shape(ids)) - bool(route.strides) :]
+        width, each = math.prod(row) * item_bytes(values.dtype), item_bytes(ids.dtype)
+        mine = moved // e.size
+        of_ids = mine * each // (width + each if route.values is None else max(1, width))
+        key = self._key(node)
+        together, place = self.places[key]
+        count = self._send_ids(key, together, place, get, of_ids)
+        asked, *rest = (Ref(together.name, n * self.counts[together.name] + place) for n in range(_ROUTE_RESULTS))
+        some, flat = TensorType(values.dtype, (None, *row)), TensorType(values.dtype, (count, *row))
+        if route.values is None:
+            read = self._read(node, route, local, asked, some, ids.dtype)
+            found = self._join("rows", "WhaleReturnRows", node, values.dtype, (read, *rest), (flat,), mine - of_ids)
+            e.reshape(node.name, found, values.dtype, static_shape(local.outputs[0]))
+            return
+        added = e.reshape(f"{node.name}/{e.prefix}_flat", local.inputs[route.values], values.dtype, static_shape(flat))
+        sums = self._join("sums", "WhaleSendRows", node, values.dtype, (added, *rest), (some,), mine)
+        if node.op == SUMS_BY_ID:
+            emit_sums(e, node.name, asked, sums, TensorType(ids.dtype, (None,)), some)
+        elif route.table is None:
+            self._add_up(node, route, local, asked, sums, ids.dtype)
+        else:
+            e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
+
+    def _read(self, node: Node, route: Route, local: Node, asked: Ref, some: TensorType, ids: str) -> Ref:
+        """This rank's rows that were asked for: of a variable, or of a tensor."""
+        e, name = self.emitter, f"{node.name}/{self.emitter.prefix}"
+        if node.op == "ResourceGather":
+            read = replace(local, name=f"{name}_read", inputs=(local.inputs[0], asked), outputs=(some,))
+            e.nodes[read.name] = read
+            return Ref(read.name)
+        row = tuple(n for n in some.shape or () if n is not None)
+        rows = route.starts[e.rank + 1] - route.starts[e.rank]
+        table, shape = local.inputs[route.table or 0], self.program.type_of(node.inputs[route.table or 0]).shape or ()
+        many = None
+        if route.unknown is not None:
+            out = {"T": DType(some.dtype), "out_type": DType("int32")}
+            sizes = e.add(f"{name}_sizes", "Shape", (table,), out, (TensorType("int32", (len(shape),)),))
+            size = e.pick(f"{name}_size", sizes, "int32", route.unknown)
+            asked, many = self._counted(name, asked, route, size, ids)
+        if route.dim:
+            held = local_shape(shape, self.strategies[node.name].inputs[route.table or 0], e.rank)
+            table = self._turned(f"{name}_outermost", table, TensorType(some.dtype, held), route.dim, 0)
+        table = e.reshape_to(f"{name}_table", table, some.dtype, (rows if many is None else None, *row), many)
+        kinds = {"Tparams": DType(some.dtype), "Tindices": DType(ids), "Taxis": DType("int32"), "batch_dims": 0}
+        first = e.const(f"{name}_axis", np.array(0, np.int32))
+        return e.add(f"{name}_read", "GatherV2", (table, asked, first), kinds, (some,))
+
+    def _add_up(self, node: Node, route: Route, local: Node, asked: Ref, sums: Ref, ids: str) -> None:
+        """This rank's rows of a table that is the result: the sums of what came for each, zeros where nothing came."""
+        e, found = self.emitter, local.outputs[0]
+        name, row = f"{node.name}/{e.prefix}", (node.outputs[0].shape or ())[max(1, len(route.strides)) :]
+        kinds = {"T": DType(found.dtype), "Tindices": DType(ids), "Tnumsegments": DType("int32")}
+        size = None
+        if route.unknown is None:
+            rows = e.const(f"{name}_rows", np.array(route.starts[e.rank + 1] - route.starts[e.rank], np.int32))
+        else:
+            size = self._given_size(f"{name}_size", node, local, route.unknown)
+            asked, rows = self._counted(name, asked, route, size, ids)
+        types = (TensorType(found.dtype, (None, *row)),)
+        table = e.add(f"{name}_table", "UnsortedSegmentSum", (sums, asked, rows), kinds, types)
+        shape = list(found.shape or ())
+        shape.insert(0, shape.pop(route.dim))
+        table = e.reshape_to(f"{name}_outermost" if route.dim else node.name, table, found.dtype, tuple(shape), size)
+        if route.dim:
+            self._turned(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
+
+    def _given_size(self, name: str, node: Node, local: Node, at: int) -> Ref:
+        """One size of the shape that a scatter is given last, as an int32."""
+        e, t = self.emitter, self.program.type_of(node.inputs[-1])
+        one = e.pick(name, local.inputs[-1], t.dtype, at)
+        if t.dtype == "int32":
+            return one
+        kinds = {"SrcT": DType(t.dtype), "DstT": DType("int32"), "Truncate": False}
+        return e.add(f"{name}_int32", "Cast", (one,), kinds, (TensorType("int32", ()),))
+
+    def _counted(self, name: str, numbers: Ref, route: Route, size: Ref, dtype: str) -> tuple[Ref, Ref]:
+        """(numbers of this rank's rows, how many it has) where one size is ``size``, and not what strides are of."""
+        e, inner, kind = self.emitter, route.strides[route.unknown or 0], {"T": DType(dtype)}
+        outer = min(n for n in route.strides if n > inner)
+        some, one = TensorType(dtype, (None,)), TensorType(dtype, ())
+        if dtype != "int32":
+            kinds = {"SrcT": DType("int32"), "DstT": DType(dtype), "Truncate": False}
+            size = e.add(f"{name}_size_as_ids", "Cast", (size,), kinds, (one,))
+        by, within = (
+            e.const(f"{name}_{n}", np.array(v, numpy_dtype(dtype))) for n, v in (("by", outer), ("in", inner))
+        )
+        each = e.add(f"{name}_each", "Mul", (size, within), kind, (one,))
+        high = e.add(f"{name}_high", "FloorDiv", (numbers, by), kind, (some,))
+        low = e.add(f"{name}_low", "FloorMod", (numbers, by), kind, (some,))
+        first = e.add(f"{name}_first", "Mul", (high, each), kind, (some,))
+        counted = e.add(f"{name}_counted", "AddV2", (first, low), kind, (some,))
+        blocks = (route.starts[e.rank + 1] - route.starts[e.rank]) // outer
+        many = e.const(f"{name}_blocks", np.array(blocks, numpy_dtype(dtype)))
+        rows = e.add(f"{name}_rows", "Mul", (each, many), kind, (one,))
+        if dtype != "int32":
+            kinds = {"SrcT": DType(dtype), "DstT": DType("int32"), "Truncate": False}
+            rows = e.add(f"{name}_rows_int32", "Cast", (rows,), kinds, (TensorType("int32", ()),))
+        return counted, rows
+
+    def _turned(self, name: str, source: Ref, t: TensorType, dim: int, to: int) -> Ref:
+        """``source``, of type ``t``, with one dimension at another place."""
+        order = list(range(len(t.shape or ())))
+        order.insert(to, order.pop(dim))
+        perm = self.emitter.const(f"{name}/perm", np.array(order, np.int32))
+        kinds = {"T": DType(t.dtype), "Tperm": DType("int32")}
+        shape = tuple((t.shape or ())[n] for n in order)
+        return self.emitter.add(name, "Transpose", (source, perm), kinds, (TensorType(t.dtype, shape),))
+
+    def finish(self) -> None:
+        """Emits the exchanges, once it is known what travels together."""
+        e = self.emitter
+        for (_, _, dtype), one in self.together.items():
+            # Operand by operand, and result by result, all tables.
+            inputs = [ref for operand in zip(*(operands for operands, _, _ in one.tables)) for ref in operand]
+            outputs = [t for result in zip(*(results for _, results, _ in one.tables)) for t in result]
+            attrs = {"N": len(one.tables), "key": one.key, EXPECTED: sum(sent for _, _, sent in one.tables)}
+            if one.starts:
+                attrs["starts"] = one.starts
+            e.comm_op(one.name, one.op, inputs, TensorType(dtype, ()), attrs, outputs)
+
+    def _key(self, node: Node) -> _Ids:
+        strategy, rule = self.strategies[node.name], rule_of(node.op)
+        assert rule is not None, node
+        route = rule.localize(view(self.program, node, self.emitter.size), strategy, self.emitter.rank).route
+        assert route is not None, node
+        return (*self._origin(node.inputs[route.ids], strategy.inputs[route.ids]), route.starts, route.strides)
+
+    def _place(self, node: Node) -> None:
+        """Gives the node's ids a place among those that travel together, unless they have one."""
+        key = self._key(node)
+        if key not in self.places:
+            one = self._of("ids", "WhaleRouteIds", node, self.program.type_of(key[0]).dtype)
+            self.places[key] = one, self.counts.setdefault(one.name, 0)
+            self.counts[one.name] += 1
+            one.starts += key[2]
+
+    def _send_ids(self, key: _Ids, together: _Together, place: int, get: Get, expected: int) -> int:
+        """Adds the ids to what travels, when they are needed first; how many there are on this rank."""
+        ref, placement, _, strides = key
+        e, t = self.emitter, self.program.type_of(ref)
+        assert isinstance(placement, Split), placement
+        count = t.elements // max(1, len(strides)) // max(1, placement.extent) * placement.local(e.rank)
+        if place == len(together.tables):
+            local = get(ref, placement)
+            assert local is not None, ref
+            flat = self._numbers(f"{together.name}/of_{place}", local, t.dtype, count, strides)
+            sizes = TensorType("int64", (e.size,))
+            results = (TensorType(t.dtype, (None,)), TensorType("int32", (count,)), sizes, sizes)
+            together.tables.append(((flat,), results, expected))
+        return count
+
+    def _numbers(self, name: str, ids: Ref, dtype: str, count: int, strides: tuple[int, ...]) -> Ref:
+        """The numbers of rows, one after the other, of ids that may have columns."""
+        e, kind = self.emitter, {"T": DType(dtype)}
+        if not strides:
+            return e.reshape(name, ids, dtype, (count,))
+        columns = TensorType(dtype, (count, len(strides)))
+        flat = e.reshape(f"{name}_columns", ids, dtype, static_shape(columns))
+        by = e.const(f"{name}_strides", np.array(strides, numpy_dtype(dtype)))
+        flat = e.add(f"{name}_in_rows", "Mul", (flat, by), kind, (columns,))
+        last = e.const(f"{name}_last", np.array([1], np.int32))
+        kinds = {**kind, "Tidx": DType("int32"), "keep_dims": False}
+        return e.add(name, "Sum", (flat, last), kinds, (TensorType(dtype, (count,)),))
+
+    def _of(self, word: str, op: str, node: Node, dtype: str) -> _Together:
+        level = self.levels[node.name]
+        name = f"{self.emitter.prefix}/{word}_{level}_{dtype}"
+        return self.together.setdefault((op, level, dtype), _Together(name, op, f"{self.graph}/{name}"))
+
+    def _join(
+        self,
+        word: str,
+        op: str,
+        node: Node,
+        dtype: str,
+        operands: tuple[Ref, ...],
+        results: tuple[TensorType, ...],
+        sent: int,
+    ) -> Ref:
+        """Adds a table to what travels together; its result."""
+        one = self._of(word, op, node, dtype)
+        one.tables.append((operands, results, sent))
+        return Ref(one.name, len(one.tables) - 1)
+
+    def _origin(self, ref: Ref, placement: Placement) -> tuple[Ref, Placement]:
+        """The tensor of which ``ref`` is a view with the same elements on each rank, in the same order."""
+        while isinstance(placement, Split) and placement.dim == 0 and placement.blocks == 1:
+            made = self.program.by_name[ref.node]
+            if made.op not in IDENTITIES | RESHAPES or not made.inputs:
+                break
+            strategy = self.strategies[made.name]
+            before = strategy.inputs[0]
+            if strategy.outputs[0] != placement or not isinstance(before, Split):
+                break
+            if before.dim or before.blocks != 1 or not self.program.type_of(made.inputs[0]).is_static:
+                break
+            ref, placement = made.inputs[0], before
+        return ref, placement
+
+
+def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of_rows: TensorType) -> Ref:
+    """What ``WhaleSumsById`` is on a rank: node ``name`` has each id once; the sums of the rows that belong to each.
+
+    Args:
+      ids, rows: the ranks' own, of these types.
+    """
+    each = TensorType("int32", of_ids.shape)
+    kinds = {"T": DType(of_ids.dtype), "out_idx": DType("int32")}
+    once = e.add(name, "Unique", (ids,), kinds, (TensorType(of_ids.dtype, (None,)), each))
+    number = {"T": DType(of_ids.dtype), "out_type": DType("int32")}
+    count = e.add(f"{name}/{e.prefix}_count", "Size", (once,), number, (TensorType("int32", ()),))
+    kinds = {"T": DType(of_rows.dtype), "Tindices": DType("int32"), "Tnumsegments": DType("int32")}
+    total = TensorType(of_rows.dtype, (None, *(of_rows.shape or ())[1:]))
+    return e.add(sums_of(e, name), "UnsortedSegmentSum", (rows, Ref(name, 1), count), kinds, (total,))
+
+
+def sums_of(e: Emitter, name: str) -> str:
+    """The node that has the sums of ``WhaleSumsById`` on a rank."""
+    return f"{name}/{e.prefix}_sums"
+
+
+def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str) -> dict[str, int]:
+    """Nodes that exchange rows -> how many such nodes lie behind each other before it, itself left out.
+
+    Those of one level do not wait for each other, by way of sums that travel together neither.
+    """
+    routed = [n for n in program.nodes if _is_routed(program, n, strategies[n.name], plan.size)]
+    if not routed:
+        return {}
+    names, found = {n.name for n in routed}, dict[str, int]()
+
+    def behind(name: str) -> list[str]:
+        """What a node, or sums that travel together, waits for."""
+        if name.startswith(_GROUP):
+            return [m.ref.node for m in plan.groups[int(name[len(_GROUP) :])]]
+        node = program.by_name[name]
+        waits = list(node.controls)
+        for ref, placement in zip(node.inputs, strategies[name].inputs):
+            r = plan.reshard_of.get((graph, ref, placement))
+            while r is not None and r.group < 0:
+                r = plan.reshard_of.get((graph, ref, r.source))
+            waits.append(ref.node if r is None else f"{_GROUP}{r.group}")
+        return waits
+
+    for start in routed:
+        stack = [start.name]
+        while stack:
+            waits = behind(stack[-1])
+            missing = [w for w in waits if w not in found]
+            if missing:
+                stack += missing
+                continue
+            name = stack.pop()
+            found[name] = max((found[w] + (w in names) for w in waits), default=0)
+    return {n.name: found[n.name] for n in routed}
+
+
+def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
+    rule = rule_of(node.op)
+    return rule is not None and rule.routes is not None and rule.exchanges_rows(view(program, node, parts), strategy)
+
+
+def without_owners(node: Node) -> Node:
+    """The node without the mark by which its rows could lie with owners along this axis."""
+    if OWNED not in node.attrs:
+        return node
+    return replace(node, attrs={name: value for name, value in node.attrs.items() if name != OWNED})

@@ -1,0 +1,61 @@
+"""Whether a coordinate of an axis runs what the first one runs, but for values."""
+
+from __future__ import annotations
+
+from whale.ir.layout import Broadcast, FirstRank, Partial, PerRank, Placement, Split
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.nn.attention import RINGS
+
+
+def surely_as_first(program: Program, plan: Plan) -> bool:
+    """Whether ``partition_for_rank`` gives every coordinate the same nodes, of the same types, as the plan alone says.
+
+    So it is where each has as much of every tensor as the others, and nothing is done by one for all. Where it is not
+    sure, programs that are lowered tell (``is_alike``).
+
+    Args:
+      program: the expanded one that ``plan`` is of.
+    """
+    placements: set[Placement] = set()
+    for graph, strategies in plan.strategies.items():
+        for node in (program.functions[graph] if graph else program).nodes:
+            strategy = strategies[node.name]
+            rule = rule_of(node.op)
+            streams = rule is not None and rule.local_stream and any(isinstance(p, Split) for p in strategy.outputs)
+            if strategy.once or streams or node.op in RINGS:
+                return False
+            placements.update(strategy.inputs, strategy.outputs)
+    for r in plan.reshards:
+        placements.update((r.source, r.target))
+        added = isinstance(r.source, Broadcast) and isinstance(r.target, Partial)  # the first one's, and zeros
+        if added or (isinstance(r.source, Split) and isinstance(r.target, Split) and r.source.dim == r.target.dim):
+            return False
+    return all(_is_even(p) for p in placements)
+
+
+def _is_even(p: Placement) -> bool:
+    if isinstance(p, Split):
+        return p.smallest == p.largest and p.plain is p
+    return not isinstance(p, (FirstRank, PerRank))
+
+
+def is_alike(one: Program, other: Program) -> bool:
+    """Whether what two coordinates run differs in values only, and not in what there is, and of which types."""
+    if one.functions.keys() != other.functions.keys() or len(one.nodes) != len(other.nodes):
+        return False
+    if [v.type for v in one.variables] != [v.type for v in other.variables]:
+        return False  # cut unevenly over an earlier axis
+    same = all(
+        a.name == b.name
+        and a.op == b.op
+        and a.inputs == b.inputs
+        and a.controls == b.controls
+        and a.outputs == b.outputs
+        and a.scope == b.scope
+        for a, b in zip(one.nodes, other.nodes)
+    )
+    return same and one.outputs == other.outputs and all(
+        is_alike(body, other.functions[name]) for name, body in one.functions.items()
+    )  # fmt: skip

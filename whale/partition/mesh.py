@@ -1,0 +1,191 @@
+"""Programs over a mesh of any number of axes: each axis is planned and lowered like the only one, program -> program.
+
+A rule says what one axis may do, and several axes do it one after the other. The program is planned and lowered for the
+outermost axis; what the ranks of one coordinate then run is a program again, with local shapes and communication ops,
+and is planned and lowered for the next axis like any other. Communication ops of earlier axes have rules like other
+ops: each rank of a group sends the part that it holds to the ranks of equal place in the other groups.
+
+An axis divides tensors under the ``wh.split`` scopes that name it and rows elsewhere (``whale.passes.analysis.axes``).
+
+  plan_program    the plan of a normalised program over the axes that make a difference
+  lower_mesh      what each rank runs under a plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd, prod
+
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import Split, even_sizes, split
+from whale.ir.mesh import Axis, mesh_of
+from whale.ir.plan import BatchInput, Plan
+from whale.ir.program import Program
+from whale.partition.axis_partitioner import AxisPartitioner, partitioner_of, sizes_of, summed, with_sizes
+from whale.partition.rank_mapping import map_to_ranks, with_check
+from whale.passes.analysis.axes import axes_of, batch_of, known_along, named_axes, seen_along
+from whale.passes.analysis.batch import rows_of_ranks
+from whale.passes.analysis.rank_groups import named_ranks
+from whale.passes.analysis.scopes import context_of, has_split_scopes
+from whale.passes.pass_manager import make_plan
+from whale.passes.plan_builder import FirstLayouts
+from whale.passes.settings import PlanSettings
+
+
+def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
+    """The plan of a normalised program over the axes that make a difference to it.
+
+    Args:
+      first: of other plans of the program over one axis, which may have other split scopes.
+
+    Raises:
+      PlanError: see ``make_plan`` and ``axes_of``.
+    """
+    axes = axes_of(program, settings)
+    of_rows = _that_divide_rows(program, axes)
+    settings = _in_each_micro_batch(program, settings, of_rows)
+    if len(axes) == 1:
+        return _over_one_axis(program, settings, axes[0], first)
+    rows = _rows(program, settings, [a.size for a in of_rows])
+    if settings.zero.level and has_split_scopes(program):
+        scopes = AxisPartitioner(program, settings.but(zero__level=0), axes, rows)
+        settings = settings.but(zero__avoid=scopes.divided())
+    return AxisPartitioner(program, settings, axes, rows).made()
+
+
+def _over_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
+    """The plan of a normalised program of which all ranks are on one axis."""
+    seen = seen_along(program, axis.name)
+    settings = _without_rows(seen, settings)
+    known = known_along(settings.split.tiles, axis.name, alone=True)
+    plan = make_plan(seen, settings.but(split__known=known), fingerprint(program), first)
+    return replace(plan, axis=axis.name)
+
+
+def lower_mesh(
+    program: Program, plan: Plan, settings: PlanSettings, ranks: Sequence[int], comm: str, what: str
+) -> list[Program]:
+    """What each of ``ranks`` runs under a plan of several axes."""
+    levels, mesh = partitioner_of(program, plan, settings), mesh_of(plan, range(plan.mesh_size))
+    found = []
+    for rank in ranks:
+        at = mesh.coordinates(rank)
+        lowered = map_to_ranks(levels.lowered(at), mesh, rank, comm)
+        lowered = with_check(lowered, rank, comm, plan.fingerprint, what)
+        found.append(levels.with_own_rows(lowered, program, at))
+    return found
+
+
+def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
+    """``axes`` without the last ones over which the program divides tensors wherever it reads an input.
+
+    All ranks along such an axis have the same rows, as in Megatron-LM: what stands outside of the scopes is computed by
+    each of them, and a batch needs no rows for every rank.
+    """
+    arrives = {n.scope for n in program.nodes if any(r.node in program.inputs for r in n.inputs)}
+    count = len(axes)
+    while count > 1 and arrives and all(axes[count - 1].name in named_axes([path]) for path in arrives):
+        count -= 1
+    return axes[:count]
+
+
+def _without_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
+    """Settings by which the only axis divides no rows, where every input is read as a sequence that it divides.
+
+    A batch of long sequences may have one row only. Micro-batches are cut from rows, and unequal shares are of rows.
+
+    Args:
+      seen: the program as that axis sees it.
+    """
+    batch = settings.batch
+    if settings.time.micro_batches > 1 or batch.inputs is not None or batch.local or batch.shares or batch.marked:
+        return settings
+    arrives = {n.scope for n in seen.nodes if any(r.node in seen.inputs for r in n.inputs)}
+    whole = arrives and all(context_of(path) is not None for path in arrives)
+    return settings.but(batch__inputs=()) if whole else settings
+
+
+def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
+    """Whether ranks need rows of others in each micro-batch: for scopes on some of them, or on an axis of rows."""
+    axes = axes_of(program, settings)
+    of_rows = [axis.name for axis in _that_divide_rows(program, axes) if axis.size > 1]
+    return bool(of_rows and named_ranks(program)) or any(
+        has_split_scopes(seen_along(program, name, axes)) for name in of_rows
+    )
+
+
+def in_even_micro_batches(program: Program, settings: PlanSettings) -> PlanSettings:
+    """Settings by which all micro-batches have as many rows, and a rank as many of each: so many as asked, or more.
+
+    What ranks exchange of the rows of a micro-batch they then exchange in one way for all of them.
+    """
+    asked = settings.batch.inputs
+    rows = gcd(*(sum(sizes_of(b)) for b in (batch_of(program, settings) if asked is None else asked)))
+    count = next((n for n in range(settings.time.micro_batches, rows) if rows % n == 0), max(1, rows))
+    return settings.but(time__micro_batches=count, time__same_rows=True)
+
+
+def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
+    """Settings by which each rank has the same rows of each micro-batch, or none.
+
+    Args:
+      axes: those that divide rows.
+    """
+    if settings.time.micro_batches == 1 or settings.batch.local:
+        return settings
+    if not settings.time.same_rows:
+        if not wants_same_rows(program, settings):
+            return settings
+        settings = in_even_micro_batches(program, settings)
+    count, sizes = settings.time.micro_batches, [a.size for a in axes]
+    of_one = [_of_one(b, count, sizes, bool(settings.batch.shares)) for b in _rows(program, settings, sizes)]
+    return settings.but(batch__inputs=tuple(of_one))
+
+
+def _of_one(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
+    """``b`` with the rows that each rank has of one of ``count`` micro-batches, in runs of one each."""
+    assert isinstance(b.placement, Split)
+    rows = sum(sizes_of(b)) // count
+    of_ranks = _one_at_least(rows, sizes_of(b)) if shared else _nested(rows, sizes)
+    return replace(b, placement=split(b.placement.dim, of_ranks, count))
+
+
+def _one_at_least(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """``rows`` in the proportion of the shares, as near as whole rows come, and one for each that has a share.
+
+    Where there are fewer rows than shares, some have none.
+    """
+    some = [min(share, 1) for share in shares]
+    if rows < sum(some):
+        return rows_of_ranks(rows, len(shares), shares)
+    found = list(rows_of_ranks(rows, len(shares), shares))
+    while lacking := [i for i, n in enumerate(some) if found[i] < n]:
+        found[found.index(max(found))] -= 1
+        found[lacking[0]] += 1
+    return tuple(found)
+
+
+def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
+    """The batch inputs with the rows of all ranks: as the user shares them, or evenly over each axis in turn.
+
+    Args:
+      sizes: of the axes that divide rows; ranks along the others have the same.
+    """
+    asked = settings.batch
+    found = batch_of(program, settings) if asked.inputs is None else asked.inputs
+    if asked.local or len(asked.shares) == settings.size:
+        return found
+    if asked.shares:
+        inside = settings.size // prod(sizes)
+        return tuple(replace(b, placement=summed(b, inside)) if len(sizes_of(b)) == settings.size else b for b in found)
+    if asked.inputs is not None:
+        return found
+    return tuple(replace(b, placement=with_sizes(b, _nested(sum(sizes_of(b)), sizes))) for b in found)
+
+
+def _nested(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each rank: over the first axis as even as can be, then those of each part over the next."""
+    if not sizes:
+        return (rows,)
+    return tuple(n for part in even_sizes(rows, sizes[0]) for n in _nested(part, sizes[1:]))

@@ -1,0 +1,151 @@
+"""Which micro-batches run the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Func
+from whale.partition.spmd import partition_for_rank
+
+TIME = "whale/micro"
+
+
+@dataclass
+class Kind:
+    """Micro-batches that run the same functions.
+
+    Attributes:
+      members: their numbers.
+      program: what the first of them runs.
+      varying: constants that differ between them: their value at number 0, and what each number adds.
+    """
+
+    members: range
+    program: Program
+    varying: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    joins: dict[str, Ref] = field(default_factory=dict)  # sums and gatherings -> what a micro-batch has of it
+    region: dict[str, str] = field(default_factory=dict)  # node -> outer, each, join
+
+
+def kinds_of(program: Program, plan: Plan) -> list[Kind]:
+    """The kinds of micro-batches of a rank's program, in the order of their numbers."""
+    alike = _Alike(program, plan)
+    return [kind for run in alike.runs() for kind in alike.kinds(run)]
+
+
+_wrapping = np.errstate(over="ignore")  # numbers of random streams go round at 64 bits
+
+
+class _Alike:
+    def __init__(self, program: Program, plan: Plan):
+        self.program, self.plan = program, plan
+        self.locals: dict[int, Program] = {}
+
+    def runs(self) -> list[range]:
+        """Numbers in a row whose rows are as many."""
+        cuts = {
+            p.sizes for s in self.plan.strategies[""].values() for p in s.inputs + s.outputs if isinstance(p, Split)
+        }
+        starts = [i for i in range(self.plan.size) if i == 0 or any(c[i] != c[i - 1] for c in cuts)]
+        return [range(a, b) for a, b in zip(starts, [*starts[1:], self.plan.size])]
+
+    def _local(self, number: int) -> Program:
+        if number not in self.locals:
+            self.locals[number] = partition_for_rank(self.program, self.plan, number, "", None, TIME)
+        return self.locals[number]
+
+    @_wrapping
+    def kinds(self, run: range) -> list[Kind]:
+        """Programs of numbers in a row; they differ in constants that grow by the number, or they are told apart."""
+        first = self._local(run[0])
+        if len(run) == 1:
+            return [Kind(run, first)]
+        second = _differences(first, self._local(run[1]))
+        last = _differences(first, self._local(run[-1]))
+        if second is None:
+            return [Kind(run[:1], first), *self.kinds(run[1:])]
+        varying: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for name, value in second.items():
+            start = _value(first.by_name[name]).astype(np.int64)
+            step = value.astype(np.int64) - start
+            varying[name] = start - run[0] * step, step
+        if last is None or last.keys() != second.keys() or any(
+            not np.array_equal(at(varying[name], run[-1], value.dtype), value) for name, value in last.items()
+        ):  # fmt: skip
+            return [Kind(range(i, i + 1), self._local(i)) for i in run]
+        return [Kind(run, first, varying)]
+
+
+@_wrapping
+def at(varying: tuple[np.ndarray, np.ndarray], number: int, dtype: Any) -> np.ndarray:
+    """What a constant is in the micro-batch of a number: ``varying`` is its value in number 0, and the step."""
+    return (varying[0] + number * varying[1]).astype(dtype)
+
+
+def _value(node: Node) -> np.ndarray:
+    value: np.ndarray = node.attrs["value"].numpy()
+    return value
+
+
+def _differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
+    """Integer constants of ``b`` that have another value in ``a``; None: the programs differ in more than that."""
+    if len(a.nodes) != len(b.nodes) or a.effects != b.effects or a.functions.keys() != b.functions.keys():
+        return None
+    found: dict[str, np.ndarray] = {}
+    for x, y in zip(a.nodes, b.nodes):
+        if (x.name, x.op, x.inputs, x.controls, x.outputs) != (y.name, y.op, y.inputs, y.controls, y.outputs):
+            return None
+        if _same_attributes(x, y):
+            continue
+        if x.op != "Const" or not x.outputs[0].dtype.startswith(("int", "uint")):
+            return None
+        found[x.name] = _value(y)
+    for name, body in a.functions.items():
+        if body is not b.functions[name] and _differences(body, b.functions[name]) != {}:
+            return None
+    return found
+
+
+def _same_attributes(x: Node, y: Node) -> bool:
+    if x is y or x.attrs is y.attrs:
+        return True
+    # A kernel's own stream goes on from call to call: another seed for another micro-batch is not needed.
+    mine, other = ({k: v for k, v in n.attrs.items() if k != "seed2"} for n in (x, y))
+    return mine == other
+
+
+def may_carry(node: Node) -> bool:
+    """Whether an attribute of the node names a function: a loop, a branch, a call."""
+    return any(
+        isinstance(v, Func) or (isinstance(v, tuple) and v and isinstance(v[0], Func)) for v in node.attrs.values()
+    )
+
+
+def with_own_bodies(program: Program, number: int) -> Program:
+    """Loops and branches of one kind of micro-batches have bodies of their own."""
+    if number == 0 or not program.functions:
+        return program
+    names = {name: f"{name}/micro_batch_{number}" for name in program.functions}
+
+    def of_value(value: Any) -> Any:
+        if isinstance(value, Func):
+            return replace(value, name=names.get(value.name, value.name))
+        return tuple(map(of_value, value)) if isinstance(value, tuple) else value
+
+    def of_node(node: Node) -> Node:
+        if not may_carry(node):
+            return node
+        return replace(node, attrs={key: of_value(value) for key, value in node.attrs.items()})
+
+    functions = {
+        names[name]: replace(body, name=names[name], nodes=tuple(map(of_node, body.nodes)))
+        for name, body in program.functions.items()
+    }
+    return replace(program, nodes=tuple(map(of_node, program.nodes)), functions=functions)

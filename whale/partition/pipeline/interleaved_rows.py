@@ -1,0 +1,81 @@
+"""Exchanges of the rows that ranks bring themselves, in micro-batches: a rank's rows are of each micro-batch in turn.
+
+Row i of a rank is of micro-batch i modulo their number, on every rank. What the ranks have together then is in turn as
+well, in the order of the batch: a dimension of rows is seen as (turns, micro-batches), and ranks join and cut turns.
+So a micro-batch's rows are brought together without those of others, and nothing is moved beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import chain
+
+from whale.ir.emitter import Emitter
+from whale.ir.layout import Split, split, times_of
+from whale.ir.ops import COLLECTIVES, ROW_EXCHANGES
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import TensorType, static_shape
+from whale.sharding_rules.structure.communication import RUNS
+from whale.sharding_rules.structure.shape import CUT_IN_RUNS
+
+_SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
+_OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise
+
+
+def interleaved_split(rows: int, micro_batches: int) -> Split:
+    """How so many rows of a rank are cut into micro-batches, in turn."""
+    return split(0, (1,) * micro_batches, rows // micro_batches)
+
+
+def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple[int, ...]]) -> Program:
+    """``program`` (one rank's) whose exchanges of rows leave those of each micro-batch together.
+
+    Args:
+      rows: of the ranks along each axis of the mesh, multiples of the micro-batches.
+    """
+
+    def of_graph(graph: Program) -> Program:
+        nodes = [new for node in graph.nodes for new in _seen(graph, node, micro_batches, rows)]
+        return graph if len(nodes) == len(graph.nodes) else graph.with_nodes(tuple(nodes))
+
+    functions = {name: of_graph(body) for name, body in program.functions.items()}
+    main = of_graph(program)
+    if main is program and all(functions[name] is body for name, body in program.functions.items()):
+        return program
+    return replace(main, functions=functions)
+
+
+def _seen(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple[int, ...]]) -> list[Node]:
+    """``node``, between two views of what it moves where that has rows, or as many indices as if it had."""
+    if node.op not in _OPS or not node.outputs[0].is_static or not graph.type_of(node.inputs[1]).is_static:
+        return [node]
+    turns: dict[int, int] = {}  # dimension -> indices of one turn
+    for name in _SIZES.keys() & node.attrs.keys():
+        sizes = tuple(map(int, node.attrs[_SIZES[name]]))
+        if times := max(times_of(sizes, along) for along in rows):
+            turns[int(node.attrs[name])] = micro_batches * times
+    return _in_views(graph, node, turns, micro_batches) if turns else [node]
+
+
+def _in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batches: int) -> list[Node]:
+    """``node`` that sees dimensions as (turns, indices of one); where it is one, that of rows, it says so."""
+    e = Emitter(0, 1, "", "")
+    source, made = graph.type_of(node.inputs[1]), node.outputs[0]
+
+    def viewed(t: TensorType) -> TensorType:
+        dims = ((n // turns[i], turns[i]) if i in turns else (n,) for i, n in enumerate(static_shape(t)))
+        return TensorType(t.dtype, tuple(chain.from_iterable(dims)))
+
+    attrs = dict(node.attrs)
+    for name in _SIZES.keys() & attrs.keys():
+        dim, sizes = attrs[name], _SIZES[name]
+        attrs[sizes] = tuple(n // turns.get(dim, 1) for n in attrs[sizes])
+        attrs[name] = dim + sum(other < dim for other in turns)
+    if len(turns) == 1:
+        attrs[RUNS] = (next(iter(turns)) + 1, micro_batches)
+    seen = e.reshape(f"{node.name}/turns", node.inputs[1], source.dtype, static_shape(viewed(source)))
+    name = f"{node.name}/in_turn"
+    e.nodes[name] = replace(node, name=name, inputs=(node.inputs[0], seen), attrs=attrs, outputs=(viewed(made),))
+    e.reshape(node.name, Ref(name), made.dtype, static_shape(made))
+    return [replace(n, attrs={**n.attrs, CUT_IN_RUNS: True}) if n.op == "Reshape" else n for n in e.nodes.values()]

@@ -1,0 +1,411 @@
+"""A rank's program with its micro-batches rolled up: one function per phase, called once for each micro-batch.
+
+What is computed before and after the micro-batches stays in the main graph; sums over them are carried from call to
+call, rows that are wanted whole are joined after the last one. The calls are in one order, behind control edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from whale.errors import PlanError
+from whale.ir.layout import identity_value
+from whale.ir.ops import ALL_REDUCES, EXCHANGES, HOROVOD_ALL_REDUCE
+from whale.ir.plan import Plan
+from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node, function_refs, topological
+from whale.ir.values import DType, Func, Shape, TensorType, numpy_dtype
+from whale.partition.pipeline.identical_microbatches import TIME, Kind, kinds_of, may_carry, with_own_bodies
+
+_LARGEST_COPIED_BYTES = 1 << 16  # constants above are passed, instead of being in every function that reads them
+_ACCUMULATES = {"sum": "AddV2", "prod": "Mul", "max": "Maximum", "min": "Minimum"}
+_ACCUMULATES_FLAGS = {"sum": "LogicalOr", "prod": "LogicalAnd", "max": "LogicalOr", "min": "LogicalAnd"}
+
+
+@dataclass
+class Function:
+    """What one phase runs: (what, of what) for each argument and result."""
+
+    name: str
+    arguments: list[tuple[str, Any]] = field(default_factory=list)
+    results: list[tuple[str, Any]] = field(default_factory=list)
+    types: list[TensorType] = field(default_factory=list)
+    inputs: list[TensorType] = field(default_factory=list)
+    behind: list[str] = field(default_factory=list)  # nodes of the main graph that it has to wait for
+
+
+class Body:
+    """One function in the making."""
+
+    def __init__(self, kind: Kind, phase: str, function: Function, phase_of: Callable[[str], str | None]):
+        self.kind, self.phase, self.function, self.phase_of = kind, phase, function, phase_of
+        self.nodes: dict[str, Node] = {}
+        self.passed: dict[tuple[str, Any], Ref] = {}
+        self.inputs: list[str] = []
+        self.outputs: list[Ref] = []
+
+    def take(self, ref: Ref) -> Ref:
+        """``ref`` inside: computed here, or passed in."""
+        stack = [ref.node] if self._here(ref.node) else []
+        while stack:
+            name = stack.pop()
+            if name in self.nodes:
+                continue
+            node = self._of(self.kind.program.by_name[name])
+            self.nodes[name] = node
+            stack += [r.node for r in self.kind.program.by_name[name].inputs if self._here(r.node)]
+            stack += [c for c in node.controls if c in self.kind.region]
+        return self._inside(ref)
+
+    def _here(self, name: str) -> bool:
+        """Whether a node is computed in this function."""
+        region = self.kind.region[name]
+        if region == "free":
+            node = self.kind.program.by_name[name]
+            return node.op == "Const" and sum(t.bytes for t in node.outputs) <= _LARGEST_COPIED_BYTES
+        return region == "each" and self.phase_of(name) in (self.phase, None)
+
+    def _of(self, node: Node) -> Node:
+        if node.name in self.kind.varying:
+            return self._varying(node)
+        controls = []
+        for c in node.controls:
+            if self._here(c) and self.kind.region[c] == "each":
+                controls.append(c)
+            elif self.kind.region[c] == "outer" and RECOMPUTED not in node.attrs:  # that gradient comes after all
+                self.function.behind.append(c)
+        return replace(node, inputs=tuple(map(self._inside, node.inputs)), controls=tuple(controls))
+
+    def _inside(self, ref: Ref) -> Ref:
+        if self._here(ref.node):
+            return ref
+        what = "handed" if self.kind.region[ref.node] == "each" else "outer"
+        return self._argument(what, ref, self.kind.program.type_of(ref))
+
+    def _argument(self, what: str, of: Any, t: TensorType) -> Ref:
+        if (what, of) not in self.passed:
+            name = f"{TIME}/argument_{len(self.inputs)}"
+            attrs = {"dtype": DType(t.dtype), "shape": Shape(t.shape)}
+            self.nodes[name] = Node(name, "Placeholder", (), (), attrs, (t,))
+            self.inputs.append(name)
+            self.function.arguments.append((what, of))
+            self.function.inputs.append(t)
+            self.passed[what, of] = Ref(name)
+        return self.passed[what, of]
+
+    def _varying(self, node: Node) -> Node:
+        """A constant that grows with the number of the micro-batch."""
+        start, step = self.kind.varying[node.name]
+        (t,) = node.outputs
+        dtype, kind = numpy_dtype(t.dtype), {"T": DType(t.dtype)}
+        number = self._argument("index", None, TensorType("int64", ()))
+        names = [f"{node.name}/{x}" for x in ("number", "step", "moved", "start")]
+        cast = {"SrcT": DType("int64"), "DstT": DType(t.dtype), "Truncate": False}
+        self.nodes[names[0]] = Node(names[0], "Cast", (number,), (), cast, (TensorType(t.dtype, ()),))
+        self.nodes[names[1]] = const_node(names[1], step.astype(dtype))
+        self.nodes[names[2]] = Node(names[2], "Mul", (Ref(names[0]), Ref(names[1])), (), kind, (t,))
+        self.nodes[names[3]] = const_node(names[3], start.astype(dtype))
+        return Node(node.name, "AddV2", (Ref(names[2]), Ref(names[3])), (), kind, (t,), node.scope)
+
+    def accumulated(self, join: Ref, source: Ref) -> Ref:
+        """What the micro-batches before have made of ``join``, and this one's part."""
+        t = self.kind.program.type_of(source)
+        reduction = self.kind.program.by_name[join.node].attrs["reduction"]
+        mine = self.take(source)
+        before = self._argument("sum", join, TensorType(t.dtype, None))
+        name = f"{join.node}/and_before"
+        if t.dtype == "bool":
+            self.nodes[name] = Node(name, _ACCUMULATES_FLAGS[reduction], (before, mine), (), {}, (t,))
+        else:
+            attrs = {"T": DType(t.dtype)}
+            self.nodes[name] = Node(name, _ACCUMULATES[reduction], (before, mine), (), attrs, (t,))
+        return Ref(name)
+
+    def result(self, what: str, of: Ref, value: Ref) -> None:
+        """The function returns ``value``: ``what`` and ``of`` say what it is to the caller."""
+        self.function.results.append((what, of))
+        self.function.types.append(self.nodes[value.node].outputs[value.index])
+        self.outputs.append(value)
+
+    def finish(self, effects: Iterable[str]) -> Program:
+        """The function's body, with those nodes that run for what they do, and all that they read."""
+        effects = tuple(effects)
+        for name in effects:
+            if name not in self.nodes:
+                node = self.kind.program.by_name[name]
+                self.nodes[name] = self._of(node)
+                for ref in (*node.inputs, *map(Ref, self.nodes[name].controls)):
+                    self.take(ref)
+        nodes = topological(self.nodes)
+        self.function.behind = list(dict.fromkeys(self.function.behind))
+        return Program(self.function.name, nodes, tuple(self.inputs), outputs=tuple(self.outputs), effects=effects)
+
+
+CALL = "WhaleCall"  # of a function that stays one
+# What makes one of the micro-batches' parts; they are all of one rank, so Horovod has nothing to do with it.
+_JOINS = (ALL_REDUCES - {HOROVOD_ALL_REDUCE}) | {"WhaleAllGather"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One phase of one micro-batch."""
+
+    phase: str
+    micro_batch: int
+
+
+def outline(
+    program: Program,
+    plan: Plan,
+    each: Collection[str],
+    calls: Sequence[Call] = (),
+    phase: Mapping[str, str] = MappingProxyType({}),
+) -> Program:
+    """``program`` (one rank's) with what its micro-batches compute in functions.
+
+    Args:
+      plan: over the program's micro-batches (``whale.passes.in_time.micro_batches.time_plan``).
+      each: nodes that are computed for each micro-batch.
+      calls: their order; what a phase reads of another one has to be made before. Default: one phase, in order.
+      phase: of each node of ``each``; "" where there is none.
+
+    Raises:
+      PlanError: the plan moves something between micro-batches that is neither a sum nor a gathering.
+    """
+    if not each:
+        return program
+    order = tuple(calls) or tuple(Call("", i) for i in range(plan.size))
+    return _Outliner(program, plan, frozenset(each), order, phase).run()
+
+
+def phase_of(call: Node) -> str:
+    """The phase that a call of a micro-batch is of."""
+    return call.name.removeprefix(f"{TIME}/").rpartition("_")[0]
+
+
+class _Outliner:
+    def __init__(self, program: Program, plan: Plan, each: frozenset[str], order: tuple[Call, ...], phase: Mapping):
+        self.program, self.plan, self.each, self.order, self.phases = program, plan, each, order, phase
+        self.functions: dict[str, Program] = {}
+        self.nodes: dict[str, Node] = {}
+        self.moved: dict[Ref, Ref] = {}  # tensors of the program -> results of calls
+
+    def run(self) -> Program:
+        kinds = kinds_of(self.program, self.plan)
+        for number, kind in enumerate(kinds):
+            self._look(kind, number)
+        first = kinds[0]
+        wanted = self._wanted(first)
+        made: dict[tuple[str, int], tuple[Kind, Function]] = {}
+        for number, kind in enumerate(kinds):
+            for phase in dict.fromkeys(call.phase for call in self.order):
+                function = self._function(kind, number, phase, wanted)
+                made.update(((phase, i), (kind, function)) for i in kind.members)
+        last = self._call(made, wanted)
+        return self._main(first, last)
+
+    def _look(self, kind: Kind, number: int) -> None:
+        """Finds what is computed for each micro-batch, and what is made of all of them."""
+        kind.program = with_own_bodies(kind.program, number)
+        self.functions.update(kind.program.functions)
+        behind: set[str] = set()  # what lowering made of the sums and gatherings
+        for node in kind.program.nodes:
+            known = self.program.by_name.get(node.name)
+            if node.name in self.each:
+                kind.region[node.name] = "each"
+            elif known is not None and node.op != "Const":
+                kind.region[node.name] = "outer"
+            elif node.op in EXCHANGES:
+                if node.op not in _JOINS:
+                    raise PlanError(
+                        "micro-batches cannot exchange rows",
+                        op=node.name,
+                        given=node.op,
+                        expected="sums and gatherings",
+                        action="report the program; `WHALE_DUMP=dir` writes it",
+                    )
+                kind.region[node.name] = "join"
+                kind.joins[node.name] = node.inputs[1]
+            elif known is not None or not node.inputs:
+                kind.region[node.name] = "free"
+            elif any(r.node in behind for r in node.inputs):
+                kind.region[node.name] = "outer"
+            else:
+                kind.region[node.name] = "each"
+            if kind.region[node.name] == "join" or (known is None and kind.region[node.name] == "outer"):
+                behind.add(node.name)
+
+    # -- functions
+
+    def _phase(self, kind: Kind, name: str) -> str | None:
+        """The phase that computes a node of each micro-batch; None: whichever reads it."""
+        if name in self.each:
+            return self.phases.get(name, "")
+        node = kind.program.by_name[name]
+        for ref in node.inputs:
+            if kind.region[ref.node] == "each" and (found := self._phase(kind, ref.node)) is not None:
+                return found
+        return None
+
+    def _wanted(self, kind: Kind) -> list[Ref]:
+        """What the main graph reads of the micro-batches: sums, gatherings, values that are the same in each."""
+        found: dict[Ref, None] = {}
+        for node in kind.program.nodes:
+            if kind.region[node.name] == "outer":
+                found.update((r, None) for r in node.inputs if kind.region[r.node] in ("each", "join"))
+        found.update((r, None) for r in kind.program.outputs if kind.region[r.node] in ("each", "join"))
+        return list(found)
+
+    def _handed_on(self, kind: Kind, phase: str) -> list[Ref]:
+        """What other phases read of ``phase``."""
+        found: dict[Ref, None] = {}
+        for node in kind.program.nodes:
+            reader = self._phase(kind, node.name) if kind.region[node.name] == "each" else None
+            if reader is None or reader == phase:
+                continue
+            for ref in node.inputs:
+                if kind.region[ref.node] == "each" and self._phase(kind, ref.node) == phase:
+                    found[ref] = None
+        return list(found)
+
+    def _function(self, kind: Kind, number: int, phase: str, wanted: Sequence[Ref]) -> Function:
+        program = kind.program
+        function = Function(f"micro_batch_{phase or 'step'}_{number}")
+        body = Body(kind, phase, function, lambda name: self._phase(kind, name))
+        for ref in wanted:
+            source = kind.joins.get(ref.node, ref)
+            if (self._phase(kind, source.node) or next(iter(self.order)).phase) != phase:
+                continue
+            if ref.node not in kind.joins:
+                body.result("value", ref, body.take(ref))
+            elif program.by_name[ref.node].op == "WhaleAllGather":
+                body.result("piece", ref, body.take(source))
+            else:
+                body.result("sum", ref, body.accumulated(ref, source))
+        for ref in self._handed_on(kind, phase):
+            body.result("handed", ref, body.take(ref))
+        effects = [n for n in program.effects if kind.region[n] == "each" and self._phase(kind, n) in (phase, None)]
+        self.functions[body.function.name] = body.finish(effects)
+        return body.function
+
+    # -- calls
+
+    def _call(self, made: Mapping[tuple[str, int], tuple[Kind, Function]], wanted: Sequence[Ref]) -> str:
+        """The calls in their order; name of the last one."""
+        sums: dict[Ref, Ref] = {}
+        pieces: dict[Ref, dict[int, Ref]] = {}
+        handed: dict[tuple[int, Ref], Ref] = {}
+        attrs_of: dict[str, dict[str, Any]] = {}
+        previous = ""
+        for call in self.order:
+            kind, function = made[call.phase, call.micro_batch]
+            name = f"{TIME}/{call.phase or 'step'}_{call.micro_batch}"
+            operands: list[Ref] = []
+            for what, of in function.arguments:
+                if what == "index":
+                    operands.append(self._const(f"{TIME}/number_{call.micro_batch}", np.array(call.micro_batch)))
+                elif what == "sum":
+                    operands.append(sums[of] if of in sums else self._start(kind, of))
+                elif what == "handed":
+                    operands.append(handed[call.micro_batch, of])
+                else:
+                    operands.append(of)
+            controls = [previous] if previous else []
+            if function.name not in attrs_of:
+                attrs_of[function.name] = {
+                    "Tin": tuple(DType(t.dtype) for t in function.inputs),
+                    "Tout": tuple(DType(t.dtype) for t in function.types),
+                    "f": Func(function.name),
+                    "shapes": tuple(Shape(t.shape) for t in function.types),
+                }
+            self.nodes[name] = Node(
+                name, CALL, tuple(operands), tuple(dict.fromkeys(controls + function.behind)),
+                attrs_of[function.name], tuple(function.types), "", True,
+            )  # fmt: skip
+            for i, (what, of) in enumerate(function.results):
+                result = Ref(name, i)
+                if what == "sum":
+                    sums[of] = self.moved[of] = result
+                elif what == "piece":
+                    pieces.setdefault(of, {})[call.micro_batch] = result
+                elif what == "handed":
+                    handed[call.micro_batch, of] = result
+                else:
+                    self.moved[of] = result
+            previous = name
+        for ref, found in pieces.items():
+            self._join(made[self.order[0].phase, 0][0], ref, [found[i] for i in sorted(found)])
+        return previous
+
+    def _start(self, kind: Kind, ref: Ref) -> Ref:
+        """What the first call adds to: a scalar that changes nothing."""
+        node = kind.program.by_name[ref.node]
+        dtype = node.outputs[0].dtype
+        value = np.array(identity_value(node.attrs["reduction"], dtype), numpy_dtype(dtype))
+        return self._const(f"{ref.node}/start", value)
+
+    def _join(self, kind: Kind, ref: Ref, pieces: Sequence[Ref]) -> None:
+        """Rows of all micro-batches."""
+        node = kind.program.by_name[ref.node]
+        t = node.outputs[0]
+        axis = self._const(f"{ref.node}/axis", np.array(node.attrs["axis"], np.int32))
+        attrs = {"T": DType(t.dtype), "Tidx": DType("int32"), "N": len(pieces)}
+        if len(pieces) == 1:
+            self.moved[ref] = pieces[0]
+            return
+        self.nodes[ref.node] = Node(ref.node, "ConcatV2", (*pieces, axis), (), attrs, (t,))
+
+    def _const(self, name: str, value: np.ndarray) -> Ref:
+        self.nodes[name] = const_node(name, value)
+        return Ref(name)
+
+    # -- the main graph
+
+    def _main(self, kind: Kind, last: str) -> Program:
+        program = kind.program
+        ends = {call.phase: f"{TIME}/{call.phase or 'step'}_{call.micro_batch}" for call in self.order}
+
+        def of_ref(ref: Ref) -> Ref:
+            return self.moved.get(ref, ref)
+
+        def of_controls(node: Node) -> tuple[str, ...]:
+            found = dict[str, None]()
+            for c in node.controls:
+                if kind.region[c] == "each":
+                    if RECOMPUTED in node.attrs:
+                        continue  # of the whole batch: it is there before its gradient comes in a micro-batch
+                    found[ends[self._phase(kind, c) or self.order[-1].phase]] = None
+                elif kind.region[c] != "join":
+                    found[c] = None
+            return tuple(found)
+
+        free = [n for n in program.nodes if kind.region[n.name] == "free"]
+        for node in program.nodes:
+            if kind.region[node.name] == "outer":
+                self.nodes[node.name] = replace(
+                    node, inputs=tuple(map(of_ref, node.inputs)), controls=of_controls(node)
+                )
+        outputs = tuple(map(of_ref, program.outputs))
+        read = {r.node for n in self.nodes.values() for r in n.inputs} | {r.node for r in outputs}
+        read |= {c for n in self.nodes.values() for c in n.controls}
+        self.nodes.update((n.name, n) for n in free if n.name in read or n.name in program.effects)
+        effects = [n for n in program.effects if kind.region[n] in ("outer", "free")]
+        functions = self._called()
+        return replace(
+            program, nodes=topological(self.nodes), outputs=outputs, effects=(*effects, last), functions=functions
+        )
+
+    def _called(self) -> dict[str, Program]:
+        """The functions that are called, or that other nodes carry."""
+        found: dict[str, Program] = {}
+        stack = [f.name for n in self.nodes.values() if may_carry(n) for _, f in function_refs(n)]
+        while stack:
+            name = stack.pop()
+            if name not in found and name in self.functions:
+                found[name] = self.functions[name]
+                stack += [f.name for n in found[name].nodes if may_carry(n) for _, f in function_refs(n)]
+        return found

@@ -1,0 +1,193 @@
+"""What one rank of a stage group sends to and receives from the ranks of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from whale.ir.crossing import Part, Span, in_runs_of
+from whale.ir.emitter import COMMUNICATOR, Emitter
+from whale.ir.layout import Split, split
+from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
+from whale.partition.pipeline.stages import Stages
+from whale.partition.spmd import unread_communication
+from whale.sharding_rules.structure.communication import EDGE, ROWS
+
+
+def connect(
+    stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Split], check: tuple[str, str]
+) -> Program:
+    """A rank's program with sends and receives in the place of the ends of its stage group's program.
+
+    Args:
+      rows: what travels for each micro-batch -> how these cut the part that a rank has.
+      check: (fingerprint, what a person would call this run), which all ranks compare.
+    """
+    return _Connector(stages, program, rank, comm, rows).run(check)
+
+
+class _Connector:
+    def __init__(self, stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Split]):
+        self.stages, self.program, self.rank, self.comm = stages, program, rank, comm
+        self.number, _ = stages.where(rank)
+        self.position = stages.meshes[self.number].ranks.index(rank)
+        self.rows = {str(ref): by for ref, by in rows.items()}
+        self.emitter = Emitter(self.position, len(stages.meshes[self.number].ranks), comm)
+        self.nodes = self.emitter.nodes
+        self.effects: list[str] = []
+
+    def run(self, check: tuple[str, str]) -> Program:
+        attrs = {"communicator": self.comm, "rank": self.rank}
+        self.nodes[COMMUNICATOR] = Node(
+            COMMUNICATOR, "WhaleCommunicator", (), (), attrs, (TensorType("resource", ()),), "", True
+        )
+        moved: dict[Ref, Ref] = {}
+        for node in self.program.nodes:
+            if node.op == STAGE_INPUT:
+                moved.update(self._receive(node))
+            elif node.op == STAGE_OUTPUT:
+                self._send(node)
+            elif node.name != COMMUNICATOR:
+                self.nodes[node.name] = node
+        if moved:
+            for name, node in self.nodes.items():
+                if any(r in moved for r in node.inputs):
+                    self.nodes[name] = replace(node, inputs=tuple(moved.get(r, r) for r in node.inputs))
+        said = {"key": "whale/check", "fingerprint": check[0], "what": check[1], "ranks": ()}
+        self._add("whale/check", "WhaleCheck", (Ref(COMMUNICATOR),), said, ())
+        outputs = tuple(moved.get(r, r) for r in self.program.outputs)
+        effects = [n for n in self.program.effects if n in self.nodes] + self.effects
+        effects += unread_communication(self.nodes, [r.node for r in outputs] + effects)
+        return self.program.with_nodes(
+            tuple(self.nodes.values()), outputs=outputs, effects=tuple(dict.fromkeys(effects))
+        )
+
+    def _add(self, name: str, op: str, inputs: tuple[Ref, ...], attrs: dict, outputs: tuple[TensorType, ...]) -> None:
+        self.nodes[name] = Node(name, op, inputs, (), attrs, outputs, "", True)
+        self.effects.append(name)
+
+    def _receive(self, node: Node) -> dict[Ref, Ref]:
+        """Receives each output that is read; output -> where it is now."""
+        found = {}
+        source, travelling = int(node.attrs["source"]), self.stages.cuts[self.number].keys
+        for index, key in enumerate(node.attrs["keys"]):
+            if key not in travelling:
+                continue
+            name = node.name if index == 0 else f"{node.name}/whale_output_{index}"
+            mine = self.stages.parts_for(key, source, self.number, self.position)
+            t = node.outputs[index]
+            pieces = [self._piece(name, t, key, source, part, len(mine) == 1) for part in mine]
+            found[Ref(node.name, index)] = self._joined(name, t, key, source, mine, pieces)
+        return found
+
+    def _piece(self, name: str, own: TensorType, key: str, source: int, part: Part, alone: bool) -> Ref:
+        t = own if part.spans is None else TensorType(own.dtype, tuple(s.size for s in part.spans))
+        name = name if alone else f"{name}/from_{part.sender}"
+        peer = self.stages.meshes[source].ranks[part.sender]
+        attrs = {
+            "T": DType(t.dtype), "ranks": (), "key": self._key(key, source, self.number, part), "peer": peer,
+            "shape": Shape(t.shape),
+        }  # fmt: skip
+        marked = self._marked(attrs, key, t, part, (source, self.number))
+        self._add(name, "WhaleRecv", (Ref(COMMUNICATOR),), marked, (t,))
+        return Ref(name)
+
+    def _joined(
+        self, name: str, t: TensorType, key: str, source: int, parts: Sequence[Part], pieces: Sequence[Ref]
+    ) -> Ref:
+        """The parts of a tensor that several ranks sent, next to each other along each dimension in turn."""
+        if len(pieces) == 1:
+            return pieces[0]
+        if not pieces:
+            nothing = self.emitter.const(name, np.zeros(static_shape(t), numpy_dtype(t.dtype)))
+            cut = self._rows_of(key, t, self.stages.is_direct(source, self.number)) if key in self.rows else None
+            if cut is not None and cut.extent:  # of rows that have nothing here each micro-batch has its own
+                self.nodes[name] = replace(self.nodes[name], attrs={**self.nodes[name].attrs, ROWS: str(cut)})
+            return nothing
+        block = self.stages.block(key, source, self.number, self.position)
+        return self._along(name, t.dtype, [(p.spans or (), ref) for p, ref in zip(parts, pieces)], block, 0)
+
+    def _along(
+        self, name: str, dtype: str, pieces: list[tuple[tuple[Span, ...], Ref]], block: tuple[Span, ...], dim: int
+    ) -> Ref:
+        """Pieces that differ in no dimension before ``dim``, joined."""
+        if len(pieces) == 1:
+            return pieces[0][1]
+        groups: dict[Span, list[tuple[tuple[Span, ...], Ref]]] = {}
+        for spans, ref in pieces:
+            groups.setdefault(spans[dim], []).append((spans, ref))
+        inner = [self._along(f"{name}/at_{s.first}", dtype, group, block, dim + 1) for s, group in groups.items()]
+        if len(inner) == 1:
+            return inner[0]
+        return self._concatenated(name, dtype, inner, dim, next(iter(groups)).blocks)
+
+    def _concatenated(self, name: str, dtype: str, refs: Sequence[Ref], dim: int, blocks: int) -> Ref:
+        """Tensors behind one another along a dimension, in each of its runs."""
+        e = self.emitter
+        shapes = [static_shape(self.nodes[r.node].outputs[r.index]) for r in refs]
+        whole = (*shapes[0][:dim], sum(s[dim] for s in shapes), *shapes[0][dim + 1 :])
+        axis, joined = dim, whole
+        if blocks > 1:
+            refs = [
+                e.reshape(f"{name}/runs_{i}", ref, dtype, in_runs_of(s, dim, blocks))
+                for i, (ref, s) in enumerate(zip(refs, shapes))
+            ]
+            axis, joined = dim + 1, in_runs_of(whole, dim, blocks)
+        runs = name if blocks == 1 else f"{name}/joined"
+        operands = (*refs, e.const(f"{name}/axis", np.array(axis, np.int32)))
+        attrs = {"T": DType(dtype), "Tidx": DType("int32"), "N": len(refs)}
+        found = e.add(runs, "ConcatV2", operands, attrs, (TensorType(dtype, joined),))
+        return found if blocks == 1 else e.reshape(name, found, dtype, whole)
+
+    def _send(self, node: Node) -> None:
+        target, key = int(node.attrs["target"]), str(node.attrs["key"])
+        (source,) = node.inputs
+        whole = self.program.type_of(source)
+        for part in self.stages.parts_from(key, self.number, target, self.position):
+            name = node.name if part.spans is None else f"{node.name}/{part.receiver}"
+            value = self._cut(name, source, whole, part) if part.cut else source
+            t = self.nodes[value.node].outputs[value.index] if part.cut else whole
+            attrs = {
+                "T": DType(t.dtype), "ranks": (), "key": self._key(key, self.number, target, part),
+                "peer": self.stages.meshes[target].ranks[part.receiver],
+            }  # fmt: skip
+            marked = self._marked(attrs, key, t, part, (self.number, target))
+            self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), marked, ())
+
+    def _cut(self, name: str, source: Ref, t: TensorType, part: Part) -> Ref:
+        """What one rank gets of the tensor that this one has."""
+        e, shape, dtype = self.emitter, static_shape(t), t.dtype
+        for dim, blocks, first, count in part.cut:
+            at = f"{name}/along_{dim}"
+            if blocks == 1:
+                source = e.rows(f"{at}/part", source, TensorType(dtype, shape), dim, first, count)
+                shape = (*shape[:dim], count, *shape[dim + 1 :])
+                continue
+            runs = in_runs_of(shape, dim, blocks)
+            view = e.reshape(f"{at}/runs", source, dtype, runs)
+            found = e.rows(f"{at}/rows", view, TensorType(dtype, runs), dim + 1, first, count)
+            shape = (*shape[:dim], blocks * count, *shape[dim + 1 :])
+            source = e.reshape(f"{at}/part", found, dtype, shape)
+        return source
+
+    def _key(self, key: str, source: int, target: int, part: Part) -> str:
+        ends = part.sender if part.sender == part.receiver else f"{part.sender}to{part.receiver}"
+        return f"{key}@{source}to{target}/{ends}"
+
+    def _marked(self, attrs: dict, key: str, t: TensorType, part: Part, edge: tuple[int, int]) -> dict:
+        if key not in self.rows:
+            return attrs
+        return {**attrs, ROWS: str(self._rows_of(key, t, part.spans is None)), EDGE: edge}
+
+    def _rows_of(self, key: str, t: TensorType, direct: bool) -> Split:
+        """How micro-batches cut what this rank has of a tensor that travels."""
+        cut = self.rows[key]
+        if direct and not self.stages.plan.others:
+            return cut
+        micro_batches = self.stages.plan.micro_batches  # what was agreed on is of another mesh
+        n = static_shape(t)[cut.dim] // (micro_batches * cut.blocks)
+        return split(cut.dim, (n,) * micro_batches, cut.blocks)

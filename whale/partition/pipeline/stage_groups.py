@@ -1,0 +1,269 @@
+"""Pipelines: each group of ranks runs its stages, planned as one group would run the whole program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd, prod
+
+from whale.errors import PlanError
+from whale.ir.fingerprint import fingerprint
+from whale.ir.layout import Partial, Split
+from whale.ir.mesh import Axis, Tiles, chain
+from whale.ir.plan import BatchInput, Plan, StageGroup
+from whale.ir.program import Program, Ref
+from whale.partition.axis_partitioner import sizes_of, with_sizes
+from whale.partition.mesh import in_even_micro_batches, plan_program, wants_same_rows
+from whale.partition.pipeline.stage_exchanges import connect
+from whale.partition.pipeline.stage_schedule import Agreed, WholeInTime
+from whale.partition.pipeline.stages import Stages
+from whale.passes.analysis.axes import data_coordinates
+from whale.passes.analysis.batch import batch_inputs, rows_of_ranks
+from whale.passes.analysis.rank_groups import in_positions
+from whale.passes.analysis.stages import DATA, STAGE, TENSOR, stage_of
+from whale.passes.in_time.stage_groups import Cut
+from whale.passes.normalize.annotate import task_graphs
+from whale.passes.plan_builder import expand
+from whale.passes.settings import PlanSettings
+
+
+def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[StageGroup, ...]) -> Plan:
+    """The plan of a program with stages: that of one group for all of it, and what travels between the groups.
+
+    Raises:
+      PlanError: see ``plan_program``; an option that pipelines lack.
+    """
+    _refuse(settings, groups)
+    plan, groups = _of_kinds(program, settings, groups)
+    expanded = expand(program, plan.expanded, settings)
+    at = {stage: group.ranks for group in groups for stage in group.stages}
+    graphs = tuple(replace(t, devices=at.get(stage_of(t.scope), ())) for t in task_graphs(expanded, ()))
+    size = plan.mesh_size
+    whose = ["+".join(str(p.ranks[i]) for p in groups if i < len(p.ranks)) for i in range(size)]
+    each = size // plan.size
+    devices = tuple(
+        f"rank {whose[i]}" if each == 1 else f"ranks {', '.join(whose[i : i + each])}" for i in range(0, size, each)
+    )
+    plan = replace(
+        plan,
+        schedule=settings.time.schedule if plan.micro_batches > 1 else "",
+        stage_groups=groups,
+        task_graphs=graphs,
+        devices=devices,
+    )
+    stages = Stages(expanded, plan, settings, {})
+    plan = _with_own_variables(plan, groups, stages.cuts)
+    return replace(plan, edges=stages.edges())
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What groups have in common that keep to one plan: how many ranks, their axes, shares of the rows (): even."""
+
+    size: int
+    mesh: tuple[Axis, ...]
+    shares: tuple[int, ...]
+
+
+def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
+    """The kind of a stage group: of shares for every rank of the run it has those of its own."""
+    shares, size = settings.batch.shares, len(group.ranks)
+    mesh = settings.stage_meshes.get(group.ranks) or mesh_of_size(settings, size)
+    if len(shares) != settings.size:
+        return _Kind(size, mesh, shares)
+    mine = tuple(shares[rank] for rank in group.ranks)
+    if not any(mine):
+        raise PlanError(
+            "no rank of a stage has a share of the batch",
+            op=group.name,
+            given=f"replica.shares={list(shares)}, ranks {list(group.ranks)}",
+            expected="a rank at least of each stage with rows",
+            action="change replica.shares or the devices of the stages",
+        )
+    return _Kind(size, mesh, mine)
+
+
+def _of_kinds(
+    program: Program, settings: PlanSettings, groups: Sequence[StageGroup]
+) -> tuple[Plan, tuple[StageGroup, ...]]:
+    """The plan for the largest stage groups, with those for the others; the groups, each with its plan's number."""
+    kinds = sorted({_kind_of(group, settings): None for group in groups}, key=lambda kind: -kind.size)
+    numbered = tuple(replace(group, plan=kinds.index(_kind_of(group, settings))) for group in groups)
+    first, *rest = kinds
+    inside = settings.but(devices=(), exchange__backend="whale")
+    of_kind = {
+        kind: inside.but(
+            size=kind.size,
+            mesh=kind.mesh,
+            split__ranks=0,
+            split__tiles=_known(settings, kind),
+            batch__inputs=_shared_out(program, settings, kind),
+            batch__shares=kind.shares,
+        )
+        for kind in kinds
+    }
+    same_rows = rest or wants_same_rows(in_positions(program, numbered, 0), of_kind[first])
+    if same_rows and settings.time.micro_batches > 1:
+        of_kind = {kind: in_even_micro_batches(program, of_one) for kind, of_one in of_kind.items()}
+    plans = {kind: _planned(program, of_kind[kind], numbered, kinds.index(kind)) for kind in kinds}
+    several = any(p.expanded for p in chain(plans[first]) if p is not plans[first])
+    if not rest and not several:
+        return plans[first], numbered
+    # All have to speak of one program.
+    names: set[str] = set()
+    known = {n.name for n in program.nodes}
+    while more := {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names:
+        names |= more
+        expanded = expand(program, names, inside)
+        plans = {kind: _planned(expanded, of_kind[kind], numbered, kinds.index(kind)) for kind in kinds}
+    mark, kept = fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
+    others = tuple(replace(plans[kind], fingerprint=mark, expanded=kept) for kind in rest)
+    return replace(plans[first], fingerprint=mark, expanded=kept, others=others), numbered
+
+
+def _planned(program: Program, settings: PlanSettings, groups: Sequence[StageGroup], plan: int) -> Plan:
+    """The plan of this number: of the whole program on the mesh of the groups that keep to it."""
+    found = plan_program(in_positions(program, groups, plan), settings)
+    return replace(found, fingerprint=fingerprint(program))
+
+
+def _shared_out(program: Program, settings: PlanSettings, kind: _Kind) -> tuple[BatchInput, ...] | None:
+    """The batch inputs with the rows of every rank of a group that has shares; None: they are to be found."""
+    asked = settings.batch
+    if not kind.shares:
+        return asked.inputs
+    mesh = {a.name: a.size for a in kind.mesh}
+    found = []
+    for b in batch_inputs(program, len(asked.shares), asked.shares, asked.marked):
+        rows = rows_of_ranks(sum(sizes_of(b)), kind.size, kind.shares, data_coordinates(mesh, kind.size))
+        found.append(replace(b, placement=with_sizes(b, rows)))
+    return tuple(found)
+
+
+def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
+    """The axes of a stage group of so many ranks: those of the mesh, of which the first adapts to the number of ranks.
+
+    An inner axis that does not fit into the group is as large as the ranks can be divided.
+    """
+    given = [a for a in settings.mesh if a.name != STAGE and a.size > 1]
+    if not settings.mesh and settings.split.ranks:
+        given = [Axis(DATA, max(1, size // settings.split.ranks)), Axis(TENSOR, settings.split.ranks)]
+    if prod(a.size for a in given) == size or not given:
+        return tuple(given)
+    left, found = size, []
+    for axis in reversed(given if given[0].name == DATA else [Axis(DATA, 1), *given]):
+        fits = left if axis.name == DATA else gcd(axis.size, left)
+        found.append(Axis(axis.name, fits))
+        left //= fits
+    return tuple(a for a in reversed(found) if a.size > 1) or (Axis(DATA, 1),)
+
+
+def _known(settings: PlanSettings, kind: _Kind) -> dict[str, Tiles]:
+    """The layouts of variables that earlier programs have fixed, as far as groups of a kind can have them."""
+    sizes = {kind.size, *(a.size for a in kind.mesh)}
+    return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
+
+
+def lower_stage_groups(
+    expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str, settings: PlanSettings
+) -> list[Program]:
+    """What each of ``ranks`` runs under a plan of ``plan_stage_groups``.
+
+    Raises:
+      PlanError: the stages cannot be gone through in micro-batches as the schedule asks.
+    """
+    rows: dict[Ref, Split] = {}
+    in_time = plan.micro_batches > 1
+    if plan.others and in_time:  # on what stages of unlike meshes exchange for each micro-batch all agree
+        whole_stages = Stages(expanded, plan, settings, {})
+        for at in reversed(_first_readers(plan.of(plan.stage_groups[0])) or [()]):  # the first ones may have no rows
+            rows |= WholeInTime(expanded, whole_stages, 0, at, settings).rows
+    stages = Stages(expanded, plan, settings, rows)
+    in_turns = _InTime(expanded, stages, settings)
+    parts = {number: stages.part(number) for number in sorted({stages.where(rank)[0] for rank in ranks})}
+    programs = []
+    for rank in ranks:
+        number, at = stages.where(rank)
+        whole = in_turns.whole(number, at) if in_time else None
+        mine = rows or (whole.rows if whole else {})
+        connected = connect(
+            stages, stages.lowered(parts[number], rank, comm), rank, comm, mine, (plan.fingerprint, what)
+        )
+        programs.append(whole.pipelined(connected, number) if whole else connected)
+    return programs
+
+
+class _InTime:
+    """What coordinates would run in micro-batches if they had all stages, once for those that run the same."""
+
+    def __init__(self, expanded: Program, stages: Stages, settings: PlanSettings):
+        self.expanded, self.stages, self.settings = expanded, stages, settings
+        self._agreed: dict[int, Agreed] = {}  # by the number of a plan
+        self._known: dict[tuple[int, tuple[int, ...]], WholeInTime] = {}
+
+    def whole(self, number: int, at: tuple[int, ...]) -> WholeInTime:
+        """That of the coordinates ``at`` in the mesh of a stage group."""
+        group = self.stages.plan.stage_groups[number]
+        levels = self.stages.levels(number)
+        readers = _first_readers(self.stages.plan.of(group))
+        one = (0,) * len(at) if levels.is_like_first(at) else at
+        if (group.plan, one) not in self._known:
+            agreed = Agreed()
+            if readers not in ([], [at]):
+                if group.plan not in self._agreed:
+                    some = [WholeInTime(self.expanded, self.stages, number, r, self.settings) for r in readers]
+                    self._agreed[group.plan] = Agreed.of(some)
+                agreed = self._agreed[group.plan]
+            self._known[group.plan, one] = WholeInTime(self.expanded, self.stages, number, one, self.settings, agreed)
+        return self._known[group.plan, one]
+
+
+def _first_readers(plan: Plan) -> list[tuple[int, ...]]:
+    """Coordinates along a plan's axes that together read all that some read for each micro-batch.
+
+    The first ones alone may have what is fetched; those without rows read nothing of what the others gather.
+    """
+    along: list[list[int]] = []
+    more = False
+    for level in chain(plan):
+        more |= any(s.once for s in level.strategies[""].values())
+        more |= any(isinstance(r.target, Partial) and not isinstance(r.source, Partial) for r in level.reshards)
+        cuts = {p for s in level.strategies[""].values() for p in (*s.inputs, *s.outputs) if isinstance(p, Split)}
+        some_hold = {min(p.holders) for p in cuts if p.smallest == 0 < p.largest}
+        more |= bool(some_hold)
+        along.append(sorted({0, *some_hold}))
+    return list(product(*along)) if more else []
+
+
+def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
+    used = sum(len(group.ranks) for group in groups)
+    if used != settings.size:
+        raise PlanError(
+            "some ranks have no stage",
+            given=f"{settings.size} ranks, of which the stages use {used}",
+            expected="a stage for every rank",
+            action="start fewer ranks or change the devices of the stages",
+        )
+    if settings.batch.local:
+        raise PlanError(
+            "a pipeline cannot be combined with an option yet",
+            given="a batch of which every rank passes its own rows (wh.shard, batch.mode)",
+            expected="the whole batch on every rank, of which the stages take what they compute",
+            action="pass the whole batch",
+        )
+
+
+def _with_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
+    """``plan`` with the variables of the stages only that its groups have; they lie over their ranks."""
+
+    def of_plan(one: Plan, number: int) -> Plan:
+        mine = {v.node for g, part in zip(groups, cuts) if g.plan == number for v in part.program.variables}
+
+        def of_level(level: Plan) -> Plan:
+            kept = {name: p for name, p in level.variables.items() if name in mine}
+            return replace(level, variables=kept, inner=level.inner and of_level(level.inner))
+
+        return of_level(one)
+
+    return replace(of_plan(plan, 0), others=tuple(of_plan(other, i) for i, other in enumerate(plan.others, 1)))

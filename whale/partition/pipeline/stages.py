@@ -1,0 +1,279 @@
+"""A pipeline's stage groups: what each runs, axis by axis of its mesh, and how tensors travel between them.
+
+Stages           the parts of a program under a plan with stages, and the layouts in which tensors cross
+Stages.part      what the ranks of a group run, axis by axis; Stages.lowered: one rank's, for all axes
+Stages.edges     what travels in a step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from math import prod
+
+from whale.ir.crossing import (
+    Part,
+    Span,
+    all_coordinates,
+    block_of,
+    can_cross,
+    local_type,
+    parts,
+    received_as,
+    sent_as,
+)  # fmt: skip
+from whale.ir.layout import FIRST, B, Placement, Split, Strategy
+from whale.ir.mesh import Mesh, coordinates_of, mesh_of
+from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
+from whale.ir.program import Program, Ref
+from whale.ir.values import TensorType, static_shape
+from whale.partition.axis_partitioner import AxisPartitioner, partitioner_of
+from whale.partition.rank_mapping import map_to_ranks
+from whale.passes.analysis.rank_groups import in_positions
+from whale.passes.in_time.stage_groups import FETCH_KEY, cut
+from whale.passes.pass_manager import plan_of_part
+from whale.passes.plan_builder import expand
+from whale.passes.settings import PlanSettings
+
+Layout = tuple[Placement, ...]
+# A part as ranks with some first coordinates run it, and these -> how tensors come in and go out over the next axis.
+Ends = Callable[[Program, tuple[int, ...]], Mapping[str, Strategy]]
+
+
+class StagePartitioner(AxisPartitioner):
+    """Partitions a stage group's part of a program. Its plans are those of the whole program, as far as the part goes.
+
+    Where ranks run what those with the first coordinates run, but for values, they keep to the plan of these, whatever
+    the rest of the program is there.
+    """
+
+    def __init__(self, whole: AxisPartitioner, part: Program, ends: Ends):
+        """
+        Args:
+          whole: partitions the program that the part is of; part: as no axis has divided it yet.
+        """
+        super().__init__(part, whole.settings, whole.axes, whole.rows, whole.models)
+        self.whole, self.ends = whole, ends
+
+    def program(self, at: tuple[int, ...]) -> Program:
+        """What the ranks with these first coordinates run of the part."""
+        if at not in self._programs:
+            self._programs[at] = self.lowered(at)
+        return self._programs[at]
+
+    def plan(self, at: tuple[int, ...]) -> Plan:
+        """The plan of the axis after these coordinates, of the part."""
+        if at not in self._plans:
+            one = (0,) * len(at) if self.is_like_first(at) else at
+            model, settings = self.whole.plan(one), self.whole.settings_at(one)
+            expanded = self._expanded[at] = expand(self.program(at), model.expanded, settings)
+            self._plans[at] = plan_of_part(self.seen(expanded, len(at)), settings, model, self.ends(expanded, at))
+        return self._plans[at]
+
+    def all_compute(self) -> bool:
+        """Whether no rank has constants where others compute, in any part of the program."""
+        return self.whole.all_compute()
+
+
+class Stages:
+    """The parts of a program that stage groups run.
+
+    Attributes:
+      cuts: of the expanded program, one for each group.
+      rows: tensors that travel for each micro-batch -> how these cut them.
+    """
+
+    def __init__(self, expanded: Program, plan: Plan, settings: PlanSettings, rows: Mapping[Ref, Split]):
+        self.expanded, self.plan, self.rows = expanded, plan, rows
+        self.cuts = cut(expanded, plan.stage_groups)
+        groups = plan.stage_groups
+        self._of_plan = {
+            g.plan: partitioner_of(in_positions(expanded, groups, g.plan), plan.of(g), settings.but(size=len(g.ranks)))
+            for g in {g.plan: g for g in groups}.values()
+        }
+        self.meshes = [mesh_of(plan.of(g), g.ranks) for g in groups]
+
+    def levels(self, number: int) -> AxisPartitioner:
+        """What the ranks of a group would run if they had all stages."""
+        return self._of_plan[self.plan.stage_groups[number].plan]
+
+    def where(self, rank: int) -> tuple[int, tuple[int, ...]]:
+        """Number of a rank's group, and its coordinates there."""
+        number = next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
+        return number, self.meshes[number].coordinates(rank)
+
+    def part(self, number: int) -> StagePartitioner:
+        """What the ranks of a group run, with the ends of its program still there, axis by axis."""
+        program = in_positions(self.cuts[number].program, self.plan.stage_groups, self.plan.stage_groups[number].plan)
+        return StagePartitioner(self.levels(number), program, partial(self._ends, number))
+
+    def lowered(self, part: StagePartitioner, rank: int, comm: str) -> Program:
+        """What a rank runs of its group's part."""
+        number, at = self.where(rank)
+        program = map_to_ranks(part.lowered(at), self.meshes[number], rank, comm)
+        return self.levels(number).with_own_rows(program, self.expanded, at)
+
+    def _ends(self, number: int, program: Program, at: tuple[int, ...]) -> dict[str, Strategy]:
+        """How tensors come in and go out of a group's program, over the axis after these coordinates."""
+        travelling, found = self.cuts[number].keys, {}
+        for node in program.nodes:
+            if node.op == STAGE_INPUT:
+                source = int(node.attrs["source"])
+                lies = tuple(
+                    self.received(key, source, number, at)[-1] if key in travelling else B for key in node.attrs["keys"]
+                )
+                found[node.name] = Strategy((), lies, "from another stage", FIRST in lies)
+            elif node.op == STAGE_OUTPUT:
+                wanted = self.sent(str(node.attrs["key"]), number, int(node.attrs["target"]), at)[-1]
+                found[node.name] = Strategy((wanted,), (), "to another stage", wanted == FIRST)
+        return found
+
+    # -- layouts of what travels
+
+    def is_direct(self, source: int, target: int) -> bool:
+        """Whether both groups have the same mesh, and rows on it, so that coordinates correspond."""
+        return self.plan.stage_groups[source].plan == self.plan.stage_groups[target].plan
+
+    def sent(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
+        """How a tensor lies over each axis up to the one after ``at`` when it leaves the ranks of a group.
+
+        Args:
+          at: first coordinates of these ranks.
+        """
+        made = self._made(key, source, at)
+        if self.is_direct(source, target):
+            return made
+        return self._changed(key, made, self.meshes[source], at, sent_as, self._meets(key, source, target))
+
+    def received(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
+        """How a tensor lies over each axis up to the one after ``at`` when it has come to the ranks of a group."""
+        made = self._made(key, target, at)
+        if self.is_direct(source, target):
+            return made
+        return self._changed(key, made, self.meshes[target], at, received_as, True)
+
+    def parts_for(self, key: str, source: int, target: int, reader: int) -> list[Part]:
+        """What the rank at position ``reader`` of the target's mesh receives."""
+        if self.is_direct(source, target):
+            return [Part(reader, reader)] if self._holds_some(key, source, reader) else []
+        makers = self._blocks(key, source, target, source)
+        return parts(makers, self._blocks(key, source, target, target), reader)
+
+    def parts_from(self, key: str, source: int, target: int, maker: int) -> list[Part]:
+        """What the rank at position ``maker`` of the source's mesh sends."""
+        if self.is_direct(source, target):
+            return self.parts_for(key, source, target, maker)
+        found = (self.parts_for(key, source, target, reader) for reader in range(len(self.meshes[target].ranks)))
+        return [part for of_one in found for part in of_one if part.sender == maker]
+
+    def _holds_some(self, key: str, number: int, position: int) -> bool:
+        """Whether the rank at a position of a group's mesh has some of a tensor as it is made."""
+        t, at = self.type_of(key), coordinates_of(position, [a.size for a in self.meshes[number].axes])
+        return not t.is_static or block_of(static_shape(t), self._made(key, number, at[:-1]), at) is not None
+
+    def block(self, key: str, source: int, target: int, reader: int) -> tuple[Span, ...]:
+        """What the rank at position ``reader`` of the target's mesh has, once it is there."""
+        found = self._blocks(key, source, target, target)[reader]
+        assert found is not None
+        return found
+
+    def _blocks(self, key: str, source: int, target: int, number: int) -> list[tuple[Span, ...] | None]:
+        known = self._known.setdefault((key, source, target, number), [])
+        if not known:
+            mesh, t = self.meshes[number], self.type_of(key)
+            lies = self.sent if number == source else self.received
+            for at in all_coordinates([a.size for a in mesh.axes]):
+                known.append(block_of(static_shape(t), lies(key, source, target, at[:-1]), at))
+        return known
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, int, int], list[tuple[Span, ...] | None]]:
+        return {}
+
+    def _meets(self, key: str, source: int, target: int) -> bool:
+        """Whether what is made can be sent in the parts in which it lies: both ends see runs of the same size."""
+        t = self.type_of(key)
+        if not t.is_static:
+            return True
+        ends = []
+        for number, change in ((source, sent_as), (target, received_as)):
+            mesh = self.meshes[number]
+            first = (0,) * (len(mesh.axes) - 1)
+            lies = self._changed(key, self._made(key, number, first), mesh, first, change, True)
+            at = next(
+                (c for c in all_coordinates([a.size for a in mesh.axes]) if block_of(static_shape(t), lies, c)), None
+            )
+            ends.append(block_of(static_shape(t), lies, at) if at is not None else None)
+        return ends[0] is None or ends[1] is None or can_cross(ends[0], ends[1])
+
+    def _changed(self, key: str, made: Layout, mesh: Mesh, at: tuple[int, ...], change: object, keeps: bool) -> Layout:
+        t, rows = self.type_of(key), self.rows.get(self._refs[key]) if key in self._refs else None
+        found: list[Placement] = []
+        for level, p in enumerate(made):
+            here = local_type(t, found, at)
+            if isinstance(p, Split) and (not keeps or here.shape is None or here.shape[p.dim] != p.extent):
+                p = B
+            found.append(change(here, p, mesh.axes[level].size, rows.dim if rows else None))  # type: ignore[operator]
+        return tuple(found)
+
+    def _made(self, key: str, number: int, at: tuple[int, ...]) -> Layout:
+        """How a tensor is made over each axis of a group's mesh up to the one after ``at``, if the group makes all.
+
+        With as many rows as the first coordinates it is made as there, where it is of the size that is cut there.
+        """
+        levels, t = self.levels(number), self.type_of(key)
+        found: list[Placement] = []
+        for level in range(len(at) + 1):
+            p = self._made_by(key, levels.plan((0,) * level))
+            if any(at[:level]) and not (levels.has_rows_of_first(at[:level]) and _fits(p, local_type(t, found, at))):
+                p = self._made_by(key, levels.plan(at[:level]))
+            found.append(p)
+        return tuple(found)
+
+    def _made_by(self, key: str, plan: Plan) -> Placement:
+        """How a tensor is made over the axis of a plan of the whole program."""
+        if key not in self._refs:
+            return plan.returned[""][self._fetches[key]]
+        ref = self._refs[key]
+        strategy = plan.strategies[""].get(ref.node)
+        return strategy.outputs[ref.index] if strategy is not None else B
+
+    @cached_property
+    def _refs(self) -> dict[str, Ref]:
+        return {str(ref): ref for part in self.cuts for ref in part.taken}
+
+    @cached_property
+    def _fetches(self) -> dict[str, int]:
+        return {FETCH_KEY.format(i): i for part in self.cuts for i in part.fetched}
+
+    def type_of(self, key: str) -> TensorType:
+        """Type of a whole tensor that travels."""
+        if key in self._fetches:
+            return self.expanded.type_of(self.expanded.outputs[self._fetches[key]])
+        ref = self._refs[key]
+        return next(part.program.type_of(ref) for part in self.cuts if ref in part.taken)
+
+    # -- what is told
+
+    def edges(self) -> tuple[Edge, ...]:
+        """What travels between stage groups in one step, in logical bytes of all ranks together."""
+        found = []
+        for target, part in enumerate(self.cuts):
+            travelling = [(str(ref), ref, source) for ref, source in part.taken.items()]
+            for i, source in part.fetched.items():
+                travelling.append((FETCH_KEY.format(i), self.expanded.outputs[i], source))
+            for key, ref, source in travelling:
+                found.append(Edge(ref, source, target, self._bytes(key, source, target)))
+        return tuple(found)
+
+    def _bytes(self, key: str, source: int, target: int) -> int:
+        t, axes = self.type_of(key), self.meshes[target].axes
+        if not t.is_static:
+            return 0
+        lies = self.received(key, source, target, (0,) * (len(axes) - 1))
+        return t.bytes * prod(a.size for a, p in zip(axes, lies) if not isinstance(p, Split) and p != FIRST)
+
+
+def _fits(p: Placement, t: TensorType) -> bool:
+    """Whether a tensor of this type is of the size that a placement cuts."""
+    return not isinstance(p, Split) or (t.shape is not None and t.shape[p.dim] == p.extent)

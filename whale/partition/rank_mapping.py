@@ -1,0 +1,90 @@
+"""Which ranks a rank's program talks to, under which keys, and which rows of a batch it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from whale.ir.emitter import COMMUNICATOR, Emitter
+from whale.ir.layout import B, Split
+from whale.ir.mesh import AXIS, Mesh
+from whale.ir.ops import EXCHANGES
+from whale.ir.plan import BatchInput, Reshard
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Shape, TensorType
+from whale.partition.resharding import emit_reshard
+
+ROWS_OF_GROUP = "whale/rows"  # what the names begin with of nodes that cut a group's rows of a batch
+
+
+def _on_all_graphs(program: Program, change: Callable[[Node], Node]) -> Program:
+    functions = {name: body.with_nodes(tuple(map(change, body.nodes))) for name, body in program.functions.items()}
+    return program.with_nodes(tuple(map(change, program.nodes)), functions=functions)
+
+
+def mark_axis(program: Program, axis: str) -> Program:
+    """``program`` whose exchanges that are new are along ``axis``."""
+
+    def of_node(node: Node) -> Node:
+        if node.op not in EXCHANGES or AXIS in node.attrs:
+            return node
+        return replace(node, attrs={**node.attrs, AXIS: axis})
+
+    return _on_all_graphs(program, of_node)
+
+
+def map_to_ranks(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
+    """``rank``'s program with ranks in its communication ops, and keys that are those of one group's."""
+    groups: dict[object, tuple[int, ...]] = {axis.name: mesh.along(rank, axis.name) for axis in mesh.axes}
+
+    def of_node(node: Node) -> Node:
+        if node.op == "WhaleCommunicator":
+            return replace(node, attrs={**node.attrs, "rank": rank, "communicator": comm})
+        if AXIS not in node.attrs:
+            return node
+        attrs = dict(node.attrs)
+        along = attrs.pop(AXIS)
+        ranks = groups.get(along) or groups.setdefault(along, mesh.along(rank, *along))
+        attrs["key"] = f"{attrs['key']}@{'+'.join(map(str, ranks)) if len(ranks) <= 4 else f'{ranks[0]}+{ranks[1]}...'}"
+        if "peer" in attrs:
+            attrs["peer"], attrs["ranks"] = ranks[attrs["peer"]], ()
+        else:
+            attrs["ranks"] = ranks
+        return replace(node, attrs=attrs)
+
+    return _on_all_graphs(program, of_node)
+
+
+def with_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> Program:
+    """A rank's program that first compares with the others what they are about to run."""
+    attrs = {"communicator": comm, "rank": rank}
+    handle = lowered.by_name.get(COMMUNICATOR)
+    nodes = list(lowered.nodes)
+    if handle is None:
+        nodes.insert(0, Node(COMMUNICATOR, "WhaleCommunicator", (), (), attrs, (TensorType("resource", ()),), "", True))
+    said = {"key": "whale/check", "fingerprint": mark, "what": what, "ranks": ()}
+    nodes.append(Node("whale/check", "WhaleCheck", (Ref(COMMUNICATOR),), (), said, (), "", True))
+    return lowered.with_nodes(tuple(nodes), effects=(*lowered.effects, "whale/check"))
+
+
+def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Split, group: int) -> Program:
+    """``program`` that takes the whole batch input ``b`` and cuts the rows of its group.
+
+    Args:
+      groups: how the rows lie over all groups; ``group``: which one it is.
+    """
+    node = program.by_name[b.name]
+    t = whole.by_name[b.name].outputs[0]
+    emitter = Emitter(group, len(groups.sizes), "", ROWS_OF_GROUP)
+    emitter.nodes[b.name] = replace(node, attrs={**node.attrs, "shape": Shape(t.shape)}, outputs=(t,))
+    change = Reshard("", Ref(b.name), B, groups, "", 0)
+    rows = emit_reshard(emitter, change, t, lambda: Ref(b.name))
+    if rows is None or rows == Ref(b.name):
+        return program
+
+    def moved(ref: Ref) -> Ref:
+        return rows if ref == Ref(b.name) else ref
+
+    nodes = list(emitter.nodes.values())
+    nodes += [replace(n, inputs=tuple(map(moved, n.inputs))) for n in program.nodes if n.name != b.name]
+    return program.with_nodes(tuple(nodes), outputs=tuple(map(moved, program.outputs)))

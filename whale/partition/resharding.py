@@ -1,0 +1,302 @@
+"""One change of layout on one rank, from the form that the rank has to the one that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from whale.errors import LayoutError
+from whale.ir.emitter import Emitter, with_size
+from whale.ir.layout import (
+    B,
+    Broadcast,
+    FirstRank,
+    Partial,
+    PerRank,
+    Placement,
+    Split,
+    in_runs,
+    label,
+    local_shape,
+    split,
+)
+from whale.ir.ops import COLLECTIVES
+from whale.ir.plan import Reshard
+from whale.ir.program import Ref
+from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
+from whale.sharding_rules.math.linear import ROUNDS
+from whale.sharding_rules.structure.communication import RUNS
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Parts of a tensor of a global type that come to lie otherwise along a dimension; nodes begin with ``name``."""
+
+    name: str
+    source: Ref
+    type: TensorType
+    have: Split
+    want: Split
+
+    def common(self, owner: int, to: int) -> tuple[int, int]:
+        """What a rank has that another one wants: the first position, and one past the last."""
+        mine, theirs = self.have.span(owner), self.want.span(to)
+        return max(mine[0], theirs[0]), min(mine[1], theirs[1])
+
+    def piece(self, count: int) -> TensorType:
+        """The type of so many positions."""
+        return TensorType(self.type.dtype, with_size(self.type, self.have.dim, count))
+
+
+def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
+    """Nodes of one reshard on one rank; the tensor in its new form, None where this rank does not have it.
+
+    Args:
+      t: global type of the tensor.
+      source: gives the tensor in its old form (None on ranks that lack an ``O`` tensor).
+
+    Raises:
+      LayoutError: no form of this change exists.
+    """
+    if e.size == 1:
+        return source()  # the first rank is all ranks
+    name = reshard_name(e.prefix, r.ref, r.target)
+    have, want = r.source, r.target
+    if in_runs(have) or in_runs(want):
+        return _by_runs(e, name, r, t, source)
+    local = source()
+    if isinstance(have, FirstRank):
+        return _from_first(e, name, local, r, t)
+    assert local is not None, r
+    if isinstance(have, PerRank) and isinstance(want, Partial):
+        return e.weighted(name, local, t, have.share(e.rank))
+    if isinstance(want, PerRank) and isinstance(have, Partial):
+        share = want.share(e.rank)
+        return e.weighted(name, local, t, 1 / share if share else 0.0)
+    if isinstance(want, FirstRank):
+        return local if e.rank == 0 else None
+    if isinstance(have, Broadcast):
+        if isinstance(want, Split):
+            return e.cut(name, local, t, want)
+        assert isinstance(want, Partial)
+        return local if e.rank == 0 else e.fill(name, local, t, want.op)
+    if isinstance(have, Split):
+        if isinstance(want, Partial):
+            return e.pad(name, local, t, have, want.op)
+        if isinstance(want, Broadcast):
+            return e.all_gather(name, local, t, have, r.key)
+        assert isinstance(want, Split)
+        if want.dim == have.dim:
+            return move_shares(e, name, r.key, [Move(name, local, t, have, want)])[0]
+        attrs = {
+            "key": r.key,
+            "split_axis": want.dim,
+            "split_sizes": want.sizes,
+            "concat_axis": have.dim,
+            "concat_sizes": have.sizes,
+        }
+        return e.comm_op(
+            name, "WhaleAllToAll", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
+        )
+    assert isinstance(have, Partial)
+    if isinstance(want, Broadcast):
+        return e.all_reduce(name, (local,), (t,), r, r.key)
+    if isinstance(want, Split):
+        if r.wire_dtype:
+            return _scattered_rounded(e, name, local, t, want, r)
+        attrs = {"key": r.key, "reduction": have.op, "axis": want.dim, "sizes": want.sizes}
+        return e.comm_op(
+            name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
+        )
+    raise LayoutError(
+        "no single reshard does this change",
+        op=str(r.ref),
+        given=f"{have} -> {want}",
+        expected="a change by way of B",
+        action="make the plan again",
+    )
+
+
+def _scattered_rounded(e: Emitter, name: str, local: Ref, t: TensorType, want: Split, r: Reshard) -> Ref:
+    """A sum of which each rank gets its part: parts are rounded to 16 bits, sent to their rank, and added there."""
+    shape, wire = static_shape(t), r.wire_dtype
+    to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False, ROUNDS: True}
+    rounded = e.add(f"{name}/rounded", "Cast", (local,), to_wire, (TensorType(wire, shape),))
+    lifted = TensorType(wire, (1, *shape))
+    source = e.reshape(f"{name}/lifted", rounded, wire, (1, *shape))
+    attrs = {
+        "key": r.key,
+        "split_axis": want.dim + 1,
+        "split_sizes": want.sizes,
+        "concat_axis": 0,
+        "concat_sizes": (1,) * e.size,
+    }
+    mine = static_shape(TensorType(t.dtype, local_shape(shape, want, e.rank)))
+    parts = (TensorType(wire, (e.size, *mine)),)
+    got = e.comm_op(f"{name}/parts", "WhaleAllToAll", (source,), lifted, attrs, parts)
+    from_wire = {"SrcT": DType(wire), "DstT": DType(t.dtype), "Truncate": False}
+    wide = e.add(f"{name}/widened", "Cast", (got,), from_wire, (TensorType(t.dtype, (e.size, *mine)),))
+    operands = (wide, e.const(f"{name}/first", np.array([0], np.int32)))
+    summed = {"T": DType(t.dtype), "Tidx": DType("int32"), "keep_dims": False}
+    return e.add(name, "Sum", operands, summed, (TensorType(t.dtype, mine),))
+
+
+def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
+    """A change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
+    have, want = r.source, r.target
+    if isinstance(have, Split) and isinstance(want, Split) and have.dim == want.dim:
+        whole = emit_reshard(e, replace(r, target=B), t, source)
+        return emit_reshard(e, replace(r, source=B), t, lambda: whole)
+    runs_of = {p.dim: p.blocks for p in (have, want) if isinstance(p, Split) and p.blocks > 1}
+    cut = {p.dim: p.extent for p in (have, want) if isinstance(p, Split)}  # known of branches' results, too
+    known = None if t.shape is None else tuple(cut.get(dim, size) for dim, size in enumerate(t.shape))
+    whole_shape = static_shape(replace(t, shape=known))
+    shape: tuple[int, ...] = ()
+    place: list[int] = []  # of each dimension in the view; of runs, that of what is in one
+    for dim, size in enumerate(whole_shape):
+        shape += (runs_of[dim], size // runs_of[dim]) if dim in runs_of else (size,)
+        place.append(len(shape) - 1)
+    view = TensorType(t.dtype, shape)
+    have_at, want_at = (split(place[p.dim], p.sizes) if isinstance(p, Split) else p for p in (have, want))
+    local = source()
+    # The tensor may be such a view itself, of another axis.
+    runs = "runs" if e.prefix == "whale" else f"{e.prefix.replace('/', '_')}_runs"
+    if local is not None:
+        local = e.reshape(f"{name}/{runs}", local, t.dtype, local_shape(shape, have_at, e.rank))
+    inner = replace(r, ref=Ref(f"{r.ref.node}/{runs}", r.ref.index), source=have_at, target=want_at)
+    before = set(e.nodes)
+    got = emit_reshard(e, inner, view, lambda: local)
+    if len(runs_of) == 1:
+        seen_as = next(iter(runs_of.items()))
+        for node in [n for n in e.nodes.values() if n.name not in before and n.op in COLLECTIVES]:
+            e.nodes[node.name] = replace(node, attrs={**node.attrs, RUNS: seen_as})
+    return None if got is None else e.reshape(name, got, t.dtype, local_shape(whole_shape, want, e.rank))
+
+
+def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:
+    want: Placement = r.target
+    if isinstance(want, FirstRank):
+        return local
+    if isinstance(want, Split) and t.is_static:
+        return e.scatter(name, local, t, want, r.key)
+    if local is None:
+        local = e.const(name + "/nothing", np.zeros((0,), numpy_dtype(t.dtype)))
+    attrs = {"key": r.key, "root": 0, "N": 1, "shapes": (Shape(t.shape),)}
+    if isinstance(want, Partial) and t.is_static:
+        return local if e.rank == 0 else e.fill(name, local, t, want.op)
+    whole = e.comm_op(name, "WhaleBroadcast", (local,), t, attrs, (t,))
+    if isinstance(want, Split):
+        return e.cut(name + "/cut", whole, t, want)
+    if isinstance(want, Partial):
+        return whole if e.rank == 0 else e.fill(name + "/fill", whole, t, want.op)
+    return whole
+
+
+def emit_fused(
+    e: Emitter, name: str, members: Sequence[Reshard], sources: Sequence[Ref], types: Sequence[TensorType]
+) -> None:
+    """Changes of several tensors that travel together; ``fused_result`` says where each is then."""
+    if isinstance(members[0].source, Partial):
+        e.all_reduce(name, sources, types, members[0], name)
+        return
+    moves = [
+        Move(reshard_name(e.prefix, r.ref, r.target), source, t, r.source, r.target)
+        for r, source, t in zip(members, sources, types)
+        if isinstance(r.source, Split) and isinstance(r.target, Split)
+    ]
+    for move, found in zip(moves, move_shares(e, name, name, moves)):
+        if found.node != move.name:
+            t = TensorType(move.type.dtype, local_shape(move.type.shape, move.want, e.rank))
+            e.add(move.name, "Identity", (found,), {"T": DType(t.dtype)}, (t,))
+
+
+def move_shares(e: Emitter, name: str, key: str, moves: Sequence[Move]) -> list[Ref]:
+    """Shares of one dimension under other sizes, or with neighbours' indices: each rank gets what it lacks.
+
+    What a rank sends another one of all tensors, which are of one type, is one message.
+    """
+    for peer in range(e.size):
+        sent = [(m, m.common(e.rank, peer)) for m in moves if peer != e.rank]
+        pieces = [
+            (_slice(e, f"{m.name}/to_{peer}", m, low, high), m.piece(high - low))
+            for m, (low, high) in sent
+            if low < high
+        ]
+        if pieces:
+            piece = pieces[0][0] if len(pieces) == 1 else _packed(e, f"{name}/to_{peer}", pieces)
+            attrs = {"key": f"{key}/{e.rank}to{peer}", "peer": peer}
+            e.comm_op(f"{name}/send_{peer}", "WhaleSend", (piece,), moves[0].type, attrs, ())
+    found: list[list[Ref]] = [[] for _ in moves]
+    for peer in range(e.size):
+        got = [(i, m, *m.common(peer, e.rank)) for i, m in enumerate(moves)]
+        got = [one for one in got if one[2] < one[3]]
+        if peer == e.rank:
+            for i, m, low, high in got:
+                found[i].append(_slice(e, f"{m.name}/kept", m, low, high))
+        elif got:
+            shapes = [m.piece(high - low) for _, m, low, high in got]
+            whole = shapes[0] if len(got) == 1 else TensorType(shapes[0].dtype, (sum(t.elements for t in shapes),))
+            attrs = {"key": f"{key}/{peer}to{e.rank}", "peer": peer, "shape": Shape(whole.shape)}
+            received = e.comm_op(f"{name}/recv_{peer}", "WhaleRecv", (), whole, attrs, (whole,))
+            names = [f"{m.name}/from_{peer}" for _, m, _, _ in got]
+            parts = [received] if len(got) == 1 else _unpacked(e, names, received, whole, shapes)
+            for (i, *_), part in zip(got, parts):
+                found[i].append(part)
+    return [_joined(e, m, pieces) for m, pieces in zip(moves, found)]
+
+
+def _slice(e: Emitter, name: str, m: Move, low: int, high: int) -> Ref:
+    return e.rows(name, m.source, m.type, m.have.dim, low - m.have.span(e.rank)[0], high - low)
+
+
+def _packed(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Ref:
+    """Tensors behind each other, as one vector."""
+    flat = [e.reshape(f"{name}/flat_{i}", p, t.dtype, (t.elements,)) for i, (p, t) in enumerate(pieces)]
+    operands = (*flat, e.const(e.part(name, "axis"), np.array(0, np.int32)))
+    dtype = pieces[0][1].dtype
+    kinds = {"T": DType(dtype), "Tidx": DType("int32"), "N": len(flat)}
+    return e.add(name, "ConcatV2", operands, kinds, (TensorType(dtype, (sum(t.elements for _, t in pieces),)),))
+
+
+def _unpacked(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shapes: Sequence[TensorType]) -> list[Ref]:
+    """The tensors of ``_packed``."""
+    found, first = [], 0
+    for name, shape in zip(names, shapes):
+        flat = e.rows(f"{name}/flat", vector, t, 0, first, shape.elements)
+        found.append(e.reshape(name, flat, shape.dtype, static_shape(shape)))
+        first += shape.elements
+    return found
+
+
+def _joined(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
+    """What a rank has of a tensor, of what it kept and got."""
+    out = TensorType(m.type.dtype, local_shape(m.type.shape, m.want, e.rank))
+    if not pieces:
+        return e.const(m.name, np.zeros(static_shape(out), numpy_dtype(out.dtype)))
+    if len(pieces) == 1:
+        return pieces[0]
+    operands = (*pieces, e.const(e.part(m.name, "axis"), np.array(m.have.dim, np.int32)))
+    kinds = {"T": DType(out.dtype), "Tidx": DType("int32"), "N": len(pieces)}
+    return e.add(m.name, "ConcatV2", operands, kinds, (out,))
+
+
+def fused_result(prefix: str, r: Reshard, place: int) -> Ref:
+    """The tensor of ``r`` in its new form, where it travels at a place of a group."""
+    whole = isinstance(r.source, Partial)
+    return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(reshard_name(prefix, r.ref, r.target))
+
+
+def reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
+    """Name of the node that has ``ref`` as ``target``."""
+    text = f"{ref.node}_{ref.index}_to_{label(target)}"
+    return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
+
+
+def is_joint(r: Reshard) -> bool:
+    """Whether all ranks have to take part in the change, those too that do not need its result."""
+    have, want = type(r.source), type(r.target)
+    if PerRank in (have, want):
+        return False
+    return have is not Broadcast and want is not FirstRank and not (have is Split and want is Partial)

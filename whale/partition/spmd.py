@@ -1,0 +1,445 @@
+"""Partitions a program over one axis, as GSPMD does: each rank runs the same program on its shards (SPMD).
+
+One rank's program has local shapes, local constants, and communication ops where a layout changes. No TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from whale.errors import PlanError
+from whale.ir.emitter import Emitter
+from whale.ir.layout import FIRST, B, Broadcast, Partial, Placement, Split, Strategy, local_shape
+from whale.ir.ops import EXCHANGES, HAS_BODIES, LOOPS
+from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
+from whale.ir.program import Node, Program, Ref, Variable, topological
+from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, static_shape
+from whale.partition.embedding import RowExchanges, emit_sums, sums_of, without_owners
+from whale.partition.local_indices import emit_window, emit_zeroed
+from whale.partition.resharding import emit_fused, emit_reshard, fused_result, is_joint
+from whale.partition.ring_attention import emit_attention
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import OWNED, UNCHANGED, Local, as_whole
+from whale.sharding_rules.embedding import SUMS_BY_ID, is_owned
+from whale.sharding_rules.empty import known_outputs
+from whale.sharding_rules.graph import USE, called_functions, handles_lists, recreatable, view
+from whale.sharding_rules.nn.attention import RINGS
+
+_ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
+_WHOLE = frozenset({Broadcast})
+_OTHERWISE = HAS_BODIES | RINGS | {SUMS_BY_ID}  # what a rank runs in their place is not what stands in the program
+_TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables of linear congruential generators", 1999)
+
+
+def partition_for_rank(
+    program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale"
+) -> Program:
+    """Makes the program that ``rank`` runs: local shapes and constants, communication where a layout changes.
+
+    Args:
+      program: the expanded program that ``plan`` was made for.
+      comm: name of the communicator (see whale_ops).
+      what: how a person would call this run; used when ranks turn out to run different things. None: they do not check.
+      prefix: of the names of what is added.
+
+    Raises:
+      PlanError: the plan lacks a strategy or a reshard.
+    """
+    functions: dict[str, Program] = {}
+    talks: set[str] = set()
+    for name, body in _callees_first(program):
+        lowered, communicates = _RankPartitioner(body, name, plan, rank, comm, talks, prefix).run(None)
+        functions[name] = lowered
+        if communicates:
+            talks.add(name)
+    bodies = {node.attrs["body"].name for node in program.nodes if node.op in RINGS}
+    for name, body in program.functions.items():  # called by ops that run on the first rank, or not at all: unchanged
+        if name not in bodies:
+            functions.setdefault(name, body)
+    lowered, _ = _RankPartitioner(program, "", plan, rank, comm, talks, prefix).run(what)
+    return replace(lowered, functions=functions)
+
+
+def _callees_first(program: Program) -> list[tuple[str, Program]]:
+    order: list[str] = []
+
+    def visit(body: Program) -> None:
+        for node in body.nodes:
+            if node.op in HAS_BODIES:
+                for func in called_functions(node):
+                    if func.name in program.functions and func.name not in order:
+                        visit(program.functions[func.name])
+                        order.append(func.name)
+
+    visit(program)
+    return [(name, program.functions[name]) for name in order]
+
+
+class _RankPartitioner:
+    """Lowers one graph for one rank."""
+
+    def __init__(
+        self, program: Program, graph: str, plan: Plan, rank: int, comm: str, talks: set[str], prefix: str = "whale"
+    ):
+        if graph not in plan.strategies:
+            # Only called by something that runs on the first rank: it stays as it is.
+            strategies: Mapping[str, Strategy] = {
+                n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "called from the first rank")
+                for n in program.nodes
+            }
+        else:
+            strategies = plan.strategies[graph]
+        self.program, self.graph, self.plan, self.rank, self.talks = program, graph, plan, rank, talks
+        self.strategies = strategies
+        self.emitter = Emitter(rank, plan.size, comm, prefix)
+        self.rows = RowExchanges(self.emitter, program, strategies, plan, graph)
+        self.local: dict[tuple[Ref, Placement], Ref | None] = {}
+        self.whole: set[Ref] = set()  # of nodes whose operands and results are; they are not in ``local``
+        self.grouped: dict[int, list[Ref | None]] = {}
+
+    def run(self, what: str | None) -> tuple[Program, bool]:
+        for node in self.program.nodes:
+            self._node(node)
+        outputs = tuple(self._output(r, i) for i, r in enumerate(self.program.outputs))
+        self._emit_groups()
+        self.rows.finish()
+        self._take_part()
+        self._scatter_in_time()
+        effects = [n for n in self.program.effects if n in self.emitter.nodes]
+        effects += self._unread(outputs, effects)
+        if what is not None and self.plan.size > 1:
+            effects.append(emit_check(self.emitter, self.plan.fingerprint, what))
+        nodes = tuple(map(without_owners, topological(self.emitter.nodes)))
+        communicates = self.emitter.communicates
+        held = [v for v in self.program.variables if v.node in self.emitter.nodes]
+        variables = tuple(_part_of(v, self.strategies[v.node], self.rank) for v in held)
+        result = Program(self.program.name, nodes, self.program.inputs, variables, outputs, tuple(effects))
+        return result, communicates
+
+    def _local_shape(self, t: TensorType, placement: Placement) -> Dims | None:
+        return local_shape(t.shape, placement, self.rank)
+
+    def _scatter_in_time(self) -> None:
+        """Weights that are gathered at use wait for gradients to be scattered, as for a product (see passes.uses).
+
+        Otherwise whole gradients pile up where products are faster than communication. An edge goes forward in the
+        order of the program, which is the same on all ranks.
+        """
+        position = {node.name: i for i, node in enumerate(self.program.nodes)}
+        paced = [n for n in self.program.nodes if n.op == "Identity" and n.controls and USE in n.attrs]
+        scattered = sorted(
+            (position[r.ref.node], found.node)
+            for r in (self.plan.reshards if paced else ())
+            if r.graph == self.graph and isinstance(r.source, Partial) and isinstance(r.target, Split)
+            if (found := self.local.get((r.ref, r.target))) is not None
+        )
+        for node in sorted(paced, key=lambda n: position[n.controls[0]]):
+            before = [name for at, name in scattered if at < position[node.controls[0]]]
+            scattered = scattered[len(before) :]
+            lowered = self.emitter.nodes.get(node.name)
+            if lowered is not None and before:
+                self.emitter.nodes[node.name] = replace(lowered, controls=(*lowered.controls, *before))
+
+    def _take_part(self) -> None:
+        """Emits the collectives whose results only other ranks read: an empty share here, a reader that runs once."""
+        for r in self.plan.reshards:
+            if r.graph == self.graph and r.group < 0 and (r.ref, r.target) not in self.local and is_joint(r):
+                if self.program.type_of(r.ref).dtype not in UNMOVABLE:
+                    self.get(r.ref, r.target)
+
+    def _unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
+        """Communication that nothing which surely runs depends on; it has to run all the same."""
+        # Results of a body may not be read by its caller, so they keep nothing alive there.
+        read = [r.node for r in outputs if self.graph == ""]
+        return unread_communication(self.emitter.nodes, read, effects, self._talks)
+
+    def _talks(self, node: Node) -> bool:
+        """Whether it is a loop or branch with communication inside."""
+        if node.op not in HAS_BODIES:
+            return False
+        return any(func.name in self.talks for func in called_functions(node))
+
+    # -- tensors
+
+    def get(self, ref: Ref, wanted: Placement) -> Ref | None:
+        """``ref`` as ``wanted`` on this rank; None when this rank does not have it."""
+        if type(wanted) is Broadcast and ref in self.whole:
+            return ref
+        key = (ref, wanted)
+        if key in self.local:
+            return self.local[key]
+        r = self.plan.reshard_of.get((self.graph, ref, wanted))
+        if r is None:
+            raise PlanError(
+                "the plan lacks a reshard",
+                op=str(ref),
+                given=f"wanted as {wanted}",
+                expected="a reshard or a producer that yields it",
+                action="make the plan again",
+            )
+        producer = self.program.by_name[ref.node]
+        t = producer.outputs[ref.index]
+        found: Ref | None
+        if t.dtype in UNMOVABLE and wanted != FIRST:
+            found = self._recreate(producer, ref, wanted)
+        elif r.group >= 0:
+            found = fused_result(self.emitter.prefix, r, self.plan.place_in_group[r.group, r.key])
+        else:
+            found = emit_reshard(self.emitter, r, t, lambda: self.get(ref, r.source))
+        self.local[key] = found
+        return found
+
+    def _recreate(self, producer: Node, ref: Ref, wanted: Placement) -> Ref:
+        """An empty TensorList, made anew for elements of another placement."""
+        if not recreatable(self.program, ref):
+            raise PlanError(
+                "a tensor that cannot be sent would have to be",
+                op=str(ref),
+                given=f"{producer.op}, wanted as {wanted}",
+                expected="a placement that it has",
+                action="report the program; `WHALE_DUMP=dir` writes it",
+            )
+        strategy = Strategy((B,) * len(producer.inputs), (wanted,) * len(producer.outputs), "made anew")
+        name = f"{producer.name}/as_{''.join(c if c.isalnum() else '_' for c in str(wanted))}"
+        self._emit(producer, strategy, name)
+        return Ref(name, ref.index)
+
+    def _emit_groups(self) -> None:
+        done: set[int] = set()
+        for r in self.plan.reshards:
+            if r.graph != self.graph or r.group < 0 or r.group in done:
+                continue
+            done.add(r.group)
+            members = self.plan.groups[r.group]
+            sources = [self.get(m.ref, m.source) for m in members]
+            types = [self.program.type_of(m.ref) for m in members]
+            name = f"{self.emitter.prefix}/group_{r.group}"
+            emit_fused(self.emitter, name, members, [s for s in sources if s is not None], types)
+
+    def _output(self, ref: Ref, i: int) -> Ref:
+        returned = self.plan.returned.get(self.graph)
+        wanted = returned[i] if returned is not None else B
+        found = self.get(ref, wanted)
+        if found is None:
+            t = self.program.type_of(ref)
+            if t.dtype != "string":
+                raise PlanError(
+                    "a value that only the first rank has, and that cannot be sent, is fetched",
+                    op=str(ref),
+                    given=str(t),
+                    expected="a tensor or a string",
+                    action="fetch it on a run of one process",
+                )
+            found = self.emitter.const(f"whale/absent_{i}", np.array(b"", object))
+        return found
+
+    # -- nodes
+
+    def _node(self, node: Node) -> None:
+        strategy = self.strategies[node.name]
+        if _is_plain(strategy) and node.op not in _OTHERWISE:  # most are: optimizers, whole tensors
+            if self.whole.issuperset(node.inputs) and not any(map(self._absent, node.controls)):
+                self.emitter.nodes[node.name] = node
+            else:
+                self._emit(node, strategy, node.name)
+            self.whole.update(node.refs())
+            return
+        for ref, placement in zip(node.refs(), strategy.outputs):
+            self.local[(ref, placement)] = ref
+        if strategy.once and self.rank != 0:
+            for ref, placement in zip(node.refs(), strategy.outputs):
+                self.local[(ref, placement)] = None
+            return
+        if node.op in RINGS:
+            self._go_round(node, strategy)
+        else:
+            self._emit(node, strategy, node.name)
+
+    def _go_round(self, node: Node, strategy: Strategy) -> None:
+        """What stands in the place of an attention whose keys and values go round."""
+        operands = [self.get(ref, placement) for ref, placement in zip(node.inputs, strategy.inputs)]
+        types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+        body = self.program.functions[node.attrs["body"].name]
+        found = emit_attention(self.emitter, node, body, strategy, [r for r in operands if r is not None], types)
+        self.local.update({(Ref(node.name, i), p): found[i] for i, p in enumerate(strategy.outputs)})
+
+    def _emit(self, node: Node, strategy: Strategy, name: str) -> None:
+        e = self.emitter
+        if node.op == SUMS_BY_ID:
+            self.local[Ref(node.name, 1), strategy.outputs[1]] = Ref(sums_of(e, node.name))
+        spread = any(type(p) is Split or type(p) is Partial for p in strategy.inputs + strategy.outputs)
+        if not spread and name == node.name and node.op != SUMS_BY_ID and self._unchanged(node, strategy):
+            e.nodes[name] = node
+            return
+        control_flow = node.op in HAS_BODIES
+        edit: Local = UNCHANGED
+        handle = self.program.variable_of.get(node.name)
+        if spread and not control_flow and node.op not in _ENDS and not handles_lists(node) and handle is None:
+            op = view(self.program, node, self.plan.size)
+            if not node.stateful:
+                known = known_outputs(op, strategy, self.rank, self.plan.micro_batches > 1)
+                values = [value for value in known if value is not None]
+                if values and len(values) == len(known):
+                    self._constants(node, strategy, values)
+                    return
+            rule = rule_of(node.op)
+            assert rule is not None, node.op
+            edit = rule.localize(op, _as_whole(strategy), self.rank)
+        inputs = []
+        for i, (ref, placement) in enumerate(zip(node.inputs, strategy.inputs)):
+            if i in edit.consts:
+                inputs.append(e.const(f"{name}/whale_operand_{i}", edit.consts[i]))
+                continue
+            found = self.get(ref, placement)
+            assert found is not None, (node.name, ref, placement)
+            if i in edit.added:
+                operand = f"{name}/{e.prefix}_operand_{i}"  # a rank's seed is moved once more in its micro-batches
+                t = self.program.type_of(ref)
+                both = (found, e.const(f"{operand}/added", seed_of_rank(edit.added[i], self.plan.in_time)))
+                found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
+            if i in edit.moved:
+                operand = f"{name}/{e.prefix}_from_first_{i}"
+                t = self._local_type(self.program.type_of(ref), placement)
+                both = (found, e.const(f"{operand}/offset", edit.moved[i]))
+                found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
+            inputs.append(found)
+        inside = None
+        if edit.window is not None:
+            types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+            inside = emit_window(e, f"{name}/{e.prefix}_window", edit.window, inputs, types)
+        outputs = tuple(self._local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
+        if OWNED in node.attrs and is_owned(view(self.program, node, self.plan.size), strategy):
+            outputs = node.outputs  # as many rows as this rank has of them
+        attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
+        if node.op == "Placeholder" and spread and handle is None:
+            attrs = {**attrs, "shape": Shape(outputs[0].shape)}
+        if node.op == "VarHandleOp" and spread and handle is not None:
+            attrs = {**attrs, "shape": Shape(self._local_shape(handle.type, strategy.outputs[0]))}
+        op_type = edit.op or node.op
+        if control_flow and not strategy.once:
+            attrs, op_type = self._control_flow(node, outputs, attrs)
+        controls = tuple(c for c in node.controls if not self._absent(c))
+        lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful)
+        if edit.route is not None:
+            assert rule is not None
+            self.rows.emit(node, edit.route, lowered, self.get, rule.exchanged_bytes(op, strategy))
+        elif node.op == SUMS_BY_ID:
+            types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+            emit_sums(e, name, inputs[0], inputs[1], types[0], types[1])
+        elif inside is not None and edit.window is not None and edit.window.masked == -1:
+            found_in = replace(lowered, name=f"{name}/{e.prefix}_found")
+            e.nodes[found_in.name] = found_in
+            indices = types[edit.window.indices]
+            if edit.window.column is not None:
+                indices = TensorType(indices.dtype, static_shape(indices)[:-1])
+            emit_zeroed(e, name, edit.window, Ref(found_in.name), outputs[0], inside, indices)
+        elif edit.divide_by is not None:
+            e.then(lowered, "whale_sum", "RealDiv", "whale_count", np.array(edit.divide_by))
+        elif edit.plus is not None:
+            e.then(lowered, "whale_here", "AddV2", "whale_elsewhere", edit.plus)
+        else:
+            e.nodes[name] = lowered
+
+    def _unchanged(self, node: Node, strategy: Strategy) -> bool:
+        """Whether this rank runs the node as it stands in the program."""
+        if node.op in HAS_BODIES or any(map(self._absent, node.controls)):
+            return False
+        return all(self.get(r, p) == r for r, p in zip(node.inputs, strategy.inputs))
+
+    def _absent(self, name: str) -> bool:
+        return self.rank != 0 and self.strategies[name].once
+
+    def _constants(self, node: Node, strategy: Strategy, values: Sequence[np.ndarray]) -> None:
+        """This rank's share is empty: its results are constants and no kernel sees zero rows."""
+        for i, (ref, value) in enumerate(zip(node.refs(), values)):
+            name = node.name if i == 0 else f"{node.name}/whale_output_{i}"
+            const = self.emitter.const(name, value)
+            self.local[(ref, strategy.outputs[i])] = const
+        controls = tuple(c for c in node.controls if not self._absent(c))
+        if controls:
+            self.emitter.nodes[node.name] = replace(self.emitter.nodes[node.name], controls=controls)
+
+    def _local_type(self, t: TensorType, placement: Placement) -> TensorType:
+        if t.dtype in UNMOVABLE or type(placement) is not Split:
+            return t  # a list's placement is that of its elements
+        return TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
+
+    def _control_flow(
+        self, node: Node, outputs: tuple[TensorType, ...], attrs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], str]:
+        changed = dict(attrs)
+        changed["output_shapes"] = tuple(Shape(t.shape) for t in outputs)
+        if self._talks(node):
+            # Communication makes it stateful, and iterations must reach it in one order on all ranks.
+            self.emitter.communicates = True
+            if node.op in LOOPS:
+                changed["parallel_iterations"] = 1
+            return changed, node.op.removeprefix("Stateless")
+        return changed, node.op
+
+
+def _is_plain(strategy: Strategy) -> bool:
+    """Whether all lies whole on all ranks."""
+    return not strategy.once and _WHOLE.issuperset(map(type, strategy.inputs + strategy.outputs))
+
+
+def _part_of(variable: Variable, strategy: Strategy, rank: int) -> Variable:
+    """What a rank holds of it."""
+    (placement,) = strategy.outputs
+    return replace(variable, type=TensorType(variable.type.dtype, local_shape(variable.type.shape, placement, rank)))
+
+
+def _as_whole(strategy: Strategy) -> Strategy:
+    """To a rank, a value of its own is a whole tensor."""
+    inputs, outputs = map(as_whole, strategy.inputs), map(as_whole, strategy.outputs)
+    return replace(strategy, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def unread_communication(
+    nodes: Mapping[str, Node],
+    read: Sequence[str],
+    effects: Sequence[str] = (),
+    talks: Callable[[Node], bool] = lambda node: False,
+) -> list[str]:
+    """Communication that nothing of ``read`` or ``effects`` depends on: what it brings, or gives, other ranks read.
+
+    Args:
+      talks: whether a node is a loop or branch with communication inside. Such nodes belong to the result unless they
+        are effects: TensorFlow runs what a branch does beside its results only if somebody waits for the whole branch.
+    """
+    live: set[str] = set()
+
+    def mark(stack: list[str]) -> None:
+        while stack:
+            name = stack.pop()
+            if name not in live:
+                live.add(name)
+                node = nodes[name]
+                stack.extend([before for before, _ in node.inputs if before not in live])
+                stack.extend(node.controls)
+
+    mark([*read, *effects])
+    added = []
+    for name in reversed([n for n, node in nodes.items() if node.op in EXCHANGES or talks(node)]):
+        if name not in live:
+            added.append(name)
+            mark([name])
+        elif name not in effects and talks(nodes[name]):
+            added.append(name)
+    return added
+
+
+def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
+    """The node by which ranks find out that they run different things."""
+    attrs = {"key": "whale/check", "fingerprint": fingerprint, "what": what, "ranks": ()}
+    return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
+
+
+def seed_of_rank(value: np.ndarray, in_time: bool) -> np.ndarray:
+    """What is added to a seed for a rank's stream; those of micro-batches are others."""
+    with np.errstate(over="ignore"):
+        return value * np.array(_TIME_STREAM, value.dtype) if in_time else value

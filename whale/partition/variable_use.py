@@ -1,0 +1,56 @@
+"""What a program under a plan does with its variables: on which ranks each is used, written and held in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from whale.ir.mesh import Tiles, mesh_of, tiles_of
+from whale.ir.ops import READS
+from whale.ir.plan import Plan, StageGroup
+from whale.ir.program import Program
+from whale.passes.in_time.stage_groups import cut
+
+
+@dataclass(frozen=True, slots=True)
+class VariableUse:
+    """What a program does with one variable: on which ranks, and whether it writes.
+
+    ``place`` are the ranks in the order of the one stage that has it, or of the axes of the mesh over which it lies
+    split: groups of those that have the parts between them, in order of the parts. Empty: all ranks in their own order.
+    ``tiles`` says how it lies split; None: it does not.
+    """
+
+    ranks: frozenset[int]
+    writes: bool
+    place: tuple[int, ...] = ()
+    tiles: Tiles | None = None
+
+
+def uses_of(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
+    """Which ranks use each variable, and whether it is written, by handle node; of those that not all hold alike."""
+    written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
+    uses = {}
+    if not plan.stage_groups:
+        everyone = tuple(range(plan.ranks))
+        for name, (tiles, order) in _lying(plan, everyone).items():
+            place = order if order != everyone else ()
+            uses[name] = VariableUse(frozenset(everyone), name in written, place, tiles)
+        return uses
+    found: dict[str, list[StageGroup]] = {}
+    for group, part in zip(plan.stage_groups, cut(expanded, plan.stage_groups)):
+        for variable in part.program.variables:
+            found.setdefault(variable.node, []).append(group)
+    lying = {group: _lying(plan.of(group), group.ranks) for group in plan.stage_groups}
+    for name, groups in found.items():
+        one = groups[0] if len(groups) == 1 else None
+        divided, place = lying[one].get(name, (None, one.ranks)) if one else (None, ())
+        uses[name] = VariableUse(frozenset(r for g in groups for r in g.ranks), name in written, place, divided)
+    return uses
+
+
+def _lying(plan: Plan, ranks: tuple[int, ...]) -> dict[str, tuple[Tiles, tuple[int, ...]]]:
+    """The tiles of the variables that a plan's own axes divide over ranks, by handle node, and the ranks in an order in
+    which those that have a variable's tiles between them are next to each other."""
+    mesh, found = mesh_of(plan, ranks), tiles_of(replace(plan, others=()))
+    orders = {axes: mesh.with_last(*axes) for axes in dict.fromkeys(tiles.axes for tiles in found.values())}
+    return {name: (tiles, orders[tiles.axes]) for name, tiles in found.items()}

@@ -1,0 +1,226 @@
+"""Whether a plan is legal for its program and can be carried out, from these and the rules alone.
+
+What comes out of a file is proved before any of it is lowered for use: its sizes, the layout of every operation, the
+messages and collectives of all ranks' programs, and that no ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+
+from whale.errors import PlanError, WhaleError
+from whale.ir.layout import Split
+from whale.ir.ops import EXCHANGES, POINT_TO_POINT
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program
+from whale.partition.lower import lower_ranks
+from whale.passes.normalize.inline import inline
+from whale.passes.pass_manager import CHECKS
+from whale.passes.plan_builder import expand
+from whale.passes.settings import PlanSettings
+
+_Moment = tuple[int, str, str]  # rank, node, which of these two; what is no exchange only ends
+_BEGINS, _ENDS = "begins", "ends"
+# What code that trusts its plan raises for one that contradicts itself.
+CONTRADICTIONS = (
+    LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError, StopIteration,
+)  # fmt: skip
+
+
+def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path: str) -> list[Program]:
+    """The programs of all ranks under a plan that was read from a file.
+
+    Raises:
+      PlanError: the plan is not legal for the program, or cannot be carried out; says all that was found.
+    """
+    programs: list[Program] = []
+    try:
+        found = illegal(program, plan, settings)
+        if not found:
+            programs = [inline(one) for one in lower_ranks(program, plan, settings, range(plan.ranks))]
+            found = check_exchanges(programs) or check_waits(programs)
+    except PlanError as error:
+        found = [in_a_line(error)]
+    except CONTRADICTIONS as error:
+        found = [f"it contradicts itself ({type(error).__name__}: {error})"]
+    if found:
+        raise PlanError(
+            "the saved plan is not legal for its program",
+            op=program.name,
+            given=path,
+            found="; ".join(found),
+            expected="a plan as `whale plan -o FILE` wrote it, for the same script",
+            action="make the plan again with `whale plan`",
+        )
+    return programs
+
+
+def illegal(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
+    """What of a plan is not legal for a program, as far as its own text says."""
+    found = check_sizes(program, plan) + check_stage_groups(plan)
+    return found or check_layouts(program, plan, settings)
+
+
+def in_a_line(error: WhaleError) -> str:
+    """What a problem is, without what to do about it."""
+    return "; ".join([error.message, *(f"{name}: {value}" for name, value in error.facts.items() if name != "action")])
+
+
+def check_sizes(program: Program, plan: Plan) -> list[str]:
+    """Whether a plan divides into no more parts than there is to divide."""
+    shapes = [program.by_name[name].outputs[0].shape or () for name in program.inputs]
+    rows = max((size or 1 for shape in shapes for size in shape), default=1)
+    found = []
+    for one in _all_of(plan):
+        if not 1 <= one.micro_batches <= max(rows, 1):
+            found.append(f"{one.micro_batches} micro-batches of at most {rows} rows")
+        for b in one.batch_inputs:
+            shape = program.by_name[b.name].outputs[0].shape if b.name in program.inputs else None
+            if shape is None or not isinstance(b.placement, Split) or b.placement.dim >= len(shape):
+                found.append(f"{b.name} is divided as {b.placement}, and the program has no such input to divide")
+    return found
+
+
+def _all_of(plan: Plan) -> list[Plan]:
+    inner = [] if plan.inner is None else _all_of(plan.inner)
+    return [plan, *inner, *(one for other in plan.others for one in _all_of(other))]
+
+
+def check_stage_groups(plan: Plan) -> list[str]:
+    """Whether the stages' ranks are those from 0 on, each once, with a plan for so many, and what travels goes between
+    two of them."""
+    found, count = [], len(plan.stage_groups)
+    ranks = sorted(rank for group in plan.stage_groups for rank in group.ranks)
+    if count and ranks != list(range(len(ranks))):
+        found.append(f"the stages have the ranks {ranks}, not each of {len(ranks)} once")
+    plans = (plan, *plan.others)
+    for group in plan.stage_groups:
+        size = plans[group.plan].mesh_size if 0 <= group.plan < len(plans) else 0
+        if size != len(group.ranks):
+            found.append(
+                f"{group.name} has {len(group.ranks)} ranks, and plan {group.plan} of {len(plans)} is for {size}"
+            )
+    for edge in plan.edges:
+        if not {edge.source, edge.target} <= set(range(count)) or edge.source == edge.target:
+            found.append(f"{edge.ref} travels from stage group {edge.source} to stage group {edge.target} of {count}")
+    return found
+
+
+def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
+    """Whether every operation's layout is one that its rule allows, for each number of ranks that the plan speaks of.
+
+    Where a variable lies depends on the stage or axis that holds it, and the rows of a first axis on the second; there
+    what is passed in is taken to lie as the plan says.
+    """
+    found = []
+    expanded = expand(program, plan.expanded, settings)
+    for one in (plan, *plan.others):
+        if plan.stage_groups or plan.inner is not None:
+            handles = {v.node for v in program.variables}
+            passed = {n: s.outputs[0] for n, s in one.strategies[""].items() if n in handles}
+            one = replace(one, variables=passed)
+        if plan.inner is not None:
+            rows = (replace(b, placement=one.strategies[""][b.name].outputs[0], local=True) for b in one.batch_inputs)
+            one = replace(one, batch_inputs=tuple(rows))
+        try:
+            for refuse in CHECKS:
+                refuse(expanded, one)
+        except PlanError as error:
+            found.append(in_a_line(error))
+    return found
+
+
+def check_exchanges(programs: Sequence[Program]) -> list[str]:
+    """Whether each message that a rank sends is received by its peer, and all ranks of a collective take part alike."""
+    sent: Counter[tuple[str, int, int, str]] = Counter()
+    received: Counter[tuple[str, int, int, str]] = Counter()
+    collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
+    for rank, program in enumerate(programs):
+        for node in program.nodes:
+            if node.op not in EXCHANGES:
+                continue
+            key, peer = str(node.attrs.get("key", node.name)), int(node.attrs.get("peer", rank))
+            if node.op == "WhaleSend":
+                sent[key, rank, peer, _sizes(program, node)] += 1
+            elif node.op == "WhaleRecv":
+                received[key, peer, rank, _sizes(program, node)] += 1
+            else:
+                members = tuple(int(r) for r in node.attrs.get("ranks", ())) or tuple(range(len(programs)))
+                there = collectives.setdefault((key, members), {})
+                there.setdefault(rank, []).append(f"{node.op} of {_types(program, node)}")
+    found = [
+        f"rank {source} sends {key} ({what}) to rank {target}, which does not receive it"
+        for key, source, target, what in (sent - received)
+    ]
+    found += [
+        f"rank {target} waits for {key} ({what}) from rank {source}, which does not send it"
+        for key, source, target, what in (received - sent)
+    ]
+    for (key, members), there in collectives.items():
+        if missing := [rank for rank in members if rank not in there]:
+            found.append(f"{key} waits for ranks {missing} of {list(members)}, which do not take part")
+        elif strangers := [rank for rank in there if rank not in members]:
+            found.append(f"ranks {strangers} take part in {key}, which is of {list(members)}")
+        elif unlike := [rank for rank in members if there[rank] != there[members[0]]]:
+            ours, theirs = there[members[0]], there[unlike[0]]
+            found.append(f"in {key}, rank {members[0]} runs {', '.join(ours)} and rank {unlike[0]} {', '.join(theirs)}")
+    return found
+
+
+def check_waits(programs: Sequence[Program]) -> list[str]:
+    """Whether ranks wait for each other in a circle, each for an exchange that another begins only after its own.
+
+    No exchange ends before all that take part have begun it, a send neither: what is large is read out of the sender's
+    memory. A rank begins one when what it reads, and what it is to wait for, is there.
+    """
+    meetings: dict[tuple[object, ...], list[_Moment]] = {}
+    met: dict[_Moment, tuple[object, ...]] = {}
+    for rank, program in enumerate(programs):
+        times: Counter[tuple[object, ...]] = Counter()
+        for node in program.nodes:
+            if node.op in EXCHANGES:
+                key = _meeting(node, rank)
+                meetings.setdefault((*key, times[key]), []).append((rank, node.name, _BEGINS))
+                met[rank, node.name, _ENDS] = (*key, times[key])
+                times[key] += 1
+    order: TopologicalSorter[_Moment] = TopologicalSorter()
+    for rank, program in enumerate(programs):
+        for node in program.nodes:
+            before = [(rank, name, _ENDS) for name in (*(r.node for r in node.inputs), *node.controls)]
+            if (end := (rank, node.name, _ENDS)) in met:
+                order.add((rank, node.name, _BEGINS), *before)
+                order.add(end, *meetings[met[end]])
+            else:
+                order.add(end, *before)
+    try:
+        order.prepare()
+    except CycleError as error:
+        circle: list[_Moment] = error.args[1]  # each before the next one, the last one is the first
+        steps = [one for one in circle[:-1] if one[2] == _BEGINS or one in met]
+        while steps[0] not in met:
+            steps.append(steps.pop(0))
+        pairs = zip(steps[::2], steps[1::2])
+        waits = [f"rank {rank} begins {next_} only after {name}" for (rank, name, _), (_, next_, _) in pairs]
+        return [f"ranks wait for each other: {'; '.join(waits)}"]
+    return []
+
+
+def _meeting(node: Node, rank: int) -> tuple[object, ...]:
+    """What is equal on all ranks that take part in an exchange, and nowhere else."""
+    key = str(node.attrs.get("key", node.name))
+    if node.op in POINT_TO_POINT:
+        peer = int(node.attrs["peer"])
+        return (key, rank, peer) if node.op == "WhaleSend" else (key, peer, rank)
+    return (key, tuple(int(r) for r in node.attrs.get("ranks", ())))
+
+
+def _sizes(program: Program, node: Node) -> str:
+    t = node.outputs[0] if node.op == "WhaleRecv" else program.type_of(node.inputs[1])
+    return str(t)
+
+
+def _types(program: Program, node: Node) -> str:
+    return ", ".join(program.type_of(r).dtype for r in node.inputs[1:])

@@ -1,0 +1,325 @@
+"""Attention in a program: a product of queries and keys, what is done to its elements, softmax, a product with values.
+
+It is found by what the operations compute, forward and backward, whatever they are called: products are read as
+contractions, and everything element by element between the scores and the softmax (scales, masks, caps) belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whale.ir.ops import IDENTITIES
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Dims
+from whale.passes.analysis.uses import is_pointwise
+from whale.sharding_rules.math.einsum import product_letters
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The gradient of an attention.
+
+    Attributes:
+      slope: the product that is the gradient of the shares, and the operand of it that is that of the result.
+      within: the nodes between that and ``scores``, in order.
+      scores: the node that is the gradient of what the softmax read.
+      path: what is done to its elements until it is the gradient of the product, and what that reads, in order.
+      query, key, value: the products that are the gradients of these.
+      sides: what is read of elsewhere, by what is done forward and backward.
+    """
+
+    slope: str
+    of_result: int
+    within: tuple[str, ...]
+    scores: str
+    path: tuple[str, ...]
+    query: str
+    key: str
+    value: str
+    sides: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention, or the gradient of one whose forward part stands elsewhere in the program.
+
+    Attributes:
+      product: of queries and keys; softmax; mixed: the product of the softmax and values, "" where there is none.
+      path: what is done to the elements of the product, and what that reads, in order.
+      sides: what is read of elsewhere by these.
+      query, key, value: these tensors.
+      dims: the dimension of the sequence in queries, keys, values and in the result.
+      turn: the permutation by which one number for each query [.., queries, 1] broadcasts over the result.
+    """
+
+    product: str
+    softmax: str
+    mixed: str
+    path: tuple[str, ...]
+    sides: tuple[Ref, ...]
+    query: Ref
+    key: Ref
+    value: Ref
+    dims: tuple[int, int, int, int]
+    turn: tuple[int, ...]
+    backward: Backward | None
+
+    @property
+    def name(self) -> str:
+        """A node by which plans name it."""
+        return self.mixed or (self.backward.scores if self.backward is not None else "")
+
+
+def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
+    """A product of two tensors as a contraction: a letter for each dimension of both and of the result."""
+    if len(node.inputs) != 2 or len(node.outputs) != 1:
+        return None
+    shapes = [program.type_of(r).shape for r in node.inputs] + [node.outputs[0].shape]
+    if any(s is None or None in s for s in shapes):
+        return None
+    words = product_letters(node, len(shapes[2] or ()))
+    if len(words) != 3 or "." in "".join(words) or any(len(set(w)) < len(w) for w in words):
+        return None
+    sizes: dict[str, int | None] = {}
+    for word, shape in zip(words, shapes):
+        if len(word) != len(shape or ()) or any(sizes.setdefault(c, n) != n for c, n in zip(word, shape or ())):
+            return None  # it broadcasts
+    return words[0], words[1], words[2]
+
+
+def attentions(program: Program) -> list[Attention]:
+    """All attentions of a program with as many keys as queries, of which nothing but their results is read."""
+    found = [one for node in program.nodes if node.op == "Softmax" and (one := _Reader(program, node).read())]
+    whole = [one for one in found if one.mixed]
+    kept = []
+    for one in found:
+        # A softmax that is computed again for the backward pass has no values of its own.
+        if one.mixed or any(_same(one, other) for other in whole):
+            kept.append(one)
+    return kept
+
+
+def _same(again: Attention, first: Attention) -> bool:
+    return (again.query, again.key, again.value) == (first.query, first.key, first.value)
+
+
+class _Reader:
+    """Reads the attention around one softmax."""
+
+    def __init__(self, program: Program, softmax: Node):
+        self.program, self.softmax = program, softmax
+        self.shape: Dims = softmax.outputs[0].shape or ()
+        self.path: dict[str, None] = {}
+        self.sides: dict[Ref, None] = {}
+        self.product = ""
+
+    def read(self) -> Attention | None:
+        """The attention; None where it is something else, or somebody reads what it would not have."""
+        program, shape = self.program, self.shape
+        if len(shape) < 2 or None in shape or shape[-1] != shape[-2] or self.softmax.inputs[0].node in program.inputs:
+            return None
+        products: dict[str, None] = {}
+        self._back(self.softmax.inputs[0], self.path, products)
+        if len(products) != 1:
+            return None
+        sides = tuple(self.sides)
+        product = program.by_name[next(iter(products))]
+        self.product = product.name
+        words = letters(program, product)
+        assert words is not None
+        at = _operand_with(words, words[2][-1], without=words[2][-2])
+        other = _operand_with(words, words[2][-2], without=words[2][-1])
+        if at is None or other is None:
+            return None
+        found = list(self._uses(Ref(self.softmax.name)))
+        uses = [use for use in found if use is not None]
+        mixed = [(n, i) for n, i in uses if (w := letters(program, n)) and _sums(w, i, -1, -2)]
+        rest = [(n, i) for n, i in uses if not any(n is m for m, _ in mixed)]
+        if len(uses) < len(found) or len(mixed) > 1:
+            return None
+        backward = self._backward(rest, product, at) if rest else None
+        if rest and backward is None:
+            return None
+        result = None
+        if mixed:
+            result = self._values(*mixed[0], 2)
+        elif backward is not None:
+            result = self._values(program.by_name[backward.slope], 2, backward.of_result)
+        if result is None:
+            return None
+        value, value_dim, result_dim, turn = result
+        dims = (words[other].index(words[2][-2]), words[at].index(words[2][-1]), value_dim, result_dim)
+        return Attention(
+            product.name, self.softmax.name, mixed[0][0].name if mixed else "", tuple(self.path), sides,
+            product.inputs[other], product.inputs[at], value, dims, turn, backward,
+        )  # fmt: skip
+
+    def _uses(self, ref: Ref) -> Iterator[tuple[Node, int] | None]:
+        """Who reads a tensor, through identities; None: who called the program."""
+        if ref in self.program.outputs:
+            yield None
+        for node, i in self.program.consumers.get(ref, ()):
+            if node.op in IDENTITIES:
+                yield from self._uses(Ref(node.name))
+            else:
+                yield node, i
+
+    def _is_scores(self, shape: Dims | None) -> bool:
+        """Whether a tensor has both queries and keys."""
+        return shape is not None and len(shape) >= 2 and shape[-2:] == self.shape[-2:]
+
+    def _back(self, ref: Ref, path: dict[str, None], products: dict[str, None]) -> None:
+        """Collects what a tensor with queries and keys is made of, element by element."""
+        node = self.program.by_name[ref.node]
+        if node.name in self.path or node.name in path or node.name in products or ref in self.sides:
+            return
+        t = self.program.type_of(ref)
+        if t.shape == self.shape and letters(self.program, node) is not None:
+            products[node.name] = None
+        elif self._is_scores(t.shape) and node.inputs and not node.stateful and is_pointwise(node):
+            for r in node.inputs:
+                self._back(r, path, products)
+            path[node.name] = None
+        else:
+            self.sides[ref] = None
+
+    def _values(self, node: Node, shares: int, result: int) -> tuple[Ref, int, int, tuple[int, ...]] | None:
+        """(values, their dimension of the sequence, that of the result, the permutation), from a product with values.
+
+        Args:
+          shares, result: which of its operands, or 2 for what it makes, these are, or have the gradient of.
+        """
+        words = letters(self.program, node)
+        assert words is not None
+        turn = _turned(words[shares], words[result])
+        if turn is None:
+            return None
+        (values,) = {0, 1, 2} - {shares, result}
+        return (
+            node.inputs[values], words[values].index(words[shares][-1]), words[result].index(words[shares][-2]), turn
+        )  # fmt: skip
+
+    def _backward(self, uses: list[tuple[Node, int]], product: Node, at: int) -> Backward | None:
+        """The gradient: P' = product(dO, v); dS = (P' - sum(P' P)) P; dq, dk and dv from dS and P."""
+        program = self.program
+        values = [(n, i) for n, i in uses if (w := letters(program, n)) and _sums(w, i, -2, -1)]
+        others = [n for n, _ in uses if n not in [v[0] for v in values]]
+        if len(values) != 1 or len(others) != 2 or any(n.op != "Mul" for n in others):
+            return None
+        for weighted, scores in (others, others[::-1]):
+            found_slope = self._slope(weighted, scores)
+            if found_slope is not None:
+                break
+        else:
+            return None
+        slope, within = found_slope
+        words = letters(program, slope)
+        if words is None or slope.outputs[0].shape != self.shape:
+            return None
+        of_result = _operand_with(words, words[2][-2], without=words[2][-1])
+        of_value, i = values[0]
+        result = of_value.inputs[1 - i]
+        if of_result is None or self._plain(slope.inputs[of_result]) != self._plain(result):
+            return None
+        path: dict[str, None] = {}
+        ends = self._ahead(Ref(scores.name), path)
+        if ends is None:
+            return None
+        key, query = product.inputs[at], product.inputs[1 - at]
+        found: dict[str, str] = {}
+        for node, i in ends:
+            ends_words = letters(program, node)
+            assert ends_words is not None
+            other = self._plain(node.inputs[1 - i])
+            if _sums(ends_words, i, -1, -2) and other == self._plain(key):
+                found["query"] = node.name
+            elif _sums(ends_words, i, -2, -1) and other == self._plain(query):
+                found["key"] = node.name
+        if len(ends) != 2 or len(found) != 2:
+            return None
+        order = {node.name: n for n, node in enumerate(program.nodes)}
+        ordered = tuple(sorted(path, key=order.__getitem__))
+        return Backward(
+            slope.name, of_result, within, scores.name, ordered, found["query"], found["key"], of_value.name,
+            tuple(self.sides),
+        )  # fmt: skip
+
+    def _slope(self, weighted: Node, scores: Node) -> tuple[Node, tuple[str, ...]] | None:
+        """The gradient of the shares, where ``scores`` = (it - sum(it x shares)) x shares, and the nodes between.
+
+        Args:
+          weighted: it x shares.
+        """
+        of_weighted = [r for r in weighted.inputs if self._plain(r).node != self.softmax.name]
+        of_scores = [r for r in scores.inputs if self._plain(r).node != self.softmax.name]
+        if len(of_weighted) != 1 or len(of_scores) != 1:
+            return None
+        less, slope = self.program.by_name[of_scores[0].node], self.program.by_name[of_weighted[0].node]
+        if less.op != "Sub" or less.inputs[0] != of_weighted[0]:
+            return None
+        total = self.program.by_name[less.inputs[1].node]
+        if total.op != "Sum" or total.inputs[0].node != weighted.name or not total.attrs.get("keep_dims"):
+            return None
+        axes = self.program.const(total.inputs[1])
+        if axes is None or self.program.by_name[total.inputs[1].node].op != "Const":
+            return None
+        if [int(a) % len(self.shape) for a in axes.reshape(-1)] != [len(self.shape) - 1]:
+            return None
+        read = {use[0].name for use in self._uses(of_weighted[0]) if use}
+        alone = [use for name in (less.name, total.name, weighted.name) for use in self._uses(Ref(name))]
+        if read != {weighted.name, less.name} or len(alone) != 3:
+            return None
+        return slope, (weighted.name, total.inputs[1].node, total.name, less.name)
+
+    def _ahead(self, ref: Ref, path: dict[str, None]) -> list[tuple[Node, int]] | None:
+        """The products that read what becomes of a gradient element by element; None where anything else does."""
+        found: list[tuple[Node, int]] = []
+        known = {self.softmax.name: None, self.product: None}
+        for use in self._uses(ref):
+            if use is None:
+                return None
+            node, i = use
+            if letters(self.program, node) is not None:
+                found.append((node, i))
+                continue
+            if node.outputs[0].shape != self.shape or node.stateful or not is_pointwise(node):
+                return None
+            for k, r in enumerate(node.inputs):
+                if k != i:
+                    self._back(r, path, known)
+            if len(known) > 2:
+                return None  # another product
+            path[node.name] = None
+            more = self._ahead(Ref(node.name), path)
+            if more is None:
+                return None
+            found += more
+        return found
+
+    def _plain(self, ref: Ref) -> Ref:
+        node = self.program.by_name[ref.node]
+        while node.op in IDENTITIES and node.inputs:
+            ref = node.inputs[0]
+            node = self.program.by_name[ref.node]
+        return ref
+
+
+def _operand_with(words: tuple[str, str, str], letter: str, without: str) -> int | None:
+    found = [i for i in (0, 1) if letter in words[i] and without not in words[i]]
+    return found[0] if len(found) == 1 else None
+
+
+def _sums(words: tuple[str, str, str], i: int, gone: int, stays: int) -> bool:
+    """Whether a product sums over one of the last two dimensions of operand ``i`` and keeps the other."""
+    mine, other, out = words[i], words[1 - i], words[2]
+    if len(mine) < 2:
+        return False
+    return mine[gone] in other and mine[gone] not in out and mine[stays] in out and mine[stays] not in other
+
+
+def _turned(shares: str, result: str) -> tuple[int, ...] | None:
+    """By which permutation [.., queries, 1] broadcasts over a result; None where its features are no one dimension."""
+    last = len(shares) - 1
+    turn = tuple(shares.index(c) if c in shares[:-1] else last for c in result)
+    return turn if sorted(turn) == list(range(len(shares))) else None

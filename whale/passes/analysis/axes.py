@@ -1,0 +1,227 @@
+"""Which axes a program's ranks form, and what of the program an axis sees.
+
+An axis divides tensors under the ``wh.split`` scopes that name it, and rows of the batch everywhere else. A scope that
+names none means the axis ``tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
+
+from whale.errors import PlanError
+from whale.ir.layout import B, Placement
+from whale.ir.mesh import Axis, Tiles, coordinates_of, format_axes
+from whale.ir.plan import BatchInput
+from whale.ir.program import Program
+from whale.passes.analysis.batch import batch_inputs
+from whale.passes.analysis.scopes import (
+    all_paths,
+    as_replica,
+    axes_of_part,
+    ranks_of_scope,
+    with_innermost,
+    with_paths,
+    with_ranks,
+    without_axis,
+)
+from whale.passes.analysis.stages import DATA, TENSOR, stage_groups_of
+from whale.passes.settings import PlanSettings
+
+ALL = "ranks"  # the one axis of a program that has no more
+
+
+def named_axes(paths: Iterable[str]) -> tuple[str, ...]:
+    """The axes that the ``wh.split`` scopes in scopes' paths divide tensors over, in the order of their entering."""
+    found: dict[str, None] = {}
+    for path in sorted(set(paths)):
+        for part in path.split("/"):
+            found.update(dict.fromkeys(axes_of_part(part) or ()))
+    return tuple(found)
+
+
+def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
+    """The axes over which the ranks of ``settings`` divide a normalised program; one, where more make no difference.
+
+    Raises:
+      PlanError: the ranks do not fill the mesh.
+    """
+    used = set(named_axes(all_paths(program)))
+    used |= {axis or TENSOR for tiles in settings.split.tiles.values() for axis in tiles.axes}
+    given = settings.mesh or _of_groups(settings)  # a program without stages divides rows over their axis
+    axes = _completed(given, used, settings.size)
+    return _merged(axes, used)
+
+
+def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
+    """The coordinate of each of ``size`` ranks on the axis ``data``; () where the mesh says nothing of it.
+
+    Args:
+      mesh: sizes of axes, outermost first. Ranks that they leave over are on ``data``, the first axis.
+    """
+    left = size // (prod(mesh.values()) or 1)
+    sizes = {DATA: left, **mesh} if mesh and left > 1 and DATA not in mesh else dict(mesh)
+    if DATA not in sizes or prod(sizes.values()) != size:
+        return ()
+    at, extents = list(sizes).index(DATA), list(sizes.values())
+    return tuple(coordinates_of(rank, extents)[at] for rank in range(size))
+
+
+def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
+    """The batch inputs with the rows of every rank, as the user asks for them (see ``batch_inputs``)."""
+    asked, ranks = settings.batch, settings.split.ranks
+    mesh = {a.name: a.size for a in settings.mesh} or ({TENSOR: ranks} if ranks else {})
+    coordinates = data_coordinates(mesh, settings.size) if asked.shares else ()
+    return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local, coordinates)
+
+
+def _of_groups(settings: PlanSettings) -> tuple[Axis, ...]:
+    """The mesh that ``split.ranks`` is short for."""
+    size, group = settings.size, settings.split.ranks
+    if group > size or (group and size % group):
+        raise PlanError(
+            "the ranks cannot be divided into equal groups",
+            given=f"split.ranks={group}, {size} ranks",
+            expected=f"split.ranks={' or '.join(str(n) for n in range(1, size + 1) if size % n == 0)}",
+            action="change split.ranks or the number of ranks",
+        )
+    return (Axis(DATA, size // group), Axis(TENSOR, group)) if group else ()
+
+
+def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
+    """``given`` and one more axis of all ranks that are left: the first that a scope names, else ``data``."""
+    filled = prod(a.size for a in given)
+    if size % filled:
+        raise PlanError(
+            "the ranks do not fill the mesh",
+            given=f"mesh {format_axes(given)}, {size} ranks",
+            expected=f"a multiple of {filled} ranks",
+            action="change the mesh or the number of ranks",
+        )
+    if filled == size:
+        return given
+    names = [a.name for a in given]
+    missing = sorted(name for name in used if name not in (*names, DATA))  # data is the first axis, named or not
+    if missing:
+        return (*given, Axis(missing[0], size // filled))
+    if DATA not in names:
+        return (Axis(DATA, size // filled), *given)
+    raise PlanError(
+        "the mesh leaves ranks over",
+        given=f"mesh {format_axes(given)}, {size} ranks",
+        expected=f"{filled} ranks, or sizes whose product is {size}",
+        action="change the mesh or the number of ranks",
+    )
+
+
+def _merged(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
+    """Axes of more than one coordinate; neighbours that only divide rows are one."""
+    used = set(used)
+    found: list[Axis] = []
+    for axis in axes:
+        if axis.size == 1:
+            continue
+        if found and axis.name not in used and found[-1].name not in used:
+            found[-1] = Axis(f"{found[-1].name}_{axis.name}", found[-1].size * axis.size)
+        else:
+            found.append(axis)
+    if len(found) > 1:
+        return tuple(found)
+    return (Axis(found[0].name if found else ALL, prod(a.size for a in axes)),)
+
+
+def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> dict[str, Placement]:
+    """How variables that earlier programs have fixed lie over one axis, by handle node.
+
+    Args:
+      alone: whether it is the only axis of the program, whatever it was called where they were fixed.
+    """
+    found: dict[str, Placement] = {}
+    for name, lying in tiles.items():
+        only = lying.cuts[0] if alone and len(lying.cuts) == 1 else None
+        found[name] = only or lying.along(axis) or B
+    return found
+
+
+def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]:
+    """How variables lie, as far as the axes of a program have parts of these sizes; the others as if they were whole.
+
+    Stage groups have axes of their own.
+    """
+    found = dict(settings.split.tiles)
+    if not found or stage_groups_of(program, settings.size, settings.mesh):
+        return found
+    while True:  # axes that nothing uses are joined
+        axes = axes_of(program, settings.but(split__tiles=found))
+        sizes = {a.name: a.size for a in axes}
+        alone = axes[0].size if len(axes) == 1 else 0
+        fit = {
+            name: lying
+            if lying.sizes == (alone,) or all(sizes.get(a) == n for a, n in zip(lying.axes, lying.sizes))
+            else Tiles()
+            for name, lying in found.items()
+        }
+        if fit == found:
+            return found
+        found = fit
+
+
+def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Program:
+    """``program`` as one axis sees it: without the ``wh.split`` scopes of others, and with coordinates along it in the
+    place of the ranks that scopes name.
+
+    A scope's ranks divide their rows along the axes along which it divides no tensors.
+
+    Args:
+      axes: all of them, where there are several.
+    """
+    paths = all_paths(program)
+    groups = {path for path in paths if ranks_of_scope(path) is not None} if len(axes) > 1 else set()
+    if set(named_axes(paths)) <= {axis} and not groups and not any("(axis=" in text for text in paths):
+        return program
+
+    def as_seen(path: str) -> str:
+        parts = (_located(path, axis, axes) if path in groups else path).split("/")
+        return "/".join(kept for part in parts if (kept := without_axis(part, axis)))
+
+    return with_paths(program, as_seen)
+
+
+def _located(path: str, axis: str, axes: Sequence[Axis]) -> str:
+    """A path that names ranks, as ``axis`` sees it: the innermost part that does names coordinates along it.
+
+    Raises:
+      PlanError: the ranks are no block of the mesh.
+    """
+    ranks = ranks_of_scope(path) or frozenset()
+    size = next(a.size for a in axes if a.name == axis)
+    along = {at[[a.name for a in axes].index(axis)] for at in _block_of_ranks(path, ranks, axes)}
+
+    def here(part: str) -> str:
+        if len(along) == size:
+            return with_ranks(part, ())
+        # Where it divides no tensors along the axis, its ranks have the rows that these are made of.
+        found = with_ranks if axis in (axes_of_part(part) or (axis,)) else as_replica
+        return found(part, sorted(along))
+
+    return with_innermost(path, here)
+
+
+def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> set[tuple[int, ...]]:
+    """The coordinates of the ranks that a scope names.
+
+    Raises:
+      PlanError: they are not all that some coordinates of one axis have in common with some of each other.
+    """
+    found = {coordinates_of(rank, [a.size for a in axes]) for rank in ranks}
+    along = [{at[i] for at in found} for i in range(len(axes))]
+    if prod(map(len, along)) != len(found):
+        raise PlanError(
+            "the ranks of a scope are no block of the mesh, along whose axes one after the other it is divided",
+            op=path,
+            given=f"devices={sorted(ranks)}, mesh {format_axes(axes)}",
+            expected="with two ranks also those that have the coordinates of the one along some axes, and of the other "
+            "along the rest",
+            action="change devices or the mesh",
+        )
+    return found

@@ -1,0 +1,88 @@
+"""The costs by which propagation chooses: one unit, the time to move one byte over a link of 1 GB/s.
+
+These constants only have to order alternatives (move a tensor or compute it twice); the calibrated model of time and
+memory is cost_model's, and so are the FLOPs of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import inf
+
+from cost_model.kernels.contraction import matmul_flops
+from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy, in_runs, moved_bytes
+from whale.ir.values import Dims, TensorType
+
+__all__ = ["change_cost", "compute_cost", "exchange_cost", "fraction", "matmul_flops", "move_cost"]
+
+LATENCY = 10_000.0  # 10 us: one more collective
+PER_BYTE_TOUCHED = 0.1  # memory at 10 GB/s
+PER_FLOP = 0.02  # a core at 50 GFLOP/s
+
+
+def fraction(placements: Sequence[Placement]) -> float:
+    """Largest share of the work that one coordinate has, given how operands and results lie."""
+    best = 1.0
+    for p in placements:
+        if isinstance(p, Split):
+            total = p.run
+            if total:
+                best = min(best, p.largest / total)
+    return best
+
+
+def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
+    """Cost of computing one node under ``strategy`` on the coordinate that has most to do.
+
+    Args:
+      touched_bytes: of the whole operands and results; flops: of the whole node, if it is a product or convolution.
+    """
+    return (touched_bytes * PER_BYTE_TOUCHED + flops * PER_FLOP) * fraction(strategy.inputs + strategy.outputs)
+
+
+def exchange_cost(moved: int, parts: int, reads: bool, together: int = 1) -> float:
+    """Cost of rows that a node exchanges between ranks itself, of ``moved`` bytes in all.
+
+    Args:
+      reads: numbers of ids, the ids, and rows travel one after the other; what is added to rows takes the same route.
+      together: nodes that do so at once.
+    """
+    return (3 if reads else 1) * LATENCY / together + moved / parts if moved else 0.0
+
+
+@lru_cache(maxsize=1 << 16)
+def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int, unknown_rows: int = 1) -> float:
+    """Cost of having a tensor as ``wanted`` that lies as ``source``; infinite where there is no such change.
+
+    Args:
+      tensor: the whole of it; parts: size of the mesh axis.
+      unknown_rows: how many there may be where only the run knows.
+    """
+    if source == wanted:
+        return 0.0
+    if isinstance(wanted, FirstRank):
+        return 0.0 if isinstance(source, Broadcast) else inf
+    if isinstance(wanted, PerRank) or (isinstance(source, Partial) and isinstance(wanted, Partial)):
+        return inf
+    if isinstance(wanted, Split) and not _fits(wanted, tensor.shape):
+        return inf
+    if not tensor.is_static and (in_runs(source) or in_runs(wanted)):
+        return inf
+    if not tensor.is_static and isinstance(source, Split) and not isinstance(wanted, Broadcast):
+        return inf  # of sizes that only the run knows, what is cut can be gathered whole, nothing finer
+    if isinstance(source, Split) and isinstance(wanted, Partial):
+        wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
+    return move_cost(source, wanted, max(1, tensor.bytes) * (1 if tensor.is_static else unknown_rows), parts)
+
+
+def _fits(wanted: Split, shape: Dims | None) -> bool:
+    return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == wanted.extent
+
+
+def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: int) -> float:
+    """Cost of one reshard of a tensor of ``tensor_bytes``: bytes per coordinate, and a latency when anything moves."""
+    moved = moved_bytes(source, target, tensor_bytes, parts)
+    if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):
+        return 0.0
+    return LATENCY + moved / parts

@@ -1,0 +1,125 @@
+"""Groups of ranks: scopes that name the ranks which divide their batch or their tensors.
+
+All ranks run the whole program, as elsewhere; what a group divides has parts of size 0 on the other ranks. So groups
+may be of any size, and overlap, and every byte between them is one of the plan. A path says ranks of the run; what lays
+out a program sees coordinates along its axis (``whale.passes.analysis.axes``), in a stage among the ranks of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from whale.errors import PlanError
+from whale.ir.layout import Placement, Split, even_sizes, proportional_sizes, split, times_of
+from whale.ir.plan import StageGroup
+from whale.ir.program import Program
+from whale.passes.analysis.scopes import (
+    all_paths,
+    has_split_scopes,
+    ranks_of_scope,
+    split_scope,
+    with_innermost,
+    with_paths,
+    with_ranks,
+)
+from whale.passes.analysis.stages import stage_of
+
+
+def sizes_within(size: int, ranks: Collection[int] | None, parts: int) -> tuple[int, ...]:
+    """``size`` cut as evenly as possible over ``ranks`` (None: all ``parts`` of them), 0 for the others."""
+    if ranks is None:
+        return even_sizes(size, parts)
+    mine = dict(zip(sorted(ranks), even_sizes(size, len(ranks))))
+    return tuple(mine.get(rank, 0) for rank in range(parts))
+
+
+def named_ranks(program: Program) -> dict[str, frozenset[int]]:
+    """Scopes of a program that name ranks -> the ranks."""
+    found = ((path, ranks_of_scope(path)) for path in sorted(all_paths(program)))
+    return {path: ranks for path, ranks in found if ranks is not None}
+
+
+def brings_rows_together(program: Program) -> bool:
+    """Whether ranks need rows of others: where a scope divides tensors, or where its ranks are not all."""
+    return has_split_scopes(program) or bool(named_ranks(program))
+
+
+class RankGroups:
+    """How the rows of the batch lie under ``wh.replica`` scopes, where some of these name ranks."""
+
+    def __init__(self, program: Program, parts: int, rows: Mapping[int, Split]):
+        named = named_ranks(program) if parts > 1 and rows else {}
+        groups = {ranks for path, ranks in named.items() if not split_scope(path)}
+        self.active = bool(groups)
+        self.rows = {  # size of the batch, or of each of its runs -> group -> rows of each rank
+            whole.run: {None: whole.sizes, **{ranks: _shared(whole, ranks) for ranks in groups}}
+            for _, whole in sorted(rows.items(), reverse=True)
+        }
+
+    def placed(self, path: str, placement: Placement) -> Placement:
+        """Where rows that lie as ``placement`` are wanted by the nodes of a scope."""
+        if not self.active or type(placement) is not Split or not path or split_scope(path):
+            return placement
+        for by_group in self.rows.values():
+            if times := max(times_of(placement.sizes, known) for known in by_group.values()):
+                sizes = tuple(times * n for n in by_group[ranks_of_scope(path)])
+                return split(placement.dim, sizes, placement.blocks, placement.halo)
+        return placement
+
+
+def _shared(whole: Split, ranks: Collection[int]) -> tuple[int, ...]:
+    """The rows of each rank of a group: in the proportion that all ranks have, where the group's have some."""
+    mine = tuple(n if rank in ranks else 0 for rank, n in enumerate(whole.sizes))
+    if whole.largest - whole.smallest <= 1 or not any(mine):
+        return sizes_within(whole.run, ranks, len(whole.sizes))
+    return proportional_sizes(whole.run, mine)
+
+
+def refuse_rank_groups(program: Program, size: int) -> None:
+    """Raises PlanError where scopes name ranks that do not exist."""
+    for path, ranks in named_ranks(program).items():
+        if size > 1 and max(ranks) >= size:
+            raise PlanError(
+                "a scope is on ranks that do not exist",
+                op=path,
+                given=f"devices={sorted(ranks)}, {size} ranks",
+                expected=f"ranks below {size}",
+                action="start more ranks or change devices",
+            )
+
+
+def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> Program:
+    """``program`` whose scopes name positions in the mesh of their stage's group in the place of ranks of the run.
+
+    Args:
+      plan: number of a plan. Scopes in stages whose groups keep to another one name none.
+
+    Raises:
+      PlanError: a scope names no rank of its stage.
+    """
+    if not named_ranks(program):
+        return program
+    group_of = {stage: group for group in groups for stage in group.stages}
+
+    def located(path: str) -> str:
+        ranks = ranks_of_scope(path)
+        if ranks is None:
+            return path
+        mine = _positions(path, ranks, group_of.get(stage_of(path)), plan)
+        return with_innermost(path, lambda part: with_ranks(part, mine))
+
+    return with_paths(program, located)
+
+
+def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan: int) -> tuple[int, ...]:
+    """The positions of ranks in the group of their stage; () where the scope is to name none, or all."""
+    mine = tuple(i for i, rank in enumerate(group.ranks) if rank in ranks) if group is not None else ()
+    if group is not None and not mine:
+        raise PlanError(
+            "a scope names no rank of its stage",
+            op=path,
+            given=f"devices={sorted(ranks)}, stage on {list(group.ranks)}",
+            expected="some of the ranks of the stage that the scope is in",
+            action="change the devices of the scope, or of the stage",
+        )
+    return () if group is None or group.plan != plan or len(mine) == len(group.ranks) else mine

@@ -1,0 +1,83 @@
+"""Inputs that are a stack of batches, [k, rows, ...], of which a step takes one batch at a time, mostly in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from whale.ir.ops import ASKS_SHAPE, BRANCHES, IDENTITIES, LOOPS
+from whale.ir.program import Node, Program, Ref
+from whale.sharding_rules.graph import called_functions
+
+_FIRST = 1  # the bit of the first dimension in the masks of a slice
+
+
+def stacks(program: Program) -> frozenset[str]:
+    """The inputs of which nothing is read but elements of dimension 0, one by one; rows are then dimension 1.
+
+    Where one of them has no dimension 1, the elements are rows and no batches, and there are none.
+    """
+    shapes = {name: program.by_name[name].outputs[0].shape or () for name in program.inputs}
+    apart = [name for name, shape in shapes.items() if shape and _taken_apart(program, program, Ref(name)) is True]
+    return frozenset(apart) if all(len(shapes[name]) > 1 for name in apart) else frozenset()
+
+
+def _taken_apart(program: Program, graph: Program, ref: Ref) -> bool | None:
+    """Whether every reader takes one element at a time; None: nobody reads the tensor."""
+    if ref in graph.outputs:
+        return False
+    return _all(_by(program, graph, node, place) for node, place in graph.consumers.get(ref, ()))
+
+
+def _all(found: Iterable[bool | None]) -> bool | None:
+    known = [one for one in found if one is not None]
+    return all(known) if known else None
+
+
+def _by(program: Program, graph: Program, node: Node, place: int) -> bool | None:
+    """What one reader does with the tensor, which is its operand number ``place``."""
+    if node.op in IDENTITIES:
+        return _taken_apart(program, graph, Ref(node.name))
+    if node.op in ASKS_SHAPE:
+        return None
+    if node.op in LOOPS or node.op in BRANCHES:
+        return _inside(program, graph, node, place)
+    if place != 0:
+        return False
+    if node.op == "StridedSlice":
+        masks = {key: int(node.attrs.get(f"{key}_mask", 0)) for key in ("shrink_axis", "new_axis", "ellipsis")}
+        return bool(masks["shrink_axis"] & _FIRST) and not (masks["new_axis"] | masks["ellipsis"]) & _FIRST
+    if node.op in ("GatherV2", "Gather"):
+        axis = graph.const(node.inputs[2]) if node.op == "GatherV2" else 0
+        one = graph.type_of(node.inputs[1]).shape == ()
+        return one and axis is not None and int(axis) == 0 and not node.attrs.get("batch_dims", 0)
+    if node.op == "Unpack":
+        return int(node.attrs.get("axis", 0)) == 0
+    return node.op == "TensorListFromTensor"
+
+
+def _inside(program: Program, graph: Program, node: Node, place: int) -> bool | None:
+    """The same of the functions that a loop or a branch gives the tensor to; a loop hands it on as it is."""
+    first = 0 if node.op in LOOPS else 1
+    if place < first:
+        return False
+    found: list[bool | None] = []
+    for func in called_functions(node):
+        body = program.functions[func.name]
+        argument = Ref(body.inputs[place - first])
+        if node.op in LOOPS and len(body.outputs) == len(body.inputs):
+            if _origin(body, body.outputs[place]) != argument:
+                return False
+            kept = tuple(ref for i, ref in enumerate(body.outputs) if i != place)
+            body = body.with_nodes(body.nodes, outputs=kept)
+        found.append(_taken_apart(program, body, argument))
+    if node.op in LOOPS:
+        found.append(_taken_apart(program, graph, Ref(node.name, place)))
+    return _all(found)
+
+
+def _origin(graph: Program, ref: Ref) -> Ref:
+    node = graph.by_name[ref.node]
+    while node.op in IDENTITIES:
+        ref = node.inputs[0]
+        node = graph.by_name[ref.node]
+    return ref

@@ -1,0 +1,367 @@
+"""Stages: which part of a pipeline each node of a program belongs to, and which ranks run it.
+
+What is built under ``wh.stage`` belongs to that stage, with its backward nodes. A variable has one stage: the nodes
+that take its handle are there, and the value that they read travels. What costs little and depends on inputs, constants
+and counters only is *free*: it is made again wherever it is read. Any assignment would compute the same, since a tensor
+that is made at one stage and read at another is sent; so the rest is inferred by bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+
+from whale.errors import PlanError
+from whale.ir.mesh import Axis, format_axes
+from whale.ir.ops import ASSIGNS, READS, READS_ROWS
+from whale.ir.plan import StageGroup
+from whale.ir.program import Node, Program, Ref, function_refs
+from whale.ir.values import UNMOVABLE
+from whale.passes.analysis.cost import matmul_flops
+from whale.passes.analysis.scopes import PASSED_ON
+
+STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes of a mesh
+_STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
+# What may happen to a variable that every rank keeps a copy of, if its operands are free.
+_COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
+
+
+@lru_cache(maxsize=4096)
+def stage_of(path: str) -> str:
+    """The part of a scope's path that names a stage; "" when it is in none."""
+    parts = path.split("/")
+    last = max((i for i, part in enumerate(parts) if _STAGE.match(part)), default=-1)
+    return "/".join(parts[: last + 1])
+
+
+def has_stages(program: Program) -> bool:
+    """Whether something of the program was built under ``wh.stage``."""
+    return any(stage_of(n.scope) for n in program.nodes) or any(stage_of(v.scope) for v in program.variables)
+
+
+def stages_of(program: Program) -> tuple[str, ...]:
+    """The stages in the order of the data; those that run side by side, in the order in which they were entered."""
+    stage = {n.name: stage_of(n.scope) for n in program.nodes}
+    found = sorted({s for s in stage.values() if s}, key=_entered_as)
+    if not found:
+        return ()
+    before: dict[str, set[str]] = {s: set() for s in found}  # what it reads of, directly or not
+    handles, free = program.variable_of, free_nodes(program)
+    weights: set[str] = set()  # what is read from variables, whose stages say nothing about the order
+
+    for node in program.nodes:
+        reads = any(r.node in handles for r in node.inputs)
+        # A branch or a lookup reads the batch beside a variable, and what it makes travels with the data.
+        if reads and all(r.node in handles or r.node in weights or r.node in free for r in node.inputs):
+            weights.add(node.name)
+        elif node.op in PASSED_ON and node.inputs[0].node in weights:
+            weights.add(node.name)
+        mine = stage[node.name]
+        read = (r.node for r in node.inputs if r.node not in weights and r.node not in free)
+        for other in {stage[name] for name in read} - {mine, ""} if mine else ():
+            # Backward reads come later than the forward reads that they answer.
+            if mine not in before[other] and other not in before[mine]:
+                more = before[other] | {other}
+                for s in found:
+                    if s == mine or mine in before[s]:
+                        before[s] |= more
+    return tuple(sorted(found, key=lambda s: len(before[s])))
+
+
+def _entered_as(stage: str) -> int:
+    return int(re.search(r"stage_(\d+)[^/]*$", stage)[1])  # type: ignore[index]
+
+
+def stage_groups_of(program: Program, size: int, mesh: Sequence[Axis] = ()) -> tuple[StageGroup, ...]:
+    """The ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
+
+    Stages without ``devices`` share the ranks: with S stages, stage s is on every S-th rank from s on. With R times as
+    many ranks there are R replicas; with others the first stages have one rank more. With fewer ranks than stages,
+    stage s is on rank s % size. Where the mesh has an axis
+    ``stage``, stage s is on the ranks of coordinate s modulo its size; where it has others only, stages have ranks in a
+    row.
+
+    Raises:
+      PlanError: the ranks cannot be shared among the stages.
+    """
+    stages = stages_of(program)
+    if size == 1 or not stages:
+        return ()
+    given = [_STAGE.match(stage.rsplit("/", 1)[-1])["ranks"] for stage in stages]  # type: ignore[index]
+    ranks: list[tuple[int, ...]]
+    if all(given):
+        ranks = [tuple(map(int, text.split("+"))) for text in given]
+        if max(map(max, ranks)) >= size:
+            raise PlanError(
+                "a stage is on ranks that do not exist",
+                given=f"devices={list(max(ranks, key=max))}, {size} ranks",
+                expected=f"ranks below {size}",
+                action="start more ranks or change devices",
+            )
+    elif any(given):
+        raise PlanError(
+            "some stages name their devices and others do not",
+            given=", ".join(stages),
+            expected="devices for all stages, or for none",
+            action="give devices to every wh.stage",
+        )
+    elif mesh:
+        ranks = _along_mesh(stages, size, mesh)
+    else:
+        count = len(stages)
+        ranks = [tuple(range(s, size, count)) if count <= size else (s % size,) for s in range(count)]
+    together: dict[tuple[int, ...], list[str]] = {}
+    for stage, mine in zip(stages, ranks):
+        together.setdefault(mine, []).append(stage)
+    _refuse_overlap(tuple(together))
+    return tuple(StageGroup(" + ".join(names), mine, tuple(names)) for mine, names in together.items())
+
+
+def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[tuple[int, ...]]:
+    """The ranks of each stage, by their coordinates in a mesh.
+
+    Raises:
+      PlanError: the mesh is not that of so many ranks, or has another number of stages.
+    """
+    axes = list(mesh) if any(a.name == STAGE for a in mesh) else [Axis(STAGE, len(stages)), *mesh]
+    number = next(i for i, a in enumerate(axes) if a.name == STAGE)
+    filled = prod(a.size for a in axes)
+    if size % filled or len(stages) % axes[number].size or (filled != size and any(a.name == DATA for a in axes)):
+        raise PlanError(
+            "the ranks cannot be shared among the stages of the mesh",
+            given=f"mesh {format_axes(axes)}, {len(stages)} stages, {size} ranks",
+            expected="sizes whose product is the number of ranks, and as many stages as the program has, or fewer",
+            action="change the mesh or the number of ranks",
+        )
+    inside = size // prod(a.size for a in axes[: number + 1])  # an axis without a size comes behind that of the stages
+    inside = prod(a.size for a in axes[number + 1 :]) if filled == size else inside
+    groups = axes[number].size
+    of_group = [tuple(r for r in range(size) if r // inside % groups == s) for s in range(groups)]
+    return [of_group[s % groups] for s in range(len(stages))]
+
+
+def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
+    seen: set[int] = set()
+    for group in groups:
+        if seen & set(group) or len(set(group)) < len(group):
+            raise PlanError(
+                "two stages share some of their ranks",
+                given=", ".join(str(list(g)) for g in groups),
+                expected="the same ranks in the same order, or different ones",
+                action="change the devices of the stages",
+            )
+        seen |= set(group)
+
+
+# -- which stage a node belongs to
+
+
+def free_nodes(program: Program) -> set[str]:
+    """Nodes that every stage group may make for itself."""
+    handles = program.variable_of
+    shared = set(handles)
+    takers: dict[str, list[Node]] = {name: [] for name in handles}
+    for node in program.nodes:
+        for ref in node.inputs:
+            if ref.node in takers:
+                takers[ref.node].append(node)
+    nodes: Sequence[Node] = program.nodes
+    light: dict[str, bool] = {}  # as far as it was asked for: few nodes read nothing but free ones
+    while True:
+        free: set[str] = set()
+        kept: list[Node] = []
+        for node in nodes:
+            if node.name in handles:
+                found = node.name in shared
+            elif not _all_in(free, node):
+                continue
+            else:
+                if node.name not in light:
+                    light[node.name] = _is_light(program, node)
+                found = light[node.name]
+            if found:
+                free.add(node.name)
+                kept.append(node)
+        still = {name for name in shared if all(n.name in free for n in takers[name])}
+        if still == shared:
+            return free
+        shared, nodes = still, kept  # what is not free does not become so where less is shared
+
+
+def _all_in(free: Collection[str], node: Node) -> bool:
+    """Whether all that a node reads or waits for is free."""
+    for ref in node.inputs:
+        if ref.node not in free:
+            return False
+    for name in node.controls:
+        if name not in free:
+            return False
+    return True
+
+
+def _is_light(program: Program, node: Node) -> bool:
+    """Whether a node may be made wherever it is read, if what it reads may be."""
+    if node.name in program.inputs:
+        return node.op == "Placeholder"
+    if not node.inputs and not node.outputs:
+        return False  # a NoOp is in no stage group
+    of_variable = any(r.node in program.variable_of for r in node.inputs)
+    return (
+        (node.op in _COUNTING if of_variable else not node.stateful)
+        and not any(t.dtype in UNMOVABLE for t in node.outputs)
+        and not matmul_flops(node, [program.type_of(r) for r in node.inputs])
+        and not (program.functions and any(True for _ in function_refs(node)))
+    )
+
+
+def assign_stages(program: Program, annotated: Program) -> Program:
+    """``annotated`` with each node that is not free, and does something, in a scope of its stage.
+
+    Args:
+      program: the same program with the scopes that the user gave, and no others.
+    """
+    if not has_stages(program):
+        return annotated
+    stage = _Assignment(program).run()
+    known = set(stage.values())
+    nodes = []
+    for node in annotated.nodes:
+        mine = stage.get(node.name, "")
+        if not mine and stage_of(node.scope) not in known:
+            node = replace(node, scope="")  # a stage in which variables were made, and nothing else
+        nodes.append(node if not mine or stage_of(node.scope) == mine else replace(node, scope=mine))
+    return annotated.with_nodes(tuple(nodes))
+
+
+class _Assignment:
+    """Finds the stage of every node that is not free."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.free = free_nodes(program)
+        self.explicit = {n.name: stage_of(n.scope) for n in program.nodes if stage_of(n.scope)}
+        of_variables = [stage_of(v.scope) for v in program.variables]
+        order = set(self.explicit.values()) or {s for s in of_variables if s}
+        self.order = {stage: i for i, stage in enumerate(sorted(order, key=_entered_as))}
+        self.stage: dict[str, str] = {}
+        self.together = self._together()
+
+    def run(self) -> dict[str, str]:
+        program = self.program
+        self._put_what_stays_together()
+        for name, stage in self.explicit.items():
+            if name not in self.free:
+                self._put(name, stage)
+        placed = set(self.stage)
+        reads: dict[str, str] = {}  # what is read from a variable -> its stage; "": several stages read it
+        for node in program.nodes:
+            if any(r.node in program.variable_of for r in node.inputs):
+                several = len(set(self._marked(reader.name for reader in self._readers(node)))) > 1
+                reads[node.name] = "" if several else self.stage.get(node.name, "")
+            elif node.op in PASSED_ON and node.inputs[0].node in reads:
+                reads[node.name] = reads[node.inputs[0].node]
+            if node.name in self.free or node.name in self.stage or does_nothing(node):
+                continue
+            owned = [s for s in (reads.get(r.node, "") for r in node.inputs) if s]
+            found = max(owned, key=self._number) if owned and node.op not in PASSED_ON else self._nearest(node, reads)
+            if owned:
+                placed.add(node.name)
+            if found:
+                self._put(node.name, found)
+        for node in reversed(program.nodes):
+            if node.name in self.free or does_nothing(node):
+                continue
+            readers = [s for s in (self.stage.get(n.name, "") for n in self._readers(node)) if s]
+            if node.name not in self.stage:
+                self._put(node.name, readers[0] if readers else next(iter(self.order)))
+            elif node.name not in placed and len(set(readers)) == 1:
+                self._move_if_less(node, readers[0])
+        return self.stage
+
+    def _number(self, stage: str) -> int:
+        return self.order[stage]
+
+    def _readers(self, node: Node) -> Iterable[Node]:
+        return (reader for ref in node.refs() for reader, _ in self.program.consumers.get(ref, ()))
+
+    def _together(self) -> dict[str, list[str]]:
+        """Groups of nodes between which something passes that cannot be sent."""
+        leader: dict[str, str] = {n.name: n.name for n in self.program.nodes}
+
+        def find(name: str) -> str:
+            while leader[name] != name:
+                leader[name] = leader[leader[name]]
+                name = leader[name]
+            return name
+
+        by_name = self.program.by_name
+        for node in self.program.nodes:
+            if node.name in self.free:
+                continue
+            for ref in node.inputs:
+                if ref.node not in self.free and by_name[ref.node].outputs[ref.index].dtype in UNMOVABLE:
+                    leader[find(node.name)] = find(ref.node)
+        groups: dict[str, list[str]] = {}
+        for node in self.program.nodes:
+            groups.setdefault(find(node.name), []).append(node.name)
+        return {name: members for members in groups.values() if len(members) > 1 for name in members}
+
+    def _put_what_stays_together(self) -> None:
+        """Puts each group where it was annotated; a variable that rows are read of, where that happens."""
+        by_name, handles = self.program.by_name, self.program.variable_of
+        fetched = {r.node for r in self.program.outputs if self.program.type_of(r).dtype in UNMOVABLE}
+        for members in {id(m): m for m in self.together.values()}.values():
+            if fetched & set(members):
+                stage = next(iter(self.order))  # the first rank gives it to the script
+            else:
+                sparse = [n for n in members if by_name[n].op in READS_ROWS]
+                created = [stage_of(handles[n].scope) for n in members if n in handles]
+                known = [s for s in created if s in self.order] if not self._marked(members) else []
+                readers = [r.name for name in members if name not in handles for r in self._readers(by_name[name])]
+                reading = sorted(self._marked(readers), key=self._number)
+                stage = next(iter(self._marked(sparse) + self._marked(members) + known + reading), "")
+            for name in members if stage else ():
+                self.stage[name] = stage
+
+    def _marked(self, names: Iterable[str]) -> list[str]:
+        return [self.explicit[n] for n in names if n in self.explicit]
+
+    def _put(self, name: str, stage: str) -> None:
+        if name not in self.stage:
+            for member in self.together.get(name, [name]):
+                self.stage[member] = stage
+
+    def _nearest(self, node: Node, reads: Mapping[str, str]) -> str:
+        """The stage that has most of what the node reads, weights of several stages left out; of several, the last one,
+        or of gradients that are summed (for a tensor that several stages read) the first one, where backward passes go.
+        """
+        near: Counter[str] = Counter()
+        for ref in dict.fromkeys(node.inputs):
+            if self.stage.get(ref.node) and reads.get(ref.node) != "":
+                near[self.stage[ref.node]] += self._bytes(ref)
+        sign = -1 if node.op == "AddN" else 1
+        return max(near, key=lambda s: (near[s], sign * self._number(s))) if near else ""
+
+    def _bytes(self, ref: Ref) -> int:
+        tensor = self.program.type_of(ref)
+        return tensor.bytes if tensor.is_static else 0
+
+    def _move_if_less(self, node: Node, there: str) -> None:
+        here = self.stage[node.name]
+        if here == there or node.name in self.together:
+            return
+        operands = [(self.stage.get(r.node, ""), self._bytes(r)) for r in dict.fromkeys(node.inputs)]
+        now = sum(b for s, b in operands if s and s != here) + sum(map(self._bytes, node.refs()))
+        then = sum(b for s, b in operands if s and s != there)
+        fetched = any(r.node == node.name for r in self.program.outputs)
+        if then < now and not fetched:
+            self.stage[node.name] = there
+
+
+def does_nothing(node: Node) -> bool:
+    """Whether it only has others run before it: a NoOp."""
+    return not node.inputs and not node.outputs and not node.stateful

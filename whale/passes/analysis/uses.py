@@ -1,0 +1,64 @@
+"""What tensors are used for: by updates, and outside of the scopes that divide them."""
+
+from __future__ import annotations
+
+import re
+
+from whale.ir.ops import ALIASES, EXCHANGES
+from whale.ir.program import Node, Program, Ref
+from whale.passes.analysis.scopes import split_scope
+from whale.sharding_rules import rule_of
+
+_POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
+
+
+def taken_by_updates(program: Program, ref: Ref) -> bool:
+    """Whether an update takes the elements of a tensor one by one: a gradient, clipped or scaled as it may be.
+
+    On the way it may be cut among ranks, or gathered from them.
+    """
+    seen, stack = {ref}, [ref]
+    while stack:
+        taken = stack.pop()
+        elements = program.type_of(taken).elements
+        for node, _ in program.consumers.get(taken, ()):
+            if not node.outputs and any(r.node in program.variable_of for r in node.inputs):
+                return True
+            if not _keeps_elements(node):
+                continue
+            here = (r for r, t in zip(node.refs(), node.outputs) if t.is_static)
+            more = {r for r in here if node.op in EXCHANGES or program.type_of(r).elements == elements} - seen
+            seen |= more
+            stack += more
+    return False
+
+
+def _keeps_elements(node: Node) -> bool:
+    """Whether each element of its result comes of the elements of its operands at that place."""
+    return node.op in ALIASES or node.op in EXCHANGES or node.op == "ClipByValue" or is_pointwise(node)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether the one result has, at each place, what is made of the operands' elements there, which may broadcast."""
+    line = getattr(rule_of(node.op), "spec", "")
+    return len(node.outputs) == 1 and isinstance(line, str) and bool(_POINTWISE.fullmatch(line))
+
+
+def leaving(program: Program) -> frozenset[Ref]:
+    """Tensors that leave ``wh.split`` scopes for what the program returns: activations on their way to the loss.
+
+    Gradients, which may lead to a norm that is returned, are none of them.
+    """
+    wanted: set[str] = set()
+    stack = [ref.node for ref in program.outputs]
+    while stack:
+        name = stack.pop()
+        if name not in wanted:
+            wanted.add(name)
+            stack += [r.node for r in program.by_name[name].inputs]
+    split = {n.name for n in program.nodes if n.scope and split_scope(n.scope)}
+    found = set()
+    for node in program.nodes:
+        if node.name in wanted and node.name not in split:
+            found |= {r for r in node.inputs if r.node in split and r.node not in program.variable_of}
+    return frozenset(ref for ref in found if not taken_by_updates(program, ref))

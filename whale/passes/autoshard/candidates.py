@@ -1,0 +1,241 @@
+"""What the nodes and variables of split scopes may do.
+
+Candidates spread from where weights can be cut and from how tensors arrive at the scopes' borders: each placement of a
+tensor brings about options of the nodes around it, and these bring placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
+from whale.ir.program import Node, Ref
+from whale.ir.values import static_shape
+from whale.passes.analysis.rank_groups import sizes_within
+from whale.passes.analysis.scopes import context_of
+from whale.passes.autoshard.region import SplitRegion
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import OWNED
+from whale.sharding_rules.embedding import Rows
+from whale.sharding_rules.graph import takes, view
+
+_MOST_FORMS = 12  # candidates per tensor
+
+
+class Candidates:
+    """Options of nodes and variables, and the placements of tensors that bring them about.
+
+    Attributes:
+      options: node or handle -> (operands, results) -> the strategy.
+      forms: tensor -> placements that it may have beside being whole.
+    """
+
+    def __init__(
+        self, region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int],
+        fixed: Mapping[str, Strategy],
+    ):  # fmt: skip
+        """
+        Args:
+          sequences: how activations between products are to lie (see ``whale.passes.autoshard.sequence``).
+          tables: that may lie whole on a rank, by handle node (see ``whale.passes.autoshard.tables``).
+          fixed: the only options of nodes and handles that have no other.
+        """
+        self.region, self.sequences, self.tables = region, sequences, tables
+        self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*region.handles, *region.nodes)}
+        self.forms: dict[Ref, dict[Placement, None]] = {}
+        self._around: dict[Ref, list[str]] = {}  # tensor -> the nodes of the region that make or read it
+        self._waiting: set[str] = set()  # nodes around tensors that have got candidates
+        self._fixed = {name: fixed[name] for name in self.options if name in fixed}
+        self._asked = {name: node for name, node in region.nodes.items() if name not in fixed}
+        self._views = {name: view(region.program, node, region.parts) for name, node in self._asked.items()}
+        self._few: set[frozenset[int]] = set()  # ranks that have experts where there are fewer than ranks, or a table
+        self._seed()
+        self._settle_fixed()
+        self._spread()
+        self._settle_handles()
+
+    def keep(self, name: str, good: Callable[[Strategy], bool]) -> bool:
+        """Keeps the options of a node or handle that are ``good``, if there are any; whether there are."""
+        kept = {key: o for key, o in self.options[name].items() if good(o)}
+        if kept:
+            self.options[name] = kept
+        return bool(kept)
+
+    def _settle_fixed(self) -> None:
+        for name, option in self._fixed.items():
+            self.options[name][option.inputs, option.outputs] = option
+            if (node := self.region.nodes.get(name)) is None:
+                self._note(Ref(name), option.outputs[0])
+                continue
+            for ref, placement in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
+                self._note(ref, placement)
+
+    def _seed(self) -> None:
+        """Where weights can be cut, and how tensors arrive."""
+        weights: dict[str, dict[frozenset[int], None]] = {}
+        for reader, uses in self.region.weights.items():
+            for _, handle in uses:
+                weights.setdefault(handle, {})[self.region.group[reader]] = None
+        for name, variable in self.region.handles.items():
+            if name in self.region.known:
+                given = self.region.known[name]
+                if isinstance(given, Split) and given.smallest == 0:
+                    self._few.add(given.holders)
+                self._note(Ref(name), given)
+            for group in weights.get(name, ()) if name not in self.region.known else ():
+                for dim, size in enumerate(variable.type.shape or ()):
+                    if size is not None and size >= len(group):
+                        self._note(Ref(name), split(dim, sizes_within(size, group, self.region.parts)))
+                    elif size is not None and size > 1 and dim == 0 and len(variable.type.shape or ()) > 2:
+                        # Fewer experts than ranks: some ranks have one each, the others none.
+                        few = split(dim, sizes_within(size, frozenset(sorted(group)[:size]), self.region.parts))
+                        self._few.add(few.holders)
+                        self._note(Ref(name), few)
+        for name, uses in self.region.weights.items():
+            for _, handle in uses:
+                if handle in self.tables and OWNED not in self.region.nodes[name].attrs:
+                    self._seed_whole(self.region.nodes[name], handle)
+        for name, node in self.region.nodes.items():
+            if context_of(node.scope) is not None and name not in self.region.read and self.region.flops(node):
+                self._seed_result(node)  # heads of an attention
+        for name in self.region.weights:
+            if (cut := self.region.cut_of_image(name)) is not None:
+                self._note(Ref(name), cut)
+        for ref, cut in (*self.sequences.items(), *self.region.context.items()):
+            self._note(ref, cut)
+        for node in self.region.nodes.values():
+            for ref in node.inputs:
+                if ref.node not in self.options:
+                    self._note(ref, self.region.outside.place(ref))
+                    self._note(ref, self.region.outside.produced[ref])
+
+    def _seed_whole(self, lookup: Node, handle: str) -> None:
+        """A table, and ids, on one rank."""
+        alone = frozenset({self.tables[handle]})
+        self._few.add(alone)
+        for ref, t in (
+            (Ref(handle), self.region.handles[handle].type),
+            (lookup.inputs[1], self.region.program.type_of(lookup.inputs[1])),
+        ):
+            self._note(ref, split(0, sizes_within(static_shape(t)[0], alone, self.region.parts)))
+
+    def _seed_result(self, node: Node) -> None:
+        """Parts of the sequence are not given for rows, which micro-batches would cut again."""
+        group = self.region.group[node.name]
+        for dim, size in enumerate(node.outputs[0].shape or ()):
+            if dim > 0 and size is not None and size >= len(group):
+                self._note(Ref(node.name), split(dim, sizes_within(size, group, self.region.parts)))
+
+    def _note(self, ref: Ref, placement: Placement) -> None:
+        """Adds a candidate, unless it is none, or known already."""
+        if not isinstance(placement, Split | Partial):
+            return
+        placement = placement.plain if isinstance(placement, Split) else placement
+        forms = self.forms.setdefault(ref, {})
+        if placement in forms or len(forms) >= _MOST_FORMS:
+            return
+        if isinstance(placement, Split) and not any(self._within(placement, group) for group in self.region.groups):
+            return
+        forms[placement] = None
+        self._waiting.update(self._around.get(ref, ()))
+
+    def _within(self, placement: Split, group: frozenset[int]) -> bool:
+        """Whether the ranks of a group have a part each, and no others; of few experts, those that have one."""
+        if placement.holders in self._few and placement.holders < group:
+            return True
+        return placement.smallest > 0 if len(group) == self.region.parts else placement.holders == group
+
+    def _spread(self) -> None:
+        """Each candidate of a tensor brings about options of the nodes around it, and these bring candidates."""
+        names = list(self._asked)
+        asked: dict[str, set[tuple[int, Placement]]] = {name: set() for name in names}
+        around = {name: [*node.inputs, *node.refs()] for name, node in self._asked.items()}
+        for name in names:
+            for ref in around[name]:
+                self._around.setdefault(ref, []).append(name)
+        self._waiting.update(names)
+        for name in names:
+            self._ask(self.region.nodes[name], None, None)
+        while self._waiting:
+            for name in names:
+                if name not in self._waiting:
+                    continue
+                self._waiting.discard(name)
+                node, before = self.region.nodes[name], asked[name]
+                for at, ref in enumerate(around[name]):
+                    for placement in list(self.forms.get(ref, ())):
+                        if (at, placement) not in before:
+                            before.add((at, placement))
+                            self._ask(node, at, placement)
+            names.reverse()
+
+    def _ask(self, node: Node, at: int | None, placement: Placement | None) -> None:
+        """Options of ``node`` when tensor ``at`` (operands, then outputs) lies as ``placement``."""
+        rule = rule_of(node.op)
+        assert rule is not None
+        current: list[Placement] = [B] * len(node.inputs)
+        wanted: list[Placement | None] = []
+        if at is not None and placement is not None:
+            if at < len(current):
+                current[at] = placement
+            elif rule.local_stream or not isinstance(placement, Split):
+                return
+            else:
+                wanted = [*[None] * (at - len(current)), placement]
+        op, options, group = self._views[node.name], self.options[node.name], self.region.group[node.name]
+        found = rule.strategies(op, current, wanted)
+        if rule.routes and at is not None and placement is not None:
+            for more, results in self._pairs(node, rule.routes, at, placement):
+                found += rule.strategies(op, more, results)
+        for option in found:
+            key = (option.inputs, option.outputs)
+            if key in options:
+                continue
+            if any(not self._within(p, group) for p in key[0] + key[1] if isinstance(p, Split)):
+                continue
+            options[key] = option
+            for ref, p in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
+                if isinstance(p, Split) or ref.node == node.name:
+                    self._note(ref, p)
+
+    def _pairs(
+        self, node: Node, rows: Rows, at: int, placement: Placement
+    ) -> Iterator[tuple[list[Placement], list[Placement | None]]]:
+        """Operands and result with two of them cut: rows are exchanged where a table and its ids are."""
+        around, result = [*node.inputs, *node.refs()], len(node.inputs)
+        table, belong = (result if i is None else i for i in (rows.table, rows.values))
+        for other in (rows.ids, belong) if at == table else (table,):
+            if other >= len(around) or other == at:
+                continue
+            for form in self.forms.get(around[other], ()):
+                lie: list[Placement | None] = [None] * len(around)
+                lie[at], lie[other] = placement, form
+                yield [p or B for p in lie[:result]], lie[result:]
+
+    def _settle_handles(self) -> None:
+        """A variable may lie as all that read or write it can take it; their other options go."""
+        for name in self.region.handles:
+            if name in self._fixed:
+                continue
+            ref = Ref(name)
+            given = self.region.known.get(name)
+            candidates: list[Placement] = [given] if given is not None else [B]
+            if given is None and self.region.at_rest:
+                candidates += [p for p in self.forms.get(ref, ()) if self._all_take(ref, p)]
+            for p in candidates:
+                self.options[name][(), (p,)] = Strategy((), (p,), "split scope: a variable")
+            for reader, i in self.region.program.consumers.get(ref, ()):
+                if reader.name in self.region.nodes:
+                    self.keep(reader.name, lambda o, i=i, c=candidates: o.inputs[i] in c)  # type: ignore[misc]
+
+    def _all_take(self, handle: Ref, placement: Placement) -> bool:
+        for node, i in self.region.program.consumers.get(handle, ()):
+            if node.name in self.region.nodes:
+                if not any(o.inputs[i] == placement for o in self.options[node.name].values()):
+                    return False
+                continue
+            current: list[Placement] = [B] * len(node.inputs)
+            current[i] = placement
+            if not takes(self.region.program, node, i, current, self.region.parts):
+                return False
+        return True

@@ -1,0 +1,135 @@
+"""Context parallelism: the sequence is divided on every layer, and weights are whole.
+
+What a product that reads a weight makes lies along the sequence, forward and backward; all between follows, since
+nothing has to move there. Between the layers stands attention, whose scores need every key: the choice by what is
+communicated brings the ranks heads for their parts of the sequence (Jacobs et al., "DeepSpeed Ulysses",
+2023), and a surcharge keeps it from bringing all keys and values to every rank, which moves no more among few ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from whale.errors import PlanError
+from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, split, times_of
+from whale.ir.ops import VIEWS
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Dims
+from whale.passes.analysis.rank_groups import sizes_within
+from whale.passes.analysis.scopes import context_of
+from whale.passes.autoshard.sequence import RANK, kept_whole
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.graph import view
+
+
+def layers_in_context(products: Mapping[str, Node]) -> dict[str, int]:
+    """Those of the products and lookups that read weights whose scope divides every layer: name -> the dimension."""
+    found = {name: context_of(node.scope) for name, node in products.items()}
+    return {name: at for name, at in found.items() if at is not None}
+
+
+def context_seeds(
+    program: Program, layers: Mapping[str, int], read: Mapping[str, Sequence[tuple[int, str]]],
+    groups: Mapping[str, frozenset[int]], parts: int,
+) -> dict[Ref, Split]:  # fmt: skip
+    """The activations around such products, with how they are to lie; flattened ones as they were before.
+
+    Args:
+      read: the operands of products that are weights, and whose.
+    """
+    found: dict[Ref, Split] = {}
+    for name, at in layers.items():
+        node = program.by_name[name]
+        weights = {i for i, _ in read[name]}
+        for ref in (*(r for i, r in enumerate(node.inputs) if i not in weights), *node.refs()):
+            behind = _unflattened(program, ref)
+            shape: Dims = program.type_of(behind).shape or ()
+            size = shape[at] if len(shape) >= RANK else None
+            if size is not None and size >= len(groups[name]):
+                found[behind] = split(at, sizes_within(size, groups[name], parts))
+    return found
+
+
+def _unflattened(program: Program, ref: Ref) -> Ref:
+    """The tensor of three dimensions or more that one of fewer is a view of; itself where there is none."""
+    first = ref
+    while len(program.type_of(ref).shape or ()) < RANK:
+        node = program.by_name[ref.node]
+        if node.op not in VIEWS or not node.inputs:
+            return first
+        ref = node.inputs[0]
+    return ref
+
+
+def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Split]) -> bool:
+    """Whether a tensor of this shape is divided along its sequence, and nothing else.
+
+    Args:
+      lengths: how the sequences of the scope's activations are divided.
+    """
+    if not isinstance(placement, Split):
+        return False
+    if len(shape) >= RANK:
+        return placement.dim == at
+    if placement.dim != 0:
+        return False
+    if at == 1:  # [rows x sequence], in runs of a sequence
+        return any(placement.sizes == one.sizes for one in lengths)
+    return any(times_of(placement.sizes, one.sizes) for one in lengths)
+
+
+def with_sequence(
+    program: Program, nodes: Mapping[str, Node], seeds: Mapping[Ref, Split], parts: int
+) -> frozenset[Ref]:
+    """The tensors of scopes that divide every layer in which the sequence stands, as it is passed on from layers.
+
+    Args:
+      nodes: those of split scopes, by name.
+    """
+    found: dict[Ref, Placement] = dict(seeds)
+    inside = [(n, rule) for n in nodes.values() if context_of(n.scope) is not None and (rule := rule_of(n.op))]
+    for node, rule in inside:
+        current = [found.get(ref, B) for ref in node.inputs]
+        if all(p == B for p in current):
+            continue
+        options = rule.strategies(view(program, node, parts), current)
+        fit = (o for o in options if all(p == c for p, c in zip(o.inputs, current) if c != B))
+        _note(found, node.refs(), next(fit, options[-1]).outputs)
+    for node, rule in reversed(inside):  # gradients of keys are sums over queries: they get it from who reads them
+        wanted = [found.get(ref) for ref in node.refs()]
+        if node.op in VIEWS or node.op == "Transpose":
+            for option in rule.strategies(view(program, node, parts), [B] * len(node.inputs), wanted):
+                if option.outputs == tuple(wanted):
+                    _note(found, node.inputs, option.inputs)
+    return frozenset(found)
+
+
+def _note(found: dict[Ref, Placement], refs: Iterable[Ref], placements: Iterable[Placement]) -> None:
+    for ref, placement in zip(refs, placements):
+        if isinstance(placement, Split):
+            found.setdefault(ref, placement)
+
+
+def whole_activations(program: Program, node: Node, carriers: Collection[Ref], option: Strategy) -> float:
+    """What an option of a node costs that takes activations whole, or makes partial sums of them.
+
+    Args:
+      carriers: the tensors in which the sequence stands.
+    """
+    whole = [ref for ref, p in zip(node.inputs, option.inputs) if isinstance(p, Broadcast)]
+    whole += [ref for ref, p in zip(node.refs(), option.outputs) if isinstance(p, Partial)]
+    return sum(kept_whole(program.type_of(ref)) for ref in whole if ref in carriers)
+
+
+def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:
+    """Nothing under the scopes of these products has a sequence that can be divided."""
+    first = program.by_name[next(iter(layers))]
+    shapes = dict.fromkeys(f"{program.by_name[n].op} {list(program.by_name[n].outputs[0].shape or ())}" for n in layers)
+    at = layers[first.name]
+    return PlanError(
+        "what is under a split scope cannot be divided along its sequence",
+        op=first.scope,
+        given=f"context={at}; " + ", ".join(list(shapes)[:4]),
+        expected=f"activations of rank 3 around products, with a part of dimension {at} for each rank",
+        action="name the other dimension, use fewer ranks, or take the scope away",
+    )

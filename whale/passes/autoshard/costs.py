@@ -1,0 +1,142 @@
+"""What the choice under split scopes costs: work of nodes by themselves, and changes of how tensors lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+from whale.ir.layout import B, Broadcast, FirstRank, PerRank, Placement, Split, Strategy
+from whale.ir.program import Node, Ref
+from whale.ir.values import UNMOVABLE, TensorType
+from whale.passes.analysis.cost import LATENCY, change_cost, compute_cost, exchange_cost, fraction
+from whale.passes.analysis.scopes import context_of
+from whale.passes.autoshard.context import whole_activations
+from whale.passes.autoshard.region import SplitRegion
+from whale.passes.autoshard.sequence import surcharge
+from whale.passes.autoshard.tables import is_whole
+from whale.passes.autoshard.tensor_forms import TensorForms
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.embedding import lies_with_owners
+from whale.sharding_rules.graph import view
+
+_WHOLE_VARIABLE = 1e-3  # what a variable costs that lies whole: it decides among layouts that cost the same
+_WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
+
+
+def node_costs(
+    region: SplitRegion, sequences: Mapping[Ref, Split], name: str, options: Sequence[Strategy],
+    tables: Collection[str] = (),
+) -> list[float]:  # fmt: skip
+    """What each option of a node, or of a variable's handle, costs by itself, in the unit of ``facts.cost``.
+
+    Args:
+      tables: handles of those that may lie whole on a rank: what is exchanged for them travels together.
+    """
+    node = region.nodes.get(name)
+    if node is None:
+        return [0.0 if isinstance(o.outputs[0], Split) else _WHOLE_VARIABLE for o in options]
+    flops, touched = region.flops(node), region.touched_bytes(node)
+    if any(region.communicates(r.node) for r in node.inputs):
+        return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
+    rule, op = rule_of(node.op), view(region.program, node, region.parts)
+    assert rule is not None, node
+    reads = bool(node.outputs)
+    together = len(tables) if any(r.node in tables for r in node.inputs) else 1
+    found = [
+        _WORK * _work(o, touched, flops, region.parts)
+        + exchange_cost(rule.exchanged_bytes(op, o), region.parts, reads, together)
+        for o in options
+    ]
+    if context_of(node.scope) is not None:
+        found = [c + whole_activations(region.program, node, region.carriers, o) for c, o in zip(found, options)]
+    if sequences:
+        found = [c + surcharge(region.program, node, sequences, o) for c, o in zip(found, options)]
+    return found
+
+
+def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
+    """Of the rank that has most to do; where one has all of a table, others have other tables."""
+    work = compute_cost(option, touched, flops)
+    return work / parts if any(map(is_whole, option.inputs + option.outputs)) else work
+
+
+def tensor_forms(
+    region: SplitRegion, number: Mapping[str, int], options: Mapping[str, Sequence[Strategy]], together: int = 1
+) -> list[TensorForms]:
+    """The tensors that nodes of the region make or read.
+
+    Args:
+      number: node or handle -> its number in the choice.
+      together: how many tables may lie whole on a rank: what goes there, or comes back, travels together.
+    """
+    found = []
+    fetched = dict(zip(region.program.outputs, region.outside.outputs))
+    for producer in region.program.nodes:
+        chosen = options.get(producer.name)
+        for ref in producer.refs():
+            uses = [(r, i) for r, i in region.program.consumers.get(ref, ()) if chosen or r.name in options]
+            if not uses and not (chosen and ref in fetched):
+                continue
+            if chosen is None and isinstance(region.outside.produced[ref], Broadcast):
+                if region.program.type_of(ref).dtype not in UNMOVABLE:
+                    continue  # whole tensors are cut for nothing
+            forms = tuple(o.outputs[ref.index] for o in chosen) if chosen else (region.outside.produced[ref],)
+            readers: list[tuple[int | None, tuple[Placement, ...]]] = []
+            alike: set[tuple[Placement, Placement]] = set()  # changes that nodes outside spare
+            for reader, i in uses:
+                if reader.name in options:
+                    readers.append((number[reader.name], tuple(o.inputs[i] for o in options[reader.name])))
+                elif region.program.type_of(ref).dtype not in UNMOVABLE:
+                    wanted = region.outside.strategies[reader.name].inputs[i]
+                    readers.append((None, (B if isinstance(wanted, FirstRank | PerRank) else wanted,)))
+                    alike.update((form, wanted) for form in _rows_elsewhere(region, reader, i, forms))
+            if chosen is None:
+                wishes = [form for _, wanted in readers for form in wanted]
+                alike.update((forms[0], form) for form in _rows_elsewhere(region, producer, None, wishes))
+            if ref in fetched:
+                readers.append((None, (fetched[ref],)))
+            tensor = region.program.type_of(ref)
+            owned = any(lies_with_owners(producer, ref.index, form) for form in forms)
+            price = partial(_price, tensor, owned, region.parts, region.unknown_rows, frozenset(alike), together)
+            made_by = number[producer.name] if chosen else None
+            found.append(TensorForms(forms, made_by, tuple(readers), price, (tensor, owned, frozenset(alike))))
+    return found
+
+
+def _rows_elsewhere(
+    region: SplitRegion, node: Node, operand: int | None, forms: Sequence[Placement]
+) -> frozenset[Placement]:
+    """In which of these forms a node outside takes rows that it exchanges by their ids, or yields them (``operand``
+    None), as readily as in the form that it has there: its ids can be cut as any of them."""
+    rule, lies = rule_of(node.op), region.outside.strategies[node.name]
+    op = view(region.program, node, region.parts)
+    if rule is None or rule.routes is None or rule.routes.values != operand or not rule.exchanges_rows(op, lies):
+        return frozenset()
+    found = set[Placement]()
+    for form in {*forms}:
+        current = [form if i == operand else p for i, p in enumerate(lies.inputs)]
+        wanted = [form] * len(lies.outputs) if operand is None else lies.outputs
+        for way in rule.strategies(op, current, wanted) if isinstance(form, Split) else ():
+            if rule.exchanges_rows(op, way) and (way.outputs[0] if operand is None else way.inputs[operand]) == form:
+                found.add(form)
+    return frozenset(found)
+
+
+def _price(
+    tensor: TensorType, owned: bool, parts: int, unknown_rows: int, alike: Collection[tuple[Placement, Placement]],
+    together: int, source: Placement, wanted: Placement,
+) -> float:  # fmt: skip
+    if source == wanted or (source, wanted) in alike:
+        return 0.0
+    if owned or tensor.dtype in UNMOVABLE:
+        return math.inf
+    cost = change_cost(tensor, source, wanted, parts, unknown_rows)
+    if together > 1 and (is_whole(source) or is_whole(wanted)) and cost >= LATENCY and _is_of_parts(source, wanted):
+        return cost - LATENCY * (1 - 1 / together)
+    return cost
+
+
+def _is_of_parts(source: Placement, wanted: Placement) -> bool:
+    """Whether parts along one dimension come to lie otherwise."""
+    return isinstance(source, Split) and isinstance(wanted, Split) and source.dim == wanted.dim

@@ -1,0 +1,136 @@
+"""Split scopes: layouts for the nodes under ``wh.split``, and for the variables that they use.
+
+Outside of split scopes the batch is divided, by propagation. The nodes of split scopes (forward, backward and update)
+may be divided along any dimension that their rules allow:
+
+    region       the nodes and variables that the choice is about
+    tables       which of the variables may lie whole on one rank, and on which
+    candidates   options of these, which spread from where weights can be cut and from how tensors arrive at the border
+    insist       what is not left to cost: a weight (a variable of rank 2 or more that a product or an embedding reads)
+                 is split, and what reads it takes it split; every product that can be divided is
+    costs        changes of layout, and among equals more of the work divided
+    choose       one option for each node, so that all together cost least
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from whale.ir.layout import Placement, Split, Strategy
+from whale.ir.program import Program, Ref
+from whale.passes.analysis.scopes import has_split_scopes, sequence_of
+from whale.passes.autoshard.candidates import Candidates
+from whale.passes.autoshard.choose import choose
+from whale.passes.autoshard.costs import node_costs, tensor_forms
+from whale.passes.autoshard.decomposed_losses import refuse_rows_taken_apart
+from whale.passes.autoshard.region import SplitRegion
+from whale.passes.autoshard.required_shardings import insist
+from whale.passes.autoshard.sequence import along_sequence, check_sequences
+from whale.passes.autoshard.tables import is_whole, whole_tables
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.propagation.propagate import NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What was chosen: ``strategies`` of nodes (handles of split variables included), ``variables`` that lie split."""
+
+    strategies: Mapping[str, Strategy] = field(default_factory=dict)
+    variables: Mapping[str, Placement] = field(default_factory=dict)
+
+
+def divide(
+    program: Program,
+    outside: GraphLayout,
+    parts: int,
+    known: Mapping[str, Placement],
+    at_rest: bool,
+    tables: bool = True,
+    before: Division | None = None,
+) -> Division:
+    """Strategies for the nodes of split scopes.
+
+    Args:
+      outside: how the program lies when no scope is split: tells what arrives at the scopes' borders, and is wanted.
+      known: placements of variables (by handle node) that earlier programs of the run have fixed.
+      at_rest: whether variables that are not known yet may lie split between steps.
+      tables: whether tables may lie whole on one rank.
+      before: of the same program with more operations taken apart. What stands in both lies as there; chosen is how
+        these operations do.
+
+    Raises:
+      PlanError: nothing under a scope can be divided as asked.
+    """
+    held = {
+        v.node: Strategy((), (known[v.node],), "as the run holds it")
+        for v in program.variables
+        if isinstance(known.get(v.node), Split)
+    }
+    if parts > 1 and has_split_scopes(program):
+        region = SplitRegion(program, outside, parts, known, at_rest, tables)
+        refuse_rows_taken_apart(region)
+        if before is not None:
+            ranks = {
+                name: next(iter(p.holders))
+                for name, p in before.variables.items()
+                if isinstance(p, Split) and is_whole(p)
+            }
+            return _among(region, {}, ranks, before.strategies)
+        division = _chosen(region, {})
+        if any(sequence_of(n.scope) is not None for n in program.nodes):
+            shapes = {region.handles[h].type.shape or () for uses in region.weights.values() for _, h in uses}
+            wanted = along_sequence(program, region.nodes, region.group, parts, shapes, division.strategies)
+            division = _chosen(region, wanted)
+            if region.weights:
+                check_sequences(program, region.nodes.values(), wanted, division.strategies)
+        return division
+    return Division(held, {name: s.outputs[0] for name, s in held.items()})
+
+
+def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
+    """The choice for all split scopes, where ``sequences`` says how activations between products are to lie.
+
+    On which ranks tables lie that are best whole is said before it is known which these are, so it is said again.
+    """
+    tables = whole_tables(region)
+    division = _among(region, sequences, tables)
+    whole = {name for name in tables if is_whole(division.variables.get(name))}
+    if whole and len(whole) < len(tables):
+        division = _among(region, sequences, whole_tables(region, whole))
+    return division
+
+
+def _among(
+    region: SplitRegion,
+    sequences: Mapping[Ref, Split],
+    tables: Mapping[str, int],
+    fixed: Mapping[str, Strategy] = NOTHING,
+) -> Division:
+    """The cheapest choice, in which ``tables`` may lie whole on these ranks, and nodes are ``fixed``."""
+    candidates = Candidates(region, sequences, tables, fixed)
+    insist(region, candidates)
+    names = list(candidates.options)
+    number = {name: i for i, name in enumerate(names)}
+    options = {name: list(candidates.options[name].values()) for name in names}
+    costs = [[0.0] if name in fixed else node_costs(region, sequences, name, options[name], tables) for name in names]
+    chosen = choose(costs, tensor_forms(region, number, options, len(tables)))
+    strategies = {name: options[name][i] for name, i in zip(names, chosen)}
+    variables = {name: strategies[name].outputs[0] for name in region.handles}
+    strategies.update(_behind_tables(region, strategies))
+    return Division(strategies, {name: p for name, p in variables.items() if isinstance(p, Split)})
+
+
+def _behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
+    """How nodes outside lie that read what one rank has of a table: over all ranks, as they would without.
+
+    Left to follow what they read, they and all behind them would be on that rank.
+    """
+    found: dict[str, Strategy] = {}
+    for node in region.nodes.values():
+        for ref, placement in zip(node.refs(), strategies[node.name].outputs):
+            for reader, i in region.program.consumers.get(ref, ()) if is_whole(placement) else ():
+                outside = region.outside.strategies[reader.name]
+                if reader.name not in strategies and not reader.stateful and isinstance(outside.inputs[i], Split):
+                    found[reader.name] = outside
+    return found

@@ -1,0 +1,155 @@
+"""What stands under split scopes: the nodes whose layouts are chosen, their variables, and the weights among these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whale.ir.layout import Placement, Split, split
+from whale.ir.ops import HAS_BODIES, LOOKUPS, READS, ROW_LOOKUPS
+from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.values import UNMOVABLE
+from whale.passes.analysis.cost import matmul_flops
+from whale.passes.analysis.rank_groups import sizes_within
+from whale.passes.analysis.scopes import ranks_of_scope, split_scope
+from whale.passes.autoshard.context import context_seeds, layers_in_context, with_sequence
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.sharding_rules import rule_of
+
+_IMAGES = frozenset({"Conv2D", "DepthwiseConv2dNative"})  # whose rows and columns may be divided
+
+
+class SplitRegion:
+    """All split scopes of a program.
+
+    Attributes:
+      outside: how the program lies when no scope is split.
+      parts: number of ranks.
+      known: placements of variables, by handle node, that earlier programs of the run have fixed.
+      at_rest: whether variables that are not known yet may lie split between steps.
+      tables: whether tables may lie whole on one rank.
+      nodes: whose layouts are chosen, by name; handles: the variables whose placements are, by handle node.
+      weights: products and lookups -> (operand that is a weight, or is made from weights alone; the handle of one).
+      layers: the like under scopes that divide every layer along the sequence and leave weights whole -> the dimension.
+      context: how activations around these are to lie.
+      read: as ``weights``, of those as well.
+      carriers: the tensors under these scopes in which the sequence stands.
+      unknown_rows: the most rows that a tensor may have of which only the run knows how many: ids that are taken once.
+      group: node -> the ranks that divide it; groups: all of these, and that of all ranks.
+    """
+
+    def __init__(
+        self, program: Program, outside: GraphLayout, parts: int, known: Mapping[str, Placement], at_rest: bool,
+        tables: bool = True,
+    ):  # fmt: skip
+        self.program, self.outside, self.parts, self.known, self.at_rest = program, outside, parts, known, at_rest
+        self.tables = tables
+        self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
+        lying_split = {name for name, placement in known.items() if isinstance(placement, Split)}
+        self.handles = {v.node: v for v in program.variables if v.node in lying_split or self._belongs(v)}
+        ids = [program.type_of(n.inputs[0]) for n in program.nodes if n.op == "Unique"]
+        self.unknown_rows = max((t.elements for t in ids if t.is_static), default=1)
+        everyone = frozenset(range(parts))
+        self.group = {name: ranks_of_scope(n.scope) or everyone for name, n in self.nodes.items()}
+        self.read = self._weights()
+        self.layers = layers_in_context({name: self.nodes[name] for name in self.read})
+        self.context = context_seeds(program, self.layers, self.read, self.group, parts)
+        self.carriers = with_sequence(program, self.nodes, self.context, parts)
+        self.weights = {name: uses for name, uses in self.read.items() if name not in self.layers}
+        self.groups = {everyone, *self.group.values()}
+
+    def cut_of_image(self, name: str) -> Split | None:
+        """How a convolution's result lies where its scope names rows or columns, which leaves its weight whole."""
+        node, scope = self.nodes[name], split_scope(self.nodes[name].scope)
+        shape = node.outputs[0].shape
+        if scope is None or scope[1] is None or shape is None or node.op not in _IMAGES:
+            return None
+        spatial = (
+            range(2, len(shape)) if str(node.attrs.get("data_format")).startswith("NC") else range(1, len(shape) - 1)
+        )
+        at = scope[1] + len(shape) if scope[1] < 0 else scope[1]
+        size = shape[at] if at in spatial else None
+        group = self.group[name]
+        return split(at, sizes_within(size, group, self.parts)) if size is not None and size >= len(group) else None
+
+    def touched_bytes(self, node: Node) -> int:
+        """Bytes of a node's operands and results."""
+        return sum(self.program.type_of(r).bytes for r in node.inputs) + sum(t.bytes for t in node.outputs)
+
+    def flops(self, node: Node) -> int:
+        """FLOPs of a node that is a product; of others, 0."""
+        return matmul_flops(node, [self.program.type_of(r) for r in node.inputs])
+
+    def _can_choose(self, node: Node) -> bool:
+        """Whether the node's layout may be chosen here: it has a rule, and takes nothing but tensors and variables."""
+        program, rule = self.program, rule_of(node.op)
+        if rule is None or node.op in HAS_BODIES or node.op == "Placeholder":
+            return False
+        if node.name in program.variable_of or node.name in program.inputs:
+            return False
+        handles = [r.node for r in node.inputs if r.node in program.variable_of or self.communicates(r.node)]
+        tensors = [program.type_of(r) for r in node.inputs if r.node not in handles]
+        if any(t.dtype in UNMOVABLE for t in (*tensors, *node.outputs)):
+            return False
+        if node.stateful and not handles:
+            return False
+        return self.outside.strategies[node.name].once is False
+
+    def communicates(self, name: str) -> bool:
+        """Whether it is the communicator of ops over another mesh axis."""
+        return self.program.by_name[name].op == "WhaleCommunicator"
+
+    def _belongs(self, variable: Variable) -> bool:
+        """Whether a split scope may say how the variable lies: it is the scope's, or nothing else uses it."""
+        readers = {n.name for n, _ in self.program.consumers.get(Ref(variable.node), ())}
+        if split_scope(variable.scope):
+            return not readers.isdisjoint(self.nodes)
+        return not variable.scope and bool(readers) and readers <= self.nodes.keys()
+
+    def _weights(self) -> dict[str, list[tuple[int, str]]]:
+        """Products and lookups -> (operand made from variables of rank 2 or more, and nothing else; their handles)."""
+        found: dict[str, list[tuple[int, str]]] = {}
+        alone = self._made_from_weights()
+        for node in self.nodes.values():
+            lookup = node.op in ROW_LOOKUPS
+            if not lookup and not self.flops(node):
+                continue
+            for i, ref in enumerate(node.inputs[:1] if lookup else node.inputs):
+                if ref.node in alone:
+                    found.setdefault(node.name, []).extend((i, handle) for handle in self._behind(ref))
+        return {name: uses for name, uses in found.items() if uses}
+
+    def _made_from_weights(self) -> set[str]:
+        """Variables, constants, and what is computed from these alone: normalised weights, scaled ones, their sums.
+
+        What ranks along an earlier axis hold of a weight, and gather where it is read, is such a thing as well.
+        """
+        program = self.program
+        found: set[str] = set()
+        for node in program.nodes:
+            given = node.name in self.handles or node.name in program.variable_of or node.op == "Const"
+            if given or self.communicates(node.name):
+                found.add(node.name)
+            elif node.inputs and node.op not in HAS_BODIES and all(r.node in found for r in node.inputs):
+                if not node.stateful or node.op in READS or node.op == "WhaleAllGather":
+                    found.add(node.name)
+        return found
+
+    def _behind(self, ref: Ref) -> list[str]:
+        """The weights that a tensor is made from element by element, those of products on the way left out.
+
+        Weights are variables of rank 2 or more, and as large as the tensor if any is: beside them stand factors of low
+        rank, scales of columns, masks.
+        """
+        program, seen = self.program, {ref.node}
+        stack, found = [ref.node], []
+        while stack:
+            node = program.by_name[stack.pop()]
+            if node.name in self.handles:
+                found.append(node.name)
+            elif not self.flops(node) and (node.op not in LOOKUPS):
+                new = [r.node for r in reversed(node.inputs) if r.node not in seen]
+                seen.update(new)
+                stack += new
+        found = [name for name in found if len(self.handles[name].type.shape or ()) >= 2]
+        size = program.type_of(ref).elements
+        return [name for name in found if self.handles[name].type.elements == size] or found

@@ -1,0 +1,147 @@
+"""What is not left to cost: weights lie split and are read split, and every product that can be divided is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from whale.errors import PlanError
+from whale.ir.layout import B, Split
+from whale.ir.ops import ROW_LOOKUPS
+from whale.ir.program import Node, Ref
+from whale.passes.analysis.scopes import context_of, ranks_of_scope, split_scope
+from whale.passes.autoshard.candidates import Candidates
+from whale.passes.autoshard.context import is_along, nothing_along
+from whale.passes.autoshard.region import SplitRegion
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.graph import view
+from whale.sharding_rules.nn.attention import RINGS
+
+
+def insist(region: SplitRegion, candidates: Candidates) -> None:
+    """Weights lie split and are read split, along the named dimension of the result where there is one.
+
+    Raises:
+      PlanError: nothing under a scope can be divided, or not as the scope says.
+    """
+    divided: dict[str, bool] = {}
+    first: set[str] = set()
+    whole = {handle for name, uses in region.weights.items() if region.cut_of_image(name) for _, handle in uses}
+    # Factors of a weight, as in W + A B: it is enough that their product is split, the smaller one may be whole.
+    factors = {h for uses in region.weights.values() if len({i for i, _ in uses}) > 1 for _, h in uses}
+    for handle in whole:
+        candidates.keep(handle, lambda o: o.outputs[0] == B)
+    for name, uses in region.weights.items():
+        node = region.nodes[name]
+        scope = split_scope(node.scope)
+        assert scope is not None
+        divided.setdefault(scope[0], False)
+        if region.cut_of_image(name) is not None:
+            _along(region, candidates, node, uses[0][1], scope[1] or 0)
+            divided[scope[0]] = True
+            continue
+        for i, handle in uses:
+            if handle in whole:
+                continue
+            if handle in factors:
+                split_somehow = candidates.keep(name, lambda o: any(isinstance(p, Split) for p in o.inputs))
+                divided[scope[0]] |= split_somehow
+                continue
+            taken = candidates.keep(name, lambda o, i=i: isinstance(o.inputs[i], Split))  # type: ignore[misc]
+            if handle not in first and scope[1] is not None and node.op not in ROW_LOOKUPS:
+                _along(region, candidates, node, handle, scope[1])
+                read = {o.inputs[i] for o in candidates.options[name].values()}
+                if region.program.type_of(node.inputs[i]).shape == region.handles[handle].type.shape:
+                    candidates.keep(handle, lambda o, read=read: o.outputs[0] in read)  # type: ignore[misc]
+            if scope[1] == 0 and node.op == "ResourceGather":
+                # A table by rows, of which each rank gets those of its ids.
+                rule, op = rule_of(node.op), view(region.program, node, region.parts)
+                assert rule is not None, node
+                candidates.keep(name, partial(rule.exchanges_rows, op))
+            first.add(handle)
+            if not taken:
+                continue
+            divided[scope[0]] = True
+            candidates.keep(handle, lambda o: isinstance(o.outputs[0], Split))
+    _along_context(region, candidates)
+    for name, node in region.nodes.items():
+        if region.flops(node) or node.op in RINGS:
+            candidates.keep(name, lambda o: any(isinstance(p, Split) for p in o.inputs + o.outputs))
+    for path, something in divided.items():
+        if not something:
+            raise _nothing(region, path)
+    # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a
+    # batch is computed on, some scope must have. Those that something else decides on, as a branch that updates them,
+    # are read whole.
+    batch = any(isinstance(p, Split) for p in region.outside.produced.values())
+    if not divided and not region.layers and batch and not _reads_variables(region):
+        raise _nothing(region, next(iter(region.nodes.values())).scope if region.nodes else "wh.split")
+
+
+def _reads_variables(region: SplitRegion) -> bool:
+    by_name = region.program.by_name
+    products = (node for node in region.nodes.values() if region.flops(node))
+    return any(by_name[ref.node].op == "ReadVariableOp" for node in products for ref in node.inputs)
+
+
+def _along_context(region: SplitRegion, candidates: Candidates) -> None:
+    """Where every layer is divided along the sequence, what reads a weight makes parts of the sequence."""
+    split_elsewhere = {handle for uses in region.weights.values() for _, handle in uses}
+    lengths = list(dict.fromkeys(region.context.values()))
+    found = False
+    for name, at in region.layers.items():
+        shape = region.nodes[name].outputs[0].shape or ()
+        found |= candidates.keep(
+            name,
+            lambda o, s=shape, at=at: is_along(o.outputs[0], s, at, lengths),  # type: ignore[misc]
+        )
+    for handle in region.handles if region.layers else ():
+        readers = [n for n, _ in region.program.consumers.get(Ref(handle), ())]
+        whole = any(context_of(n.scope) is not None for n in readers) and handle not in split_elsewhere
+        if whole and handle not in region.known:
+            candidates.keep(handle, lambda o: o.outputs[0] == B)
+    if region.layers and not found:
+        raise nothing_along(region.program, region.layers)
+
+
+def _along(region: SplitRegion, candidates: Candidates, node: Node, handle: str, dim: int) -> None:
+    shape = node.outputs[0].shape or ()
+    at = dim + len(shape) if dim < 0 else dim
+    if candidates.keep(node.name, lambda o: isinstance(o.outputs[0], Split) and o.outputs[0].dim == at):
+        return
+    size = shape[at] if 0 <= at < len(shape) else None
+    parts = len(region.group[node.name])
+    works = sorted(
+        {o.outputs[0].dim for o in candidates.options[node.name].values() if isinstance(o.outputs[0], Split)}
+    )
+    raise PlanError(
+        "a result cannot be split along the dimension that wh.split names",
+        op=f"{node.name} ({node.op}), which reads {region.handles[handle].name}",
+        given=f"dim={dim} of {list(shape)}" + (f", of size {size} over {parts} ranks" if size else ""),
+        expected=f"a size of {parts} or more" if size and size < parts else f"one of dimensions {works}",
+        action="name another dimension, leave dim out, or use fewer ranks",
+    )
+
+
+def _nothing(region: SplitRegion, scope: str) -> PlanError:
+    parts = len(ranks_of_scope(scope) or range(region.parts))
+    ranks = f"over {parts} ranks"
+    rows: dict[str, str] = {}
+    for name, uses in region.weights.items():
+        for weight in (region.handles[handle] for _, handle in uses):
+            if region.nodes[name].scope == scope:
+                said = f"{name} reads {weight.name} {list(weight.type.shape or ())} {ranks}"
+                rows.setdefault(weight.name, said)
+    if not rows:
+        return PlanError(
+            "nothing under a split scope can be divided",
+            op=scope,
+            given="no product or lookup that reads a variable",
+            expected="a dense, convolution, attention or embedding layer called under the scope",
+            action="enter the scope where such a layer is called, or take it away",
+        )
+    return PlanError(
+        "nothing under a split scope can be divided",
+        given="; ".join(list(rows.values())[:4]),
+        expected=f"weights with a dimension of size {parts} or more",
+        action="use fewer ranks or larger layers, or take the scope away",
+    )

@@ -1,0 +1,97 @@
+"""Sequence parallelism: what lies between the products of a split scope is divided along the sequence.
+
+Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 4.2: normalisations,
+residual sums and dropout work on parts of the sequence. The sum behind a product becomes a reduce-scatter, and an
+all-gather stands before the next one: the same bytes, one transfer more, so what is communicated does not ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from whale.errors import PlanError
+from whale.ir.layout import Partial, Split, Strategy, split
+from whale.ir.ops import VIEWS
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Dims, TensorType
+from whale.passes.analysis.cost import LATENCY
+from whale.passes.analysis.rank_groups import sizes_within
+from whale.passes.analysis.scopes import sequence_of
+
+_REDUCTIONS = frozenset({"Sum", "Mean", "BiasAddGrad"})  # a normalisation's statistics, and gradients of its weights
+RANK = 3  # of activations at least: batch and sequence in either order, features
+_WHOLE = 4.0  # transfers of an activation; to divide it takes two at most
+
+
+def along_sequence(
+    program: Program, nodes: Mapping[str, Node], groups: Mapping[str, frozenset[int]], parts: int,
+    weights: Collection[Dims], strategies: Mapping[str, Strategy],
+) -> dict[Ref, Split]:  # fmt: skip
+    """How the activations between products are to lie, in the scopes that name a sequence.
+
+    Args:
+      nodes: those of split scopes, by name; ``groups``: the ranks that divide them.
+      weights: shapes of the variables that products read. A tensor with features has as many as one of their
+        dimensions; one of just such a shape is a weight, or its gradient.
+      strategies: the choice by what is communicated; what it divides by features is no tensor between products.
+    """
+    widths = {size for shape in weights for size in shape}
+    found: dict[Ref, Split] = {}
+    for name, node in nodes.items():
+        at = sequence_of(node.scope)
+        for ref in node.refs() if at is not None and node.op != "Transpose" else ():
+            shape = program.type_of(ref).shape
+            if shape is None or len(shape) != RANK or shape[-1] not in widths or shape in weights:
+                continue
+            lies, size, group = strategies[name].outputs[ref.index], shape[at or 0], groups[name]
+            if size is None or size < len(group) or (isinstance(lies, Split) and lies.dim == RANK - 1):
+                continue
+            found[ref] = split(at or 0, sizes_within(size, group, parts))
+    return found
+
+
+def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option: Strategy) -> float:
+    """What an option of a node costs that does not divide the sequence; a product's sum may be passed on as it is."""
+    pairs = [*zip(node.refs(), option.outputs), *(zip(node.inputs, option.inputs) if node.op in _REDUCTIONS else ())]
+    found = 0.0
+    for ref, placement in pairs:
+        if (along := wanted.get(ref)) is None or (isinstance(placement, Split) and placement.dim == along.dim):
+            continue
+        if not (isinstance(placement, Partial) and node.op in VIEWS):
+            found += kept_whole(program.type_of(ref))
+    return found
+
+
+def kept_whole(activation: TensorType) -> float:
+    """What it costs that an activation is not divided along its sequence: as if it were sent so often."""
+    return _WHOLE * (LATENCY + activation.bytes)
+
+
+def check_sequences(
+    program: Program, nodes: Iterable[Node], wanted: Mapping[Ref, Split], strategies: Mapping[str, Strategy]
+) -> None:
+    """Raises PlanError where scopes name a sequence and nothing came to be divided along it.
+
+    One scope that divides its sequence is enough: others are around a loss, or make the variables.
+    """
+    shapes: dict[str, None] = {}
+    named: list[str] = []
+    for node in nodes:
+        if (at := sequence_of(node.scope)) is None:
+            continue
+        named.append(node.scope)
+        for ref in node.refs():
+            cut = strategies[node.name].outputs[ref.index]
+            if ref in wanted and isinstance(cut, Split) and cut.dim == at:
+                return
+            if len(shape := program.type_of(ref).shape or ()) == RANK:
+                shapes[f"{node.op} {list(shape)}"] = None
+    if named:
+        at = sequence_of(named[0])
+        raise PlanError(
+            "what is under a split scope cannot be divided along its sequence",
+            op=named[0],
+            given=f"sequence={at}; " + (", ".join(list(shapes)[:4]) or "no tensor of rank 3"),
+            expected=f"activations of rank 3 around products, with a part of dimension {at} for each rank",
+            action="name the other dimension, leave sequence out, or use fewer ranks",
+        )

@@ -1,0 +1,174 @@
+"""Task graphs: every node ends in the scope of the forward node that it serves, found by structure.
+
+Capture puts the scope on forward nodes and on gradient nodes whose forward op it saw. What is left here: updates join
+the scope that reads their variable; any other node joins the scope of its first annotated operand, or else of its
+readers. A split scope takes in less, since the tensors inside are laid out otherwise: what reads its variables, and
+what serves their updates only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from whale.ir.ops import UPDATES
+from whale.ir.plan import TaskGraph
+from whale.ir.program import Node, Program
+from whale.passes.analysis.scopes import PASSED_ON, context_of, ranks_of_scope, split_scope
+from whale.passes.analysis.stages import assign_stages, stage_of
+from whale.sharding_rules.structure.shape import CUT_IN_RUNS
+
+
+def annotate(program: Program) -> Program:
+    """``program`` with a scope on every node that can be related to an annotated one, and on its variables."""
+    if not any(n.scope for n in program.nodes) and not any(v.scope for v in program.variables):
+        return program
+    program = _free_updates(program)
+    scope = {n.name: n.scope for n in program.nodes}
+    handles = program.variable_of
+    of_variable: dict[str, str] = {v.node: v.scope for v in program.variables if v.scope}
+    for node in program.nodes:
+        if node.scope:
+            for ref in node.inputs:
+                if ref.node in handles:
+                    of_variable.setdefault(ref.node, node.scope)
+    for node in program.nodes:
+        if not scope[node.name]:
+            owned = [of_variable[r.node] for r in node.inputs if r.node in of_variable]
+            near = owned or [scope[r.node] for r in node.inputs if scope[r.node]]
+            if near:
+                scope[node.name] = near[0]
+    for node in reversed(program.nodes):
+        if scope[node.name]:
+            for ref in node.inputs:
+                scope[ref.node] = scope[ref.node] or scope[node.name]
+    if any(split_scope(path) for path in scope.values()):
+        _leave_split_scopes(program, scope, of_variable)
+    nodes = tuple([n if n.scope == scope[n.name] else _in_scope(n, scope[n.name]) for n in program.nodes])
+    variables = tuple(replace(v, scope=v.scope or of_variable.get(v.node, "")) for v in program.variables)
+    return assign_stages(program, replace(program, nodes=nodes, variables=variables))
+
+
+def _in_scope(n: Node, scope: str) -> Node:
+    """The node in a scope: of most nodes of a step, and ``replace`` takes three times as long."""
+    return Node(n.name, n.op, n.inputs, n.controls, n.attrs, n.outputs, scope, n.stateful)
+
+
+def _free_updates(program: Program) -> Program:
+    """``program`` whose updates of what a split scope divides are in no other scope, nor is an optimizer's state.
+
+    They are where ``minimize`` was called inside of an open ``wh.replica``, which says nothing of them.
+    """
+    readers: dict[str, set[bool]] = {v.node: set() for v in program.variables}
+    updates: dict[str, list[str]] = {}  # node -> the variables that it updates
+    for node in program.nodes:
+        owned = [r.node for r in node.inputs if r.node in readers]
+        if owned and node.op in UPDATES and not node.outputs:
+            updates[node.name] = owned
+        else:
+            for name in owned:
+                readers[name].add(split_scope(node.scope) is not None)
+    divided = {v.node for v in program.variables if split_scope(v.scope) or readers[v.node] == {True}}
+    freed: set[str] = set()
+    for name, (first, *others) in updates.items():
+        path = program.by_name[name].scope
+        if first in divided and path and not split_scope(path) and not stage_of(path):
+            freed.update([name, *others, *([] if split_scope(program.variable_of[first].scope) else [first])])
+    if not freed:
+        return program
+    nodes = tuple(replace(n, scope="") if n.name in freed else n for n in program.nodes)
+    variables = tuple(replace(v, scope="") if v.node in freed else v for v in program.variables)
+    return replace(program, nodes=nodes, variables=variables)
+
+
+def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Mapping[str, str]) -> None:
+    """Takes nodes out of split scopes that the user did not put there: those that serve other variables as well."""
+    served = _served(program, of_variable)
+    reads: dict[str, str] = {}
+    for node in program.nodes:
+        found = [of_variable.get(r.node) or reads.get(r.node, "") for r in node.inputs]
+        own = next((path for path in found if path), "")
+        if node.op in PASSED_ON:
+            reads[node.name] = own
+        if not node.scope and (split_scope(scope[node.name]) or split_scope(own)):
+            if not own and _is_between(program, node, scope[node.name]):
+                continue
+            serves = served[node.name]
+            made = _between(program, node, scope, serves)
+            scope[node.name] = own or made or (next(iter(serves)) if len(serves) == 1 else "")
+
+
+def _between(program: Program, node: Node, scope: Mapping[str, str], serves: Collection[str]) -> str:
+    """The split scope that all operands of a node come from, if the node leads to updates only; else "".
+
+    The slopes that the parts of a layer send back are added up by nodes of no scope: laid out with what made them,
+    they are added up where they are, and one sum leaves the scope in place of several, for updates of one scope too.
+    """
+    made = {scope[r.node] for r in node.inputs if program.by_name[r.node].inputs}  # constants lie anywhere
+    path = next(iter(made)) if len(made) == 1 else ""
+    return path if "" not in serves and serves and split_scope(path) else ""
+
+
+def _is_between(program: Program, node: Node, path: str) -> bool:
+    """Whether all that a node reads, and all that reads it, was put into one scope: sums of gradients are in none."""
+    readers = [reader for ref in node.refs() for reader, _ in program.consumers.get(ref, ())]
+    near = [program.by_name[r.node].scope for r in node.inputs] + [reader.scope for reader in readers]
+    return bool(node.inputs and readers) and all(other == path for other in near)
+
+
+def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    """Node -> scopes of the variables whose updates it leads to; "" stands for everything else that it leads to.
+
+    A variable without a scope (an optimizer's) counts as what its readers lead to.
+    """
+    handles = program.variable_of
+    leads: dict[str, frozenset[str]] = {}
+    without: dict[str, frozenset[str]] = {name: frozenset() for name in handles if not of_variable.get(name)}
+    fetched, effects = {r.node for r in program.outputs}, set(program.effects)
+    other = frozenset([""])
+    while True:
+        found: dict[str, set[str]] = {n.name: set() for n in program.nodes}
+        for node in reversed(program.nodes):
+            mine = found[node.name]
+            updated = [r.node for r in node.inputs if r.node in handles] if not node.outputs else []
+            for handle in updated:
+                mine |= without[handle] if handle in without else {of_variable[handle]}
+            if node.name in fetched or (node.name in effects and not updated):
+                mine |= other
+            for ref in node.inputs:
+                if not (ref.node in handles and updated):  # a handle leads to what reads it
+                    found[ref.node] |= mine
+        leads = {name: frozenset(scopes) for name, scopes in found.items()}
+        now = {name: leads[name] for name in without}
+        if now == without:
+            return leads
+        without = now
+
+
+def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, ...]:
+    """One task graph per scope, in order of first appearance; nodes outside all scopes are in a default ``replica``."""
+    counts: Counter[str] = Counter(n.scope for n in program.nodes)
+    order = dict.fromkeys(n.scope for n in program.nodes)
+    rows = []
+    for path in order:
+        kind = path.rsplit("/", 1)[-1].split("_")[0].split("(")[0] if path else "replica"
+        named = ranks_of_scope(path)
+        mine = devices if named is None else tuple(sorted(named))
+        rows.append(TaskGraph(path or "(default)", kind, mine, counts[path]))
+    return tuple(rows)
+
+
+def mark_flattened(program: Program) -> Program:
+    """``program`` whose reshapes may be cut along any of their dimensions, under scopes that divide the sequence.
+
+    There [rows, sequence, ..] becomes [rows x sequence, ..] and keeps its sequence. Elsewhere they may not, so that no
+    layout in runs comes up where rows, columns or heads are divided.
+    """
+
+    def marked(node: Node) -> Node:
+        if node.op != "Reshape" or context_of(node.scope) is None:
+            return node
+        return replace(node, attrs={**node.attrs, CUT_IN_RUNS: True})
+
+    return program.with_nodes(tuple(map(marked, program.nodes)))

@@ -1,0 +1,48 @@
+"""Functions that ask for XLA: inlined like others, with a mark on the nodes that TensorFlow's CPU kernels may not know.
+
+Communication cannot sit inside a compiled region, so such a function is taken apart. XLA is an optimisation for most of
+it. Some ops need it: on the CPU there is no kernel for the gradients of grouped or dilated convolutions, for three
+dimensions with the channels first, for pooling with the channels first, and none for XLA's own ops. Each of these is
+compiled by itself again in every rank's program (``whale.kernels.xla``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from whale.ir.ops import CONVOLUTIONS
+from whale.ir.program import COMPILED, Node, Program, function_refs
+
+
+def asks_for_xla(call: Node) -> bool:
+    """Whether a call is of a function with ``jit_compile=True``."""
+    return bool(call.attrs.get(COMPILED))
+
+
+def marked(program: Program) -> Program:
+    """The body of a compiled function with its marks; functions that it calls are left as they are."""
+    if not any(map(_needs_xla, program.nodes)):
+        return program
+    return program.with_nodes(
+        tuple(replace(n, attrs={**n.attrs, COMPILED: True}) if _needs_xla(n) else n for n in program.nodes)
+    )
+
+
+def called_from(program: Program, functions: Mapping[str, Program]) -> set[str]:
+    """Names of the functions that loops and branches of ``program`` run, and of those that these run."""
+    found: set[str] = set()
+    bodies = [program]
+    while bodies:
+        for node in bodies.pop().nodes:
+            for _, func in function_refs(node):
+                if func.name in functions and func.name not in found:
+                    found.add(func.name)
+                    bodies.append(functions[func.name])
+    return found
+
+
+def _needs_xla(node: Node) -> bool:
+    if node.op in CONVOLUTIONS or node.op.startswith("Xla"):
+        return True
+    return "Pool" in node.op and str(node.attrs.get("data_format", "")).startswith("NC")

@@ -1,0 +1,160 @@
+"""Indices that stay within blocks: rows of one group address only what belongs to that group.
+
+A mixture of experts whose groups have slots of their own scatters with indices of which the first column is the number
+of the group, ``stack([range(groups), expert, slot])``; the gradient of a gather with ``batch_dims`` adds up rows in
+segments numbered ``index + group * size``. Both are known from the program, and marked (``BLOCKS``): rules then cut
+indices and table together, and nothing has to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from whale.ir.ops import VIEWS
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import static_shape
+from whale.sharding_rules.base import BLOCKS
+
+# Op type -> the operand that holds indices of several columns.
+_ADDRESSED = {
+    "GatherNd": 1,
+    "ScatterNd": 0,
+    **dict.fromkeys(("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate"), 1),
+    **dict.fromkeys(("TensorScatterMax", "TensorScatterMin"), 1),
+}
+_MOST_ELEMENTS = 1 << 22
+_SEGMENTS = frozenset({"UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"})
+
+
+def mark_blocks(program: Program) -> Program:
+    """``program`` in which gathers, scatters and segment sums say how many blocks they stay within, if it is known."""
+    marked: dict[str, int] = {}
+    for node in program.nodes:
+        if node.op in _ADDRESSED:
+            indices = node.inputs[_ADDRESSED[node.op]]
+            blocks = _of_columns(program, node, indices) or _of_flat_rows(program, node, indices)
+        elif node.op in _SEGMENTS:
+            blocks = _of_segments(program, node)
+        else:
+            continue
+        if blocks > 1:
+            marked[node.name] = blocks
+    if not marked:
+        return program
+    nodes = tuple(
+        replace(n, attrs={**n.attrs, BLOCKS: marked[n.name]}) if n.name in marked else n for n in program.nodes
+    )
+    return program.with_nodes(nodes)
+
+
+def _of_columns(program: Program, node: Node, indices: Ref) -> int:
+    """How many blocks there are if the first column of the indices counts them, else 0."""
+    shape = program.type_of(indices).shape
+    table = program.type_of(node.inputs[0]) if node.op != "ScatterNd" else node.outputs[0]
+    if not shape or None in shape or len(shape) < 2 or not table.is_static:
+        return 0
+    made = program.by_name[indices.node]
+    while made.op in ("Identity", "Cast") and made.inputs:
+        made = program.by_name[made.inputs[0].node]
+    first = _value(program, made.inputs[0]) if made.op in ("Pack", "ConcatV2") else None
+    if first is None:
+        return 0
+    if made.op == "Pack":
+        if int(made.attrs.get("axis", 0)) not in (-1, len(shape) - 1):
+            return 0
+    else:
+        at = program.const(made.inputs[-1])
+        if at is None or int(at) not in (-1, len(shape) - 1) or first.shape[-1] != 1:
+            return 0
+        first = first[..., 0]
+    counted = np.arange(first.shape[0]).reshape((-1,) + (1,) * (first.ndim - 1))
+    blocks = (table.shape or (0,))[0]
+    return (
+        blocks if blocks and shape[0] == blocks and np.array_equal(first, np.broadcast_to(counted, first.shape)) else 0
+    )
+
+
+def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
+    """How many rows there are if a scatter is the gradient of ``top_k``, which sees all rows as one, else 0."""
+    shape, found = program.type_of(indices).shape, node.outputs[0].shape
+    if node.op != "ScatterNd" or not shape or None in shape or len(shape) != 2 or shape[1] != 1:
+        return 0
+    if not found or found[0] is None:
+        return 0
+    for base, blocks, size in _blocks_added(program, indices, found[0], shape[0] or 0):
+        chosen = _behind_views(program, base)
+        if chosen.op == "TopKV2" and (program.type_of(chosen.inputs[0]).shape or (None,))[-1] == size:
+            return blocks
+    return 0
+
+
+def _of_segments(program: Program, node: Node) -> int:
+    """How many blocks there are if the segments' numbers are those of a gather with ``batch_dims``, else 0."""
+    ids, found = program.type_of(node.inputs[1]).shape, node.outputs[0].shape
+    if ids is None or len(ids) != 1 or ids[0] is None or not found or found[0] is None:
+        return 0
+    for base, blocks, size in _blocks_added(program, node.inputs[1], found[0], ids[0]):
+        if any(_gathers_within(program, reader, i, blocks, size) for reader, i in program.consumers.get(base, ())):
+            return blocks
+    return 0
+
+
+def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iterator[tuple[Ref, int, int]]:
+    """(indices, blocks, size of one) where ``ref`` is indices to which ``block * size`` was added.
+
+    Args:
+      positions: that are addressed, of all blocks; rows: indices of all blocks.
+    """
+    added = _behind_views(program, ref)
+    for base, other in (added.inputs, added.inputs[::-1]) if added.op in ("Add", "AddV2") else ():
+        steps = _value(program, other)
+        if steps is None or steps.ndim < 2:
+            continue
+        blocks = steps.shape[0]
+        if not blocks or positions % blocks or rows % blocks or steps.size != blocks:
+            continue
+        if np.array_equal(steps.reshape(-1), np.arange(blocks) * (positions // blocks)):
+            yield base, blocks, positions // blocks
+
+
+def _value(program: Program, ref: Ref) -> np.ndarray | None:
+    """The value of what is made from a count alone, which may be too large to be folded; None: it is not known."""
+    node, t = program.by_name[ref.node], program.type_of(ref)
+    if node.op == "Const":
+        return program.const(ref)
+    if not t.is_static or t.elements > _MOST_ELEMENTS or t.dtype not in ("int32", "int64") or not node.inputs:
+        return None
+    if node.op == "Range":
+        bounds = [program.const(r) for r in node.inputs]
+        return None if any(b is None for b in bounds) else np.arange(*(int(b) for b in bounds if b is not None))
+    of_one = node.op in VIEWS or node.op in ("Cast", "BroadcastTo") or _only_adds_dimensions(program, node)
+    if not of_one:
+        return None
+    value, shape = _value(program, node.inputs[0]), static_shape(t)
+    if value is None:
+        return None
+    return np.broadcast_to(value, shape) if node.op == "BroadcastTo" else value.reshape(shape)
+
+
+def _only_adds_dimensions(program: Program, node: Node) -> bool:
+    """Whether it is ``x[:, None]``: all elements in their order."""
+    before, after = program.type_of(node.inputs[0]), node.outputs[0]
+    steps = program.const(node.inputs[3]) if node.op == "StridedSlice" else None
+    return steps is not None and bool((steps == 1).all()) and before.is_static and before.elements == after.elements
+
+
+def _gathers_within(program: Program, reader: Node, operand: int, blocks: int, size: int) -> bool:
+    """Whether a node takes the indices to gather from blocks of ``size``: then none of them points elsewhere."""
+    if reader.op != "GatherV2" or operand != 1 or int(reader.attrs.get("batch_dims", 0)) != 1:
+        return False
+    return (program.type_of(reader.inputs[0]).shape or ())[:2] == (blocks, size)
+
+
+def _behind_views(program: Program, ref: Ref) -> Node:
+    node = program.by_name[ref.node]
+    while node.op in VIEWS and node.inputs:
+        node = program.by_name[node.inputs[0].node]
+    return node

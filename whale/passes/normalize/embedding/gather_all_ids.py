@@ -1,0 +1,206 @@
+"""Rows that are looked up once for each id (`tf.unique`) are looked up for every id.
+
+`tf.nn.embedding_lookup_sparse` and programs of their own take the ids of a whole batch once each, ``once, back =
+tf.unique(ids)``, and spread the rows again: ``tf.gather(tf.gather(table, once), back)``. What one device saves by that
+costs a split table dearly: how many rows there are only the run knows, and which of them a rank needs only the whole
+batch. Here such lookups read ``tf.gather(table, ids)``, and sums by id that are added to a table are added row by row.
+What a rank needs twice is left out again where rows move (``whale.sharding_rules.embedding``).
+
+A tensor with a row for each id once stands for one with a row for every id (``spread``), or is the sum of one by id
+(``added``). Nothing changes unless nothing needs the ids once any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from whale.ir.ops import IDENTITIES
+from whale.ir.program import Node, Program, Ref, prune
+from whale.ir.values import DType, TensorType, numpy_dtype
+from whale.passes.analysis.scopes import split_scope
+from whale.passes.normalize.emitter import NodeEmitter
+from whale.passes.normalize.folding.fold import fold
+from whale.sharding_rules.base import BLOCKS
+
+_ALONG = IDENTITIES | {"Cast", "Reshape", "EnsureShape"}
+_SCALED = frozenset({"Mul", "RealDiv", "Neg"})
+_SUMS = {"SparseSegmentSum": "sum", "SparseSegmentMean": "mean", "SparseSegmentSqrtN": "sqrtn"}
+_SLOPES = {"SparseSegmentSumGrad": "sum", "SparseSegmentMeanGrad": "mean", "SparseSegmentSqrtNGrad": "sqrtn"}
+_ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub"})
+
+
+def look_up_every_id(program: Program) -> Program:
+    """``program`` whose lookups under split scopes take every id, where that leaves no use of the ids once."""
+    changed = program
+    for node in program.nodes:
+        if node.op == "Unique" and program.type_of(node.inputs[0]).is_static and _is_looked_up(program, node):
+            found = _Rewriter(changed, node.name).run()
+            kept = None if found is None else prune(found)
+            if kept is not None and node.name not in kept.by_name:
+                changed = kept
+    return program if changed is program else fold(changed)
+
+
+def _is_looked_up(program: Program, unique: Node) -> bool:
+    """Whether rows of a table of a split scope are read by the ids once."""
+    readers = program.consumers.get(Ref(unique.name), ())
+    return any(r.op == "ResourceGather" and i == 1 and split_scope(r.scope) is not None for r, i in readers)
+
+
+class _Rewriter:
+    """One walk over a graph: what it is without the node that leaves each id once."""
+
+    def __init__(self, program: Program, unique: str) -> None:
+        self.program, self.unique = program, program.by_name[unique]
+        self.back = {Ref(unique, 1)}  # the number of each id's row, and views of it
+        self.places: set[Ref] = set()  # the same of ids that are taken once again
+        self.spread: dict[Ref, Ref] = {Ref(unique): self.unique.inputs[0]}
+        self.added: dict[Ref, Ref] = {}
+        self.moved: dict[Ref, Ref] = {}  # a tensor that needs the ids once no more -> what it is instead
+        self.nodes: dict[str, Node] = {}
+        self.taken = set(program.by_name)
+        self.done = False
+
+    def run(self) -> Program | None:
+        """The graph without what was converted; None where nothing was."""
+        for node in self.program.nodes:
+            self.nodes.setdefault(node.name, self._moved(node))
+            self._visit(node)
+        if not self.done:
+            return None
+        nodes = tuple(self.nodes.values())
+        outputs = tuple(self.moved.get(r, r) for r in self.program.outputs)
+        return self.program.with_nodes(nodes, outputs=outputs)
+
+    def _moved(self, node: Node) -> Node:
+        if not any(r in self.moved for r in node.inputs):
+            return node
+        return replace(node, inputs=tuple(self.moved.get(r, r) for r in node.inputs))
+
+    def _type(self, ref: Ref) -> TensorType:
+        return self.nodes[ref.node].outputs[ref.index]
+
+    def _beside(self, node: Node) -> NodeEmitter:
+        return NodeEmitter(self.program, node, self.nodes, self.taken)
+
+    def _visit(self, node: Node) -> None:
+        first = node.inputs[0] if node.inputs else None
+        if node.op in _ALONG and first is not None:
+            self._along(node, first)
+        elif node.op == "ResourceGather" and node.inputs[1] in self.spread and not node.attrs.get("batch_dims", 0):
+            self._read(node, self.spread[node.inputs[1]])
+        elif node.op == "GatherV2" and first in self.spread and node.inputs[1] in self.back:
+            axis = self.program.const(node.inputs[2])
+            if axis is not None and int(axis) == 0 and not node.attrs.get("batch_dims", 0):
+                self._becomes(node, self.spread[first])
+        elif node.op in _SUMS and first in self.spread and node.inputs[1] in self.back:
+            self._segments(node, self.spread[first])
+        elif node.op in _SLOPES and node.inputs[1] in self.back:
+            self._slopes(node)
+        elif node.op == "UnsortedSegmentSum" and node.inputs[1] in self.back and first is not None:
+            self.added[Ref(node.name)] = self.moved.get(first, first)
+        elif node.op == "Unique" and first in self.spread and first is not None:
+            # The ids once of ids once, as optimizers take them, are those of all ids.
+            ids = self.spread[first]
+            places = TensorType(node.outputs[1].dtype, self._type(ids).shape)
+            self.nodes[node.name] = replace(node, inputs=(ids,), outputs=(node.outputs[0], places))
+            self.places.add(Ref(node.name, 1))
+        elif node.op == "UnsortedSegmentSum" and node.inputs[1] in self.places and first in self.added:
+            numbers = self.moved.get(node.inputs[1], node.inputs[1])
+            self.nodes[node.name] = replace(node, inputs=(self.added[first], numbers, node.inputs[2]))
+            self.done = True
+        elif node.op in _SCALED:
+            self._scaled(node)
+        elif node.op in _ADDING and node.inputs[1] in self.spread and node.inputs[2] in self.added:
+            inputs = (node.inputs[0], self.spread[node.inputs[1]], self.added[node.inputs[2]])
+            self.nodes[node.name] = replace(node, inputs=inputs)
+            self.done = True
+
+    def _becomes(self, node: Node, ref: Ref) -> None:
+        self.moved[Ref(node.name)] = ref
+        self.done = True
+
+    def _read(self, node: Node, ids: Ref) -> None:
+        """The same rows for every id; the node keeps its name, by which updates of the table wait for it."""
+        t = node.outputs[0]
+        found = TensorType(t.dtype, (*(self._type(ids).shape or ()), *(t.shape or ())[1:]))
+        self.nodes[node.name] = replace(node, inputs=(node.inputs[0], ids), outputs=(found,))
+        self.spread[Ref(node.name)] = Ref(node.name)
+
+    def _along(self, node: Node, first: Ref) -> None:
+        """What passes rows on as they are; a reshape must leave the rows apart."""
+        before, after = self.program.type_of(first), node.outputs[0]
+        if first in self.back:
+            if node.op != "Cast" and after.shape == before.shape:
+                self.back.add(Ref(node.name))
+            return
+        for known in (self.spread, self.added):
+            if first not in known or before.shape is None or after.shape is None:
+                continue
+            if len(before.shape) != len(after.shape) or before.shape[1:] != after.shape[1:] or None in after.shape[1:]:
+                continue
+            source = known[first]
+            if node.op == "Cast":
+                t = TensorType(after.dtype, self._type(source).shape)
+                source = self._beside(node).node_of("of_every_id", "Cast", (source,), t, dict(node.attrs))
+            known[Ref(node.name)] = source
+
+    def _scaled(self, node: Node) -> None:
+        """What is linear in sums by id and does the same to each row."""
+        for i, ref in enumerate(node.inputs):
+            others = [self.program.type_of(r) for j, r in enumerate(node.inputs) if j != i]
+            if ref not in self.added or any(t.shape != () for t in others) or (node.op == "RealDiv" and i):
+                continue
+            inputs = tuple(self.added[ref] if j == i else self.moved.get(r, r) for j, r in enumerate(node.inputs))
+            t = self._type(self.added[ref])
+            self.added[Ref(node.name)] = self._beside(node).node_of("of_every_id", node.op, inputs, t, dict(node.attrs))
+
+    def _segments_of(self, node: Node) -> tuple[np.ndarray, int, int] | None:
+        """(The segment of each row, how many these are, the rows of each), if known and each is a block of rows."""
+        found = self.program.const(node.inputs[2])
+        if found is None or not found.size or (np.diff(found) < 0).any() or found[0] != 0:
+            return None
+        counts = np.bincount(found)
+        return (found.astype(np.int64), len(counts), int(counts[0])) if (counts == counts[0]).all() else None
+
+    def _segments(self, node: Node, rows: Ref) -> None:
+        """Sums of rows that lie behind each other."""
+        known = self._segments_of(node)
+        if known is None:
+            return
+        numbers, count, each = known
+        t, emit = node.outputs[0], self._beside(node)
+        found = TensorType(t.dtype, (count, *(t.shape or ())[1:]))
+        operands = (rows, emit.const("segments", numbers), emit.const("count", np.array(count, np.int32)))
+        kinds = {"T": DType(t.dtype), "Tindices": DType("int64"), "Tnumsegments": DType("int32")}
+        summed = emit.node_of("sums", "UnsortedSegmentSum", operands, found, {**kinds, **_blocks(count)})
+        self._becomes(node, _divided(emit, summed, found, _SUMS[node.op], each))
+
+    def _slopes(self, node: Node) -> None:
+        """The slopes of such sums: each row has its segment's."""
+        known = self._segments_of(node)
+        slope = self.moved.get(node.inputs[0], node.inputs[0])
+        t, emit = self._type(slope), self._beside(node)
+        if known is None or t.shape is None or t.shape[0] not in (None, known[1]):
+            return
+        numbers, count, each = known
+        found = TensorType(t.dtype, (len(numbers), *t.shape[1:]))
+        kinds = {"Tparams": DType(t.dtype), "Tindices": DType("int64")}
+        operands = (slope, emit.const("segments", numbers[:, None]))
+        rows = emit.node_of("rows", "GatherNd", operands, found, {**kinds, **_blocks(count)})
+        self.added[Ref(node.name)] = _divided(emit, rows, found, _SLOPES[node.op], each)
+
+
+def _divided(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: int) -> Ref:
+    if combined == "sum" or each == 1:
+        return ref
+    by = emit.const("by", np.array(each if combined == "mean" else np.sqrt(each), numpy_dtype(t.dtype)))
+    return emit.node_of("divided", "RealDiv", (ref, by), t, {"T": DType(t.dtype)})
+
+
+def _blocks(count: int) -> Mapping[str, int]:
+    """What says that rows stay within blocks: none where there is one segment only."""
+    return {BLOCKS: count} if count > 1 else {}

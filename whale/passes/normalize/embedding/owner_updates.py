@@ -1,0 +1,155 @@
+"""Updates that visit each id of a table once are made such as may run where the table's rows are.
+
+Optimizers take a gradient's ids once each, ``once, back = tf.unique(ids)``, add up its rows by id, read rows of the
+table and of moments, compute, and write. How many ids there are only the run knows, so a tensor with a row for each
+could lie by columns only. Where all that is done is the same for every row, nobody minds in which order the ids come,
+nor whether one rank has them all: the two nodes become ``WhaleSumsById``, and what follows is marked (``OWNED``), so
+that rules let it lie with the owners of the rows (``whale.sharding_rules.embedding``). Else the nodes stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from whale.ir.ops import IDENTITIES, REDUCTIONS, ROW_SCATTERS
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import TensorType
+from whale.passes.analysis.scopes import split_scope
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import OWNED
+from whale.sharding_rules.embedding import SUMS_BY_ID
+
+_COUNTS = frozenset({"Size"})
+
+
+def update_by_owner(program: Program) -> Program:
+    """``program`` whose updates of tables of split scopes may run by the owners of rows."""
+    uniques = (n for n in program.nodes if n.op == "Unique" and split_scope(n.scope))
+    updates = [u for n in uniques if (u := _Update(program, n)).is_by_row()]
+    return _rewritten(program, updates) if updates else program
+
+
+@dataclass
+class _Update:
+    """What is done with ids taken once.
+
+    Attributes:
+      sums: of rows by id; counts: how many ids there are, for these.
+      ids: the ids once, and views of them; rows: what has a row for each.
+      marked: nodes that do the same to each row.
+    """
+
+    program: Program
+    unique: Node
+    sums: list[Node] = field(default_factory=list)
+    counts: set[str] = field(default_factory=set)
+    ids: set[Ref] = field(default_factory=set)
+    rows: set[Ref] = field(default_factory=set)
+    marked: set[str] = field(default_factory=set)
+
+    def is_by_row(self) -> bool:
+        """Whether it is known of all that depends on the ids that it does the same to each row."""
+        program, once, back = self.program, Ref(self.unique.name), Ref(self.unique.name, 1)
+        if not program.type_of(self.unique.inputs[0]).is_static:
+            return False
+        for reader, i in program.consumers.get(back, ()):
+            if reader.op != "UnsortedSegmentSum" or i != 1 or not program.type_of(reader.inputs[0]).is_static:
+                return False
+            self.sums.append(reader)
+        if len(self.sums) != 1 or not self._counts_ids(self.sums[0].inputs[2]):
+            return False
+        self.ids.add(once)
+        self.rows.add(Ref(self.sums[0].name))
+        added = False
+        for node in program.nodes:
+            added |= node is self.sums[0]
+            found = [i for i, ref in enumerate(node.inputs) if ref in self.ids or ref in self.rows]
+            if not found or node.name in self.counts or node in self.sums:
+                continue
+            if not added or not self._takes(node, found):
+                return False
+            self.marked.add(node.name)
+        fetched = {ref.node for ref in program.outputs}
+        if fetched & {self.unique.name, *self.counts, *self.marked, self.sums[0].name}:
+            return False
+        return any(program.by_name[n].op in ROW_SCATTERS for n in self.marked)
+
+    def _counts_ids(self, ref: Ref) -> bool:
+        """Whether ``ref`` is the number of ids, and tells nobody but the sums."""
+        program, readers = self.program, [(self.sums[0], 2)]
+        while ref != Ref(self.unique.name):
+            node = program.by_name[ref.node]
+            if node.op not in _COUNTS | IDENTITIES | {"Cast"} or list(program.consumers[ref]) != readers:
+                return False
+            self.counts.add(node.name)
+            readers, ref = [(node, 0)], node.inputs[0]
+        return bool(self.counts)
+
+    def _takes(self, node: Node, found: list[int]) -> bool:
+        """Whether the node does the same to each row; what it makes is noted."""
+        refs = node.inputs
+        if node.op == "ResourceGather":
+            made, fits = self.rows, found == [1] and refs[1] in self.ids and not node.attrs.get("batch_dims", 0)
+        elif node.op in ROW_SCATTERS:
+            return refs[1] in self.ids and (found == [1, 2] and refs[2] in self.rows)
+        elif all(refs[i] in self.ids for i in found):
+            made, fits = self.ids, node.op in IDENTITIES | {"Cast"}
+        else:
+            made, fits = self.rows, all(refs[i] in self.rows for i in found) and self._is_by_row(node, found)
+        fits = fits and all(t.shape is not None and t.shape[:1] == (None,) for t in node.outputs)
+        if fits:
+            made.update(node.refs())
+        return fits
+
+    def _is_by_row(self, node: Node, found: list[int]) -> bool:
+        types = [self.program.type_of(ref) for ref in node.inputs]
+        if any(t.shape is None for t in types) or node.stateful:
+            return False
+        if node.op in REDUCTIONS | {"ExpandDims"}:
+            at = self.program.const(node.inputs[1])
+            dims = len(types[0].shape or ()) + (node.op == "ExpandDims")
+            return at is not None and all(int(n) % dims for n in at.reshape(-1)) and found == [0]
+        rule = rule_of(node.op)
+        if rule is None or not isinstance(rule.spec, str) or not set(rule.spec) <= set("~*, ->"):
+            return False
+        depth = len(node.outputs[0].shape or ())
+        return all(_is_beside(t, depth) if i not in found else len(t.shape or ()) == depth for i, t in enumerate(types))
+
+    def both(self) -> Node:
+        """One node for ids and sums, with the name of the sums'."""
+        total, unique = self.sums[0], self.unique
+        types = self.program.type_of(Ref(unique.name)), self.program.type_of(Ref(total.name))
+        attrs = {"T": total.attrs["T"], "Tindices": unique.attrs["T"]}
+        operands, controls = (unique.inputs[0], total.inputs[0]), (*unique.controls, *total.controls)
+        return Node(total.name, SUMS_BY_ID, operands, controls, attrs, types, total.scope)
+
+
+def _rewritten(program: Program, updates: Sequence[_Update]) -> Program:
+    moved: dict[Ref, Ref] = {}
+    by_name: dict[str, Node] = {}
+    gone: dict[str, str] = {}  # -> the node in whose place others wait
+    marked: set[str] = set()
+    for update in updates:
+        one = by_name[update.sums[0].name] = update.both()
+        moved |= {Ref(update.unique.name): Ref(one.name), Ref(one.name): Ref(one.name, 1)}
+        gone |= dict.fromkeys((update.unique.name, *update.counts), one.name)
+        marked |= update.marked
+    nodes = []
+    for node in program.nodes:
+        if node.name in gone:
+            continue
+        kept = by_name.get(node.name, node)
+        if any(c in gone for c in kept.controls):
+            kept = replace(kept, controls=tuple(dict.fromkeys(gone.get(c, c) for c in kept.controls)))
+        if node.name in marked:
+            inputs = tuple(moved.get(ref, ref) for ref in node.inputs)
+            kept = replace(kept, inputs=inputs, attrs={**node.attrs, OWNED: 1})
+        nodes.append(kept)
+    return program.with_nodes(tuple(nodes))
+
+
+def _is_beside(t: TensorType, depth: int) -> bool:
+    """Whether a tensor is the same for all rows."""
+    shape = t.shape or ()
+    return None not in shape and (len(shape) < depth or shape[0] == 1)

@@ -1,0 +1,163 @@
+"""Rows that are looked up in a variable's value are looked up in the variable.
+
+`tf.gather` of a variable reads rows where it lies (`ResourceGather`). Keras 3's `Embedding` takes the variable's value
+first, and so does `tf.gather(tf.convert_to_tensor(variable), ids)`: `ReadVariableOp`, which is all of the table, and
+then `GatherV2`. On one device the value is the variable's own memory, so nothing is lost; where the table lies in the
+host's memory, all of it would be copied. Where the value is cast first (mixed precision), the rows are cast.
+
+A variable that anything else needs whole is left as it is. A lookup has to see what the reading saw, so it runs before
+all that changes the variable after that; where it needs such a change itself, the variable is left as it is, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from whale.ir.ops import IDENTITIES, READS, READS_ROWS, UPDATES
+from whale.ir.program import Node, Program, Ref, prune, topological, waited_for
+from whale.ir.values import DType, TensorType
+from whale.sharding_rules.graph import uses_of_variables
+
+_IDS = ("int32", "int64")  # in which `ResourceGather` takes them
+
+
+def look_up_in_variables(program: Program) -> Program:
+    """``program`` in which no variable is read for lookups of rows (along dimension 0) alone."""
+    found = program
+    for handle in _only_looked_up(program):
+        changed: Program | None = found
+        for name in [n.name for n in found.nodes if n.op == "ReadVariableOp" and n.inputs[0].node == handle]:
+            changed = changed and _without(changed, handle, name)
+        found = changed or found
+    return program if found is program else prune(found)
+
+
+def _only_looked_up(program: Program) -> list[str]:
+    """Handle nodes of variables that are read, outside of functions, and else only changed or looked up in.
+
+    What is done with the values that are read is left to `_lookups`.
+    """
+    read: set[str] = set()
+    other: set[str] = set()
+    for use in uses_of_variables(program):
+        if use.node.op == "ReadVariableOp" and use.graph is program:
+            read.update(use.handles)
+        elif use.node.op not in READS_ROWS | UPDATES:
+            other.update(use.handles)
+    return [v.node for v in program.variables if v.node in read - other]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """A node that looks rows up in a value.
+
+    Attributes:
+      casts: what makes its operand of the variable's value.
+    """
+
+    node: Node
+    casts: tuple[Node, ...]
+
+
+def _lookups(program: Program, read: str) -> tuple[list[_Lookup], dict[str, tuple[str, ...]]] | None:
+    """(The lookups in a value that is read, the nodes that only these need and what each of them waits for).
+
+    None where anything else needs the value.
+    """
+    found: list[_Lookup] = []
+    gone = {read: program.by_name[read].controls}
+    fetched = {ref.node for ref in program.outputs}
+    waiting: list[tuple[str, tuple[Node, ...]]] = [(read, ())]
+    while waiting:
+        name, casts = waiting.pop()
+        if name in fetched:
+            return None
+        for reader, operand in program.consumers.get(Ref(name), ()):
+            if reader.op in IDENTITIES | {"Cast"}:
+                gone[reader.name] = (*gone[name], *reader.controls)
+                waiting.append((reader.name, (*casts, reader) if reader.op == "Cast" else casts))
+            elif operand == 0 and _takes_rows(program, reader):
+                found.append(_Lookup(reader, casts))
+            else:
+                return None
+    return found, {name: tuple(c for c in controls if c not in gone) for name, controls in gone.items()}
+
+
+def _takes_rows(program: Program, node: Node) -> bool:
+    if node.op not in ("Gather", "GatherV2") or program.type_of(node.inputs[1]).dtype not in _IDS:
+        return False
+    if node.op == "Gather":
+        return True
+    axis = program.const(node.inputs[2])
+    return axis is not None and int(axis) == 0 and not node.attrs.get("batch_dims", 0)
+
+
+def _without(program: Program, handle: str, read: str) -> Program | None:
+    """``program`` without one reading of a variable; None where it has to stay."""
+    known = _lookups(program, read)
+    if known is None:
+        return None
+    lookups, gone = known
+    later = _changed_later(program, handle, read) if lookups else []
+    if later is None or not waited_for(program, [one.node.name for one in lookups]).isdisjoint(later):
+        return None
+    rows = {one.node.name: _rows(program, handle, one) for one in lookups}
+    seen = [made[0].name for made in rows.values()]
+    nodes: dict[str, Node] = {}
+    for node in program.nodes:
+        if node.name in gone:
+            continue
+        # Who waited for the reading waits for what that waited for.
+        controls = [c for name in node.controls for c in gone.get(name, (name,))]
+        first, *others = rows.get(node.name, [node])
+        if node.name in rows:
+            controls += gone[node.inputs[0].node]
+        if node.name in later:
+            controls += seen
+        for made in (replace(first, controls=tuple(dict.fromkeys(controls))), *others):
+            nodes[made.name] = made
+    effects = tuple(name for name in program.effects if name not in gone)
+    return program.with_nodes(topological(nodes), effects=effects)
+
+
+def _changed_later(program: Program, handle: str, read: str) -> list[str] | None:
+    """Nodes that may change the variable after the reading; None where one might come before it or after it."""
+    before, found = waited_for(program, [read]), []
+    for node, _ in program.consumers[Ref(handle)]:
+        if node.op in READS or node.name in before:
+            continue
+        if read not in waited_for(program, [node.name]):
+            return None
+        found.append(node.name)
+    return found
+
+
+def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
+    """Nodes that look the rows up in the variable, and cast them; the last one has the name of the lookup."""
+    node, variable = lookup.node, program.variable_of[handle]
+    (t,) = node.outputs
+    marks = {key: value for key, value in node.attrs.items() if key.startswith("_")}
+    attrs = {
+        "Tindices": DType(program.type_of(node.inputs[1]).dtype),
+        "batch_dims": 0,
+        "dtype": DType(variable.type.dtype),
+        "validate_indices": True,
+    }
+    names = [*_free(program, node.name, len(lookup.casts)), node.name]
+    found = replace(
+        node, name=names[0], op="ResourceGather", inputs=(Ref(handle), node.inputs[1]), attrs={**attrs, **marks},
+        outputs=(TensorType(variable.type.dtype, t.shape),), stateful=True,
+    )  # fmt: skip
+    made = [found]
+    for name, cast in zip(names[1:], lookup.casts):
+        kind = TensorType(cast.outputs[0].dtype, t.shape)
+        made.append(
+            replace(cast, name=name, inputs=(Ref(made[-1].name),), controls=(), outputs=(kind,), scope=node.scope)
+        )
+    return made
+
+
+def _free(program: Program, stem: str, count: int) -> list[str]:
+    """Names that no node has."""
+    names = (f"{stem}/rows_{n}" for n in range(count + len(program.nodes)))
+    return [name for name in names if name not in program.by_name][:count]

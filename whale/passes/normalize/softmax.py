@@ -1,0 +1,90 @@
+"""Softmax, log-softmax and softmax cross-entropy in simple ops, so that the classes can be split.
+
+With m = max(x), s = sum(exp(x - m)) over the classes: softmax = exp(x - m) / s, log-softmax = x - m - log(s), and the
+cross-entropy of label k is log(s) - (x[k] - m) with the gradient softmax - one_hot(k). Where classes are split, m, s
+and x[k] are reduced over the ranks (one number per example each), and the logits stay where they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from whale.ir.ops import SOFTMAXES
+from whale.ir.program import Node, Ref
+from whale.ir.values import DType, TensorType, static_shape
+from whale.passes.normalize.emitter import NodeEmitter
+
+_SPARSE = "SparseSoftmaxCrossEntropyWithLogits"
+_DENSE = "SoftmaxCrossEntropyWithLogits"
+
+
+def is_softmax(node: Node) -> bool:
+    """Whether ``softmax`` knows the node."""
+    return (node.op in SOFTMAXES or node.op in (_SPARSE, _DENSE)) and all(t.is_static for t in node.outputs)
+
+
+def softmax(emit: NodeEmitter) -> list[Ref]:
+    """The outputs of the emitter's node, computed by simple ones."""
+    node = emit.node
+    kind = emit.dtype
+    if kind in ("float16", "bfloat16"):
+        emit.dtype = "float32"
+    x = emit.cast("logits", node.inputs[0], emit.dtype)
+    shape = static_shape(node.outputs[-1])
+    if static_shape(emit.type_of(x)) != shape:
+        x = emit.add("spread_logits", "BroadcastTo", (x, _ints(emit, "shape", shape)), shape, Tidx=DType("int32"))
+    z = emit.binary("shifted", "Sub", x, _over_classes(emit, "whale_max", "Max", x))
+    e = emit.add("exp", "Exp", (z,), shape)
+    s = _over_classes(emit, "sum", "Sum", e)
+    if node.op == "Softmax":
+        return [emit.cast("softmax", emit.binary("ratio", "RealDiv", e, s), kind)]
+    log = emit.add("log", "Log", (s,), (*shape[:-1], 1))
+    if node.op == "LogSoftmax":
+        return [emit.cast("log_softmax", emit.binary("difference", "Sub", z, log), kind)]
+    p = emit.binary("softmax", "RealDiv", e, s)
+    loss, gradient = (_sparse if node.op == _SPARSE else _dense)(emit, z, log, p, shape)
+    return [emit.cast("loss", loss, kind), emit.cast("gradient", gradient, kind)]
+
+
+def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
+    """Integer labels; one that is no class gives NaN, as on a GPU."""
+    labels = emit.node.inputs[1]
+    kind = emit.type_of(labels).dtype
+    depth = emit.const("classes", np.array(shape[-1], np.int32))
+    flags = [emit.const(name, np.array(value)) for name, value in (("on", True), ("off", False))]
+    hot = {"TI": DType(kind), "axis": -1}
+    is_label = emit.add("is_label", "OneHot", (labels, depth, *flags), shape, "bool", **hot)
+    zero = emit.scalar("zero", 0.0)
+    picked = emit.add("label_only", "SelectV2", (is_label, z, zero), shape)
+    picked = emit.reduce_over("label", "Sum", picked, (len(shape) - 1,), keep=False)
+    log = emit.add("log_row", "Squeeze", (log,), shape[:-1], squeeze_dims=(len(shape) - 1,))
+    loss = emit.binary("difference", "Sub", log, picked)
+    low = _compare(emit, "not_negative", "GreaterEqual", labels, 0)
+    high = _compare(emit, "a_class", "Less", labels, shape[-1])
+    valid = emit.node_of("valid", "LogicalAnd", (low, high), TensorType("bool", shape[:-1]), {})
+    loss = emit.add("or_nan", "SelectV2", (valid, loss, emit.scalar("nan", np.nan)), shape[:-1])
+    one = emit.cast("one_hot", is_label, emit.dtype)
+    return loss, emit.binary("slope", "Sub", p, one)
+
+
+def _dense(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
+    """A distribution of labels; classes of probability 0 do not count, whatever their logits are."""
+    labels = emit.cast("labels", emit.node.inputs[1], emit.dtype)
+    cost = emit.binary("cost", "Sub", log, z)
+    weighted = emit.add("weighted", "MulNoNan", (cost, labels), shape)
+    loss = emit.reduce_over("total", "Sum", weighted, (len(shape) - 1,), keep=False)
+    return loss, emit.binary("slope", "Sub", p, labels)
+
+
+def _compare(emit: NodeEmitter, name: str, op: str, labels: Ref, bound: int) -> Ref:
+    t = emit.type_of(labels)
+    limit = emit.const(f"{name}/bound", np.array(bound, t.dtype))
+    return emit.node_of(name, op, (labels, limit), TensorType("bool", t.shape), {"T": DType(t.dtype)})
+
+
+def _over_classes(emit: NodeEmitter, name: str, op: str, x: Ref) -> Ref:
+    return emit.reduce_over(name, op, x, (len(static_shape(emit.type_of(x))) - 1,), keep=True)
+
+
+def _ints(emit: NodeEmitter, name: str, values: tuple[int, ...]) -> Ref:
+    return emit.const(name, np.array(values, np.int32))

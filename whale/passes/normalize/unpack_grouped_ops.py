@@ -1,0 +1,237 @@
+"""Values that a branch saves for its gradient travel as tensors, not as optionals.
+
+TensorFlow hands what the taken branch computed to the gradient's branch in optionals, and one optional serves a
+different value in each alternative: values of different shapes and layouts share a slot that nothing can be told of.
+Here each saved value gets a result and an argument of its own; an alternative that does not save it yields zeros, which
+nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from whale.ir.ops import BRANCHES, IDENTITIES
+from whale.ir.program import Node, Program, Ref, const_node, prune
+from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, numpy_dtype
+from whale.sharding_rules.graph import called_functions
+
+
+def unpack(program: Program) -> Program:
+    """``program``, in which every function has one caller, without the optionals between branches and their gradients.
+
+    Optionals that anything else reads, and values without a static shape, stay.
+    """
+    functions = dict(program.functions)
+
+    def of_graph(graph: Program) -> Program:
+        while True:
+            slot = next(iter(_slots(graph, functions)), None)
+            if slot is None:
+                return graph
+            graph = _without(graph, functions, slot)
+
+    main = of_graph(program)
+    for name in program.functions:
+        functions[name] = of_graph(functions[name])
+    return program if main is program and functions == program.functions else prune(replace(main, functions=functions))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A result of a branch node that holds optionals.
+
+    Attributes:
+      producer: name of the branch node; ``index`` of its result.
+      saved: for each alternative the values that its optional holds.
+      readers: (branch node, number of its argument) that read the slot.
+    """
+
+    producer: str
+    index: int
+    saved: tuple[tuple[Ref, ...], ...]
+    readers: tuple[tuple[str, int], ...]
+
+
+def _slots(graph: Program, functions: Mapping[str, Program]) -> list[_Slot]:
+    found = []
+    for node in graph.nodes:
+        if node.op not in BRANCHES or not all(f.name in functions for f in called_functions(node)):
+            continue
+        bodies = [functions[f.name] for f in called_functions(node)]
+        for index, out in enumerate(node.outputs):
+            if out.dtype != "variant":
+                continue
+            saved = [_held(body, body.outputs[index]) for body in bodies]
+            readers = _readers(graph, functions, node, index, saved)
+            if readers is not None and any(saved):
+                found.append(_Slot(node.name, index, tuple(s or () for s in saved), readers))
+    return found
+
+
+def _held(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
+    """What the optional ``ref`` holds, () for an empty one; None when it is something else."""
+    node = _origin(body, ref)
+    if node.op == "OptionalNone":
+        return ()
+    if node.op != "OptionalFromValue":
+        return None
+    types = [body.type_of(r) for r in node.inputs]
+    fits = all(t.dtype == "variant" or (t.is_static and t.dtype not in UNMOVABLE) for t in types)
+    return node.inputs if fits else None
+
+
+def _origin(graph: Program, ref: Ref) -> Node:
+    node = graph.by_name[ref.node]
+    while node.op in IDENTITIES:
+        node = graph.by_name[node.inputs[0].node]
+    return node
+
+
+def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, index: int,
+             saved: list[tuple[Ref, ...] | None]) -> tuple[tuple[str, int], ...] | None:  # fmt: skip
+    """The arguments of other branch nodes that take the slot; None when it cannot be unpacked."""
+    if any(s is None for s in saved):
+        return None
+    found: list[tuple[str, int]] = []
+    todo = [Ref(producer.name, index)]
+    while todo:
+        ref = todo.pop()
+        if ref in graph.outputs:
+            return None
+        for node, i in graph.consumers.get(ref, ()):
+            if node.op in IDENTITIES:
+                todo.append(Ref(node.name))
+                continue
+            same = node.op in BRANCHES and i > 0 and node.inputs[0] == producer.inputs[0]
+            if not same or len(called_functions(node)) != len(saved):
+                return None
+            for func, values in zip(called_functions(node), saved):
+                if not _only_gets(functions[func.name], i - 1, len(values or ())):
+                    return None
+            found.append((node.name, i))
+    return tuple(found)
+
+
+def _only_gets(body: Program, argument: int, values: int) -> bool:
+    """Whether the body does nothing with the argument but take ``values`` values out."""
+    todo = [Ref(body.inputs[argument])]
+    while todo:
+        ref = todo.pop()
+        if ref in body.outputs:
+            return False
+        for node, _ in body.consumers.get(ref, ()):
+            if node.op in IDENTITIES:
+                todo.append(Ref(node.name))
+            elif node.op != "OptionalGetValue" or len(node.outputs) != values:
+                return False
+    return True
+
+
+def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Program:
+    """``graph`` and ``functions`` with the slot replaced: its place takes the first value, the others come last."""
+    producer = graph.by_name[slot.producer]
+    names = [f.name for f in called_functions(producer)]
+    values = [(a, ref, functions[names[a]].type_of(ref)) for a, refs in enumerate(slot.saved) for ref in refs]
+    count = len(producer.outputs)
+    places = [slot.index, *range(count, count + len(values) - 1)]
+    for a, name in enumerate(names):
+        body = functions[name]
+        outputs = list(body.outputs) + [body.outputs[slot.index]] * (len(values) - 1)
+        nodes = list(body.nodes)
+        for place, (owner, ref, t) in zip(places, values):
+            if owner == a:
+                outputs[place] = ref
+            else:
+                added = _nothing(f"{slot.producer.rpartition('/')[2]}/unused_{slot.index}_{place}", t)
+                nodes += added
+                outputs[place] = Ref(added[-1].name)
+        functions[name] = prune(replace(body, nodes=tuple(nodes), outputs=tuple(outputs)))
+    results = _placed(producer.outputs, places, [t for _, _, t in values])
+    attrs = {**producer.attrs, "Tout": tuple(DType(t.dtype) for t in results),
+             "output_shapes": tuple(Shape(t.shape) for t in results)}  # fmt: skip
+    changed = {producer.name: replace(producer, attrs=attrs, outputs=results)}
+    for reader, argument in slot.readers:
+        node = changed.get(reader, graph.by_name[reader])
+        total = len(node.inputs)
+        at = [argument, *range(total, total + len(values) - 1)]
+        for a, func in enumerate(called_functions(node)):
+            mine = [i for i, (owner, _, _) in enumerate(values) if owner == a]
+            functions[func.name] = _taking(functions[func.name], argument - 1, [t for _, _, t in values], mine)
+        inputs = _placed(node.inputs, at, [Ref(producer.name, p) for p in places])
+        kinds = _placed(node.attrs["Tin"], [i - 1 for i in at], [DType(t.dtype) for _, _, t in values])
+        kept = {k: v for k, v in node.attrs.items() if k != "_read_only_resource_inputs"}
+        changed[reader] = replace(node, inputs=inputs, attrs={**kept, "Tin": kinds})
+    return graph.with_nodes(tuple(changed.get(n.name, n) for n in graph.nodes))
+
+
+def _placed(items: tuple, places: list[int], values: list) -> tuple:
+    """``items`` with ``values`` at ``places``; the first place is taken over, the others follow the last item."""
+    result = list(items) + [None] * (len(places) - 1)
+    for place, value in zip(places, values):
+        result[place] = value
+    return tuple(result)
+
+
+def _taking(body: Program, argument: int, types: list[TensorType], mine: list[int]) -> Program:
+    """``body`` with tensors of ``types`` for the optional ``argument``; those numbered ``mine`` are what it reads."""
+    old = body.inputs[argument]
+    fresh = _fresh_names(body)
+    names = [fresh(f"{old}_value_{i}") for i in range(len(types))]
+    arguments = [
+        Node(name, "Placeholder", attrs={"dtype": DType(t.dtype), "shape": Shape(t.shape)}, outputs=(t,))
+        for name, t in zip(names, types)
+    ]
+    moved: dict[Ref, Ref] = {}
+    passed, gone = {old}, {old}
+    for node in body.nodes:
+        if node.inputs and node.inputs[0].node in passed:
+            gone.add(node.name)
+            if node.op in IDENTITIES:
+                passed.add(node.name)
+            else:
+                moved.update({Ref(node.name, i): Ref(names[m]) for i, m in enumerate(mine)})
+    kept = [_moved(n, moved, gone) for n in body.nodes if n.name not in gone]
+    return replace(
+        body,
+        nodes=(*arguments, *kept),
+        inputs=_placed(body.inputs, [argument, *range(len(body.inputs), len(body.inputs) + len(types) - 1)], names),
+        outputs=tuple(moved.get(r, r) for r in body.outputs),
+    )
+
+
+def _moved(node: Node, moved: Mapping[Ref, Ref], gone: set[str]) -> Node:
+    """A node that reads arguments in place of what was taken out of optionals, and does not wait for those."""
+    return replace(
+        node,
+        inputs=tuple(moved.get(r, r) for r in node.inputs),
+        controls=tuple(c for c in node.controls if c not in gone),
+    )
+
+
+def _fresh_names(body: Program) -> Callable[[str], str]:
+    taken = set(body.by_name)
+
+    def fresh(name: str) -> str:
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        return name
+
+    return fresh
+
+
+def _nothing(name: str, t: TensorType) -> list[Node]:
+    """Nodes that make zeros, or an empty optional for lists and optionals; the last one yields it."""
+    if t.dtype == "variant":
+        return [Node(name, "OptionalNone", outputs=(t,))]
+    dims = np.array(t.shape, np.int32)
+    zero = np.zeros((), numpy_dtype(t.dtype))
+    return [
+        const_node(f"{name}/dims", dims, "int32"),
+        const_node(f"{name}/value", zero, t.dtype),
+        Node(name, "Fill", (Ref(f"{name}/dims"), Ref(f"{name}/value")),
+             attrs={"T": DType(t.dtype), "index_type": DType("int32")}, outputs=(t,)),
+    ]  # fmt: skip

@@ -1,0 +1,209 @@
+"""How a normalised program lies: its batch, its composite ops, its split scopes, and state that lies split.
+
+These decide together. Which composite ops have to be taken apart depends on what the batch divides, what a split scope
+divides depends on how tensors arrive there, and a loss is taken apart for its classes only if a scope divides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whale.errors import PlanError
+from whale.ir.layout import Placement, Split, Strategy
+from whale.ir.plan import BatchInput, Reshard
+from whale.ir.program import Program, Ref
+from whale.passes.analysis.axes import batch_of
+from whale.passes.analysis.batch import batch_inputs
+from whale.passes.analysis.rank_groups import named_ranks
+from whale.passes.analysis.scopes import split_scope
+from whale.passes.autoshard.divide import divide
+from whale.passes.dump import dump
+from whale.passes.memory.zero import state_at_rest, update_strategies
+from whale.passes.normalize.decompose import decompose, has_split_form, is_composite
+from whale.passes.normalize.ring import for_rings, in_rings
+from whale.passes.propagation.fixpoint import settled_layouts
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.propagation.partial_sums import reduce_partial_sums
+from whale.passes.propagation.propagate import NOTHING, propagate
+from whale.passes.propagation.reference_plan import ReferencePlan
+from whale.passes.settings import PlanSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDraft:
+    """A plan in the making.
+
+    Attributes:
+      program: normalised, those composite ops expanded that the plan needs in simple ones.
+      expanded: the names of these ops.
+      batch: the inputs that carry the batch.
+      variables: placements of the variables that lie split between steps, by handle node.
+      layouts: of the program (key "") and of each function body that it calls.
+      reshards: the changes of layout, once they are explicit.
+    """
+
+    program: Program
+    expanded: frozenset[str]
+    batch: tuple[BatchInput, ...]
+    variables: Mapping[str, Placement]
+    layouts: Mapping[str, GraphLayout]
+    reshards: tuple[Reshard, ...] = ()
+
+    def graph(self, name: str) -> Program:
+        """The program (name ""), or one of its functions."""
+        return self.program.functions[name] if name else self.program
+
+
+class FirstLayouts:
+    """How a program lies before a scope divides anything, found once for all plans that it is asked for.
+
+    These may be of programs that differ in their split scopes: along an axis that divides rows propagation heeds no
+    scope but those that name ranks.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, dict[str, GraphLayout]] = {}
+
+    def of(
+        self, expanded: Program, composites: Collection[str], batch: tuple[BatchInput, ...], settings: PlanSettings
+    ) -> dict[str, GraphLayout]:
+        """The layouts of the program of which ``composites`` were taken apart."""
+        if not any(isinstance(b.placement, Split) for b in batch) or named_ranks(expanded):
+            return layouts_of(expanded, batch, settings)
+        meant = settings.batch.local_statistics, settings.batch.local_streams
+        key = frozenset(composites), batch, settings.size, *meant
+        if key not in self._found:
+            self._found[key] = layouts_of(expanded, batch, settings)
+        return self._found[key]
+
+
+def lay_out(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> PlanDraft:
+    """The layouts of a normalised program as the user asks for them.
+
+    Args:
+      first: of other plans of the program, which may have other split scopes.
+
+    Raises:
+      PlanError: the batch cannot be split as asked, or nothing under a split scope can be divided.
+    """
+    batch = _batch(program, settings) if settings.batch.inputs is None else settings.batch.inputs
+    first = first or FirstLayouts()
+    composites = _of_divided_batches(program, batch, settings, first)
+    if settings.size == 1 or not settings.split.scopes:
+        expanded = expand(program, composites, settings)
+        return PlanDraft(expanded, composites, batch, {}, first.of(expanded, composites, batch, settings))
+    composites |= frozenset(for_rings(program, settings.size, settings.memory.limit_bytes))
+    round_ = in_rings(program, composites)
+    losses = frozenset(n.name for n in round_.nodes if split_scope(n.scope) and has_split_form(round_, n))
+    tables = settings.split.tables and settings.time.micro_batches == 1  # micro-batches are an axis as well
+    at_rest, division = not settings.split.state_only, None
+    while True:
+        expanded = expand(program, composites | losses, settings)
+        layouts = first.of(expanded, composites | losses, batch, settings)
+        division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest, tables, division)
+        whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
+        if not whole:
+            break
+        losses -= whole
+        division = replace(division, strategies={n: s for n, s in division.strategies.items() if n not in whole})
+    strategies, variables = dict(division.strategies), dict(division.variables)
+    outside: dict[str, Placement] = {}  # variables that lie split for the optimizer's sake
+    if settings.zero.level:
+        inside = {
+            v.node for v in expanded.variables
+            if any(n.name in strategies for n, _ in expanded.consumers.get(Ref(v.node), ()))
+        }  # fmt: skip
+        state = _state(expanded, settings, inside)
+        strategies.update((name, Strategy((), (p,), "zero.level: state is sharded")) for name, p in state.items())
+        variables.update(state)
+        outside = {name: p for name, p in variables.items() if name not in inside}
+    if outside:
+        alike = reduce_partial_sums(expanded, layouts[""], settings.size)
+        strategies.update(update_strategies(expanded, alike, outside, settings.size))
+    if strategies:
+        layouts = layouts_of(expanded, batch, settings, strategies, outside)
+    return PlanDraft(expanded, composites | losses, batch, variables, layouts)
+
+
+def layouts_of(
+    program: Program,
+    batch: Sequence[BatchInput],
+    settings: PlanSettings,
+    fixed: Mapping[str, Strategy] = NOTHING,
+    gathered: Collection[str] = (),
+    model: ReferencePlan | None = None,
+) -> dict[str, GraphLayout]:
+    """The layouts of an expanded program (key "") and its functions; the last three arguments as in ``propagate``."""
+    divided = {b.name: b.placement for b in batch} if settings.size > 1 else {}
+    local = frozenset(b.name for b in batch if b.local)
+    statistics, streams = settings.batch.local_statistics, settings.batch.local_streams
+    return settled_layouts(program, settings.size, divided, statistics, streams, local, fixed, gathered, model)
+
+
+def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:
+    """``program`` with the named composite ops replaced by simple ones, and attentions by one op; the rest stays."""
+    if not composites:
+        return program
+    rings = in_rings(program, composites, settings.memory.scores_bytes)
+    result = decompose(rings, lambda node: node.name in composites)
+    dump(settings.dump, "decompose", result)
+    return result
+
+
+def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
+    """The batch inputs as the user asks; none where nothing would be divided, whatever the sizes of the inputs.
+
+    A run that loads a variable, or starts an iterator over what it is fed, has inputs but no batch.
+    """
+    try:
+        return batch_of(program, settings)
+    except PlanError:
+        if settings.batch.local:
+            raise
+        anyway = {b.name: b.placement for b in batch_inputs(program, settings.size)}
+        layouts = propagate(program, settings.size, anyway)
+        if any(isinstance(p, Split) for g in layouts.values() for s in g.strategies.values() for p in s.outputs):
+            raise
+        return ()
+
+
+def _of_divided_batches(
+    program: Program, batch: tuple[BatchInput, ...], settings: PlanSettings, first: FirstLayouts
+) -> frozenset[str]:
+    """The batch normalisations of divided batches that need the statistics of the whole batch."""
+    if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
+        return frozenset()
+    layout = first.of(program, (), batch, settings)[""]
+    divided = {
+        n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Split) for r in n.inputs)
+    }
+    # Forward and gradient go together: the gradient reads what the decomposed forward saved.
+    while True:
+        more = {
+            n.name
+            for n in program.nodes
+            if is_composite(n) and n.name not in divided
+            and any(r.node in divided or _reads(program, d, n.name) for r in n.inputs for d in divided)
+        }  # fmt: skip
+        if not more:
+            return frozenset(divided)
+        divided |= more
+
+
+def _reads(program: Program, reader: str, producer: str) -> bool:
+    return any(r.node == producer for r in program.by_name[reader].inputs)
+
+
+def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strategy]) -> bool:
+    """Whether the classes of an expanded softmax, or of the search for an extremum, are split."""
+    strategy = strategies.get(f"{loss}/whale_max")
+    axes = program.const(program.by_name[f"{loss}/whale_max"].inputs[1])
+    cut = strategy.inputs[0] if strategy is not None else None
+    return isinstance(cut, Split) and axes is not None and cut.dim in axes
+
+
+def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Split]:
+    """The optimizers' state that comes to lie split, outside of split scopes."""
+    zero, known, weights = settings.zero, settings.split.known, settings.zero.level >= 3
+    return state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)

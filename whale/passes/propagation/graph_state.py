@@ -1,0 +1,139 @@
+"""What propagation knows of one graph on its way through it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whale.ir.layout import FIRST, B, Broadcast, Partial, Placement, Split, Strategy, split
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import UNMOVABLE
+from whale.passes.analysis.cost import change_cost
+from whale.passes.analysis.rank_groups import RankGroups
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.propagation.per_rank import PerRankRows, Semantics
+from whale.passes.propagation.unmovable import NeededWhole
+
+INFINITE = float("inf")
+_MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made from
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What all graphs of a program have in common: the mesh axis over which it is propagated.
+
+    Attributes:
+      root: the program itself, which has the functions.
+      parts: size of the mesh axis.
+      semantics: what differs from one device; batch statistics do in the program itself only.
+      rows: size of the batch -> how it is divided; groups: and under scopes that name ranks.
+      whole: (graph, tensor) that have to be made whole, because they cannot be sent.
+      layouts: of function bodies, collected on the way.
+    """
+
+    root: Program
+    parts: int
+    semantics: Semantics
+    rows: Mapping[int, Split]
+    groups: RankGroups
+    whole: Collection[tuple[str, Ref]]
+    layouts: dict[str, GraphLayout]
+
+
+class GraphState:
+    """How the tensors of one graph lie, as far as propagation has come.
+
+    Attributes:
+      name: of the function body; "" is the program itself.
+      layout: what was decided.
+      remakable: tensors that may take any placement for nothing.
+      origins: whole tensors made from divided ones -> how these lay.
+      per_rank: what is each rank's own on purpose.
+    """
+
+    def __init__(self, axis: Axis, name: str):
+        self.axis, self.name, self.parts = axis, name, axis.parts
+        self.program = axis.root.functions[name] if name else axis.root
+        mine = replace(axis.semantics, statistics=None) if name else axis.semantics
+        self.per_rank = PerRankRows(self.program, axis.parts, mine, axis.rows, axis.groups)
+        self.layout = GraphLayout()
+        self.remakable: set[Ref] = set()
+        self.origins: dict[Ref, tuple[Split, ...]] = {}
+
+    def seen(self, node: Node) -> list[Placement]:
+        """How a node's operands lie for it."""
+        layout = self.layout
+        found = [layout.preferred.get(r) or layout.produced[r] for r in node.inputs]
+        if self.axis.groups.active:
+            found = [self.axis.groups.placed(node.scope, p) for p in found]
+        return found
+
+    def is_whole(self, ref: Ref) -> bool:
+        """Whether the tensor has to be made whole."""
+        return (self.name, ref) in self.axis.whole
+
+    def reshard_cost(self, ref: Ref, wanted: Placement) -> float:
+        """Cost of having ``ref`` as ``wanted``; infinite when it cannot be had."""
+        source = self.layout.produced[ref]
+        if source == wanted or self.layout.preferred.get(ref) == wanted:
+            return 0.0
+        tensor = self.program.type_of(ref)
+        if tensor.dtype in UNMOVABLE:
+            free = ref in self.remakable or (source == B and wanted == FIRST)
+            return 0.0 if free else INFINITE
+        return change_cost(tensor, source, wanted, self.parts)
+
+    def need(self, ref: Ref, wanted: Placement, reader: Node, also: Sequence[tuple[str, Ref]] = ()) -> None:
+        """Raises NeededWhole when ``ref`` cannot be sent, lies otherwise than ``wanted`` and cannot be made anew."""
+        source, t = self.layout.produced[ref], self.program.type_of(ref)
+        if source in (wanted, FIRST) or t.dtype not in UNMOVABLE or ref in self.remakable:
+            return
+        raise NeededWhole({(self.name, ref), *also}, reader, f"{ref} is {t}, laid out {source}")
+
+    def on_first_rank(self, node: Node, why: str) -> Strategy:
+        """The strategy of a node that runs on the first rank only.
+
+        Operands come broadcast: the others need not have them, but collectives are joint.
+
+        Raises:
+          NeededWhole: an operand cannot be brought to all ranks.
+        """
+        for ref in node.inputs:
+            if self.layout.produced[ref] != FIRST:
+                self.need(ref, B, node)
+        inputs = tuple(FIRST if self.layout.produced[r] == FIRST else B for r in node.inputs)
+        return Strategy(inputs, (FIRST,) * len(node.outputs), why, once=True)
+
+    def track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
+        """Slice again after ops that had to see everything: correct whatever the dimension means, and free.
+
+        Not only right behind such an op: two halves of the batch that are joined again, or the rows that a loop
+        stacked, are the batch once more.
+        """
+        if not self.origins and Split not in map(type, current):
+            return
+        found: dict[Split, None] = {}
+        summed = any(type(p) is Partial for p in chosen.outputs)
+        for ref, placement, wanted in zip(node.inputs, current, chosen.inputs):
+            if type(placement) is Split and (wanted != placement or summed):
+                found[placement] = None
+            if type(wanted) is not Split:
+                found.update(dict.fromkeys(self.origins.get(ref, ())))
+        if not found:
+            return
+        splits = tuple(found)[:_MOST_ORIGINS]
+        for ref, out, placement in zip(node.refs(), node.outputs, chosen.outputs):
+            if type(placement) is Split:
+                continue
+            if type(placement) is Broadcast:
+                self.origins[ref] = splits
+            if out.dtype in UNMOVABLE or not out.is_static or not out.shape:
+                continue
+            for s in splits:
+                dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == s.extent]
+                if dims and type(placement) is Partial:
+                    self.origins[ref] = splits  # rows that were added into the batch's rows
+                elif dims:
+                    self.layout.preferred[ref] = split(dims[0], s.sizes, s.blocks)
+                if dims:
+                    break

@@ -1,0 +1,38 @@
+"""Lets what is made from shapes alone be made in parts: a broadcast gradient, a mask, zeros of a batch.
+
+Propagation goes forward, so a Tile, Fill or BroadcastTo of whole operands comes out whole and is cut by its readers.
+Where all readers cut it alike, it makes just the part: nothing moves either way, but nothing is made twice.
+"""
+
+from __future__ import annotations
+
+from whale.ir.layout import B, Broadcast, Split
+from whale.ir.program import Program, Ref
+from whale.ir.values import UNMOVABLE
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.graph import view
+
+
+def make_in_place(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
+    """``layout`` with such nodes producing the split that all their readers want."""
+    strategies, produced = dict(layout.strategies), dict(layout.produced)
+    fetched = set(program.outputs)
+    for node in program.nodes:
+        rule = rule_of(node.op)
+        if len(node.outputs) != 1 or rule is None or not getattr(rule, "produces_any", False):
+            continue
+        ref = Ref(node.name)
+        if node.outputs[0].dtype in UNMOVABLE or not isinstance(produced[ref], Broadcast) or ref in fetched:
+            continue
+        wanted = {strategies[reader.name].inputs[i] for reader, i in program.consumers.get(ref, ())}
+        target = next(iter(wanted)) if len(wanted) == 1 else B
+        if not isinstance(target, Split):
+            continue
+        op, current = view(program, node, parts), strategies[node.name].inputs
+        for option in rule.strategies(op, current, (target,)):
+            if option.outputs == (target,) and option.inputs == current:
+                strategies[node.name] = option
+                produced[ref] = target
+                break
+    return GraphLayout(strategies, produced, layout.preferred, layout.outputs, layout.unruled)

@@ -1,0 +1,213 @@
+"""Batch statistics that each rank takes from its own rows: which tensors they are, and what is made of them.
+
+Batch normalisation divides by the moments of the batch. Taken from each rank's rows alone they need no communication
+in either direction; that is what data parallel training usually means, and it is not what one device computes. Here
+the moments are found in the graph, by what is computed and not by names:
+
+* a *mean* over dimensions of rows, and the *variance*: the mean over the same dimensions of the squared difference
+  between the same rows and that mean;
+* what is made of them without rows (reciprocal deviation, running averages, gradients) and where that is *spread* over
+  the rows again (a Tile or BroadcastTo): the gradients of the two means.
+
+Each of them is a sum over the ranks of what their rows contribute. A rank's own mean is its contribution times
+(all rows / own rows), and so is the gradient that its own mean receives, where the program then divides by all rows.
+So one placement (``whale.ir.layout.PerRank``) and one factor serve both directions; nothing else in the program
+changes. Fused kernels (FusedBatchNorm) keep their own statistics by their rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from whale.ir.layout import Partial, PerRank, Split
+from whale.ir.ops import HAS_BODIES, IDENTITIES
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import FLOATING, UNMOVABLE
+from whale.passes.propagation.graph_layout import GraphLayout
+
+_PASSED_ON = IDENTITIES | {"Cast"}  # a mean in another dtype is one
+_SPREADS = frozenset({"Tile", "BroadcastTo"})
+_SUMS = frozenset({"AddN", "Add", "AddV2", "Sub"})
+_MULTIPLES = frozenset({"RealDiv", "Mul", "Neg", "Reshape", *_PASSED_ON})
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The mean and the variance of one set of rows, what is made of them without rows, and the nodes that spread that
+    over the rows again.
+    """
+
+    mean: Ref
+    variance: Ref
+    made: frozenset[Ref]
+    spreads: frozenset[str]
+
+
+@dataclass
+class LocalStatistics:
+    """The moments of a program, by the tensors and nodes that propagation meets.
+
+    Attributes:
+      statistic: mean or variance -> its moments.
+      spread: name of a spreading node -> its moments.
+    """
+
+    statistic: dict[Ref, Moments] = field(default_factory=dict)
+    spread: dict[str, Moments] = field(default_factory=dict)
+
+
+def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> LocalStatistics:
+    """The moments of ``program``, but for those whose mean is among ``without``.
+
+    Of its main graph: moments in the bodies of loops and branches stay those of the whole batch. So do those whose
+    gradient was not derived by TensorFlow.
+    """
+    found = [(_mean_of(program, node), Ref(node.name)) for node in program.nodes]
+    pairs = {mean: variance for mean, variance in found if mean is not None}
+    known = {*pairs, *pairs.values()}
+    result = LocalStatistics()
+    for mean, variance in pairs.items():
+        if mean in without:
+            continue
+        made, spreads, _ = _readers(program, (mean, variance))
+        beside = _gradient_of_mean(program, spreads, mean) if spreads else frozenset()
+        if beside is None or (not spreads and _has_other_gradient(program, mean, known)):
+            continue
+        moments = Moments(mean, variance, made, spreads | beside)
+        result.statistic[mean] = result.statistic[variance] = moments
+        for name in moments.spreads:
+            result.spread.setdefault(name, moments)
+    return result
+
+
+def _mean_of(program: Program, node: Node) -> Ref | None:
+    """The mean around which ``node`` is a variance, if it is one."""
+    axes = _axes(program, node)
+    if axes is None or 0 not in axes:
+        return None
+    square = program.by_name[_source(program, node.inputs[0]).node]
+    if square.op == "Square":
+        square = program.by_name[square.inputs[0].node]
+        if square.op != "Sub":
+            return None
+    elif square.op != "SquaredDifference":
+        return None
+    rows, mean = square.inputs
+    first = program.by_name[_source(program, mean).node]
+    if _axes(program, first) != axes or _source(program, first.inputs[0]) != _source(program, rows):
+        return None
+    return Ref(first.name)
+
+
+def _axes(program: Program, node: Node) -> frozenset[int] | None:
+    """The dimensions over which ``node`` is a floating mean that leaves others; None for any other node."""
+    if node.op != "Mean" or node.outputs[0].dtype not in FLOATING:
+        return None
+    shape = program.type_of(node.inputs[0]).shape
+    axes = program.const(node.inputs[1])
+    if not shape or None in shape or axes is None:
+        return None
+    found = frozenset(int(a) % len(shape) for a in axes.reshape(-1))
+    return found if len(found) < len(shape) else None
+
+
+def _source(program: Program, ref: Ref) -> Ref:
+    """The tensor of which ``ref`` is a copy or a cast."""
+    while True:
+        node = program.by_name[ref.node]
+        if node.op not in _PASSED_ON:
+            return ref
+        ref = node.inputs[0]
+
+
+def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[Ref], frozenset[str], frozenset[str]]:
+    """What is made of ``statistics`` and is not larger, the nodes that spread that over the rows, and the other nodes
+    that make something of the rows' size of it.
+    """
+    limit = max(program.type_of(r).elements for r in statistics)
+    rows = program.type_of(program.by_name[statistics[0].node].inputs[0]).elements
+    found: set[str] = set()
+    joined: set[str] = set()
+    seen, stack = set(statistics), list(statistics)
+    while stack:
+        for reader, _ in program.consumers.get(stack.pop(), ()):
+            if reader.op in _SPREADS and reader.outputs[0].elements == rows:
+                found.add(reader.name)
+            elif reader.outputs and reader.outputs[0].elements == rows:
+                joined.add(reader.name)
+            elif not reader.stateful and reader.op not in HAS_BODIES:
+                for ref, out in zip(reader.refs(), reader.outputs):
+                    if ref not in seen and out.dtype not in UNMOVABLE and out.is_static and out.elements <= limit:
+                        seen.add(ref)
+                        stack.append(ref)
+    return frozenset(seen), frozenset(found), frozenset(joined)
+
+
+def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> bool:
+    """Whether rows of this shape are summed likewise elsewhere and meet the result again: a gradient by hand."""
+    statistic = program.by_name[mean.node]
+    rows, axes = program.type_of(statistic.inputs[0]).shape or (), _axes(program, statistic)
+    for node in program.nodes:
+        if node.op in ("Mean", "Sum") and Ref(node.name) not in known and program.type_of(node.inputs[0]).shape == rows:
+            over = program.const(node.inputs[1])
+            if over is not None and frozenset(int(a) % len(rows) for a in over.reshape(-1)) == axes:
+                if _readers(program, (Ref(node.name),))[2]:
+                    return True
+    return False
+
+
+def _gradient_of_mean(program: Program, spreads: frozenset[str], mean: Ref) -> frozenset[str] | None:
+    """The node that spreads the mean's gradient: it is added to what the variance's gradient becomes.
+
+    The mean may enter linearly, and then nothing of it is left in its gradient; but both gradients end in the gradient
+    of the rows. None: it is not found.
+    """
+    rows = program.type_of(program.by_name[mean.node].inputs[0])
+    seen, level = set(spreads), list(spreads)
+    while level:
+        following: list[str] = []
+        for name in level:
+            for reader, _ in program.consumers.get(Ref(name), ()):
+                if reader.name in seen or len(reader.outputs) != 1 or reader.outputs[0].elements != rows.elements:
+                    continue
+                seen.add(reader.name)
+                following.append(reader.name)
+                if reader.op in _SUMS:
+                    found = [s for r in reader.inputs if (s := _spread_behind(program, r)) and s not in spreads]
+                    if found or any(_spread_behind(program, r) for r in reader.inputs):
+                        return frozenset(found)
+        level = following
+    return None
+
+
+def _spread_behind(program: Program, ref: Ref) -> str | None:
+    """The spreading node of which ``ref`` is a multiple."""
+    while True:
+        node = program.by_name[ref.node]
+        if node.op in _SPREADS:
+            return node.name
+        if node.op not in _MULTIPLES or not node.inputs:
+            return None
+        ref = next((r for r in node.inputs if program.const(r) is None), node.inputs[0])
+        if sum(program.const(r) is None for r in node.inputs) != 1:
+            return None
+
+
+def half_local(program: Program, layout: GraphLayout, statistics: LocalStatistics) -> set[Ref]:
+    """Means of moments of which something is made whole for the rows to read: a gradient written in another form.
+
+    The forward pass would use each rank's own statistics and the gradient those of the whole batch, so these moments
+    must be whole in both.
+    """
+    moments = {id(m): m for m in statistics.statistic.values() if type(layout.place(m.mean)) is PerRank}
+    maker = {ref: m for m in moments.values() for ref in m.made}
+    found: set[Ref] = set()
+    for node in program.nodes:
+        strategy = layout.strategies[node.name]
+        if node.stateful or not any(type(p) is Split for p in strategy.inputs + strategy.outputs):
+            continue
+        for ref, placement in zip(node.inputs, strategy.inputs):
+            if ref in maker and type(placement) not in (PerRank, Partial) and layout.produced[ref] != placement:
+                found.add(maker[ref].mean)
+    return found

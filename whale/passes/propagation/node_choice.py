@@ -1,0 +1,292 @@
+"""The choice for one node: of what its rule allows, given where its operands lie, what costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
+from whale.ir.ops import CONTRACTIONS
+from whale.ir.program import Node, Ref
+from whale.ir.values import UNMOVABLE, static_shape
+from whale.passes.analysis.cost import compute_cost, exchange_cost, matmul_flops, move_cost
+from whale.passes.propagation.graph_state import INFINITE, GraphState
+from whale.passes.propagation.reference_plan import same_kind
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import OWNED, OpView, replicated
+from whale.sharding_rules.embedding import Rows
+from whale.sharding_rules.graph import handles_lists, holds_variable, view
+from whale.sharding_rules.registry import LineRule, by_types
+
+_WHOLE = frozenset({Broadcast})
+_MOST_IN_KEY = 4  # operands of nodes of which several are alike
+
+
+class NodeChoice:
+    """Strategies for the nodes of one graph that neither are decided already nor are loops or branches."""
+
+    def __init__(self, state: GraphState, fixed: Mapping[str, Strategy] = MappingProxyType({})):
+        """
+        Args:
+          fixed: strategies of nodes that are decided already.
+        """
+        self.state, self.fixed = state, fixed
+        self._replicated: dict[tuple[int, int], Strategy] = {}
+        self._chosen: dict[Hashable, Strategy] = {}
+
+    def strategy(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
+        """How the node runs whose operands lie as ``current``.
+
+        Args:
+          like: how it runs in a program that is almost this one; what differs in sizes at most goes first.
+
+        Raises:
+          NeededWhole: an operand cannot be brought to where the node needs it.
+        """
+        whole = not node.stateful and _WHOLE.issuperset(map(type, current))
+        if whole and (not self._may_be_divided(node) if like is None else _is_whole(like)):
+            return self.all_broadcast(node)
+        key = self._key(node) if like is None else None
+        if key is None:
+            return self.choose(node, current, like)
+        found = self._chosen.get(key)
+        if found is None:
+            found = self._chosen[key] = self.choose(node, current)
+        return found
+
+    def _key(self, node: Node) -> Hashable | None:
+        """What the choice for a node follows from, where it is no more than types and how its operands lie.
+
+        The updates of many variables are alike. Types are told apart by their numbers, which is cheaper than by what
+        they are: the program keeps them.
+        """
+        state = self.state
+        if state.axis.whole or state.axis.groups.active:
+            return None
+        rule = rule_of(node.op)
+        if rule is None or not by_types(rule) or rule.produces_any or node.op in CONTRACTIONS or OWNED in node.attrs:
+            return None
+        inputs = node.inputs
+        if len(inputs) > _MOST_IN_KEY or len(set(inputs)) < len(inputs) or handles_lists(node):
+            return None
+        produced, preferred, by_name = state.layout.produced, state.layout.preferred, state.program.by_name
+        key: list[object] = [node.op]
+        for ref in inputs:
+            kind = by_name[ref.node].outputs[ref.index]
+            key += (id(kind), produced[ref], preferred.get(ref), kind.dtype in UNMOVABLE and ref in state.remakable)
+        key += [id(kind) for kind in node.outputs]
+        return tuple(key)
+
+    def all_broadcast(self, node: Node) -> Strategy:
+        """Of whole operands what is whole, on every rank."""
+        key = (len(node.inputs), len(node.outputs))
+        found = self._replicated.get(key)
+        if found is None:
+            found = self._replicated[key] = Strategy((B,) * key[0], (B,) * key[1], "replicated")
+        if rule_of(node.op) is None:
+            self.state.layout.unruled.append(node.name)
+        elif getattr(rule_of(node.op), "produces_any", False):
+            self.state.remakable.update(node.refs())
+        return found
+
+    def choose(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
+        """The cheapest strategy that the node's rule allows; on the first rank, where there is none."""
+        rule = rule_of(node.op)
+        op = view(self.state.program, node, self.state.parts)
+        if handles_lists(node) and FIRST not in current:
+            return self._of_lists(node, current)
+        if any(p == FIRST and t.dtype in UNMOVABLE for p, t in zip(current, op.inputs)):
+            return self.state.on_first_rank(node, "reads what only the first rank has")
+        if rule is None:
+            self.state.layout.unruled.append(node.name)
+            # Run once, an op that changes a variable would change the first rank's only; its operands are whole, so
+            # run everywhere it does the same on all ranks.
+            options = [replicated(op)] if not node.stateful or holds_variable(self.state.program, node) else []
+        else:
+            options = self.state.per_rank.options(rule, op, current)
+            if getattr(rule, "produces_any", False):
+                self.state.remakable.update(node.refs())
+        if self.state.axis.whole and any(self.state.is_whole(r) for r in node.refs()):
+            options = [
+                o for o in options if not any(self.state.is_whole(r) and p != B for r, p in zip(node.refs(), o.outputs))
+            ]
+        if not options:
+            why = "runs once" if rule is not None else f"stateful, and no rule for {node.op}"
+            return self.state.on_first_rank(node, why)
+        touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
+        flops = matmul_flops(node, op.inputs)
+        if rule is not None and like is None and not node.stateful:
+            options = [*options, *self._by_rows(rule, op, current, options)]
+            if rule.routes is not None:
+                options += [o for o in self._exchanging(rule, rule.routes, op, current) if o not in options]
+                if not rule.routes.table_of(op).is_static:
+                    # Of the other ways, whose bytes only the run knows, each moves the whole table.
+                    options = [o for o in options if rule.exchanges_rows(op, o)] or options
+        if like is not None:
+            divided = self._divided(node, rule, op) if flops else []
+            if rule is not None:
+                divided += rule.strategies(op, _as_in(like, op, current))
+            options = [o for o in (*options, *divided) if same_kind(o, like)] or options
+        elif flops:
+            # Dividing the products is what the scopes ask for; a small one must not be computed on every rank
+            # because its gradient would be cheaper to make twice than to move.
+            options = [o for o in options if _divides(o)] or self._divided(node, rule, op) or options
+        best, best_cost = None, INFINITE
+        for option in options:
+            cost = self.cost(node, option, touched, flops)
+            if rule is not None:
+                cost += exchange_cost(rule.exchanged_bytes(op, option), self.state.parts, bool(node.outputs))
+            if cost < best_cost:
+                best, best_cost = option, cost
+        if best is None:
+            return self.state.on_first_rank(node, "no placement that its operands can be brought to")
+        return best
+
+    def _may_be_divided(self, node: Node) -> bool:
+        """Whether it is divided for its own sake: a product of something made from the batch, random rows."""
+        if self.state.per_rank.draws(node):
+            return True
+        if not any(r in self.state.origins for r in node.inputs):
+            return False
+        return matmul_flops(node, [self.state.program.type_of(r) for r in node.inputs]) > 0
+
+    def _by_rows(
+        self, rule: LineRule, op: OpView, current: Sequence[Placement], options: Sequence[Strategy]
+    ) -> list[Strategy]:
+        """Ways to take an operand by its rows that lies cut along another dimension, which no option takes so but for a
+        result of partial sums.
+
+        Such operands come out of split scopes; to exchange parts for rows is less than to gather all of it.
+        """
+        found: dict[Strategy, None] = {}
+        for i, (p, t) in enumerate(zip(current, op.inputs)):
+            if type(p) is not Split or not p.dim or not t.is_static or t.dtype in UNMOVABLE:
+                continue
+            if any(o.inputs[i] == p and Partial not in map(type, o.outputs) for o in options):
+                continue
+            cut = self._rows_cut(static_shape(t)[0])
+            if cut.smallest:
+                found.update((o, None) for o in rule.strategies(op, [*current[:i], cut, *current[i + 1 :]]))
+        return [o for o in found if o not in options]
+
+    def _exchanging(self, rule: LineRule, rows: Rows, op: OpView, current: Sequence[Placement]) -> dict[Strategy, None]:
+        """Ways to exchange rows by their ids that do not follow from how the operands lie.
+
+        Ids that are whole are cut as others that read them have them, as the rows are wanted, or as the batch. Where
+        the table is the result, that is cut as it is wanted.
+        """
+        found: dict[Strategy, None] = {}
+        ids = op.inputs[rows.ids]
+        if not ids.is_static or not ids.shape:
+            return found
+        wanted, cuts = self._wanted(op), {current[rows.ids]: None}
+        if isinstance(current[rows.ids], Broadcast):
+            strategies = self.state.layout.strategies
+            for reader, i in self.state.program.consumers.get(op.node.inputs[rows.ids], ()):
+                if reader.name in strategies:
+                    cuts[strategies[reader.name].inputs[i]] = None
+            cuts.update(wanted if rows.values is None else {})
+            if (even := self._rows_cut(ids.shape[0] or 0)).smallest:
+                cuts[even] = None
+        for cut in cuts:
+            lie = [*current[: rows.ids], cut, *current[rows.ids + 1 :]]
+            for result in wanted if rows.table is None else (None,):
+                found.update((o, None) for o in rule.strategies(op, lie, (result,)) if rule.exchanges_rows(op, o))
+        return found
+
+    def _wanted(self, op: OpView) -> dict[Placement, None]:
+        """How a result is wanted by nodes that are decided already, and as the batch lies if it has as many rows."""
+        found: dict[Placement, None] = {}
+        for reader, i in self.state.program.consumers.get(Ref(op.node.name), ()):
+            if reader.name in self.fixed:
+                found[self.fixed[reader.name].inputs[i]] = None
+        shape = op.outputs[0].shape or ()
+        at = next((i for i, n in enumerate(shape) if n != 1), 0)  # one group of all rows
+        rows = self.state.axis.rows.get(shape[at] or 0) if shape else None
+        return found if rows is None else {**found, split(at, rows.sizes, rows.blocks): None}
+
+    def _rows_cut(self, rows: int) -> Split:
+        """How as many rows lie as the batch does, of which they are several each, or several of which they are."""
+        for s in self.state.axis.rows.values():
+            more, less = (rows // s.extent, 1) if rows >= s.extent > 0 else (1, max(1, s.extent // max(rows, 1)))
+            if rows * less == s.extent * more and not any(n % less for n in s.sizes):
+                return split(0, tuple(n * more // less for n in s.sizes), s.blocks)
+        return split(0, even_sizes(rows, self.state.parts))
+
+    def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
+        """Ways to divide a product whose operands are whole or partial, but made from the batch."""
+        found: dict[Strategy, None] = {}
+        for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):
+            if rule is None or ref not in self.state.origins or not t.is_static:
+                continue
+            for dim, size in enumerate(static_shape(t)):
+                cut = self._cut_as(self.state.origins[ref], dim, size)
+                current: list[Placement] = [B] * len(op.inputs)
+                current[i] = cut
+                found.update((o, None) for o in rule.strategies(op, current) if _divides(o))
+        return list(found)
+
+    def _cut_as(self, origins: Iterable[Split], dim: int, size: int) -> Split:
+        """A dimension cut as it was where it comes from; as the batch's rows in their runs, or several times these; as
+        another one of its size; else evenly."""
+        alike = sorted((s for s in origins if s.extent == size), key=lambda s: s.dim != dim)
+        if alike and alike[0].dim == dim:
+            return split(dim, alike[0].sizes, alike[0].blocks)
+        for s in self.state.axis.rows.values():
+            if s.blocks > 1 and s.dim == dim and s.extent and size % s.extent == 0:
+                return split(dim, tuple(n * size // s.extent for n in s.sizes), s.blocks)
+        return split(dim, alike[0].sizes, alike[0].blocks) if alike else split(dim, even_sizes(size, self.state.parts))
+
+    def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
+        """Lists passed on, zeroed or added element by element: one placement for operands and result."""
+        if all(r in self.state.remakable for r in node.inputs):
+            self.state.remakable.update(node.refs())
+        made = {p for r, p in zip(node.inputs, current) if r not in self.state.remakable} or set(current)
+        wanted = next(iter(made)) if len(made) == 1 and not any(map(self.state.is_whole, node.refs())) else B
+        for ref in node.inputs:
+            self.state.need(ref, wanted, node)
+        return Strategy(
+            (wanted,) * len(node.inputs), (wanted,) * len(node.outputs), "lists keep their elements in place"
+        )
+
+    def cost(self, node: Node, option: Strategy, touched: int, flops: int) -> float:
+        """What an option costs: its work on the rank that has most, what has to move, and partial sums to be reduced.
+
+        Args:
+          touched: bytes of operands and results; flops: of the product, if it is one.
+        """
+        cost = compute_cost(option, touched, flops)
+        counted: set[tuple[Ref, Placement]] = set()
+        for ref, wanted in zip(node.inputs, option.inputs):
+            if (ref, wanted) in counted:
+                continue
+            counted.add((ref, wanted))
+            cost += self.state.reshard_cost(ref, wanted)
+            source = self.state.layout.produced[ref]
+            kept = type(self.state.layout.preferred.get(ref)) is PerRank
+            if type(wanted) is Partial and type(source) is Partial and not kept:
+                cost -= self._potential(self.state.program.type_of(ref).bytes, source)
+        for out, placement in zip(node.outputs, option.outputs):
+            if type(placement) is Partial:
+                cost += self._potential(out.bytes, placement)
+        return cost
+
+    def _potential(self, tensor_bytes: int, placement: Placement) -> float:
+        return move_cost(placement, B, max(1, tensor_bytes), self.state.parts)
+
+
+def _as_in(like: Strategy, op: OpView, current: Sequence[Placement]) -> list[Placement]:
+    """How operands would lie as another program has them, where their sizes allow it; else as they do."""
+    found = list(current)
+    for i, (p, t) in enumerate(zip(like.inputs, op.inputs)):
+        if type(p) is not Split or (t.shape is not None and p.dim < len(t.shape) and t.shape[p.dim] == p.extent):
+            found[i] = p
+    return found
+
+
+def _is_whole(option: Strategy) -> bool:
+    return all(type(p) is Broadcast for p in option.inputs + option.outputs)
+
+
+def _divides(option: Strategy) -> bool:
+    return any(type(p) is Split for p in option.inputs + option.outputs)

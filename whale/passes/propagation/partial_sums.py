@@ -1,0 +1,172 @@
+"""Where partial sums are reduced: a minimum cut of each region of linear ops.
+
+Propagation keeps a sum partial through every linear op. Reducing at the consumers may then reduce one sum on every
+branch; reducing at the producer loses where two sums are added. Each node of a region is computed on partial values
+("P side") or on whole ones ("B side"); a tensor whose producer is on the P side and one of whose readers is on the B
+side is reduced once, at the cost of its all-reduce, or of its reduce-scatter where parts are wanted. A contraction may
+also be put on the B side by gathering its operands. The cheapest assignment is a minimum s-t cut; among equal ones the
+cut nearest to the producers is taken, since communication then starts earliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from whale.ir.layout import B, Broadcast, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.ops import HAS_BODIES
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import UNMOVABLE
+from whale.passes.analysis.cost import compute_cost, matmul_flops, move_cost
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.propagation.minimum_cut import UNBOUNDED, Network
+from whale.sharding_rules.graph import recreatable
+
+_SOURCE, _SINK = "source", "sink"
+_NEVER = 1e30  # the cost of what cannot be done
+
+
+def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
+    """``layout`` with the nodes of each linear region moved to the cheapest side (see the module's text)."""
+    flexible = {
+        n.name
+        for n in program.nodes
+        if n.op not in HAS_BODIES and n.inputs and any(type(p) is Partial for p in layout.strategies[n.name].outputs)
+    }
+    if not flexible:
+        return layout
+    network = _network(program, layout, parts, flexible)
+    strategies, produced = dict(layout.strategies), dict(layout.produced)
+    for members in network.parts((_SOURCE, _SINK)):
+        for name in _broadcast_side(network, members):
+            node = program.by_name[name]
+            strategies[name] = Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), "reduced before")
+            produced.update((ref, B) for ref in node.refs())
+    return GraphLayout(strategies, produced, layout.preferred, layout.outputs, layout.unruled)
+
+
+def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[str]) -> Network:
+    """Flow network: node -> its partial results (capacity: their all-reduce) -> their readers."""
+    network = Network()
+    wanted_whole = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is not Partial}
+    forced: set[str] = set()
+    contributions = _contributions(program, layout)
+    forced |= contributions & flexible
+    returned_partial = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is Partial}
+    for node in program.nodes:
+        strategy = layout.strategies[node.name]
+        for i, placement in enumerate(strategy.outputs):
+            if type(placement) is not Partial:
+                continue
+            ref = Ref(node.name, i)
+            origin = node.name if node.name in flexible else _SOURCE
+            # A list or an optional stays as it was made: whoever reads it partial needs it made partial.
+            fixed = program.type_of(ref).dtype in UNMOVABLE and not recreatable(program, ref)
+            target = B if ref in wanted_whole else _target(program, layout, ref)
+            price = _NEVER if fixed else move_cost(placement, target, max(1, program.type_of(ref).bytes), parts)
+            network.add(origin, ref, price)
+            fixed = fixed and origin != _SOURCE
+            if fixed and ref in returned_partial:
+                forced.add(origin)
+            for reader, operand in program.consumers.get(ref, ()):
+                wanted = layout.strategies[reader.name].inputs[operand]
+                if type(wanted) is PerRank:
+                    continue
+                if type(wanted) is not Partial:
+                    network.add(ref, _SINK)
+                elif reader.name in flexible:
+                    network.add(ref, reader.name)
+                    if fixed:
+                        network.add(reader.name, origin)
+                elif fixed:
+                    forced.add(origin)
+            if ref in wanted_whole:
+                network.add(ref, _SINK)
+        if node.name in flexible:
+            if _widens(program, node):
+                forced.add(node.name)  # sums are made in the wider type
+            gathering = _price_of_whole(program, layout, parts, node.name)
+            if gathering is None:
+                network.add(_SOURCE, node.name)
+            elif gathering > 0:
+                network.add(_SOURCE, node.name, gathering)
+    for name in forced:
+        network.add(_SOURCE, name, UNBOUNDED)
+    return network
+
+
+def _target(program: Program, layout: GraphLayout, ref: Ref) -> Placement:
+    """What a partial tensor is reduced to: parts, where all that do not take it partial want these; else all of it."""
+    wanted = {layout.strategies[reader.name].inputs[i] for reader, i in program.consumers.get(ref, ())}
+    finished = [p for p in wanted if type(p) not in (Partial, PerRank)]
+    return finished[0] if len(finished) == 1 and type(finished[0]) is Split else B
+
+
+def _widens(program: Program, node: Node) -> bool:
+    return node.op == "Cast" and program.type_of(node.inputs[0]).dtype in ("bfloat16", "float16") and (
+        node.outputs[0].dtype in ("float32", "float64")
+    )  # fmt: skip
+
+
+def _contributions(program: Program, layout: GraphLayout) -> set[str]:
+    """Nodes whose partial sums meet or become each rank's own values: they must stay what each rank contributed."""
+    stack: list[str] = []
+    for node in program.nodes:
+        strategy = layout.strategies[node.name]
+        for ref, placement in zip(node.inputs, strategy.inputs):
+            if type(placement) is PerRank:
+                stack += [ref.node] if type(layout.produced[ref]) is Partial else []
+                stack += [node.name] if any(type(p) is Partial for p in strategy.outputs) else []
+    found: set[str] = set()
+    while stack:
+        name = stack.pop()
+        if name in found:
+            continue
+        found.add(name)
+        node = program.by_name[name]
+        for ref, placement in zip(node.inputs, layout.strategies[name].inputs):
+            if type(placement) is Partial and type(layout.produced[ref]) is Partial:
+                stack.append(ref.node)
+    return found
+
+
+def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str) -> float | None:
+    """Cost of computing a node on whole operands instead (gathering split ones, all work on each); None if illegal."""
+    node = program.by_name[name]
+    strategy = layout.strategies[name]
+    price, gathered = 0.0, False
+    for ref, placement in zip(node.inputs, strategy.inputs):
+        source = layout.produced[ref]
+        tensor = program.type_of(ref)
+        if type(placement) is Split:
+            gathered = True
+            if type(source) is not Broadcast:
+                if not tensor.bytes:
+                    return None
+                price += move_cost(source, B, tensor.bytes, parts)
+        elif not tensor.bytes and type(placement) is not Broadcast and 0 not in (tensor.shape or ()):
+            return None
+    if gathered:
+        types = [program.type_of(r) for r in node.inputs]
+        if matmul_flops(node, types):
+            return None  # products stay divided
+        touched = sum(t.bytes for t in types) + sum(t.bytes for t in node.outputs)
+        whole = Strategy((B,) * len(types), (B,) * len(node.outputs), "")
+        price += compute_cost(whole, touched, 0) - compute_cost(strategy, touched, 0)
+    return max(price, 1e-9) if gathered else 0.0
+
+
+def _broadcast_side(network: Network, members: Sequence[Hashable]) -> list[str]:
+    """Node names of one region that end on the B side."""
+    ops = [m for m in members if isinstance(m, str)]
+    made = network.after.get(_SOURCE, {})
+    if len(ops) == 1 and len(network.before[ops[0]]) == 1:
+        # One producer, nothing linear behind it: gather its operands, or reduce its results.
+        after = network.after[ops[0]]
+        reduced = sum(price for ref, price in after.items() if _SINK in network.after[ref])
+        return ops if made.get(ops[0], 0) < reduced else []
+    if not ops:
+        return []
+    if not any(_SINK in network.after[m] for m in members) or not any(m in made for m in members):
+        return [] if any(m in made for m in members) else ops
+    reached = network.reached(members, _SOURCE, _SINK)
+    return [name for name in ops if name not in reached]

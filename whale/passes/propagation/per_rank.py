@@ -1,0 +1,112 @@
+"""What is each rank's own on purpose, and how propagation treats it: statistics of its rows, random rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from whale.ir.layout import B, Partial, PerRank, Placement, Split, Strategy, split
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import FLOATING
+from whale.passes.analysis.rank_groups import RankGroups
+from whale.passes.propagation.local_statistics import LocalStatistics
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import OpView, as_whole, with_per_rank
+from whale.sharding_rules.graph import view
+from whale.sharding_rules.nn.norm import per_rank_moments
+from whale.sharding_rules.registry import LineRule
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """What differs from one device.
+
+    Attributes:
+      statistics: batch statistics of each rank's rows; None: of the whole batch.
+      streams: random tensors that have the batch's rows are drawn by each rank from a stream of its own.
+    """
+
+    statistics: LocalStatistics | None = None
+    streams: bool = False
+
+
+AS_ONE_DEVICE = Semantics()
+
+
+@dataclass
+class PerRankRows:
+    """The part of one graph's propagation that knows of ranks' own values.
+
+    Attributes:
+      rows: size of the batch -> how it is divided; groups: and under scopes that name ranks.
+      lies: mean of own moments -> how the rows lie that they are of.
+    """
+
+    program: Program
+    parts: int
+    semantics: Semantics
+    rows: Mapping[int, Split]
+    groups: RankGroups
+    lies: dict[Ref, Split] = field(default_factory=dict)
+
+    def options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
+        """What the rule allows, and the same for operands that are each rank's own."""
+        drawn = self._stream(rule, op, current) if self.semantics.streams and rule.local_stream else None
+        if drawn is not None:
+            return [drawn]
+        if self.semantics.statistics is not None and current:
+            moments = per_rank_moments(op, current[0])
+            if moments is not None:
+                return [moments]
+        options = rule.strategies(op, [as_whole(p) for p in current])
+        if op.node.stateful or not any(type(p) is PerRank for p in current):
+            return options
+        floating = all(t.dtype in FLOATING for t in op.outputs)
+        lifted = [found for o in options if floating and (found := with_per_rank(o, current)) is not None]
+        return lifted + options
+
+    def draws(self, node: Node) -> bool:
+        """Whether each rank may draw its rows of this node's result."""
+        rule = rule_of(node.op) if self.semantics.streams else None
+        return rule is not None and rule.local_stream != ""
+
+    def kept(self, node: Node, strategy: Strategy) -> dict[Ref, Placement]:
+        """How the readers of a mean over rows see it that stays each rank's own."""
+        ref = Ref(node.name)
+        known = self.semantics.statistics
+        moments = known.statistic.get(ref) if known is not None and node.op == "Mean" else None
+        if moments is None:
+            return {}
+        rows = strategy.inputs[0]
+        if type(rows) is not Split or type(strategy.outputs[0]) is not Partial or not any(rows.sizes):
+            return {}
+        self.lies[moments.mean] = rows
+        return {ref: PerRank(rows.sizes)}
+
+    def spread(self, node: Node, produced: Sequence[Placement]) -> Strategy | None:
+        """What is made of own statistics, put over the rows again: each rank's own value over its own rows."""
+        known = self.semantics.statistics
+        moments = known.spread.get(node.name) if known is not None else None
+        rows = self.lies.get(moments.mean) if moments is not None else None
+        if rows is None or type(produced[0]) not in (Partial, PerRank) or any(p != B for p in produced[1:]):
+            return None
+        mine: list[Placement] = [PerRank(rows.sizes), *produced[1:]]
+        rule = rule_of(node.op)
+        assert rule is not None
+        for option in rule.strategies(view(self.program, node, self.parts), [B] * len(mine), (rows,)):
+            found = with_per_rank(option, mine)
+            if option.outputs == (rows,) and found is not None:
+                return found
+        return None
+
+    def _stream(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> Strategy | None:
+        """A random tensor that has the batch's rows, each rank drawing its own."""
+        for dim, size in enumerate(op.outputs[0].shape or ()):
+            rows = self.rows.get(size or 0)
+            if rows is None:
+                continue
+            wanted = self.groups.placed(op.node.scope, split(dim, rows.sizes, rows.blocks))
+            for option in rule.strategies(op, current, (wanted,)):
+                if option.outputs == (wanted,):
+                    return option
+        return None

@@ -1,0 +1,135 @@
+"""A plan to keep to: of a program that differs only in what belongs to the coordinate of another mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from whale.ir.layout import Broadcast, Placement, Split, Strategy, split, times_of
+from whale.ir.mesh import AXIS
+from whale.ir.ops import HAS_BODIES
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import UNMOVABLE, TensorType
+from whale.passes.propagation.graph_layout import GraphLayout, fetched
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import as_whole
+from whale.sharding_rules.graph import view
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """The strategies of the other program.
+
+    Attributes:
+      strategies: graph -> node -> strategy.
+      rows: its rows of the batch, for each coordinate, -> those of this program, where they are others.
+    """
+
+    strategies: Mapping[str, Mapping[str, Strategy]]
+    rows: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def exact(self, program: Program, graph: str, node: Node) -> Strategy | None:
+        """How the node runs there, if it can run so here: its tensors have the sizes that are cut, or this program's
+        rows where rows are.
+
+        Loops and branches are gone through again, with their bodies.
+        """
+        found = self.alike(graph, node)
+        if found is None or node.op in HAS_BODIES:
+            return None
+        if any(t.dtype == "variant" for t in node.outputs):
+            return None  # whether a list may be made anew is found on the way
+        if len(found.inputs) != len(node.inputs) or len(found.outputs) != len(node.outputs):
+            return None
+        handles = program.variable_of
+        if node.name in handles:
+            return found  # no variable has rows of the batch
+        types = [
+            handles[r.node].type if r.node in handles else program.type_of(r) for r in (*node.inputs, *node.refs())
+        ]
+        along_axis = AXIS in node.attrs  # its parts go to other groups, which have them as the first one has
+        placements: list[Placement] = []
+        for t, p in zip(types, found.inputs + found.outputs):
+            here = _of_nothing(p, t) or (p if along_axis or not self.rows else self._here(p, t))
+            if here is None or not _fits(here, t):
+                return None
+            placements.append(here)
+        count = len(found.inputs)
+        mine = replace(found, inputs=tuple(placements[:count]), outputs=tuple(placements[count:]))
+        if mine == found and (not self.rows or along_axis):
+            return found
+        return mine if self._is_legal(program, node, mine) else None
+
+    def layout_of_part(self, part: Program, ends: Mapping[str, Strategy]) -> GraphLayout | None:
+        """How a part of the other program lies; None where that is not all said, or there are loops or branches.
+
+        Args:
+          ends: how tensors come in and go out.
+        """
+        strategies: dict[str, Strategy] = {}
+        produced: dict[Ref, Placement] = {}
+        for node in part.nodes:
+            found = ends.get(node.name) or self.alike("", node)
+            if found is None or node.op in HAS_BODIES or len(found.inputs) != len(node.inputs):
+                return None
+            strategies[node.name] = found
+            produced.update(zip(node.refs(), found.outputs))
+        return GraphLayout(strategies, produced, outputs=fetched(part, produced))
+
+    def _here(self, p: Placement, t: TensorType) -> Placement | None:
+        """How a tensor lies here that lies as ``p`` there; None: what is cut may be rows or not."""
+        if not isinstance(p, Split):
+            return p
+        if t.dtype in UNMOVABLE:
+            return None
+        for theirs, ours in self.rows.items():
+            if times := times_of(p.sizes, theirs):
+                rows = split(p.dim, tuple(times * n for n in ours), p.blocks, p.halo)
+                if t.shape is None or p.dim >= len(t.shape):
+                    return None
+                is_rows, is_not = t.shape[p.dim] == rows.extent, t.shape[p.dim] == p.extent
+                return None if is_rows == is_not else rows if is_rows else p
+        return p
+
+    def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
+        """Whether the node's rule allows it here, where other dimensions may have other sizes."""
+        rule = rule_of(node.op)
+        cut = next((p for p in found.inputs + found.outputs if isinstance(p, Split)), None)
+        if rule is None or found.once or cut is None:
+            return True
+        op = view(program, node, len(cut.sizes))
+        inputs, outputs = (tuple(map(as_whole, side)) for side in (found.inputs, found.outputs))
+        return any((o.inputs, o.outputs) == (inputs, outputs) for o in rule.strategies(op, inputs, outputs))
+
+    def alike(self, graph: str, node: Node) -> Strategy | None:
+        """How the node runs there, whatever the sizes."""
+        return self.strategies.get(graph, {}).get(node.name)
+
+
+def _of_nothing(p: Placement, t: TensorType) -> Split | None:
+    """How a tensor lies of which there is nothing here along the dimension that is cut; None: there is something."""
+    if not isinstance(p, Split) or t.shape is None or t.dtype in UNMOVABLE or p.dim >= len(t.shape):
+        return None
+    return split(p.dim, (0,) * len(p.sizes), p.blocks) if t.shape[p.dim] == 0 else None
+
+
+def _fits(p: Placement, t: TensorType) -> bool:
+    """Whether a tensor has the dimension and the size that a placement cuts."""
+    if not isinstance(p, Split) or t.shape is None or t.dtype in UNMOVABLE:
+        return True
+    return p.dim < len(t.shape) and t.shape[p.dim] == p.extent
+
+
+def _is_whole(strategy: Strategy) -> bool:
+    return all(isinstance(p, Broadcast) for p in strategy.inputs + strategy.outputs)
+
+
+def same_kind(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies differ in sizes at most."""
+    placements = zip(one.inputs + one.outputs, other.inputs + other.outputs)
+    same_number = len(one.inputs) == len(other.inputs) and len(one.outputs) == len(other.outputs)
+    return same_number and one.once == other.once and all(_kind(a) == _kind(b) for a, b in placements)
+
+
+def _kind(p: Placement) -> tuple[object, ...]:
+    return type(p), getattr(p, "dim", None), getattr(p, "op", None)

@@ -1,0 +1,99 @@
+"""Makes every change of layout explicit: one reshard per tensor and target placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whale.ir.layout import P_SUM, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, label, moved_bytes
+from whale.ir.plan import Reshard
+from whale.ir.program import Node, Program, Ref
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.sharding_rules.nn.attention import RINGS, ring_bytes
+
+
+def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> tuple[Reshard, ...]:
+    """All reshards of the program and its function bodies, in the order of the tensors' producers.
+
+    A tensor that is wanted whole and also split or partial is moved once; the second form is cut from the first.
+    """
+    found: list[Reshard] = []
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        wanted: dict[Ref, dict[Placement, str]] = {}
+        produced = layout.produced
+        for node in body.nodes:
+            for ref, placement in zip(node.inputs, layout.strategies[node.name].inputs):
+                lies = produced[ref]
+                if lies is not placement and lies != placement:
+                    wanted.setdefault(ref, {}).setdefault(placement, node.name)
+        for ref, placement in zip(body.outputs, layout.outputs):
+            if placement != layout.produced[ref]:
+                wanted.setdefault(ref, {}).setdefault(placement, "fetched" if graph == "" else "returned")
+        read = {ref.node for ref in wanted}
+        for node in body.nodes:
+            for ref in node.refs() if node.name in read else ():
+                if ref in wanted:
+                    found.extend(reshards_of_tensor(graph, body, ref, layout.produced[ref], wanted[ref], parts))
+            if node.op in RINGS:
+                found.append(_round(graph, body, node, layout.strategies[node.name]))
+    return tuple(found)
+
+
+def reshards_of_tensor(
+    graph: str, program: Program, ref: Ref, source: Placement, targets: Mapping[Placement, str], parts: int
+) -> list[Reshard]:
+    """The changes of a tensor that is there as ``source`` and wanted as each of ``targets`` (placement -> by whom).
+
+    Args:
+      graph: name of the function body that the tensor is in; "" is the program; parts: size of the mesh axis.
+    """
+    tensor = program.type_of(ref)
+    per_rank = {t: why for t, why in targets.items() if type(t) is PerRank}
+    if per_rank:
+        # What each rank contributed, before any of it is reduced.
+        rest = {t: why for t, why in targets.items() if type(t) is not PerRank}
+        rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
+        return rows + [_row(graph, ref, source, t, 0, why) for t, why in per_rank.items()]
+    if type(source) is PerRank:
+        # As one value it is a weighted sum over the ranks.
+        first = _row(graph, ref, source, P_SUM, 0, next(iter(targets.values())))
+        rest = {t: why for t, why in targets.items() if t != P_SUM}
+        return [first] + (reshards_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
+    wide = {t: why for t, why in targets.items() if isinstance(t, Split) and t is not t.plain}
+    if wide:
+        # What neighbours have is fetched by who has its own part already.
+        rest = {t: why for t, why in targets.items() if t not in wide}
+        cut = type(source) is Broadcast
+        for t, why in wide.items():
+            if not cut and t.plain != source:
+                rest.setdefault(t.plain, why)
+        rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
+        for t, why in wide.items():
+            start = source if cut else t.plain
+            rows.append(_row(graph, ref, start, t, moved_bytes(start, t, tensor.bytes, parts), why))
+        return rows
+    whole = next((t for t in targets if type(t) is Broadcast), None)
+    if whole is None and (
+        (isinstance(source, Partial) and any(isinstance(t, Partial) for t in targets))
+        or (type(source) is not Broadcast and len(targets) > 1)
+    ):
+        # Cheapest way to several forms, or from one reduction to another: once whole, then free cuts.
+
+        targets = {B: next(iter(targets.values())), **targets}
+        whole = B
+    rows = []
+    for target in sorted(targets, key=lambda t: type(t) is not Broadcast):
+        start = whole if whole is not None and target != whole else source
+        rows.append(_row(graph, ref, start, target, moved_bytes(start, target, tensor.bytes, parts), targets[target]))
+    return rows
+
+
+def _round(graph: str, program: Program, node: Node, strategy: Strategy) -> Reshard:
+    """What goes round the ranks for an attention: its keys lie as before, and all ranks have seen them."""
+    moved = ring_bytes(program, node, strategy)
+    keys, placement = node.inputs[1], strategy.inputs[1]
+    return Reshard(graph, keys, placement, placement, node.name, moved, origin=f"round the ranks, for {node.name}")
+
+
+def _row(graph: str, ref: Ref, source: Placement, target: Placement, moved: int, why: str) -> Reshard:
+    return Reshard(graph, ref, source, target, f"{graph}/{ref}>{label(target)}", moved, origin=f"for {why}")

@@ -1,0 +1,64 @@
+"""Which sums are rounded to 16 bits before they are sent (`communication.wire_dtype`).
+
+Gradients: float32 sums of the step itself with at least one dimension that end in an update of a variable and that no
+other movement waits for; or that are scattered for an update of state that lies split. The loss and metrics are numbers
+that a user reads, statistics of the batch are what the computation goes on with; both stay as they are. What Horovod
+sums is Horovod's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.ir.exchanged_bytes import bytes_on_wire
+from whale.ir.layout import P_SUM, Broadcast, Split, moved_bytes
+from whale.ir.ops import REF_UPDATES, UPDATES
+from whale.ir.plan import Reshard
+from whale.ir.program import Program
+from whale.ir.values import TensorType
+from whale.passes.analysis.uses import taken_by_updates
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.resharding.horovod import waited_for
+
+_UPDATES = UPDATES | REF_UPDATES
+
+
+def can_narrow(program: Program, r: Reshard) -> bool:
+    """Whether Whale can send this sum with fewer bits."""
+    return (
+        r.graph == ""
+        and r.backend == "whale"
+        and r.source == P_SUM
+        and isinstance(r.target, Broadcast | Split)
+        and program.type_of(r.ref).dtype == "float32"
+    )
+
+
+def narrow(
+    program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...], dtype: str, size: int
+) -> tuple[Reshard, ...]:
+    """``reshards`` with the gradients' sums as ``dtype``, over ``size`` ranks."""
+    moves_after = waited_for(program, layout, reshards)
+    updating: set[str] = set()
+    for node in reversed(program.nodes):
+        if node.op in _UPDATES or node.name in updating:
+            updating.update(ref.node for ref in node.inputs)
+
+    def narrowed(r: Reshard) -> Reshard:
+        if not can_narrow(program, r) or r.ref.node not in updating:
+            return r
+        scattered = isinstance(r.target, Split)  # weights are gathered after an update of their parts
+        if (scattered and not taken_by_updates(program, r.ref)) or (not scattered and r.key in moves_after):
+            return r
+        tensor = program.type_of(r.ref)
+        if tensor.shape == ():
+            return r
+        r = replace(r, wire_dtype=dtype)
+        return replace(r, bytes=reshard_bytes(r, tensor, size))
+
+    return tuple(map(narrowed, reshards))
+
+
+def reshard_bytes(r: Reshard, tensor: TensorType, size: int) -> int:
+    """Bytes that a change of layout of ``tensor`` moves between ``size`` ranks, in total."""
+    return moved_bytes(r.source, r.target, bytes_on_wire(tensor.bytes, tensor.dtype, r.wire_dtype), size)

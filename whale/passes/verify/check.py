@@ -1,0 +1,379 @@
+"""The checker: proves, independently of how a plan was found, that it is legal for a program.
+
+It reads only the program, the rules and the plan: every node has a strategy that its rule allows, every operand is
+available in the placement that the strategy wants (as produced, or by a reshard of the plan), every reshard starts
+from a form that exists and moves the bytes that it says, loops and branches hand over what their bodies take and
+return, and no collective waits for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+
+import numpy as np
+
+from whale.errors import PlanError
+from whale.ir.layout import FIRST, P_SUM, B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.values import UNMOVABLE
+from whale.passes.resharding.fuse_all_reduces import is_all_reduce, is_of_whole_table
+from whale.passes.resharding.horovod import horovod_can
+from whale.passes.resharding.wire_dtype import can_narrow, reshard_bytes
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.base import OWNED, as_whole, with_per_rank
+from whale.sharding_rules.embedding import lies_with_owners
+from whale.sharding_rules.graph import called_functions, handles_lists, holds_variable, recreatable, view
+from whale.sharding_rules.nn.attention import RINGS, ring_bytes
+from whale.sharding_rules.nn.norm import per_rank_moments
+from whale.sharding_rules.registry import by_types
+
+_AGAIN = "make the plan again with `whale plan`"
+
+
+def check(program: Program, plan: Plan) -> None:
+    """Proves that ``plan`` is legal for ``program``, from these and the rules alone.
+
+    Args:
+      program: that the plan speaks of, its composite ops expanded (see ``whale.passes.plan_builder.expand``).
+
+    Raises:
+      PlanError: it is not; names the node, what is, and what is expected.
+    """
+    for graph in plan.strategies:
+        if graph and graph not in program.functions:
+            raise PlanError(
+                "the plan speaks of a function that the program lacks",
+                given=graph,
+                action=_AGAIN,
+                expected=", ".join(program.functions) or "no functions",
+            )
+    _check_reshards(program, plan)
+    local = {b.name: b.placement for b in plan.batch_inputs if b.local}
+    _check_graph(program, program, "", tuple(local.get(name, B) for name in program.inputs), plan)
+    _check_groups(program, plan)
+
+
+def _fail(node: Node, given: object, expected: object) -> PlanError:
+    return PlanError(
+        "the plan is not legal", op=f"{node.name} ({node.op})", given=given, expected=expected, action=_AGAIN
+    )
+
+
+def _check_graph(root: Program, program: Program, graph: str, arguments: Sequence[Placement], plan: Plan) -> None:
+    strategies = plan.strategies.get(graph)
+    if strategies is None:
+        raise PlanError(
+            "the plan lacks a graph",
+            given=", ".join(map(repr, plan.strategies)) or "no graphs",
+            expected=f"strategies for {graph!r}, which every rank runs",
+            action=_AGAIN,
+        )
+    produced: dict[Ref, Placement] = {}
+    given = dict(zip(program.inputs, arguments))
+    handles = program.variable_of if graph == "" else {}
+    known: set[Hashable] = set()
+    for node in program.nodes:
+        strategy = strategies.get(node.name)
+        if strategy is None:
+            raise _fail(node, "no strategy", "one strategy per node")
+        if len(strategy.inputs) != len(node.inputs) or len(strategy.outputs) != len(node.outputs):
+            raise _fail(node, strategy, f"{len(node.inputs)} operands and {len(node.outputs)} outputs")
+        handle = node.name in handles
+        if handle or node.op == "Placeholder":
+            passed = given.get(node.name) or (plan.variables.get(node.name, B) if graph == "" else B)
+            if strategy.outputs != (passed,):
+                raise _fail(node, strategy, f"{passed}, as it is passed in")
+            if handle:
+                _check_variable(handles[node.name], node, passed, plan.size)
+        for ref, placement in zip(node.inputs, strategy.inputs):
+            if produced[ref] is not placement:
+                _check_available(program, graph, node, ref, placement, produced, plan)
+        if not handle:
+            _check_legal(program, node, strategy, plan, known)
+        if PerRank in map(type, strategy.inputs):
+            _check_contributed(program, graph, node, plan)
+        for ref, placement in zip(node.refs(), strategy.outputs):
+            if type(placement) is Split:
+                _check_sizes(program, node, ref, placement, plan.size)
+            produced[ref] = placement
+        if node.op in HAS_BODIES and not strategy.once:
+            _check_bodies(root, node, strategy, plan)
+    returned = plan.returned.get(graph, ())
+    if len(returned) != len(program.outputs):
+        raise PlanError(
+            "the plan is not legal",
+            op=graph or program.name,
+            given=f"{len(returned)} output placements",
+            expected=f"{len(program.outputs)}",
+            action=_AGAIN,
+        )
+    for ref, placement in zip(program.outputs, returned):
+        _check_available(program, graph, program.by_name[ref.node], ref, placement, produced, plan)
+
+
+def _check_variable(variable: Variable, node: Node, placement: Placement, parts: int) -> None:
+    """A variable lies whole, or split; a rank outside the group that its scope names has an empty part."""
+    if placement == B:
+        return
+    shape = variable.type.shape or ()
+    fits = isinstance(placement, Split) and placement.dim < len(shape) and shape[placement.dim] == placement.extent
+    if not fits or len(placement.sizes) != parts or placement.smallest < 0:  # type: ignore[union-attr]
+        raise _fail(node, f"{variable.name} {variable.type} laid out {placement}", f"{parts} parts that make it up")
+
+
+def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
+    """What a loop or branch passes to its functions, and what it expects of them."""
+    functions = [f.name for f in called_functions(node)]
+    loop = node.op in LOOPS
+    for name in functions:
+        arguments = strategy.inputs if loop else strategy.inputs[1:]
+        _check_graph(root, root.functions[name], name, arguments, plan)
+        expected = (B,) if loop and name == functions[0] else strategy.outputs
+        if plan.returned[name] != expected:
+            raise _fail(node, f"{name} returns {' '.join(map(str, plan.returned[name]))}", " ".join(map(str, expected)))
+
+
+def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, parts: int) -> None:
+    """A split has one size per rank, and they add up (the dimensions of a list's elements are not known here)."""
+    if not isinstance(placement, Split):
+        return
+    t = program.type_of(ref)
+    if len(placement.sizes) != parts or placement.smallest < 0:
+        raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes, none below 0")
+    if t.dtype in UNMOVABLE:
+        return
+    # Where TensorFlow does not know a size, the placement tells it: rules hand on what they were given.
+    if t.shape is not None and (
+        placement.dim >= len(t.shape) or t.shape[placement.dim] not in (None, placement.extent)
+    ):
+        raise _fail(node, f"{ref} {t} laid out {placement}", "sizes that add up")
+
+
+def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted: Placement,
+                     produced: Mapping[Ref, Placement], plan: Plan) -> None:  # fmt: skip
+    seen: set[Placement] = set()
+    while produced[ref] != wanted:
+        if wanted in seen:
+            raise _fail(node, f"{ref} as {wanted}", "reshards without a circle")
+        seen.add(wanted)
+        _check_sizes(program, node, ref, wanted, plan.size)
+        r = plan.reshard_of.get((graph, ref, wanted))
+        if r is None:
+            raise _fail(node, f"operand {ref} is {produced[ref]}", f"{wanted}, or a reshard to it")
+        if (
+            program.type_of(ref).dtype in UNMOVABLE
+            and wanted != FIRST
+            and not (recreatable(program, ref) or program.by_name[ref.node].op == "Placeholder")
+        ):
+            raise _fail(node, f"a reshard of {program.type_of(ref)} to {wanted}", "a tensor that can be sent")
+        wanted = r.source
+
+
+def _check_reshards(program: Program, plan: Plan) -> None:
+    """Each reshard is of a tensor of the program, one that lowering has nodes for, and says what it moves."""
+    keys: set[str] = set()
+    for r in plan.reshards:
+        body = program if r.graph == "" else program.functions.get(r.graph)
+        node = body.by_name.get(r.ref.node) if body is not None else None
+        if body is None or node is None or r.ref.index >= len(node.outputs):
+            raise PlanError(
+                "the plan reshards a tensor that the program lacks",
+                action=_AGAIN,
+                given=f"{r.ref} of {r.graph or program.name}",
+                expected="a node's output",
+            )
+        if r.key in keys:
+            raise _fail(node, f"two reshards with the key {r.key!r}", "keys that are unique")
+        keys.add(r.key)
+        direct = type(r.source) in (Broadcast, FirstRank) or not isinstance(r.target, FirstRank)
+        if lies_with_owners(node, r.ref.index, r.source) or lies_with_owners(node, r.ref.index, r.target):
+            raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "rows that stay with their owners")
+        if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
+            raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "a change by way of B")
+        if r.backend != "whale" and not (r.backend == "horovod" and horovod_can(program, r)):
+            raise _fail(node, f"{r.ref} from {r.source} to {r.target} through {r.backend}", "a sum of the step itself")
+        if r.wire_dtype and not can_narrow(program, r):
+            raise _fail(
+                node, f"{r.ref} from {r.source} to {r.target} as {r.wire_dtype}", "a float32 sum of the step itself"
+            )
+        ring = body.by_name.get(r.key)
+        if r.source == r.target and ring is not None and ring.op in RINGS:
+            moved = ring_bytes(body, ring, plan.strategies[r.graph][ring.name])
+        else:
+            moved = reshard_bytes(r, node.outputs[r.ref.index], plan.size)
+        if r.bytes != moved:
+            raise _fail(node, f"{r.bytes} bytes moved by {r.ref} from {r.source} to {r.target}", f"{moved} bytes")
+
+
+def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> None:
+    """What meets or becomes a rank's own value is what its rows contribute: nothing was reduced and put back before."""
+    strategies, seen = plan.strategies[graph], set()
+    stack = list(zip(node.inputs, strategies[node.name].inputs))
+    while stack:
+        ref, placement = stack.pop()
+        if (ref, placement) in seen or not isinstance(placement, PerRank | Partial):
+            continue
+        seen.add((ref, placement))
+        made = program.by_name[ref.node]
+        before = plan.reshard_of.get((graph, ref, placement))
+        value = program.const(ref)
+        if placement == P_SUM and value is not None and not np.any(value):
+            continue  # zeros (dropout's gradient has them) are nobody's contribution
+        if before is not None and not {type(before.source), type(placement)} <= {PerRank, Partial}:
+            raise _fail(made, f"{ref}, {before.source} made {placement} on the way to {node.name}", "no reduction")
+        if (
+            before is not None
+            and Partial in (type(before.source), type(placement))
+            and P_SUM not in (before.source, placement)
+        ):
+            raise _fail(made, f"{ref} {before.source} -> {placement}", "a sum")
+        if isinstance(strategies[made.name].outputs[ref.index], Partial):
+            stack += zip(made.inputs, strategies[made.name].inputs)
+
+
+def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, known: set[Hashable]) -> None:
+    """A node runs as its rule allows.
+
+    Args:
+      known: what was found legal in this graph: the updates of many variables are alike.
+    """
+    if (key := _what_is_legal(program, node, strategy)) is None:
+        _check_strategy(program, node, strategy, plan)
+    elif key not in known:
+        _check_strategy(program, node, strategy, plan)
+        known.add(key)
+
+
+def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable | None:
+    """From what it follows whether a strategy is legal, where that is no more than types; None: it is more.
+
+    Strategies and types are told apart by their numbers: plan and program keep them.
+    """
+    rule = rule_of(node.op)
+    if rule is None or not by_types(rule) or OWNED in node.attrs or PerRank in map(type, strategy.inputs):
+        return None
+    by_name = program.by_name
+    types = [id(by_name[name].outputs[index]) for name, index in node.inputs]
+    return (node.op, id(strategy), *types, *map(id, node.outputs))
+
+
+def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
+    parts = plan.size
+    if node.op in LOOPS:
+        if strategy.inputs != strategy.outputs and not strategy.once:
+            raise _fail(node, strategy, "loop variables that keep their placement")
+        return
+    if node.op in BRANCHES or node.op == "Placeholder":
+        return
+    whole = all(p == B for p in strategy.inputs + strategy.outputs)
+    if strategy.once:
+        if not all(p == FIRST for p in strategy.outputs) or not all(p in (B, FIRST) for p in strategy.inputs):
+            raise _fail(node, strategy, "B or O operands and O results on the first rank")
+        if node.stateful and FIRST not in strategy.inputs and _runs_everywhere(program, node, strategy, parts):
+            raise _fail(node, f"{strategy}, on the first rank only", "on every rank: what it changes is on all of them")
+        return
+    if handles_lists(node):
+        if len(set(strategy.inputs + strategy.outputs)) > 1:
+            raise _fail(node, strategy, "lists whose elements lie alike")
+        return
+    rule = rule_of(node.op)
+    if whole and (not node.stateful or rule is None):
+        if node.stateful and not holds_variable(program, node) and not plan.in_time:  # in time, whole is once
+            raise _fail(node, strategy, "a stateful op without a rule on the first rank only")
+        return
+    if rule is None:
+        raise _fail(node, strategy, "replicated: the op has no rule")
+    op = view(program, node, parts)
+    options = rule.strategies(op, [as_whole(p) for p in strategy.inputs], [as_whole(p) for p in strategy.outputs])
+    if any(isinstance(p, PerRank) for p in strategy.inputs + strategy.outputs) and not node.stateful:
+        moments = per_rank_moments(op, strategy.inputs[0]) if strategy.inputs else None
+        options = [found for o in options if (found := with_per_rank(o, strategy.inputs))]
+        options += [moments] if moments else []
+    if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
+        raise _fail(node, strategy, "; ".join(map(str, options)) or "the first rank only")
+
+
+def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
+    """Whether a stateful op has to run on all ranks: its rule says how, or it holds a variable."""
+    rule = rule_of(node.op)
+    if rule is None:
+        return holds_variable(program, node)
+    return bool(rule.strategies(view(program, node, parts), strategy.inputs))
+
+
+def _check_groups(program: Program, plan: Plan) -> None:
+    for number, members in plan.groups.items():
+        body = program if members[0].graph == "" else program.functions[members[0].graph]
+        one_graph = len({m.graph for m in members}) == 1
+        sums = all(is_all_reduce(m) for m in members)
+        alike = {
+            (m.source if sums else "parts", body.type_of(m.ref).dtype, m.backend, m.wire_dtype)
+            for m in members
+            if one_graph
+        }
+        given = f"group {number}: {', '.join(f'{m.ref} {m.source} -> {m.target}' for m in members)}"
+        if len(alike) != 1 or not (sums or all(is_of_whole_table(m) for m in members)):
+            raise PlanError(
+                "a fused collective mixes unlike reshards",
+                given=given,
+                expected="all-reduces of one kind, or parts of tensors, of one dtype and backend in one graph",
+                action=_AGAIN,
+            )
+    for graph in {m.graph for members in plan.groups.values() for m in members}:
+        _check_order(program if graph == "" else program.functions[graph], graph, plan)
+
+
+def _check_order(program: Program, graph: str, plan: Plan) -> None:
+    """No fused collective waits, through other nodes, for its own result."""
+    strategies = plan.strategies[graph]
+
+    moved = {r.ref for r in plan.reshards if r.graph == graph}
+
+    def behind(ref: Ref, placement: Placement) -> str | int:
+        """What an operand waits for: its producer, or the group that reduces it."""
+        if ref not in moved:
+            return ref.node
+        r = plan.reshard_of.get((graph, ref, placement))
+        while r is not None and r.group < 0:
+            r = plan.reshard_of.get((graph, ref, r.source))
+        return ref.node if r is None else r.group
+
+    left = {number: {m.ref.node for m in members} for number, members in plan.groups.items()}
+    groups_of: dict[str | int, list[int]] = {}
+    for number, names in left.items():
+        for name in names:
+            groups_of.setdefault(name, []).append(number)
+    waits: dict[str | int, set[str | int]] = {}
+    done: set[str | int] = set()
+    waiting: dict[str | int, list[str | int]] = {}
+    for node in program.nodes:
+        operands = zip(node.inputs, strategies[node.name].inputs)
+        waits[node.name] = {behind(r, p) for r, p in operands}.union(node.controls)
+        ready: list[str | int] = [node.name]
+        while ready:
+            one = ready.pop()
+            missing = next((other for other in waits.get(one, ()) if other not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(one)
+                continue
+            done.add(one)
+            ready += waiting.pop(one, ())
+            for number in groups_of.get(one, ()):
+                left[number].discard(str(one))
+                ready += () if left[number] else (number,)
+    if not waiting:
+        return
+    for number, members in plan.groups.items():
+        if members[0].graph == graph:
+            waits[number] = {m.ref.node for m in members}
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+        number = next(x for x in circle if isinstance(x, int))
+        path = " -> ".join(f"group {x}" if isinstance(x, int) else str(x) for x in reversed(circle))
+        raise PlanError("a fused collective waits for its own result", given=path, action=_AGAIN,
+                        expected=f"members of group {number} that do not depend on each other") from error  # fmt: skip

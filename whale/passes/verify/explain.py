@@ -1,0 +1,150 @@
+"""Why an operation of a plan lies as it does: its layout, where that comes from, what it moves, what else is legal.
+
+What a saved plan says without its program is in `whale.ir.plan_explain`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from whale.errors import PlanError
+from whale.ir.layout import B, Partial, Placement, Split, Strategy, even_sizes, moved_bytes, split
+from whale.ir.plan import Plan
+from whale.ir.plan_explain import MOST_OPS, decided, find_ops, layout_of
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import Node, Program, Ref
+from whale.passes.analysis.cost import change_cost, fraction
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.graph import view
+
+MOST_ALTERNATIVES = 6
+SHOWN_STEPS = 5  # of a chain, beside its end
+
+
+def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
+    """What is known of the operations that a pattern names, with the chain back to the batch and the alternatives.
+
+    Args:
+        program: that the plan speaks of (see whale.passes.plan_builder.expand).
+
+    Raises:
+        PlanError: there is no such operation.
+    """
+    lines: list[str] = []
+    found = [name for name in find_ops(plan, pattern) if name in program.by_name]
+    for name in found[:MOST_OPS]:
+        node = program.by_name[name]
+        lines += [f"{name}: {node.op}" + (f", in {node.scope}" if node.scope else "")]
+        lines += decided(plan, name, node)
+        lines += [
+            "  because  " + line if i == 0 else "           " + line
+            for i, line in enumerate(_chain(program, plan, name))
+        ]
+        lines += _alternatives(program, plan, node)
+        lines.append("")
+    if len(found) > MOST_OPS:
+        lines.append(f"... and {len(found) - MOST_OPS} more")
+    return lines
+
+
+def _chain(program: Program, plan: Plan, name: str) -> list[str]:
+    """From the operation back along the operand that is divided (or is a partial sum) to where that began."""
+    strategies, seen = plan.strategies[""], {name}
+    lines: list[str] = []
+    inputs = {b.name: b for b in plan.batch_inputs}
+    while True:
+        node, s = program.by_name[name], strategies[name]
+        following = next(
+            (
+                (r, p)
+                for r, p in zip(node.inputs, s.inputs)
+                if isinstance(p, (Split, Partial)) and r.node in strategies and r.node not in seen
+            ),
+            None,
+        )
+        if following is None:
+            if name in inputs:
+                lines.append(f"{name} is the batch, {inputs[name].placement}: {inputs[name].origin}")
+            elif name in plan.variables:
+                lines.append(f"{name} is a variable that lies {plan.variables[name]}")
+            break
+        ref, wanted = following
+        made = strategies[ref.node].outputs[ref.index]
+        lines.append(
+            f"{ref} comes {made}"
+            + ("" if made == wanted else f", wanted {wanted}")
+            + f" from {program.by_name[ref.node].op}"
+        )
+        name = ref.node
+        seen.add(name)
+    if len(lines) > SHOWN_STEPS + 2:
+        lines = [*lines[:SHOWN_STEPS], f"... {len(lines) - SHOWN_STEPS - 2} steps ...", *lines[-2:]]
+    return lines or ["nothing that it reads is divided"]
+
+
+def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
+    rule, strategies = rule_of(node.op), plan.strategies[""]
+    chosen = strategies[node.name]
+    if rule is None:
+        return [f"  else     nothing: {node.op} has no rule"]
+    op = view(program, node, plan.size)
+    made = [strategies[r.node].outputs[r.index] if r.node in strategies else B for r in node.inputs]
+    options: dict[Strategy, None] = {}
+    for current in _starts(made, [program.type_of(r).shape for r in node.inputs], plan.size):
+        try:
+            options.update(dict.fromkeys(rule.strategies(op, current)))
+        except PlanError:
+            continue
+    rows = []
+    work = fraction(chosen.inputs + chosen.outputs)
+    own = _moved(program, plan, node, made, chosen)
+    for option in options:
+        if option.inputs == chosen.inputs and option.outputs == chosen.outputs:
+            continue
+        sent = _moved(program, plan, node, made, option)
+        if sent is None or own is None:
+            continue
+        times = fraction(option.inputs + option.outputs) / work
+        rows.append((sent - own, times, option))
+    rows.sort(key=lambda e: (e[0], e[1]))
+    lines = []
+    for more, times, option in rows[:MOST_ALTERNATIVES]:
+        sent_text = f"{'+' if more >= 0 else '-'}{human_bytes(abs(more))} a step"
+        lines.append(f"  else     {layout_of(option):40} {sent_text:>18}, {times:.2g} x the work on a rank")
+    return lines or ["  else     nothing that its operands can be brought to"]
+
+
+def _starts(
+    made: Sequence[Placement], shapes: Iterable[tuple[int | None, ...] | None], parts: int
+) -> Iterable[list[Placement]]:
+    """Layouts of the operands from which a rule derives what it allows: as made, whole, and one divided."""
+    yield list(made)
+    yield [B] * len(made)
+    for i, shape in enumerate(shapes):
+        for dim, size in itertools.islice(enumerate(shape or ()), 4):
+            if size and size >= parts:
+                one: list[Placement] = [B] * len(made)
+                one[i] = split(dim, even_sizes(size, parts))
+                yield one
+
+
+def _moved(program: Program, plan: Plan, node: Node, made: Sequence[Placement], option: Strategy) -> int | None:
+    """Bytes that a step moves for the operation's operands, and for what reads its results; None: impossible."""
+    strategies, moved = plan.strategies[""], 0
+    pairs = [(program.type_of(r), source, wanted) for r, source, wanted in zip(node.inputs, made, option.inputs)]
+    for index, placement in enumerate(option.outputs):
+        ref = Ref(node.name, index)
+        wanted_by = {
+            strategies[reader.name].inputs[at]
+            for reader, at in program.consumers.get(ref, ())
+            if reader.name in strategies
+        }
+        pairs += [(node.outputs[index], placement, wanted) for wanted in wanted_by]
+    for tensor, source, wanted in pairs:
+        if source == wanted:
+            continue
+        if not tensor.is_static or change_cost(tensor, source, wanted, plan.size) == float("inf"):
+            return None
+        moved += moved_bytes(source, wanted, tensor.bytes, plan.size)
+    return moved

@@ -1,0 +1,64 @@
+"""Updates of variables that a plan cannot see: inside functions of ops that only the first rank runs, or that no
+pass looks into. The copies of such a variable would drift apart, so the program is refused."""
+
+from __future__ import annotations
+
+from whale.errors import PlanError
+from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, UPDATES
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program, function_refs
+from whale.sharding_rules import rule_of
+
+_LOOP = "take the loop over the dataset out of the step, and call the step once per batch"
+# A dataset of candidates that a metric or a layer reads, mostly, which numbers them in a variable.
+_TRANSFORMATION = (
+    "let the dataset number its elements itself (Dataset.enumerate(), or identifiers beside them, as in "
+    "FactorizedTopK(Dataset.zip((ids, candidates)))), or compute what reads it outside of the step"
+)
+
+
+def refuse_hidden_updates(program: Program, plan: Plan) -> None:
+    """Checks that every update of a variable is a node of the plan that all ranks run.
+
+    Raises:
+      PlanError: an op changes variables inside a function of its own (tf.data runs loops over a dataset so), or a
+        loop or branch that the first rank runs alone does.
+    """
+    if plan.size == 1 or not program.functions:
+        return
+    for graph, strategies in plan.strategies.items():
+        body = program if graph == "" else program.functions[graph]
+        for node in body.nodes:
+            control_flow = node.op in HAS_BODIES
+            if control_flow and not strategies[node.name].once:
+                continue  # its bodies are graphs of the plan
+            if not control_flow and (rule_of(node.op) is not None or not _takes_handles(body, node)):
+                continue
+            update = _update_inside(program, node, set())
+            if update is not None:
+                raise PlanError(
+                    "a variable is changed where only the first rank would change it",
+                    op=f"{node.name} ({node.op})",
+                    given=f"{update.name} ({update.op}) inside a function that this operation runs",
+                    expected="updates in the step itself, or in loops and branches over tensors",
+                    action=_LOOP if node.op in DATASET_LOOPS or control_flow else _TRANSFORMATION,
+                )
+
+
+def _takes_handles(program: Program, node: Node) -> bool:
+    return any(program.type_of(r).dtype in ("resource", "variant") for r in node.inputs)
+
+
+def _update_inside(program: Program, node: Node, seen: set[str]) -> Node | None:
+    for _, func in function_refs(node):
+        body = program.functions.get(func.name)
+        if body is None or func.name in seen:
+            continue
+        seen.add(func.name)
+        for inner in body.nodes:
+            if inner.op in UPDATES:
+                return inner
+            found = _update_inside(program, inner, seen)
+            if found is not None:
+                return found
+    return None

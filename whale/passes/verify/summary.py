@@ -1,0 +1,89 @@
+"""What a plan says of itself beside its layouts: how much of the work is divided, and what is not as it might be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cost_model.kernels.loop_counts import executions
+from whale.ir.layout import PerRank, Split
+from whale.ir.ops import CONTRACTIONS
+from whale.ir.plan import Reshard
+from whale.ir.program import Program
+from whale.passes.analysis.cost import matmul_flops
+from whale.passes.normalize.decompose import is_composite
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.sharding_rules import rule_of
+from whale.sharding_rules.graph import view
+
+
+def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
+    """What the run computes otherwise than one device, in words.
+
+    Args:
+      layout: of the program itself, without its functions.
+    """
+    statistics = [
+        n for n in program.nodes if is_composite(n) and any(type(layout.produced[r]) is PerRank for r in n.refs())
+    ]
+    means = [r for r, p in layout.preferred.items() if type(p) is PerRank]
+    drawn = [
+        n
+        for n in program.nodes
+        if (rule := rule_of(n.op)) is not None
+        and rule.local_stream
+        and any(type(p) is Split for p in layout.strategies[n.name].outputs)
+    ]
+    fused = sum("Grad" not in n.op for n in statistics)
+    found = []
+    if means or fused:
+        found.append(
+            f"batch statistics of each rank's own rows in {fused + len(means) // 2} normalisations"
+            " (sync_batch_norm=true: of the whole batch)"
+        )
+    if drawn:
+        found.append(f"{len(drawn)} random tensors drawn by each rank for its own rows (random=global: as one device)")
+    return tuple(found)
+
+
+def routed(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> dict[str, int]:
+    """Nodes that exchange rows of a table by their ids, with the bytes that they are expected to move."""
+    found = {}
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        for node in body.nodes:
+            rule = rule_of(node.op)
+            if rule is not None and rule.routes:
+                moved = rule.exchanged_bytes(view(body, node, parts), layout.strategies[node.name])
+                if moved:
+                    found[f"{graph}/{node.name}" if graph else node.name] = moved
+    return found
+
+
+def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) -> tuple[int, int]:
+    """(divided, all) FLOPs of matrix products and convolutions; a loop whose turns are not known counts as one turn."""
+    divided = total = 0
+    often = executions(program)
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        for node in body.nodes:
+            if node.op not in CONTRACTIONS:
+                continue
+            flops = matmul_flops(node, [body.type_of(r) for r in node.inputs]) * (often[graph] if graph else 1)
+            strategy = layout.strategies[node.name]
+            total += flops
+            if any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+                divided += flops
+    return divided, total
+
+
+def unruled(program: Program, layouts: Mapping[str, GraphLayout], reshards: Iterable[Reshard]) -> dict[str, int]:
+    """Nodes whose op has no rule -> logical bytes moved to bring their operands together."""
+    reshards = tuple(reshards)
+    result: dict[str, int] = {}
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        moved = {r.ref: r.bytes for r in reshards if r.graph == graph}
+        for name in layout.unruled:
+            node = body.by_name[name]
+            result[f"{graph}/{name} ({node.op})".lstrip("/")] = sum(moved.get(r, 0) for r in node.inputs)
+    return result

@@ -1,0 +1,188 @@
+"""The families of spreads that the search lists, each with its estimate: on one kind of device, and mixed ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from cost_model.analytic.layer_costs import Model
+from cost_model.analytic.spread import Part
+from cost_model.cluster.pools import Machines
+from whale.planner.analytic_search.candidates import Candidate, Constraints
+from whale.planner.analytic_search.estimate import Estimates, divisors
+from whale.planner.analytic_search.row_shares import row_shares
+
+MOST_SETS = 31  # sets of pools that pure spreads are listed for: those of five pools
+MOST_POOLS = 5  # of which all sets are looked at for mixed spreads
+NEAR = 4  # factor by which tensor degrees of three pools may differ; of more pools they are alike
+CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of a stage, where the schedule interleaves them
+LEAST_FILLED = 4  # a pipeline of more than so many stages for each micro-batch is never full
+
+
+def stage_counts(layers: int, most: int) -> list[int]:
+    """Numbers of stages worth trying: for every number of layers per stage the fewest stages, and the most."""
+    most = min(most, layers)
+    return sorted({-(-layers // n) for n in range(1, layers + 1) if -(-layers // n) <= most} | {most})
+
+
+class Families(Estimates):
+    """Lists candidates."""
+
+    def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
+        super().__init__(model, machines, batch, limits)
+        self.stage_counts: dict[int, list[int]] = {}
+
+    def counts(self, most: int) -> list[int]:
+        """Numbers of stages to try, at most so many."""
+        key = min(most, self.model.count)
+        if key not in self.stage_counts:
+            found = stage_counts(self.model.count, key)
+            if self.limits.hurried:
+                found = [n for n in found if self.model.count % n == 0 or n == key]
+            self.stage_counts[key] = found
+        return self.stage_counts[key]
+
+    def pure(self) -> Iterator[Candidate]:
+        """Stages on one pool each, all with the same number of replicas and rows."""
+        pools, limits = self.machines.pools, self.limits
+        sets = [s for n in range(1, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
+        if len(sets) > MOST_SETS:  # of many pools: each alone, and all
+            sets = [s for s in sets if len(s) in (1, len(pools))]
+        for chosen in reversed(sets):  # all pools first
+            degrees = [self.tensors(k) for k in chosen]
+            if not all(degrees):
+                continue
+            for tensors in self._combinations(degrees):
+                rows_known = [set(self.rows_of(k, t)) for k, t in zip(chosen, tensors)]
+                units = [pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)]
+                for rows in sorted(set.intersection(*rows_known)):
+                    if self.batch % rows or limits.micro_batch not in (None, rows):
+                        continue
+                    if self.limits.hurried and rows & (rows - 1):
+                        continue
+                    yield from self._pure_of(chosen, tensors, units, rows)
+
+    def _combinations(self, degrees: list[list[int]]) -> list[tuple[int, ...]]:
+        if len(degrees) <= 2:
+            return list(itertools.product(*degrees))
+        alike = [(d,) * len(degrees) for d in sorted(set.intersection(*map(set, degrees)))]
+        near = [c for c in itertools.product(*degrees) if max(c) <= NEAR * min(c)] if len(degrees) <= 3 else []
+        return list(dict.fromkeys(alike + near))
+
+    def _pure_of(
+        self, chosen: Sequence[int], tensors: tuple[int, ...], units: list[int], rows: int
+    ) -> Iterator[Candidate]:
+        limits, count = self.limits, self.model.count
+        for how in self.recomputes():
+            per_layer = [self.whole(k, t, rows, how)[2] for k, t in zip(chosen, tensors)]
+            order = sorted(range(len(chosen)), key=lambda i: per_layer[i])
+            for data in divisors(self.batch // rows):
+                if data > max(units) or limits.data not in (None, data):
+                    continue
+                micro_batches = self.batch // rows // data
+                if limits.micro_batches not in (None, micro_batches):
+                    continue
+                most = [u // data for u in units]
+                if len(chosen) > 1 and min(most) == 0:
+                    continue
+                settings = self.settings(micro_batches, how)
+                ranks = [Part(k, t, data, rows) for k, t in zip(chosen, tensors)]
+                sends_s = max(self.sends_s(pair, how) for pair in zip(ranks, ranks[1:] or ranks))
+                after_s: dict[int, tuple[float, float]] = {}
+                for stages in self.counts(sum(most)):
+                    if limits.stages not in (None, stages) or (len(chosen) > 1 and stages <= sum(most) - min(most)):
+                        continue
+                    left, own = stages, [0] * len(chosen)
+                    for i in order:
+                        own[i] = min(left, most[i])
+                        left -= own[i]
+                    if 0 in own:
+                        continue
+                    speed = sum(n / c for n, c in zip(own, per_layer))
+                    slowest = max(count / speed, min(per_layer) if stages > 1 else 0.0)
+                    if len(chosen) == 1:
+                        slowest = max(slowest, per_layer[0] * -(-(count + 0.0) // stages))
+                    if stages not in after_s:
+                        part = Part(chosen[0], tensors[0], data, rows)
+                        after_s[stages] = self.after_s((part,), how, stages)
+                    for chunks in self._chunks(stages, micro_batches, len(chosen)):
+                        passes_s = slowest + (sends_s * chunks if stages > 1 else 0.0)
+                        wait_s = (stages - 1) * passes_s / chunks
+                        reduce_s, update_s = after_s[stages]
+                        reduce_s = self.reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
+                        estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s
+                        if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
+                            kinds = tuple(
+                                ((Part(chosen[i], tensors[i], data, rows),), own[i]) for i in self._by_memory(chosen)
+                            )
+                            yield Candidate(estimate_s, kinds, settings, chunks)
+
+    def _by_memory(self, chosen: Sequence[int]) -> list[int]:
+        """First stages hold the most activations: the devices with the most memory come first."""
+        return sorted(range(len(chosen)), key=lambda i: -self.machines.pools[chosen[i]].memory_bytes)
+
+    def _chunks(self, stages: int, micro_batches: int, pools: int) -> list[int]:
+        limits, count = self.limits, self.model.count
+        if limits.chunks is not None:
+            return [limits.chunks]
+        if stages == 1 or pools > 1 or micro_batches % stages:
+            return [1]
+        return [v for v in CHUNKS if count % (stages * v) == 0]
+
+    def mixed(self) -> Iterator[Candidate]:
+        """Stages that are all alike, each with replicas of all pools, rows by speed."""
+        pools, limits = self.machines.pools, self.limits
+        if limits.chunks not in (None, 1):
+            return
+        sets = [tuple(range(len(pools)))]
+        if 2 < len(pools) <= MOST_POOLS:
+            sets = [s for n in range(2, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
+        for chosen in sets:
+            degrees = [self.tensors(k) for k in chosen]
+            if not all(degrees):
+                continue
+            for tensors in self._combinations(degrees):
+                units = [pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)]
+                if min(units) == 0:
+                    continue
+                if limits.runnable and len(set(tensors)) > 1:
+                    continue
+                for stages in self.counts(min(units)):
+                    if limits.stages not in (None, stages):
+                        continue
+                    kinds = tuple((k, t, u // stages) for k, t, u in zip(chosen, tensors, units))
+                    yield from self._mixed_of(kinds, stages)
+
+    def _mixed_of(self, kinds: tuple[tuple[int, int, int], ...], stages: int) -> Iterator[Candidate]:
+        limits, replicas = self.limits, sum(k[2] for k in kinds)
+        if limits.data not in (None, replicas):
+            return
+        most = [self.rows_of(pool, tensor)[-1] for pool, tensor, _ in kinds]
+        least = max(self.rows_of(pool, tensor)[0] for pool, tensor, _ in kinds)
+        for micro_batches in divisors(self.batch):
+            rows = self.batch // micro_batches
+            if limits.micro_batches not in (None, micro_batches) or rows > sum(k[2] * m for k, m in zip(kinds, most)):
+                continue
+            if micro_batches * LEAST_FILLED < stages:
+                continue
+            if rows < replicas and (micro_batches > 1 or stages > 1):
+                continue
+            for how in self.recomputes():
+
+                def whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
+                    return self.whole(pool, tensor, n, how)[1]
+
+                parts = row_shares(kinds, rows, whole_s, most)
+                if parts is None or any(p.rows < least for p in parts):
+                    continue
+                if limits.micro_batch is not None and any(p.rows != limits.micro_batch for p in parts):
+                    continue
+                slowest = max(self.whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
+                reduce_s, update_s = self.after_s(parts, how, stages)
+                reduce_s = self.reduced_s(reduce_s, slowest, stages, 1, micro_batches)
+                slowest += self.sends_s(parts, how) if stages > 1 else 0.0
+                estimate_s = (micro_batches + stages - 1) * slowest + reduce_s + update_s
+                shape = how[0], stages.bit_length(), max(k[1] for k in kinds), tuple(k[0] for k in kinds), "mixed"
+                if not self.keeps(estimate_s, shape):
+                    continue
+                yield Candidate(estimate_s, ((parts, stages),), self.settings(micro_batches, how))

@@ -1,0 +1,164 @@
+"""What the search estimates in microseconds: layers' seconds on a rank, the end of a step, whether layers have room."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+
+from cost_model.analytic.layer_costs import LayerCosts, Model
+from cost_model.analytic.memory import BASE_BYTES, states
+from cost_model.analytic.spread import Offload, Part, Recompute, Spread
+from cost_model.analytic.stage_costs import reduction_s
+from cost_model.cluster.pools import Machines
+from cost_model.simulator import not_hidden_s
+from whale.planner.analytic_search.candidates import Candidate, Constraints
+
+KEPT_PER_SHAPE = 40  # candidates
+MOST_ROWS = 128  # of a rank's micro-batch, where all sizes are known
+BACKWARD = 2 / 3  # of both passes
+
+
+def divisors(n: int) -> list[int]:
+    """All of a positive number, in growing order."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+class Estimates:
+    """What a layer, a step's end and a stage's memory cost on a cluster's ranks, remembered."""
+
+    def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
+        self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
+        self.started, self.was_late = time.monotonic(), False
+        self.ranks = machines.devices
+        self.zero = 1 if limits.zero is None else limits.zero
+        self.offload: Offload = limits.offload or "none"
+        self.shapes: dict[tuple[object, ...], list[float]] = {}
+        self.estimated, self.kept_per_shape = 0, KEPT_PER_SHAPE
+        self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
+
+    def late(self, part: float = 1.0) -> bool:
+        """Whether a part of the budget is used up; once it was, the search has not looked at everything."""
+        late = time.monotonic() - self.started > part * self.limits.budget_s
+        self.was_late = self.was_late or late
+        return late
+
+    def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[LayerCosts, float, float]:
+        """(costs, seconds of all layers' passes, seconds of one layer in the middle)."""
+        key = (pool, tensor, rows, *how)
+        if key not in self.each:
+            # Experts are taken to be divided over all of the pool's devices, until a stage is known.
+            replicas = self.machines.pools[pool].tensor_groups(tensor) if self.model.experts else 1
+            one = self.model.layer_costs(pool, tensor, rows, *how, self.ranks, replicas)
+            count = self.model.count
+            total = one.forward(0, count) + one.backward(0, count)
+            self.each[key] = one, total, total / count
+        return self.each[key]
+
+    def rows_of(self, pool: int, tensor: int) -> list[int]:
+        """Sizes of a rank's micro-batch that are looked at, in growing order."""
+        known = self.model.row_choices(pool, tensor)
+        return known if known is not None else list(range(1, min(self.batch, MOST_ROWS) + 1))
+
+    def allowed(self, part: Part) -> bool:
+        """Whether a stage may lie on these ranks alone: its rows are known there, and what the user fixed is kept."""
+        known, limits = self.rows_of(part.pool, part.tensor), self.limits
+        fixed = limits.micro_batch in (None, part.rows) and limits.data in (None, part.replicas)
+        return fixed and known[0] <= part.rows <= known[-1]
+
+    def recomputes(self) -> list[tuple[Recompute, bool]]:
+        """(recompute, sequence parallel) that the model knows and the user leaves free."""
+        found = self.model.recomputes()
+        wanted = self.limits.recompute
+        return [one for one in found if wanted is None or one[0] == wanted]
+
+    def recompute_kinds(self, sequence_parallel: bool) -> list[Recompute]:
+        """What a stage may compute again; least first."""
+        return [kind for kind, parallel in self.recomputes() if parallel == sequence_parallel]
+
+    def tensors(self, pool: int) -> list[int]:
+        """Tensor-parallel degrees on a pool that the user leaves free."""
+        found = self.model.tensor_degrees(pool)
+        return [d for d in found if self.limits.tensor in (None, d)]
+
+    def settings(self, micro_batches: int, how: tuple[str, bool]) -> Spread:
+        """A spread without stages; `how`: (recompute, sequence parallel)."""
+        recompute, sequence_parallel = how
+        return Spread((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
+
+    def after_s(self, parts: tuple[Part, ...], how: tuple[str, bool], stages: int) -> tuple[float, float]:
+        """Seconds of the reduction, with what passes hide of it, and of the update, of one of so many like stages."""
+        costs = [self.whole(p.pool, p.tensor, p.rows, how)[0] for p in parts]
+        own = [(one.parameters[-1] - one.twice) / stages for one in costs]
+        reduce_s = reduction_s(self.model, self.machines, parts, own, self.zero)
+        replicas = sum(p.replicas for p in parts) if self.zero >= 1 else 1
+        update_s = 0.0
+        for part, one, parameters in zip(parts, costs, own):
+            if one.update_s is not None:
+                update_s = max(update_s, one.update_s[-1] / stages)
+                continue
+            device = self.machines.pools[part.pool].device
+            rate = device.memory_bytes_per_s * self.machines.pools[part.pool].entry.share
+            update_s = max(update_s, self.model.stack.optimizer_bytes * parameters / replicas / rate)
+        return reduce_s, update_s
+
+    def reduced_s(self, reduce_s: float, passes_s: float, stages: int, chunks: int, micro_batches: int) -> float:
+        """What equal stages' passes leave of the reduction; `passes_s`: of one micro-batch on a stage."""
+        if not self.model.stack.hides_data_parallel:
+            return reduce_s
+        counts = [max(1, self.model.count // (stages * chunks))] * chunks
+        return not_hidden_s(reduce_s, counts, [BACKWARD * passes_s / chunks] * chunks, min(stages, micro_batches))
+
+    def sends_s(self, parts: Sequence[Part], how: tuple[str, bool]) -> float:
+        """Seconds of a micro-batch's sends to a stage on like ranks and back, on the slowest of the pools' ways."""
+        ranks, cut = sum(part.ranks for part in parts), max(1, self.model.count // 2)
+        each = 0.0
+        for part in parts:
+            path = min(self.machines.send_path(part.pool, other.pool, ranks) for other in parts)
+            each = max(each, self.model.send_s(cut, part.tensor, part.rows, how[1], path))
+        return 2 * each
+
+    def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
+        """Whether a candidate is among the best so far of its shape (recompute, stages, tensors, pools)."""
+        self.estimated += 1
+        best = self.shapes.setdefault(shape, [])
+        if len(best) < self.kept_per_shape:
+            heapq.heappush(best, -estimate_s)
+            return True
+        if -best[0] <= estimate_s:
+            return False
+        heapq.heapreplace(best, -estimate_s)
+        return True
+
+    def roomy(self, one: Candidate) -> bool:
+        """Whether the stages' memory could hold all layers, if layers could be divided at will."""
+        s, stages = one.settings, one.stages
+        room, at = 0.0, 0
+        how = (s.recompute, s.sequence_parallel)
+        for parts, count in one.kinds:
+            replicas = sum(p.replicas for p in parts) if s.zero >= 1 else 1
+            worst: list[tuple[float, float, float]] = []
+            for p in parts:
+                layers = self.whole(p.pool, p.tensor, p.rows, how)[0]
+                held, gradients, optimizer = states(layers, ((0, self.model.count),), replicas, s.zero)
+                on_device = {"none": held + gradients + optimizer, "state": held + gradients, "all": 0.0}[s.offload]
+                state = on_device / self.model.count
+                free = self.machines.pools[p.pool].memory_bytes - BASE_BYTES
+                worst.append((free, state, layers.held_bytes[-1] / self.model.count))
+            for index in range(at, at + count):
+                live = min(s.micro_batches, stages - index)
+                room += min(free / max(1.0, state + live * held) for free, state, held in worst)
+            at += count
+        return room >= self.model.count
+
+    def bound_s(self) -> float:
+        """No spread of these families is faster: all devices at their best rate, all of the time, nothing sent."""
+        speed = 0.0
+        for pool in self.machines.pools:
+            rates = [0.0]
+            for (k, tensor, rows, *_), (_, total, _) in self.each.items():
+                if k == pool.number:
+                    rates.append(rows / total / tensor)
+            speed += pool.devices * max(rates)
+        return self.batch / speed if speed else 0.0

@@ -1,0 +1,217 @@
+"""When nothing fits: which memory is too small, by how much, and changes after which something fits.
+
+Every change that is proposed was tried: with it, the search finds a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from cost_model.analytic.evaluate import Evaluation, evaluate
+from cost_model.analytic.layer_costs import Model
+from cost_model.analytic.spread import Spread
+from cost_model.analytic.stage_costs import stage_cost
+from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines, Pool
+from whale.errors import PlanError
+from whale.ir.plan_text import human_bytes
+from whale.planner.analytic_search.candidates import FIXED, Candidate, Constraints
+from whale.planner.analytic_search.search import Search
+
+MOST_PASSES = 20_000  # of a step that is played for the message
+TIMES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # as much memory of a device
+MOST_TIMES = 64  # as many hosts
+HOST_GB = (256, 512, 1024, 2048)  # of a host's memory, where the cluster file names none
+LEAST_SEQUENCE = 128
+
+Fits = Callable[[Model, Machines, Constraints], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What could be otherwise so that something fits: in words, and as what is searched then."""
+
+    text: str
+    model: Model
+    machines: Machines
+    limits: Constraints
+
+
+def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) -> PlanError:
+    """The error that says so, from the spread that lacks the least memory of all that were looked at.
+
+    Args:
+        searches: one for each way to divide or offload the state, at their ends.
+        fits: whether the search finds something, whatever it takes.
+    """
+    first = searches[0]
+    model, machines = first.model, first.machines
+    nearest = _nearest(searches)
+    if nearest is None:
+        return PlanError(
+            "no spread is possible",
+            given=f"a batch of {first.batch}, {machines.devices} devices",
+            reason="what was fixed, the batch's divisors or the measured sizes leave nothing",
+            action=_freed(model, machines, limits, fits) or "measure more sizes, or change the batch",
+        )
+    spread, found = nearest
+    stage = max(range(len(found.stages)), key=lambda s: found.stages[s].lacking_bytes)
+    parts, memory = spread.stages[stage].parts, found.stages[stage].memory
+    pools = [machines.pools[part.pool] for part in parts]
+    worst = max(range(len(parts)), key=lambda i: memory[i].total_bytes - pools[i].memory_bytes)
+    pool, used = pools[worst], memory[worst]
+    held = {
+        "parameters": used.parameters_bytes,
+        "gradients": used.gradients_bytes,
+        "optimizer state": used.optimizer_bytes,
+        "activations": used.activations_bytes,
+        "buffers of communication, with layers that lie there whole": used.communication_bytes,
+    }
+    most = max(held, key=lambda name: held[name])
+    on_device = used.total_bytes > pool.memory_bytes
+    needs = f"needs {human_bytes(used.total_bytes)} per {pool.device.name}, which has {human_bytes(pool.memory_bytes)}"
+    if not on_device:
+        needs = f"has no room for what is offloaded in the memory of {pool.host.name}"
+    proposed = [change.text for change in changes(model, machines, limits, pool, fits)]
+    return PlanError(
+        "nothing fits into the devices' memory",
+        given=f"{model.name} on {machines.devices} devices of {machines.cluster.name}",
+        nearest=f"{spread.summary()}: stage {stage} {needs}; it lacks {human_bytes(found.lacking_bytes)}",
+        binds=f"{most}, {human_bytes(held[most])}" if on_device else "the hosts' memory",
+        action=", or ".join(proposed) or "change the model: neither more devices nor more memory is enough",
+    )
+
+
+def _nearest(searches: Sequence[Search]) -> tuple[Spread, Evaluation] | None:
+    """The spread that lacks least, and what it costs; None: there is none at all."""
+    best: tuple[float, Search, Candidate] | None = None
+    for search in searches:
+        for one in search.least_memory():
+            lacking = _lacking_bytes(search, one)
+            if best is None or lacking < best[0]:
+                best = lacking, search, one
+    if best is None:
+        return None
+    _, search, one = best
+    spread = search.fitted(one.even(search.model.count))
+    # A schedule of many passes takes long to play, and needs no less memory than its like with fewer.
+    fewer = min(spread.micro_batches, max(len(spread.stages), MOST_PASSES // len(spread.stages)))
+    found = evaluate(search.model, search.machines, msgspec.structs.replace(spread, micro_batches=fewer))
+    return spread, found
+
+
+def _lacking_bytes(search: Search, one: Candidate) -> float:
+    """By how much a candidate's worst stage does not fit, with as many layers in each."""
+    spread, at, lacking = one.even(search.model.count), 0, float("-inf")
+    firsts = []
+    for _, count in one.kinds:  # the first of equal stages holds most micro-batches
+        firsts.append(at)
+        at += count
+    for index in {*firsts, at - 1}:
+        cost = stage_cost(search.model, search.machines, spread, index, search.live(spread, index), search.ranks)
+        lacking = max(lacking, cost.lacking_bytes)
+    return lacking
+
+
+def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, fits: Fits) -> Iterator[Change]:
+    """Changes of which each alone is enough: of what was fixed, the hosts, their devices, the model."""
+    yield from _unfixed(model, machines, limits, fits)
+    host = pool.host
+
+    def with_hosts(count: int) -> tuple[Model, Machines, Constraints]:
+        changed = _with_host(machines.cluster, pool, count=count)
+        return model.on(changed), changed, limits
+
+    times = _least(lambda n: fits(*with_hosts(n * host.count)), MOST_TIMES) if host.networks else None
+    if times is not None:
+        more = times * host.count - _halved(
+            lambda n: fits(*with_hosts(times * host.count - n)), times * host.count // 2
+        )
+        yield Change(f"take {more} hosts {host.name} instead of {host.count}", *with_hosts(more))
+    for factor in TIMES:
+        gb = factor * pool.memory_bytes / 1e9 / pool.entry.share
+        changed = _with_device(machines.cluster, pool, gb)
+        if fits(model.on(changed), changed, limits):
+            yield Change(
+                f"devices with {gb:.0f} GB on {host.name} ({factor:g} times as much)",
+                model.on(changed),
+                changed,
+                limits,
+            )
+            break
+    if not all(one.host.memory_gb for one in machines.pools):
+        for each in HOST_GB:
+            hosts = [msgspec.structs.replace(h, memory_gb=h.memory_gb or each) for h in machines.cluster.hosts]
+            changed = Machines(msgspec.structs.replace(machines.cluster, hosts=hosts))
+            if fits(model.on(changed), changed, limits):
+                text = f"memory_gb: {each} of the hosts in the cluster file, if they have it"
+                yield Change(f"{text}: state and weights can lie there", model.on(changed), changed, limits)
+                break
+    if isinstance(model, TransformerModel):
+        yield from _smaller(model, machines, limits, fits)
+
+
+def _smaller(model: TransformerModel, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:
+    """Fewer layers, a shorter sequence."""
+    t = model.transformer
+
+    def of(**other: int) -> TransformerModel:
+        return model.of(msgspec.structs.replace(t, **other))
+
+    fewer = t.layers - 1
+    if fewer and fits(of(layers=1), machines, limits):
+        low, high = 1, t.layers  # fits, does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(of(layers=middle), machines, limits) else (low, middle)
+        yield Change(f"{low} layers instead of {t.layers}", of(layers=low), machines, limits)
+    sequence = t.sequence // 2
+    while sequence >= LEAST_SEQUENCE:
+        if fits(of(sequence=sequence), machines, limits):
+            yield Change(f"a sequence of {sequence} instead of {t.sequence}", of(sequence=sequence), machines, limits)
+            return
+        sequence //= 2
+
+
+def _unfixed(model: Model, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:
+    for name in FIXED:
+        value, free = getattr(limits, name), {name: None}
+        if value is not None and fits(model, machines, freed := replace(limits, **free)):  # type: ignore[arg-type]
+            yield Change(f"leave {name}={value} free", model, machines, freed)
+
+
+def _freed(model: Model, machines: Machines, limits: Constraints, fits: Fits) -> str:
+    return ", or ".join(change.text for change in _unfixed(model, machines, limits, fits))
+
+
+def _least(good: Callable[[int], bool], most: int) -> int | None:
+    """The first power of two that is good, from 2 on."""
+    n = 2
+    while n <= most:
+        if good(n):
+            return n
+        n *= 2
+    return None
+
+
+def _halved(good: Callable[[int], bool], most: int) -> int:
+    """How many fewer than a number that is good are good as well, by halving; less than `most`."""
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low
+
+
+def _with_host(cluster: Cluster, pool: Pool, **changed: object) -> Machines:
+    hosts = [msgspec.structs.replace(h, **changed) if h is pool.host else h for h in cluster.hosts]
+    return Machines(msgspec.structs.replace(cluster, hosts=hosts))
+
+
+def _with_device(cluster: Cluster, pool: Pool, memory_gb: float) -> Machines:
+    devices = [msgspec.structs.replace(e, memory_gb=memory_gb) if e is pool.entry else e for e in pool.host.devices]
+    return _with_host(cluster, pool, devices=devices)

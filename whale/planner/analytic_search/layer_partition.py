@@ -1,0 +1,126 @@
+"""Cuts a chain of layers into stages on given ranks so that the slowest stage is as fast as possible and all fit.
+
+Where a stage may compute activations again in several ways, it takes as many layers as the best of them allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from cost_model.analytic.layer_costs import LayerCosts, Model, costs_of, slowest_passes_s
+from cost_model.analytic.spread import Part, Recompute, Spread, Stage, live_chunks
+from cost_model.analytic.stage_costs import lacking_bytes, stage_memory
+from cost_model.cluster.pools import Machines
+
+# The slowest stage's seconds are found by halving an interval: so often at most, or until it is so small a part.
+HALVINGS, PRECISION = 24, 2e-4
+
+
+class Chain:
+    """The stages' ranks in order; answers how many layers a stage takes within so many seconds and its memory."""
+
+    def __init__(
+        self,
+        model: Model,
+        machines: Machines,
+        kinds: Sequence[tuple[Part, ...]],
+        settings: Spread,
+        ranks: int,
+        recomputes: Sequence[Recompute] = (),
+    ) -> None:
+        """`kinds`: the parts of each stage; `recomputes`: what one may compute again (none: as the settings say)."""
+        self.model, self.machines, self.settings = model, machines, settings
+        self.kinds, self.recomputes = kinds, tuple(recomputes) or (settings.recompute,)
+        of: dict[tuple[tuple[Part, ...], Recompute], list[LayerCosts]] = {}
+        for kind in dict.fromkeys(kinds):
+            replicas = sum(part.replicas for part in kind)
+            for how in self.recomputes:
+                of[kind, how] = [costs_of(model, settings, part, ranks, replicas, how) for part in kind]
+        self.costs = of
+        self.stages = len(kinds)
+
+    def seconds(self, kind: tuple[Part, ...], how: Recompute, low: int, high: int) -> float:
+        """Of both passes of layers low..high-1, on the slowest part."""
+        return slowest_passes_s(self.costs[kind, how], low, high)
+
+    def live(self, stage: int) -> int:
+        """Micro-batches that a stage holds at its peak."""
+        return live_chunks(self.settings.schedule, self.stages, 1, self.settings.micro_batches, stage)
+
+    def fits(self, stage: int, how: Recompute, low: int, high: int) -> bool:
+        """Whether layers low..high-1, computed again like this, have room on a stage's ranks and in their hosts."""
+        kind = self.kinds[stage]
+        one, costs = Stage(((low, high),), kind), self.costs[kind, how]
+        memory = stage_memory(self.settings, one, costs, self.live(stage), self.stages)
+        return lacking_bytes(self.machines, self.settings, one, costs, memory) <= 0
+
+    def within(self, limit_s: float) -> list[int] | None:
+        """Ends of the stages where none takes longer, layers as early as possible; None: impossible."""
+        ends, low, count = [], 0, self.model.count
+        taken = max(1, count // self.stages)
+        for stage in range(self.stages):
+            left = count - (self.stages - 1 - stage)  # every later stage needs a layer
+            kind = self.kinds[stage]
+
+            def good(high: int, stage: int = stage, low: int = low, kind: tuple[Part, ...] = kind) -> bool:
+                return any(
+                    self.seconds(kind, how, low, high) <= limit_s and self.fits(stage, how, low, high)
+                    for how in self.recomputes
+                )
+
+            high = min(left, low + taken)
+            if good(high):
+                while high < left and good(high + 1):
+                    high += 1
+            else:
+                high -= 1
+                while high > low and not good(high):
+                    high -= 1
+                if high == low:
+                    return None
+            ends.append(high)
+            taken, low = high - low, high
+        return ends if low == count else None
+
+    def best(self) -> list[int] | None:
+        """Ends of the stages that minimise the slowest stage; None: no division fits into memory."""
+        if self.stages > self.model.count:
+            return None
+        if self.stages == 1:
+            return (
+                [self.model.count] if any(self.fits(0, how, 0, self.model.count) for how in self.recomputes) else None
+            )
+        ends = self.within(float("inf"))
+        if ends is None:
+            return None
+        high = self.slowest(ends)
+        low = 0.0
+        for _ in range(HALVINGS):
+            if high - low <= PRECISION * high:
+                break
+            middle = (low + high) / 2 if low else high / 2
+            found = self.within(middle)
+            if found is None:
+                low = middle
+            else:
+                ends, high = found, self.slowest(found)
+        return ends
+
+    def slowest(self, ends: list[int]) -> float:
+        """Seconds of the slowest of these stages, each computing again as little as its memory lets it."""
+
+        def own(stage: int, low: int, high: int) -> float:
+            kind = self.kinds[stage]
+            return min(
+                self.seconds(kind, how, low, high) for how in self.recomputes if self.fits(stage, how, low, high)
+            )
+
+        return max(own(stage, low, high) for stage, (low, high) in enumerate(zip([0, *ends[:-1]], ends)))
+
+    def spread(self, ends: list[int]) -> Spread:
+        """The spread whose stages end before these layers."""
+        lows = [0, *ends[:-1]]
+        stages = tuple(Stage(((low, high),), kind) for kind, low, high in zip(self.kinds, lows, ends))
+        return msgspec.structs.replace(self.settings, stages=stages)

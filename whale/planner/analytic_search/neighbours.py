@@ -1,0 +1,146 @@
+"""Spreads that differ little from one: a cut moved, ranks exchanged or in another order, one stage more."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from cost_model.analytic.spread import Part, Spread, Stage
+from cost_model.cluster.pools import Machines
+
+MOST_RUNS = 4  # of stages on equal ranks, whose orders are all looked at
+
+StageRanks = tuple[tuple[int, ...], tuple[Part, ...]]  # what a stage may lie on: devices of each pool, parts
+
+
+def _with_another(spread: Spread, at: int, parts: tuple[Part, ...]) -> Iterator[Spread]:
+    """The spread with a stage divided: some of its layers, at either end, go to another stage on other ranks."""
+    low, high = spread.stages[at].layers[0]
+    for cut in range(low + 1, high):
+        kept, new = Stage(((low, cut),), spread.stages[at].parts), Stage(((cut, high),), parts)
+        yield msgspec.structs.replace(spread, stages=(*spread.stages[:at], kept, new, *spread.stages[at + 1 :]))
+        new, kept = Stage(((low, cut),), parts), Stage(((cut, high),), spread.stages[at].parts)
+        yield msgspec.structs.replace(spread, stages=(*spread.stages[:at], new, kept, *spread.stages[at + 1 :]))
+
+
+def move_cut(spread: Spread, at: int, move: int) -> Spread | None:
+    """The spread with the cut after stage `at` moved by so many layers; None where a stage would be empty."""
+    stages = list(spread.stages)
+    (low, middle), (_, high) = stages[at].layers[0], stages[at + 1].layers[0]
+    middle += move
+    if not low < middle < high:
+        return None
+    stages[at] = msgspec.structs.replace(stages[at], layers=((low, middle),))
+    stages[at + 1] = msgspec.structs.replace(stages[at + 1], layers=((middle, high),))
+    return msgspec.structs.replace(spread, stages=tuple(stages))
+
+
+def neighbours(spread: Spread, few: bool) -> Iterator[Spread]:
+    """Spreads that differ little: a cut moved by a layer; with few devices also two stages' ranks exchanged."""
+    count = len(spread.stages)
+    for at in range(count - 1):
+        for move in (1, -1, 2, -2) if few else (1, -1):
+            if (moved := move_cut(spread, at, move)) is not None:
+                yield moved
+    if not few:
+        return
+    for one, other in itertools.combinations(range(count), 2):
+        a, b = spread.stages[one], spread.stages[other]
+        if a.parts == b.parts:
+            continue
+        stages = list(spread.stages)
+        stages[one], stages[other] = Stage(a.layers, b.parts), Stage(b.layers, a.parts)
+        exchanged = msgspec.structs.replace(spread, stages=tuple(stages))
+        yield exchanged
+        yield _in_order(spread, [*range(one), other, *range(one + 1, other), one, *range(other + 1, count)])
+        for at in {one - 1, one, other - 1, other} & set(range(count - 1)):
+            for move in (1, -1):
+                if (moved := move_cut(exchanged, at, move)) is not None:
+                    yield moved
+
+
+def _in_order(spread: Spread, order: Sequence[int]) -> Spread:
+    """The spread's stages in another order, each with its ranks and as many layers as before."""
+    stages, low = [], 0
+    for at in order:
+        stage = spread.stages[at]
+        stages.append(Stage(((low, low + stage.count),), stage.parts))
+        low += stage.count
+    return msgspec.structs.replace(spread, stages=tuple(stages))
+
+
+def other_orders(ranks: Sequence[tuple[Part, ...]]) -> Iterator[list[tuple[Part, ...]]]:
+    """The stages' ranks in other orders: runs of stages on equal ranks permuted, or one stage moved elsewhere."""
+    runs = [list(run) for _, run in itertools.groupby(ranks)]
+    known = {tuple(ranks)}
+    orders: list[list[tuple[Part, ...]]] = []
+    if len(runs) <= MOST_RUNS:
+        orders += [list(itertools.chain(*order)) for order in itertools.permutations(runs)]
+    starts = [0, *itertools.accumulate(map(len, runs[:-1]))] if len(runs) > 1 else []
+    for at in starts:
+        rest = [*ranks[:at], *ranks[at + 1 :]]
+        orders += ([*rest[:to], ranks[at], *rest[to:]] for to in range(len(ranks)))
+    for order in orders:
+        if tuple(order) not in known:
+            known.add(tuple(order))
+            yield order
+
+
+def with_idle(
+    spread: Spread, machines: Machines, tensors: Callable[[int], Sequence[int]], allowed: Callable[[Part], bool]
+) -> Iterator[list[tuple[Part, ...]]]:
+    """The ranks of the stages with another stage, anywhere between them, on devices of one pool that no stage has.
+
+    Args:
+        tensors: pool -> degrees by which tensors may be divided there.
+        allowed: whether the stage may lie on such ranks.
+    """
+    ranks = [stage.parts for stage in spread.stages]
+    rows = sum(part.replicas * part.rows for part in ranks[0])
+    free = [pool.devices for pool in machines.pools]
+    for part in itertools.chain(*ranks):
+        free[part.pool] -= part.ranks
+    for pool in machines.pools:
+        for tensor in tensors(pool.number):
+            most = min(rows, free[pool.number] // tensor, pool.tensor_groups(tensor))
+            for replicas in (n for n in range(1, most + 1) if rows % n == 0):
+                own = Part(pool.number, tensor, replicas, rows // replicas)
+                if allowed(own):
+                    yield from ([*ranks[:at], (own,), *ranks[at:]] for at in range(len(ranks) + 1))
+
+
+def other_ranks(spread: Spread, machines: Machines, choices: Sequence[StageRanks], more: bool) -> Iterator[Spread]:
+    """The spread with other ranks for one stage, of those it has and those that no stage has.
+
+    Args:
+        choices: what a stage may lie on.
+        more: whether there may be another number of stages.
+    """
+    free = [pool.devices for pool in machines.pools]
+    for part in (p for stage in spread.stages for p in stage.parts):
+        free[part.pool] -= part.ranks
+    by_use: dict[tuple[int, ...], list[tuple[Part, ...]]] = {}
+    for used, parts in choices:
+        by_use.setdefault(used, []).append(parts)
+    for at, stage in enumerate(spread.stages):
+        own, held = list(free), [0] * len(free)
+        for part in stage.parts:
+            own[part.pool] += part.ranks
+            held[part.pool] += part.ranks
+        if more:
+            for used, parts in choices:  # two stages on the devices of this one
+                rest = tuple(n - u for n, u in zip(held, used))
+                for others in by_use.get(rest, ()):
+                    ranks_given = msgspec.structs.replace(spread, stages=tuple(
+                        Stage(s.layers, parts) if i == at else s for i, s in enumerate(spread.stages)
+                    ))  # fmt: skip
+                    yield from _with_another(ranks_given, at, others)
+        for used, parts in choices:
+            if parts != stage.parts and all(u <= n for u, n in zip(used, own)):
+                stages = list(spread.stages)
+                stages[at] = Stage(stage.layers, parts)
+                yield msgspec.structs.replace(spread, stages=tuple(stages))
+            if all(u <= n for u, n in zip(used, free)) and more:
+                yield from _with_another(spread, at, parts)

@@ -1,0 +1,49 @@
+"""Which stages of a spread compute activations again: each the fastest way with which it fits into its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cost_model.analytic.layer_costs import Model, costs_of, slowest_passes_s
+from cost_model.analytic.spread import Recompute, Spread, Stage
+from cost_model.analytic.stage_costs import lacking_bytes, stage_memory
+from cost_model.cluster.pools import Machines
+
+
+class RecomputeChoice:
+    """Chooses for stages, of kinds of recompute activations again; what was chosen is remembered.
+
+    With the cuts and the schedule given, no other choice is faster: a step is the shorter the shorter each stage's
+    passes are, and what a stage holds is its own.
+    """
+
+    def __init__(self, model: Model, machines: Machines, ranks: int) -> None:
+        self.model, self.machines, self.ranks = model, machines, ranks
+        self.known: dict[tuple[Stage, int, int, int, str, bool], Recompute] = {}
+
+    def fitted(self, spread: Spread, kinds: Sequence[Recompute], live: Callable[[int], int]) -> Spread:
+        """The spread with what each stage computes again; where nothing fits, that which takes the least memory.
+
+        Args:
+            kinds: what may be computed again, "none" for nothing.
+            live: stage -> how many micro-batches' chunks it holds at the peak of the schedule.
+        """
+        if len(kinds) < 2:
+            return spread
+        return spread.recomputing([self._of(spread, stage, live(i), kinds) for i, stage in enumerate(spread.stages)])
+
+    def _of(self, spread: Spread, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
+        plain = Stage(stage.layers, stage.parts)
+        key = (plain, live, len(spread.stages), spread.zero, spread.offload, spread.sequence_parallel)
+        if key not in self.known:
+            found = [(*self._cost(spread, plain, live, how), how) for how in kinds]
+            fitting = [one for one in found if one[1] <= 0]
+            self.known[key] = (min(fitting) if fitting else min(found, key=lambda one: one[1]))[2]
+        return self.known[key]
+
+    def _cost(self, spread: Spread, stage: Stage, live: int, how: Recompute) -> tuple[float, float]:
+        """(seconds of both passes of a micro-batch, bytes by which the worst part does not fit)."""
+        costs = [costs_of(self.model, spread, p, self.ranks, stage.replicas, how) for p in stage.parts]
+        seconds = sum(slowest_passes_s(costs, low, high) for low, high in stage.layers)
+        memory = stage_memory(spread, stage, costs, live, len(spread.stages))
+        return seconds, lacking_bytes(self.machines, spread, stage, costs, memory)

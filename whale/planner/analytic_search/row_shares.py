@@ -1,0 +1,91 @@
+"""Rows of a micro-batch for unequal replicas: whole numbers that make the slowest replica as fast as possible."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from cost_model.analytic.spread import Part
+
+MOVES, MOVES_PER_KIND = 64, 4  # of rows between kinds, after which a division is given up
+LEAST_S = 1e-12  # what a row takes at least: speeds are finite
+
+
+def row_shares(
+    kinds: Sequence[tuple[int, int, int]], rows: int, seconds: Callable[[int, int, int], float], most: Sequence[int]
+) -> tuple[Part, ...] | None:
+    """The parts of a stage, or None where so many rows cannot be divided so.
+
+    Args:
+        kinds: (pool, tensor, replicas).
+        seconds: (pool, tensor, rows) -> seconds of a micro-batch of so many rows; grows with rows.
+        most: largest number of rows of one replica, per kind.
+    """
+    if sum(replicas * high for (_, _, replicas), high in zip(kinds, most)) < rows:
+        return None
+    total = sum(replicas for _, _, replicas in kinds)
+    if rows < total:  # replicas without a row do nothing: the fastest ones work
+        order = sorted(range(len(kinds)), key=lambda k: seconds(kinds[k][0], kinds[k][1], 1))
+        parts, left = [], rows
+        for k in order:
+            pool, tensor, replicas = kinds[k]
+            if taken := min(left, replicas):
+                parts.append(Part(pool, tensor, taken, 1))
+                left -= taken
+        return tuple(parts)
+    # In proportion to speed, then row by row: from the slowest replica, to the one that is fastest with one row more.
+    speed = [1.0 / max(LEAST_S, seconds(p, t, min(m, max(1, rows // total)))) for (p, t, _), m in zip(kinds, most)]
+    whole = sum(s * k[2] for s, k in zip(speed, kinds))
+    own = [min(m, max(1, int(rows * s / whole))) for s, m in zip(speed, most)]
+    more = [0] * len(kinds)  # replicas of a kind that have one row more
+    left = rows - sum(n * k[2] for n, k in zip(own, kinds))
+    for _ in range(MOVES_PER_KIND * len(kinds) + MOVES):
+        if left == 0:
+            break
+        if left > 0:
+            open_ = [k for k in range(len(kinds)) if own[k] < most[k]]
+            if not open_:
+                return None
+            best = min(open_, key=lambda k: seconds(kinds[k][0], kinds[k][1], own[k] + 1))
+            free = kinds[best][2] - more[best]
+            taken = min(left, free)
+            more[best] += taken
+            left -= taken
+            if more[best] == kinds[best][2]:
+                own[best], more[best] = own[best] + 1, 0
+        else:
+            shrink = [k for k in range(len(kinds)) if own[k] > 1 or more[k]]
+            if not shrink:
+                return None
+            worst = max(shrink, key=lambda k: seconds(kinds[k][0], kinds[k][1], own[k]))
+            if more[worst] == 0:
+                own[worst], more[worst] = own[worst] - 1, kinds[worst][2]
+            taken = min(-left, more[worst])
+            more[worst] -= taken
+            left += taken
+    if left:
+        return None
+    parts = []
+    for (pool, tensor, replicas), n, extra in zip(kinds, own, more):
+        if extra:
+            parts.append(Part(pool, tensor, extra, n + 1))
+        if replicas > extra:
+            parts.append(Part(pool, tensor, replicas - extra, n))
+    return tuple(parts)
+
+
+def variants(parts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
+    """The parts, and those with one row moved from a replica of one pool to one of another (memory may want that)."""
+    found = [parts]
+    for giver, taker in itertools.permutations(range(len(parts)), 2):
+        if parts[giver].pool == parts[taker].pool or parts[giver].rows == 1:
+            continue
+        counted: dict[tuple[int, int, int], int] = {}
+        for at, part in enumerate(parts):
+            moved = {giver: -1, taker: 1}.get(at, 0)
+            for rows, replicas in ((part.rows + moved, 1 if moved else 0), (part.rows, part.replicas - bool(moved))):
+                if replicas:
+                    key = part.pool, part.tensor, rows
+                    counted[key] = counted.get(key, 0) + replicas
+        found.append(tuple(Part(pool, tensor, n, rows) for (pool, tensor, rows), n in counted.items()))
+    return found

@@ -1,0 +1,345 @@
+"""The search: many spreads are ordered by an estimate, the best are cut into stages, the best of those are simulated.
+
+Families of spreads, which together hold what is known to be good:
+
+* pure: every stage lies on one pool, all stages have equally many replicas; pools give stages in proportion to speed;
+* mixed: every stage has replicas of several pools, whose rows are divided by their speed (one stage: data parallelism
+  over unequal devices);
+* exact: for few devices, every assignment of devices to stages (see `whale.planner.analytic_search.exact`).
+
+Within a family an estimate costs microseconds: the layers' seconds over the ranks' speed, the pipeline's bubble, the
+reduction. Repeated layers are looked at once. What the estimate favours is cut by `layer_partition`, then
+simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from cost_model.analytic.evaluate import Evaluation, evaluate
+from cost_model.analytic.layer_costs import Model
+from cost_model.analytic.spread import Part, Recompute, Spread, live_chunks
+from cost_model.analytic.stage_cache import StageCosts
+from cost_model.cluster.pools import Machines
+from whale.planner.analytic_search.candidates import Candidate, Constraints, SearchResult
+from whale.planner.analytic_search.enumerate_candidates import Families
+from whale.planner.analytic_search.exact import exact
+from whale.planner.analytic_search.layer_partition import Chain
+from whale.planner.analytic_search.neighbours import StageRanks, neighbours, other_orders, other_ranks, with_idle
+from whale.planner.analytic_search.recompute_stages import RecomputeChoice
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How many spreads each step of a search takes on.
+
+    Attributes:
+        cut: candidates whose layers are cut.
+        simulated: of those, the best by their passes.
+        misfits: candidates without room that are evaluated, for the list of what lost.
+    """
+
+    cut: int
+    simulated: int
+    misfits: int
+
+
+THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=8, simulated=2, misfits=0)
+# Spreads that are improved: with few devices a simulation costs next to nothing, and of the first ones stages may get
+# other ranks.
+IMPROVED, IMPROVED_FEW, IMPROVED_WIDELY = 4, 100, 40
+CUT_ANEW = 16  # stages at most of a spread that may get one more, on devices that are idle, or another order
+# Parts of the budget after which a step of the search ends: listing candidates, cutting them, simulating the best.
+LISTED, CUT, SIMULATED = 0.6, 0.75, 0.85
+BEHIND = 1.3  # what is estimated at so many times the best is not looked at
+LISTED_AT_ONCE = 64  # candidates between two looks at the clock
+MISFITS = 50  # that are kept, of at most...
+MISFIT_PASSES = 5000  # ...so many passes of a step, which take long to play
+SHORTER = 1e-9  # part by which a step must be shorter than another to count as faster, against rounding
+
+
+@dataclass
+class _Simulated:
+    """(seconds, spread, evaluation) of all that were simulated and fit, and all that were looked at."""
+
+    entries: list[tuple[float, Spread, Evaluation]] = field(default_factory=list)
+    seen: set[Spread] = field(default_factory=set)
+
+
+class NothingFits(Exception):
+    """No spread fits of those that a search looked at."""
+
+    def __init__(self, search: Search) -> None:
+        super().__init__("nothing fits")
+        self.search = search
+
+
+class Search(Families):
+    """One search for a model on a cluster with a fixed global batch."""
+
+    def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
+        super().__init__(model, machines, batch, limits)
+        self.stage_costs = StageCosts(model, machines)
+        self.simulated = 0
+        self.candidates: list[Candidate] = []
+        self.kept = _Simulated()
+        self.fastest: tuple[Spread, Evaluation] | None = None
+        self.misfits: list[tuple[Spread, Evaluation]] = []
+        self.recompute = RecomputeChoice(model, machines, self.ranks)
+        # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
+        self.choices: dict[tuple[int, bool], list[StageRanks]] = {}
+        self.ordered: set[tuple[Spread, tuple[tuple[Part, ...], ...]]] = set()  # (settings, ranks) that have been cut
+
+    def build(self, one: Candidate) -> Spread | None:
+        """The candidate's layers cut; None where it does not fit into memory.
+
+        A stage computes again what the candidate does, or less.
+        """
+        if one.chunks > 1:
+            return self.fitted(one.even(self.model.count))
+        kinds = self.recompute_kinds(one.settings.sequence_parallel)
+        kinds = kinds[: kinds.index(one.settings.recompute) + 1]
+        spread = self._cut(one.settings, one.ranks, kinds)
+        return None if spread is None else self.fitted(spread)
+
+    def _cut(
+        self, settings: Spread, ranks: Sequence[tuple[Part, ...]], kinds: Sequence[Recompute] | None = None
+    ) -> Spread | None:
+        """Stages on these ranks, in order, that are as fast as possible; None where they have no room.
+
+        Args:
+            settings: of the spread; its stages, if it has any, count for nothing.
+            kinds: what a stage may compute again; None: all that it may.
+        """
+        kinds = self.recompute_kinds(settings.sequence_parallel) if kinds is None else kinds
+        chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
+        ends = chain.best()
+        return None if ends is None else chain.spread(ends)
+
+    def fitted(self, spread: Spread) -> Spread:
+        """The spread, every stage of which computes again as little as its memory lets it."""
+        kinds = self.recompute_kinds(spread.sequence_parallel)
+        return self.recompute.fitted(spread, kinds, lambda index: self.live(spread, index))
+
+    def consider(self, spread: Spread) -> float:
+        """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
+        if self.limits.zero is None and spread.zero and all(stage.replicas == 1 for stage in spread.stages):
+            spread = msgspec.structs.replace(spread, zero=0)  # there is nobody to share the state with
+        spread = self.fitted(spread)
+        if spread in self.kept.seen:
+            return float("inf")
+        self.kept.seen.add(spread)
+        found = evaluate(self.model, self.machines, spread, self.stage_costs)
+        self.simulated += 1
+        if not found.fits:
+            if len(self.misfits) < MISFITS:
+                self.misfits.append((spread, found))
+            return float("inf")
+        if self.fastest is None or found.step_s < self.fastest[1].step_s:
+            self.fastest = spread, found
+        self.kept.entries.append((found.step_s, spread, found))
+        return found.step_s
+
+    def improve(self, spread: Spread, seconds: float, wide: bool) -> None:
+        """Goes to the best neighbour while the simulated step gets shorter; `wide`: with other ranks for one stage."""
+        if spread.chunks > 1:
+            return
+        few = self.ranks <= self.limits.exact_devices
+        while True:
+            best = spread, seconds
+            others = itertools.chain(neighbours(spread, few), () if few else self._reordered(spread))
+            if wide:
+                choices = self.choices.get((spread.micro_batches, spread.sequence_parallel), [])
+                more = self.limits.stages is None
+                others = itertools.chain(others, other_ranks(spread, self.machines, choices, more))
+            for other in others:
+                if self.late():
+                    break
+                if other not in self.kept.seen and (took := self.consider(other)) < best[1] * (1 - SHORTER):
+                    best = other, took
+            if best[0] is spread:
+                return
+            spread, seconds = best
+
+    def _reordered(self, spread: Spread) -> Iterator[Spread]:
+        """The spread's stages in other orders of their ranks, cut anew.
+
+        Families put the devices with the most memory first, which hold the most activations. Where all have room, what
+        the first and the last layer have besides may be cheaper elsewhere.
+        """
+        if len(spread.stages) > CUT_ANEW:
+            return
+        settings = msgspec.structs.replace(spread, stages=())
+        for ranks in other_orders([stage.parts for stage in spread.stages]):
+            if (key := (settings, tuple(ranks))) in self.ordered or self.late():
+                continue
+            self.ordered.add(key)
+            if (found := self._cut(settings, ranks)) is not None:
+                yield found
+
+    def _beginnings(self) -> list[tuple[float, Spread]]:
+        """Spreads to improve: the best of each number of stages and micro-batches, then the others."""
+        first: dict[tuple[int, int], tuple[float, Spread]] = {}
+        others = []
+        for seconds, spread, _ in sorted(self.kept.entries, key=lambda e: e[0]):
+            key = (len(spread.stages), spread.micro_batches)
+            if key in first:
+                others.append((seconds, spread))
+            else:
+                first[key] = (seconds, spread)
+        if self.ranks > self.limits.exact_devices:
+            return sorted([*first.values(), *others], key=lambda e: e[0])
+        return [*first.values(), *others]
+
+    def run(self) -> SearchResult:
+        """Searches until the budget is used or nothing is left.
+
+        Raises:
+            NothingFits: nothing does.
+        """
+        candidates: list[Candidate] = []
+        for family in (self.pure, self.mixed):
+            for one in family():
+                candidates.append(one)
+                if len(candidates) % LISTED_AT_ONCE == 0 and self.late(LISTED):
+                    break
+        candidates.sort(key=lambda c: c.estimate_s)
+        self._try(candidates)
+        if self.ranks <= self.limits.exact_devices:
+            known_s = self.limits.faster_than_s
+            fastest_s = known_s if self.fastest is None else min(known_s, self.fastest[1].step_s)
+            for spread in exact(self, None if math.isinf(fastest_s) else fastest_s, self.choices):
+                self.consider(spread)
+        if not self.kept.entries:
+            self.candidates = candidates
+            raise NothingFits(self)
+        few = self.ranks <= self.limits.exact_devices
+        for number, (seconds, spread) in enumerate(self._beginnings()):
+            if self.late() or number == (IMPROVED_FEW if few else IMPROVED):
+                break
+            self.improve(spread, seconds, few and number < IMPROVED_WIDELY)
+        if not few:
+            self._with_idle()
+        self._without_zero()
+        assert self.fastest is not None
+        spread, evaluation = self.fastest
+        others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not spread]
+        return SearchResult(
+            spread,
+            evaluation,
+            others,
+            self.misfits,
+            self.estimated,
+            self.simulated,
+            time.monotonic() - self.started,
+            min(evaluation.step_s, self.bound_s()),
+            not self.was_late,
+            self.machines.cluster,
+        )
+
+    def _try(self, candidates: list[Candidate]) -> None:
+        """Cuts in the order of the estimate, until estimates are far behind the best; simulates the best of those.
+
+        Of each shape the best one is cut, wherever it stands; of interleaved stages, which are not cut but divided
+        evenly, all that may be faster than the best.
+        """
+        effort = HURRIED if self.limits.hurried else THOROUGH
+        failed = 0
+        built: list[tuple[float, Spread]] = []
+        best = float("inf")
+        known: set[tuple[object, ...]] = set()
+        for one in candidates:
+            if self.late(CUT) and built:
+                break
+            if one.estimate_s > min(BEHIND * best, self.limits.faster_than_s):
+                break
+            shape = one.shape
+            if len(built) >= effort.cut and (one.estimate_s > best or (shape in known and one.chunks == 1)):
+                continue
+            spread = self.build(one) if self.roomy(one) else None
+            if spread is None:
+                failed += 1
+                if failed <= effort.misfits:
+                    self.misfit(one.even(self.model.count))
+                continue
+            seconds = self.quick_s(spread)
+            if seconds < float("inf"):
+                built.append((seconds, spread))
+                known.add(shape)
+                best = min(best, seconds)
+        for number, (seconds, spread) in enumerate(sorted(built, key=lambda e: e[0])):
+            if self.kept.entries and (self.late(SIMULATED) or number >= effort.simulated or seconds > BEHIND * best):
+                break
+            self.consider(spread)
+
+    def quick_s(self, spread: Spread) -> float:
+        """The step without its simulation: the slowest stage's passes, and once those of all; infinite: no room."""
+        count, stages = spread.micro_batches, len(spread.stages)
+        slowest = total = after = 0.0
+        ranks = spread.ranks
+        known: dict[tuple[int, int, tuple[Part, ...], str | None, int], float] = {}
+        for index, stage in enumerate(spread.stages):
+            live = self.live(spread, index)
+            edge = min(index, 1) + 2 * (index == stages - 1)
+            key = (stage.count, edge, stage.parts, stage.recompute, live)
+            if key not in known:
+                cost = self.stage_costs(spread, index, live, ranks)
+                if cost.lacking_bytes > 0:
+                    return float("inf")
+                known[key] = sum(cost.forward_s) + sum(cost.backward_s)
+                after = max(after, cost.reduce_s + cost.update_s)
+            slowest = max(slowest, known[key])
+            total += known[key]
+        return count * slowest + (total - slowest) / spread.chunks + after
+
+    def live(self, spread: Spread, index: int) -> int:
+        """Chunks of micro-batches that a stage holds at its peak."""
+        return live_chunks(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches, index)
+
+    def least_memory(self) -> Iterator[Candidate]:
+        """What was listed, and what is divided most and computes most again, however slow it is."""
+        yield from self.candidates
+        limits = self.limits
+        again = limits.recompute or self.model.recomputes()[-1][0]
+        rows = 1 if self.model.row_choices(0, 1) is None else None
+        least = replace(limits, hurried=True, recompute=again, micro_batch=limits.micro_batch or rows)
+        lean = Search(self.model, self.machines, self.batch, least)
+        lean.kept_per_shape = sys.maxsize
+        yield from lean.pure()
+        yield from lean.mixed()
+
+    def misfit(self, spread: Spread) -> None:
+        """Keeps a spread that does not fit, with what it would take, for the list of what lost; small ones only."""
+        if spread.micro_batches * len(spread.stages) < MISFIT_PASSES:
+            self.consider(spread)
+
+    def _with_idle(self) -> None:
+        """The best spread with one stage more, on devices that it leaves idle, while that makes its step shorter.
+
+        Families give the stages of a spread equal parts; what leaves devices idle may gain by a lesser stage on some.
+        """
+        while self.fastest is not None and self.limits.stages is None:
+            spread, seconds = self.fastest[0], self.fastest[1].step_s
+            if spread.chunks > 1 or len(spread.stages) > CUT_ANEW:
+                return
+            for ranks in with_idle(spread, self.machines, self.tensors, self.allowed):
+                if self.late():
+                    return
+                if (found := self._cut(spread, ranks)) is not None:
+                    self.consider(found)
+            best = self.fastest
+            if best[1].step_s >= seconds * (1 - SHORTER):
+                return
+            self.improve(best[0], best[1].step_s, wide=False)
+
+    def _without_zero(self) -> None:
+        """The best spread with the optimizer's state on every rank, where the user leaves that free."""
+        if self.limits.zero is None and self.fastest is not None:
+            self.consider(msgspec.structs.replace(self.fastest[0], zero=0))

@@ -1,0 +1,193 @@
+"""What one stage may lie on where there are few devices: every choice of devices, tensor degrees and rows worth a look.
+
+The costs of an option are arrays over all ranges of layers, so that `exact` can look at all cuts at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from cost_model.analytic.layer_costs import LayerCosts, costs_of
+from cost_model.analytic.memory import part_memory
+from cost_model.analytic.spread import Part, Recompute, Spread
+from cost_model.analytic.stage_costs import reduction_s
+from whale.planner.analytic_search.estimate import Estimates
+from whale.planner.analytic_search.row_shares import row_shares, variants
+
+BUDGET_PART = 0.9  # of the search's budget, after which nothing further is looked at for few devices
+
+
+@dataclass(frozen=True, slots=True)
+class StageOption:
+    """One stage's ranks; matrices are [low, high], of layers low..high-1.
+
+    Attributes:
+        used: devices of each pool.
+        recompute: what the stage computes again.
+        forward_s, seconds: of a micro-batch's forward pass, and of both passes, without sends.
+        reduce_s: after the last micro-batch.
+        live: most micro-batches that the memory holds; 0: none.
+        send_s: [head, cut] to a stage on the other side of a cut, by the pool of that stage (the last: several pools).
+        head: number of this stage's pool in the arrays.
+    """
+
+    used: tuple[int, ...]
+    parts: tuple[Part, ...]
+    recompute: Recompute
+    forward_s: np.ndarray
+    seconds: np.ndarray
+    reduce_s: np.ndarray
+    live: np.ndarray
+    send_s: np.ndarray
+    head: int
+
+
+def stage_options(
+    search: Estimates, states: list[tuple[int, ...]], settings: Spread, reductions: dict[tuple[Part, ...], np.ndarray]
+) -> list[StageOption]:
+    """What a stage may lie on: any devices, with one tensor degree per pool, rows by speed."""
+    rows = search.batch // settings.micro_batches
+    how = (settings.recompute, settings.sequence_parallel)
+    pools, kept = search.machines.pools, _Options(search, settings, reductions)
+    result = []
+    for used in states:
+        chosen = [k for k, n in enumerate(used) if n]
+        if not chosen or search.late(BUDGET_PART):
+            continue
+        best: dict[tuple[Part, ...], None] = {}
+        for tensors in itertools.product(*(search.tensors(k) for k in chosen)):
+            if search.limits.runnable and len(set(tensors)) > 1:
+                continue
+            if any(used[k] % t for k, t in zip(chosen, tensors)):
+                continue
+            if any(used[k] // t > pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)):
+                continue
+            kinds = tuple((k, t, used[k] // t) for k, t in zip(chosen, tensors))
+            if sum(k[2] for k in kinds) > rows or search.limits.data not in (None, sum(k[2] for k in kinds)):
+                continue
+            most = [search.rows_of(k, t)[-1] for k, t, _ in kinds]
+            parts = row_shares(kinds, rows, lambda p, t, n: search.whole(p, t, n, how)[1], most)
+            if parts is not None:
+                known = {p: search.rows_of(p.pool, p.tensor) for one in variants(parts) for p in one}
+                fixed = search.limits.micro_batch
+                good = (
+                    one
+                    for one in variants(parts)
+                    if all(known[p][0] <= p.rows <= known[p][-1] and fixed in (None, p.rows) for p in one)
+                )
+                best.update(dict.fromkeys(good))
+        result += _undominated([kept.option(used, parts) for parts in best])
+    return result
+
+
+class _Options:
+    """Options for one number of micro-batches and way of recompute; what several of them have in common is kept."""
+
+    def __init__(self, search: Estimates, settings: Spread, reductions: dict[tuple[Part, ...], np.ndarray]) -> None:
+        self.search, self.settings, self.reductions = search, settings, reductions
+        self.stages = min(search.machines.devices, search.model.count)
+        self.lives: dict[tuple[int, int, int, int], np.ndarray] = {}
+        self.sends: dict[tuple[int, int, int, int], np.ndarray] = {}
+
+    def option(self, used: tuple[int, ...], parts: tuple[Part, ...]) -> StageOption:
+        """One choice: so many devices of each pool, as these parts."""
+        replicas = sum(p.replicas for p in parts)
+        costs = [costs_of(self.search.model, self.settings, part, self.search.ranks, replicas) for part in parts]
+        ahead, back = (
+            np.max([_passes_s(c, values(c), host(c)) for c in costs], axis=0)
+            for values, host in (
+                (lambda c: c.forward_s, lambda c: c.forward_host_s),
+                (lambda c: c.backward_s, lambda c: c.backward_host_s),
+            )
+        )
+        return StageOption(
+            used,
+            parts,
+            self.settings.recompute,
+            ahead,
+            ahead + back,
+            self._reduction_s(parts, costs),
+            np.min([self._live(part, one, replicas) for part, one in zip(parts, costs)], axis=0),
+            np.max([self._send_s(part, sum(p.ranks for p in parts)) for part in parts], axis=0),
+            parts[0].pool if len({p.pool for p in parts}) == 1 else len(self.search.machines.pools),
+        )
+
+    def _reduction_s(self, parts: tuple[Part, ...], costs: list[LayerCosts]) -> np.ndarray:
+        """Depends on the replicas of each pool, not on their rows."""
+        count, key = self.search.model.count, tuple(msgspec.structs.replace(p, rows=0) for p in parts)
+        if key not in self.reductions:
+            found = self.reductions[key] = np.zeros((count + 1, count + 1))
+            if sum(p.replicas for p in parts) > 1:
+                for low, high in itertools.combinations(range(count + 1), 2):
+                    own = [c.parameters_of(((low, high),)) for c in costs]
+                    found[low, high] = reduction_s(
+                        self.search.model, self.search.machines, parts, own, self.settings.zero
+                    )
+        return self.reductions[key]
+
+    def _live(self, part: Part, one: LayerCosts, replicas: int) -> np.ndarray:
+        """How many micro-batches a part's memory holds, up to as many as there can be stages."""
+        count, s, key = self.search.model.count, self.settings, (part.pool, part.tensor, part.rows, replicas)
+        if key not in self.lives:
+            found = self.lives[key] = np.zeros((count + 1, count + 1), dtype=int)
+            limit_bytes = self.search.machines.pools[part.pool].memory_bytes
+            groups = 2 if self.stages > 1 else 1
+            most = min(self.stages, s.micro_batches)
+            for low, high in itertools.combinations(range(count + 1), 2):
+                used = part_memory(one, ((low, high),), part, replicas, 1, s.zero, groups, s.offload)
+                each = one.held_bytes[high] - one.held_bytes[low]
+                more = (limit_bytes - used.total_bytes) / max(1.0, each)
+                found[low, high] = min(most, 1 + int(more)) if more >= 0 else 0
+            found[found == s.micro_batches] = self.stages  # there are no more
+        return self.lives[key]
+
+    def _send_s(self, part: Part, ranks: int) -> np.ndarray:
+        """Seconds of a micro-batch through each cut, to each pool, and to the slowest of them."""
+        model, machines, key = self.search.model, self.search.machines, (part.pool, part.tensor, part.rows, ranks)
+        if key not in self.sends:
+            paths = [machines.send_path(part.pool, pool.number, ranks) for pool in machines.pools]
+            found = self.sends[key] = np.zeros((len(paths) + 1, model.count + 1))
+            for cut in range(1, model.count):
+                how = cut, part.tensor, part.rows, self.settings.sequence_parallel
+                found[:, cut] = [model.send_s(*how, path) for path in (*paths, min(paths))]
+        return self.sends[key]
+
+
+def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> np.ndarray:
+    """Seconds of a pass of layers low..high-1, as `LayerCosts.forward` says; infinite where there are no layers."""
+    device, host = np.asarray(device_s), np.asarray(host_s)
+    begin_s = np.full((len(device), len(device)), one.begin_s)
+    begin_s[0, -1] = 0.0
+    found = np.maximum(begin_s + device[None] - device[:, None], one.begin_host_s + host[None] - host[:, None])
+    found[np.tril_indices(len(device))] = np.inf
+    return found
+
+
+def _undominated(options: list[StageOption]) -> list[StageOption]:
+    """Options on the same devices without those that another one is no worse than in anything."""
+    kept: list[StageOption] = []
+    for one in sorted(options, key=lambda o: float(o.seconds[0, -1])):
+        fit = one.live > 0
+        if fit.any() and not any(
+            (other.live >= one.live).all()
+            and (other.seconds[fit] <= one.seconds[fit]).all()
+            and (other.forward_s[fit] <= one.forward_s[fit]).all()
+            and (other.reduce_s[fit] <= one.reduce_s[fit]).all()
+            and (other.send_s <= one.send_s).all()
+            for other in kept
+        ):
+            kept.append(one)
+    return kept
+
+
+def undominated(options: list[StageOption]) -> list[StageOption]:
+    """For each devices the options, of all ways to compute again, that no other is better than."""
+    by_use: dict[tuple[int, ...], list[StageOption]] = {}
+    for one in options:
+        by_use.setdefault(one.used, []).append(one)
+    return [one for own in by_use.values() for one in _undominated(own)]

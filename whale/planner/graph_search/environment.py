@@ -1,0 +1,102 @@
+"""Holds what a search judges plans by: the speed of each rank, prices of operations and exchanges, limits of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine import (
+    Machine,
+    Rates,
+    cluster_machine,
+    cluster_rates,
+    measured_machine,
+    rated_machine,
+)
+from cost_model.graph.machine_profile import MachineProfile
+from cost_model.graph.predict import rank_seconds
+from whale.ir.fingerprint import fingerprint
+from whale.ir.program import Program
+
+UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
+# An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
+PASSES_OF_AN_EXCHANGE = 3
+
+
+@dataclass(frozen=True)
+class SearchEnvironment:
+    """The values that a search judges plans by. It partitions programs itself (`whale.partition`).
+
+    Attributes:
+      rates: of each rank.
+      prices: what then prices operations and exchanges instead of the rates: a file that `whale profile` wrote, or the
+        cluster of which these are the first devices; None: nothing.
+      limits_bytes: memory that each rank has for a step.
+      captured: the program as it was captured, with its gradients marked, which recomputation needs: the search
+        normalises it under other settings. It is there before the search begins, as the searched program was made of
+        it. None: its gradients are not marked.
+    """
+
+    rates: Sequence[Rates]
+    prices: MachineProfile | Cluster | None
+    limits_bytes: Sequence[float]
+    captured: Program | None = None
+
+    @classmethod
+    def of_cluster(
+        cls, cluster: Cluster, program: Program, size: int, captured: Program | None = None
+    ) -> SearchEnvironment:
+        """Reads the first ``size`` devices of a cluster from the catalogue.
+
+        Raises:
+          ClusterError: it has fewer.
+        """
+        machine = cluster_machine(cluster)
+        machine.check_holds(size)
+        weights = [v.type for v in program.variables if len(v.type.shape or ()) >= 2]
+        dtype = max(weights, key=lambda t: t.bytes).dtype if weights else "float32"
+        return cls(cluster_rates(cluster, dtype)[:size], cluster, machine.memory_bytes[:size], captured)
+
+    @property
+    def origin(self) -> str:
+        """Where the figures come from, in words."""
+        if isinstance(self.prices, MachineProfile):
+            return f"{self.prices.host} as `whale profile` measured it"
+        return self.rates[0].origin
+
+    def machine(self, program: Program) -> Machine:
+        """What prices the operations of ranks that run ``program``."""
+        if isinstance(self.prices, MachineProfile):
+            return measured_machine(self.prices, len(self.rates), [fingerprint(program)])
+        return rated_machine(self.rates) if self.prices is None else cluster_machine(self.prices)
+
+    def lacking_bytes(self, held: Mapping[int, int]) -> float:
+        """By how much ranks that take so much do not fit, the one that lacks most; below 0: they do."""
+        return max(size - self.limits_bytes[rank] for rank, size in held.items())
+
+    def seconds_of_each(self, program: Program, stands_for: int) -> list[float]:
+        """Seconds that each rank would take for what rank ``stands_for`` runs, if nobody waited for another."""
+        size, kinds = len(self.rates), list(dict.fromkeys(self.rates))
+        seconds = rank_seconds(program, stands_for, size, [_without_waiting([one] * size) for one in kinds])
+        of_kind = dict(zip(kinds, seconds))
+        return [of_kind[one] for one in self.rates]
+
+
+def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
+    """Whether ranks differ by more than what is taken to be noise."""
+    speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
+    return max(speeds) > by * min(speeds)
+
+
+def _without_waiting(rates: Sequence[Rates]) -> Machine:
+    """Of exchanges, what is work of the rank's own core: all that it sends is read, added and written."""
+    return rated_machine([
+        replace(
+            one,
+            exchange_s=0.0,
+            exchanged_bytes_per_s=max(one.exchanged_bytes_per_s, one.bytes_per_s / PASSES_OF_AN_EXCHANGE),
+            devices=None,
+        )
+        for one in rates
+    ])  # fmt: skip

@@ -1,0 +1,278 @@
+"""What ways to spread a captured program take at least, by its operations: what cannot be fastest is not planned.
+
+Speed, speed_of         a kind of rank, by its prices
+Shares                  how much of an operation a rank has at least
+alone                   every rank does everything
+of_pipelines            stages and micro-batches
+of_divided_state        rows divided, and the optimizer's state
+of_splits               tensors divided from a weight on, by all ranks or in groups
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+
+from cost_model.graph.executor_graph import BIAS, MAY_BE_FUSED
+from cost_model.graph.machine import Rates
+from cost_model.kernels.op_work import Work, work
+from whale.ir.ops import CONTRACTIONS, CONVOLUTIONS, FILTER_GRADIENTS, LOOKUPS, READS, ROW_LOOKUPS
+from whale.ir.program import PRODUCT, Node, Program, Ref
+from whale.ir.values import TensorType
+from whale.planner.graph_search.pipelines import chain, levels
+from whale.planner.graph_search.strategies import Choice, divisible, products, trained_weights, updates
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A kind of rank, by what it takes for operations.
+
+    Attributes:
+      seconds: of a node on the whole batch.
+      start_s: what an operation takes whatever its rows.
+    """
+
+    seconds: Callable[[Node], float]
+    part: Callable[[Node, float, bool], float]
+    start_s: float
+
+
+def speed_of(
+    programs: Sequence[Program], price: Callable[[Program, Node, Work], tuple[float, int]], start_s: float
+) -> Speed:
+    """A kind of rank by its price of the operations of some programs; each is asked for once.
+
+    What runs in place of an operation may have its name.
+    """
+
+    @cache
+    def does(name: str, op: str) -> tuple[Program, Node, Work]:
+        program = next(one for one in programs if name in one.by_name and one.by_name[name].op == op)
+        node = program.by_name[name]
+        return program, node, work(node, [program.type_of(r) for r in node.inputs])
+
+    @cache
+    def seconds(name: str, op: str) -> float:
+        return price(*does(name, op))[0] if does(name, op)[2].kernels else 0.0
+
+    @cache
+    def part(name: str, op: str, share: float, by_rows: bool) -> float:
+        program, node, every = does(name, op)
+        if not every.kernels:
+            return 0.0
+        some = Work(share * every.flops, share * every.read_bytes, share * every.written_bytes, every.kernels)
+        nodes = [node]  # less to add up for each element of the result
+        if node.op in CONTRACTIONS and not (by_rows and node.op in FILTER_GRADIENTS):
+            out = node.outputs[0]
+            columns = (out.shape or (1,))[-1] or 1
+            rows = out.elements // columns
+            fewer = [(int(share * rows), columns)] + [(rows, int(share * columns))] * (not by_rows)
+            smaller = [TensorType(out.dtype, (max(1, m), max(1, n))) for m, n in fewer]
+            nodes = [node] * (not by_rows or node.op not in CONVOLUTIONS)
+            nodes += [replace(node, outputs=(one, *node.outputs[1:])) for one in smaller]
+        return min(price(program, one, some)[0] for one in nodes)
+
+    def part_of(node: Node, share: float, by_rows: bool) -> float:
+        return part(node.name, node.op, share, by_rows)
+
+    return Speed(lambda node: seconds(node.name, node.op), part_of, start_s)
+
+
+def of_pipelines(
+    program: Program, whole: Program, kinds: Sequence[Speed], equal_rows: bool
+) -> Callable[[Choice], float]:
+    """What pipelines take at least, by the operations that each micro-batch repeats.
+
+    Of ``count`` micro-batches a stage does all, after the stages before it have sent it the first one, and they go on
+    with the last one afterwards. And of ``n`` stages the slowest one does all, and the first and last wait for the
+    others once; so if one micro-batch takes ``t`` in all stages together, a step takes ``t * (1 + (count - 1) / n)``.
+
+    Args:
+        whole: the program as it runs, with other operations in place of some.
+        kinds: of each rank.
+        equal_rows: all ranks of a stage have as many rows, so that it waits for its slowest one.
+    """
+    of_rows = _depending(program, program.inputs)
+    at = levels(program)
+    counted = []
+    for name, level in (at.forward | at.backward).items():
+        node = whole.by_name.get(f"{name}/{PRODUCT}") or whole.by_name.get(name)
+        if node is not None and name in of_rows and not {node.op, program.by_name[name].op} & MAY_BE_FUSED:
+            counted.append((node, level))
+    weights = len(chain(program))
+    # Up to a weight of the chain: seconds, and how many operations take any.
+    sums: dict[Speed, list[tuple[float, int]]] = {}
+    for kind in dict.fromkeys(kinds):
+        seconds, started = [0.0] * weights, [0] * weights
+        for node, level in counted:
+            taken_s = kind.seconds(node)
+            seconds[level] += taken_s
+            started[level] += taken_s > 0.0
+        sums[kind] = list(zip(accumulate(seconds, initial=0.0), accumulate(started, initial=0)))
+
+    def of_stage(kind: Speed, low: int, high: int, parts: int) -> float:
+        (before_s, before), (until_s, until) = sums[kind][low], sums[kind][high]
+        started_s = kind.start_s * (until - before)
+        return started_s + max(0.0, until_s - before_s - started_s) / parts
+
+    def least(choice: Choice) -> float:
+        count, stages = choice.micro_batches, len(choice.stages)
+        ends = [0, *choice.cuts, weights]
+        pick = max if equal_rows else min
+        each = [
+            pick(of_stage(kinds[rank], low, high, count * len(group)) for rank in group)
+            for low, high, group in zip(ends, ends[1:], choice.stages)
+        ]
+        filled = accumulate(each, initial=0.0)
+        return max(sum(each) * (1 + (count - 1) / stages), *(count * one + first for one, first in zip(each, filled)))
+
+    return least
+
+
+def alone(program: Program, seconds: Callable[[Node], float]) -> float:
+    """What a rank takes at least that does everything: all operations, one after the other."""
+    return sum(seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of an operation a rank has at least.
+
+    Attributes:
+        rows: of what is divided by rows of the batch.
+        parts: into how many parts other things are divided evenly.
+        whole: on every rank of one that has as much as any other, one part of so many.
+    """
+
+    rows: float
+    parts: int
+    whole: bool
+
+    def of(self, program: Program, node: Node, by_rows: bool) -> float:
+        """Of a node that is divided along any of its dimensions, or by rows."""
+        if self.whole:
+            return 1 / self.parts
+        if by_rows:
+            return self.rows
+        types = (*(program.type_of(r) for r in node.inputs), *node.outputs)
+        sizes = {size for t in types for size in t.shape or () if size is not None and size >= self.parts}
+        return min((size // self.parts / size for size in sizes), default=0.0)
+
+
+def _divided(
+    program: Program, kinds: Collection[Speed], shares: Shares, rows: Collection[str], own: Mapping[str, float]
+) -> float:
+    """What the slowest kind of rank takes at least for its part of all operations of a program.
+
+    Args:
+        rows: nodes that are divided by rows.
+        own: how much of a node every rank does itself, where that is something.
+    """
+    found_s = dict.fromkeys(kinds, 0.0)
+    for node in program.nodes:
+        if node.op in MAY_BE_FUSED and (node.op == BIAS or program.by_name[node.inputs[0].node].op == BIAS):
+            continue
+        by_rows, mine = node.name in rows, own.get(node.name, 0.0)
+        share = mine + (1 - mine) * shares.of(program, node, by_rows)
+        for kind in found_s:
+            found_s[kind] += kind.part(node, share, by_rows)
+    return max(found_s.values())
+
+
+def of_divided_state(
+    program: Program,
+    whole: Program,
+    kinds: Collection[Speed],
+    shares: Shares,
+    rates: Sequence[Rates],
+    state: Collection[str],
+) -> float:
+    """What ranks take at least that divide rows and the optimizer's state: all operations divided, and for each weight
+    whose new value is computed of such state a gather of it, and what ranks send of it and of its gradient.
+
+    Sums travel together, but neither their parts nor gathers do (`whale.passes.resharding.fuse_all_reduces`).
+
+    Args:
+        whole: the program with its updates as they run, and what ways with rows need in simple operations.
+        kinds: of ranks; rates: of each.
+        state: handles of variables that lie split.
+    """
+    updated = {node.name for node in whole.nodes if any(r.node in whole.variable_of for r in node.inputs)}
+    computed_s = _divided(whole, kinds, shares, {node.name for node in whole.nodes} - updated, {})
+    if not rates[0].exchanges_compute:
+        return computed_s
+    size = len(rates)
+    of_state = _depending(program, state)
+    sizes = trained_weights(program)
+    gathered = {
+        handle: sizes[handle]
+        for node in program.nodes
+        for handle in updates(program, node)
+        if handle in sizes and handle not in state and any(r.node in of_state for r in node.inputs if r != Ref(handle))
+    }
+    sent_bytes = 2 * sum(gathered.values()) * (size - 1) / size
+    links = [rate.link(through) for rate in rates for through in ("", "devices")]
+    exchange_s, bytes_per_s = min(link.exchange_s for link in links), max(link.bytes_per_s for link in links)
+    return computed_s + len(gathered) * exchange_s + sent_bytes / bytes_per_s
+
+
+def of_splits(
+    program: Program,
+    whole: Program,
+    kinds: Collection[Speed],
+    shares: Shares,
+    rates: Sequence[Rates],
+) -> Callable[[Choice, Program], float]:
+    """What ranks take at least that divide tensors from a weight on: all operations divided, but updates of what lies
+    outside of the scope, whose variables every rank has whole. What a rank exchanges itself, it exchanges in that time:
+    of each weight outside, the gradient or its parts.
+
+    Args:
+        whole: the program with its updates as they run, and what ways with rows need in simple operations.
+        kinds: of ranks; rates: of each.
+
+    Returns:
+        what gives it for a choice, and the program with a scope on what that divides.
+    """
+    sizes = {v.node: v.type.bytes for v in program.variables}
+    written = {  # what writes variables, of which several are updated together
+        node.name: [r.node for r in node.inputs if r.node in sizes]
+        for node in whole.nodes
+        if node.op not in READS | LOOKUPS
+    }
+    of_rows = _depending(program, program.inputs)
+    trained = {h for node in program.nodes if node.name in of_rows for h in updates(program, node)}
+    sent = {
+        handle: sizes[handle]
+        for handle, readers in products(program).items()
+        if handle in trained and not any(node.op in ROW_LOOKUPS for node in readers)
+    }
+    bytes_per_s = max(one.link(through).bytes_per_s for one in rates for through in ("", "devices"))
+    known: dict[tuple[str, ...], float] = {}
+
+    def own(handles: Sequence[str], divided: Collection[str]) -> float:
+        total = sum(sizes[h] for h in handles)
+        return sum(sizes[h] for h in handles if h not in divided) / total if total else 0.0
+
+    def least(choice: Choice, inside: Program) -> float:
+        if choice.weights not in known:
+            divided = divisible(inside)
+            by_rows = {node.name for node in inside.nodes if not node.scope}
+            mine = {name: own(handles, divided) for name, handles in written.items()}
+            outside_bytes = sum(size for handle, size in sent.items() if handle not in divided)
+            sent_s = outside_bytes * (1 - 1 / len(rates)) / bytes_per_s if rates[0].exchanges_compute else 0.0
+            known[choice.weights] = _divided(whole, kinds, shares, by_rows, mine) + sent_s
+        return known[choice.weights]
+
+    return least
+
+
+def _depending(program: Program, names: Iterable[str]) -> set[str]:
+    """The named nodes, and all that reads what they make."""
+    found = {*names}
+    for node in program.nodes:
+        if any(ref.node in found for ref in node.inputs):
+            found.add(node.name)
+    return found

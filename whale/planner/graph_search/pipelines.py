@@ -1,0 +1,244 @@
+"""Pipelines as ways to spread a captured program: where its chain of weights is cut, which ranks have which stage.
+
+A stage is given by the weights that it has; what else belongs to it is inferred as for `wh.stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from cost_model.kernels.contraction import matmul_flops
+from whale.ir.ops import ROW_LOOKUPS
+from whale.ir.program import Node, Program
+from whale.passes.normalize.annotate import annotate
+from whale.planner.graph_search.strategies import Choice, products, updates
+
+MICRO_BATCHES = (2, 4, 8)  # so many times the stages
+
+
+def chain(program: Program) -> list[str]:
+    """Handles of the trained weights of rank 2 or more, in the order of the forward pass."""
+    trained = {handle for node in program.nodes for handle in updates(program, node)}
+    return [handle for handle in products(program) if handle in trained]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Where nodes are along the chain of weights: number of the weight that they follow or, on the way back, serve."""
+
+    forward: dict[str, int]
+    backward: dict[str, int]
+
+
+def levels(program: Program) -> Levels:
+    """Forward: all that the chain's products come from, and these. Backward: what the last one leads to, as far as it
+    serves one place of the chain; not what mixes gradients of several (a global norm), nor what comes of that.
+    """
+    weights, read = chain(program), products(program)
+    first = {read[handle][0].name: i for i, handle in enumerate(weights)}
+    level: dict[str, int] = {}
+    for node in program.nodes:
+        level[node.name] = max([first.get(node.name, -1), *(level.get(r.node, -1) for r in node.inputs)])
+    again = {name for handle in weights for name in _read_again(program, read[handle])}
+    forward = _before(program, {*first, *again}, set())
+    # A product with the gradient of a weight's product: what comes of it belongs to what made the operand.
+    operand: dict[str, int] = {}
+    for i, handle in enumerate(weights):
+        earlier = [level[r.node] for r in read[handle][0].inputs if r.node in forward]
+        operand.update((node.name, max([-1, *(n for n in earlier if n < i)])) for node in read[handle][1:])
+    # A weight that several places read, as an embedding that makes the logits, serves each of them on the way back.
+    of_weight = {
+        node.name: sorted({i, *(level[n.name] for n in read[handle] if n.name in forward)})
+        for i, handle in enumerate(weights)
+        for node in read[handle][1:]
+    }
+    on_path = _before(program, of_weight, forward)
+    backward: dict[str, int | None] = {}
+    last = len(weights) - 1
+    for node in program.nodes:
+        if node.name in forward or level[node.name] < last:
+            continue
+        if node.name in of_weight:
+            after = [n for r in node.inputs if (n := backward.get(r.node)) is not None]
+            places = of_weight[node.name]
+            place = max((n for n in places if n <= min(after, default=last)), default=places[0])
+            backward[node.name] = place
+            if place != places[0]:
+                operand[node.name] = place  # where a weight is read again, it is no weight of that place
+            continue
+        found = {operand.get(r.node, backward[r.node]) for r in node.inputs if r.node in backward}
+        if not found:
+            backward[node.name] = last
+        elif None not in found and (len(found) == 1 or node.name in on_path):
+            backward[node.name] = max(0, min(n for n in found if n is not None))
+        else:
+            backward[node.name] = None
+    return Levels(
+        {name: max(0, level[name]) for name in forward}, {name: n for name, n in backward.items() if n is not None}
+    )
+
+
+def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
+    """The products of the forward pass that read a weight after its first one, as logits do of an embedding.
+
+    The other operand of such a product is read once more after it, for the weight's gradient; that of a product on the
+    way back is not.
+    """
+    if len(readers) < (2 if readers[0].op in ROW_LOOKUPS else 3):
+        return []  # a product and its operand's gradient, or a lookup
+    found = []
+    for node in readers[1:]:
+        after = _after(program, node)
+        others = [c for r in node.inputs for c, _ in program.consumers.get(r, ()) if c.name in after]
+        if any(matmul_flops(c, [program.type_of(r) for r in c.inputs]) for c in others):
+            found.append(node.name)
+    return found
+
+
+def _after(program: Program, node: Node) -> set[str]:
+    """All that comes of a node."""
+    found: set[str] = set()
+    stack = [node]
+    while stack:
+        for ref in stack.pop().refs():
+            for consumer, _ in program.consumers.get(ref, ()):
+                if consumer.name not in found:
+                    found.add(consumer.name)
+                    stack.append(consumer)
+    return found
+
+
+def _before(program: Program, names: Iterable[str], without: Collection[str]) -> set[str]:
+    """The named nodes and all that they come from."""
+    found: set[str] = set()
+    stack = list(names)
+    while stack:
+        name = stack.pop()
+        if name not in found and name not in without:
+            found.add(name)
+            stack += [r.node for r in program.by_name[name].inputs]
+    return found
+
+
+def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[float]:
+    """Seconds of each weight of the chain: of its products and of all that follows or serves it, both passes.
+
+    Args:
+        seconds: of one node.
+    """
+    found = [0.0] * len(chain(program))
+    if not found:
+        return found
+    at = levels(program)
+    for name, level in (at.forward | at.backward).items():
+        found[level] += seconds(program.by_name[name])
+    return found
+
+
+def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:
+    """First weight of each stage but the first one, so that the slowest stage is as fast as possible.
+
+    Args:
+        speeds: of the stages' ranks, in their order.
+    """
+    count, stages = len(work), len(speeds)
+    if stages > count:
+        return None
+    sums = [0.0]
+    for one in work:
+        sums.append(sums[-1] + one)
+    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * count]
+    for stage, speed in enumerate(speeds):
+        row = [(float("inf"), 0)] * (count + 1)
+        for high in range(stage + 1, count + 1):
+            row[high] = min(
+                (max(best[-1][low][0], (sums[high] - sums[low]) / speed), low) for low in range(stage, high)
+            )
+        best.append(row)
+    cuts, high = [], count
+    for stage in range(stages, 1, -1):
+        high = best[stage][high][1]
+        cuts.append(high)
+    return cuts[::-1]
+
+
+def pipelines(
+    program: Program, size: int, rows: int, work: Sequence[float], speeds: Sequence[float], asked: int = 1
+) -> list[Choice]:
+    """Pipelines of 2 to `size` stages over all ranks, replicated where there are fewer stages than ranks.
+
+    Args:
+        rows: of the global batch.
+        work: see `work_of_chain`.
+        speeds: of the ranks; those of a stage work together, as fast as their slowest.
+        asked: the only number of micro-batches; 1: several times the stages.
+    """
+    if program.functions or not rows:
+        return []
+    found = []
+    for stages in (n for n in range(2, size + 1) if size % n == 0):
+        # Replicas of like speed: the fastest ranks are one stage of all replicas, and so on, in the order of ranks.
+        replicas = size // stages
+        groups = groups_of(speeds, stages)
+        cuts = cut(work, [min(speeds[r] for r in group) for group in groups])
+        if cuts is None:
+            continue
+        for count in [times * stages for times in MICRO_BATCHES] if asked == 1 else [asked]:
+            if rows % (replicas * count) == 0:
+                name = f"pipeline of {stages} stages, {count} micro-batches"
+                name += f", {_counts(cuts, len(work))} weights" + (f", {replicas} replicas" if replicas > 1 else "")
+                found.append(Choice(name, cuts=tuple(cuts), stages=groups, micro_batches=count))
+    return found
+
+
+def why_none(program: Program, size: int, rows: int, local: bool, stages: int, asked: int) -> str:
+    """Why there is no pipeline of so many stages to try; the arguments are those of `pipelines`."""
+    weights = len(chain(program))
+    if local:
+        return "every rank is given its own rows, and a pipeline's ranks share them"
+    if program.functions:
+        return "the step has loops or branches"
+    if not rows:
+        return "the step has no rows that can be divided"
+    if size % stages or stages < 2:
+        return f"{size} ranks are no whole number of {stages} stages"
+    if weights < stages:
+        return f"the step has {weights} weights one after the other, fewer than {stages} stages"
+    counts = " or ".join(str(times * stages) for times in MICRO_BATCHES) if asked == 1 else str(asked)
+    replicas = size // stages
+    return f"{rows} rows cannot be divided into {counts} micro-batches" + (f" of {replicas} replicas" * (replicas > 1))
+
+
+def groups_of(speeds: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each stage: of equal ranks those that `wh.stage` would take, else ranks of like speed together."""
+    size = len(speeds)
+    order = list(range(size))
+    if max(speeds) > 1.05 * min(speeds):
+        order.sort(key=lambda r: (-speeds[r], r))
+        replicas = size // stages
+        return tuple(tuple(sorted(order[s * replicas : (s + 1) * replicas])) for s in range(stages))
+    return tuple(tuple(order[s::stages]) for s in range(stages))
+
+
+def _counts(cuts: Sequence[int], count: int) -> str:
+    return "+".join(str(b - a) for a, b in zip([0, *cuts], [*cuts, count]))
+
+
+def staged(program: Program, choice: Choice) -> Program:
+    """The program as if each part of the chain had been built under a `wh.stage` on its ranks, and a `wh.split`."""
+    scopes: list[str] = []
+    ends = [*choice.cuts, len(chain(program))]
+    for number, (low, high) in enumerate(zip([0, *choice.cuts], ends)):
+        parts = ["auto_parallel"]
+        if choice.stages:
+            parts.append(f"stage_{number}(ranks={'+'.join(map(str, choice.stages[number]))})")
+        if choice.tensors:
+            parts.append("split_0(sequence=1)" if choice.sequence else "split_0")
+        scopes += ["/".join(parts)] * (high - low)
+    at = levels(program)
+    stage = {name: scopes[level] for name, level in (at.forward | at.backward).items()}
+    stage.update((handle, scopes[i]) for i, handle in enumerate(chain(program)))
+    variables = tuple(replace(v, scope=stage.get(v.node, "")) for v in program.variables)
+    nodes = tuple(replace(n, scope=stage.get(n.name, "")) for n in program.nodes)
+    return annotate(replace(program, nodes=nodes, variables=variables))

@@ -1,0 +1,253 @@
+"""What a step of a captured program takes that is spread in one way: planned, lowered and played as it would run.
+
+apply        what a choice makes of a program and its settings
+Plans        the plans of one search
+predicted    seconds of a step, and whether it fits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from cost_model.graph.machine_profile import MachineProfile
+from cost_model.graph.predict import step_seconds
+from whale.errors import AcrossMicroBatchesError, WhaleError
+from whale.ir.mesh import Axis
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.kernels.substitute import substitute_kernels
+from whale.partition.lower import lower_ranks, make_any_plan
+from whale.passes.analysis.stages import DATA, TENSOR
+from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
+from whale.passes.normalize.inline import inline
+from whale.passes.plan_builder import FirstLayouts, expand
+from whale.passes.resharding.on_devices import told_apart
+from whale.passes.settings import PlanSettings
+from whale.planner.graph_search.environment import SearchEnvironment, unequal
+from whale.planner.graph_search.pipelines import chain, staged
+from whale.planner.graph_search.strategies import Choice, scoped, trains
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A choice applied: the program and the settings, and how these are planned."""
+
+    program: Program
+    settings: PlanSettings
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with what a step of it is predicted to take.
+
+    Attributes:
+      seconds: of a step.
+      lacking_bytes: of the rank that lacks most memory; 0 or less: all have enough, also where nobody asks, since
+        something that fits is faster.
+      made: see `Made`; None: it is made again if it is chosen.
+      held: rank -> what it holds at most in a step, where that was looked at.
+      programs: rank -> what it runs, where all tensors of a step together fit, so that nobody looked.
+      by: which member of a team has looked at it, and has `made` (see `whale.planner.graph_search.team`).
+    """
+
+    choice: Choice
+    seconds: float
+    lacking_bytes: float = 0.0
+    made: Made | None = None
+    held: Mapping[int, int] = field(default_factory=dict)
+    programs: Mapping[int, Program] = field(default_factory=dict)
+    by: int = 0
+
+    @cached_property
+    def bytes(self) -> int:
+        """What the rank holds that holds most; 0 where nobody asks."""
+        held = self.held if self.made is None else self.held or _held(self.programs, self.made.settings)
+        return max(held.values(), default=0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.lacking_bytes <= 0
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The plans of one search for a program under its settings; ways that divide rows only are planned once."""
+
+    program: Program
+    settings: PlanSettings
+    environment: SearchEnvironment
+    _of_rows: dict[tuple[int, ...], Made] = field(default_factory=dict)
+    _scoped: dict[tuple[str, ...], Program] = field(default_factory=dict)
+    _first: FirstLayouts = field(default_factory=FirstLayouts)
+
+    def scoped(self, choice: Choice) -> Program:
+        """The program with a scope on what a choice divides; that does not depend on who divides it."""
+        if choice.weights not in self._scoped:
+            self._scoped[choice.weights] = scoped(self.program, choice)
+        return self._scoped[choice.weights]
+
+    def made(self, choice: Choice) -> Made:
+        """A choice's program and settings, planned.
+
+        Raises:
+          WhaleError: the program cannot be spread so.
+        """
+        by_rows = choice == Choice(choice.name, shares=choice.shares)
+        found = self._of_rows.get(choice.shares) if by_rows else None
+        if found is None:
+            found = self.applied(choice)
+            if by_rows:
+                self._of_rows[choice.shares] = found
+        return found
+
+    def applied(self, choice: Choice, plan: Plan | None = None) -> Made:
+        """A choice's program and settings, with their plan where that is known, else planned now.
+
+        Raises:
+          WhaleError: the program cannot be spread so.
+        """
+        # A dump is of the plan that is taken.
+        inside = self.scoped(choice) if choice.weights else None
+        program, settings = apply(self.program, self.settings.but(dump=""), choice, inside)
+        if plan is None:
+            same = not (choice.stages or choice.tensors)  # but for its scopes
+            plan = make_any_plan(program, settings, self._first if same else None)
+        return Made(program, settings, plan)
+
+    def expanded(self, choice: Choice) -> Program:
+        """The program, of which those operations are taken apart that the plan of a choice needs in simple ones.
+
+        All ways that divide rows need these so. Where the choice cannot be planned, it is the program as it is.
+        """
+        try:
+            return expand(self.program, frozenset(self.made(choice).plan.expanded), self.settings)
+        except WhaleError:
+            return self.program
+
+    def refuse_across(self) -> None:
+        """Raises as pipelines would, where the program with its rows divided tells it, which is planned already.
+
+        Statistics of the whole batch are needed of all micro-batches, however many these are, and wherever stages
+        begin.
+
+        Raises:
+          AcrossMicroBatchesError: a value of all micro-batches is needed before the last one is through.
+        """
+        rows = self._of_rows.get(())
+        if rows is None:
+            return
+        count = max(2, rows.plan.micro_batches)
+        plan, settings = replace(rows.plan, micro_batches=count), rows.settings.but(time__micro_batches=count)
+        try:
+            lower_ranks(rows.program, plan, settings, (0,))
+        except AcrossMicroBatchesError:
+            raise
+        except WhaleError:
+            return  # in other numbers of rows there may be a way
+
+    def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
+        """The programs that these ranks run."""
+        return substitute_kernels(lower_ranks(made.program, made.plan, made.settings, ranks), made.settings)
+
+
+def apply(
+    program: Program, settings: PlanSettings, chosen: Choice, inside: Program | None = None
+) -> tuple[Program, PlanSettings]:
+    """What a choice makes of a program and of the settings for planning it.
+
+    Args:
+      inside: the program with a scope on what the choice divides, where it is made already.
+    """
+    if chosen.alone and not settings.batch.local:
+        return program, settings.but(batch__inputs=())
+    if chosen.weights:
+        return inside or scoped(program, chosen), settings.but(split__ranks=chosen.group)
+    changed = settings.but(zero__level=chosen.zero) if chosen.zero else settings
+    if chosen.offload:
+        changed = changed.but(memory__offload=chosen.offload)
+    if chosen.stages or chosen.tensors:
+        # What does not train is sent the values that it reads.
+        if not trains(program) or len(chain(program)) <= max((0, *chosen.cuts)):
+            return program, settings
+        program, changed = staged(program, chosen), changed.but(**_in_stages(chosen, settings))
+    elif chosen.micro_batches:
+        changed = changed.but(time__micro_batches=chosen.micro_batches)
+    if chosen.shares and not settings.batch.local:
+        changed = changed.but(batch__shares=chosen.shares)
+    return program, changed
+
+
+def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
+    """Settings of a choice that has stages, or divides tensors in all of the program."""
+    found: dict[str, Any] = {"time__micro_batches": max(1, chosen.micro_batches)}
+    if chosen.tensors:
+        groups = chosen.stages or (tuple(range(settings.size)),)
+        meshes = {
+            ranks: (Axis(DATA, len(ranks) // tensor), Axis(TENSOR, tensor))
+            for ranks, tensor in zip(groups, chosen.tensors)
+        }
+        found["mesh"] = max(meshes.values(), key=lambda axes: axes[0].size * axes[1].size)
+        found["stage_meshes"] = meshes if len(set(meshes.values())) > 1 else {}
+    if chosen.schedule:
+        found["time__schedule"] = chosen.schedule
+    return found
+
+
+def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Candidate:
+    """What a step of a choice takes on the slowest rank, and holds on the fullest one.
+
+    Args:
+      needed_s: what takes as long or longer is not taken, whatever it holds.
+
+    Raises:
+      WhaleError: the program cannot be spread so.
+    """
+    settings, environment = plans.settings, plans.environment
+    unlike = bool(choice.stages or choice.shares or settings.batch.shares) or unequal(environment.rates)
+    ranks, made = _played(settings, choice, environment), plans.made(choice)
+    programs = dict(zip(ranks, plans.lowered(made, ranks)))
+    # Micro-batches are calls of a function; what they do counts as if it stood in their place.
+    backend = settings.exchange.backend
+    played = {rank: told_apart(inline(one), backend) for rank, one in programs.items()}
+    seconds = step_seconds(played, settings.size, environment.machine(plans.program))
+    if seconds >= needed_s:
+        return Candidate(choice, seconds)
+    asked = programs if unlike else {0: programs[0]}
+    if environment.lacking_bytes({rank: at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}) <= 0:
+        return Candidate(choice, seconds, made=made, programs=asked)
+    held = _held(asked, made.settings)
+    return Candidate(choice, seconds, environment.lacking_bytes(held), made, held)
+
+
+def _held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, int]:
+    return {rank: sum(taken_bytes(one, rank, settings).values()) for rank, one in programs.items()}
+
+
+def _played(settings: PlanSettings, choice: Choice, environment: SearchEnvironment) -> Sequence[int]:
+    """Ranks whose steps say what a step of all takes, and whose memory what all hold: of those alike the first."""
+    shares = choice.shares or settings.batch.shares or (0,) * settings.size
+    kinds: list[Hashable] = list(zip(environment.rates, environment.limits_bytes, shares))
+    # Those of a profile share one host's cores.
+    if (
+        isinstance(environment.prices, MachineProfile)
+        or choice.tensors
+        or len({len(group) for group in choice.stages}) > 1
+    ):
+        return range(settings.size)
+    first: dict[Hashable, Sequence[int]] = {}
+    if choice.stages:
+        # Replicas: each waits for its own ranks of the other stages.
+        for replica in zip(*choice.stages):
+            first.setdefault(tuple(kinds[rank] for rank in replica), replica)
+        return sorted(rank for replica in first.values() for rank in replica)
+    # Those of a group wait for each other, and not for all.
+    within = choice.group or settings.size
+    for rank, kind in enumerate(kinds):
+        at = rank // within * within
+        first.setdefault((kind, tuple(kinds[at : at + within])), (rank,))
+    return [rank for (rank,) in first.values()]

@@ -1,0 +1,389 @@
+"""`auto_parallel` for a captured program: every way to spread it is lowered and predicted; the fastest that fits wins.
+
+What is predicted is what would run: each way is planned and lowered as compilation does it, its step is played by the
+cost model, and its memory is judged as compilation judges it (`predict.py`). What runs has the very plan that was
+predicted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from cost_model.graph.machine import rated_machine
+from cost_model.graph.machine_profile import MachineProfile
+from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError
+from whale.ir.layout import Split, proportional_sizes
+from whale.ir.plan_text import human_bytes
+from whale.ir.program import Node, Program
+from whale.kernels.substitute import substitute_kernels
+from whale.passes.analysis.axes import batch_of, known_along
+from whale.passes.memory.zero import state_at_rest
+from whale.passes.normalize.inline import inline
+from whale.passes.pass_manager import normalise
+from whale.passes.settings import PlanSettings
+from whale.planner.graph_search import lower_bounds
+from whale.planner.graph_search.balance import balanced
+from whale.planner.graph_search.environment import SearchEnvironment, unequal
+from whale.planner.graph_search.pipelines import pipelines, why_none, work_of_chain
+from whale.planner.graph_search.predict import Candidate, Made, Plans
+from whale.planner.graph_search.strategies import Choice, choices
+from whale.planner.graph_search.team import Answer, Asked, Team, tried
+
+BUDGET_S = 30.0
+# A way that is less than that faster is not taken: the prediction is no better.
+LEAST_GAIN = 0.03
+STATE_DIVIDED = ", optimizer's state divided"
+RECOMPUTE = "auto"  # which activations, where memory is too small for all (see whale.passes.memory.recompute)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+      choice: the fastest by prediction, of those that fit into memory; made: how it is planned.
+      lines: what was looked at, line by line.
+      is_whole: whether there was time for every way.
+    """
+
+    choice: Choice
+    made: Made
+    lines: list[str]
+    is_whole: bool
+
+
+@dataclass
+class Search:
+    """What was looked at, in the order of looking, and in words what cannot be, with the reason.
+
+    Attributes:
+      end_s: on the clock, after which only a first way is looked at.
+      team: who looks at ways at the same time; None: nobody.
+      is_whole: whether there was time for every way.
+    """
+
+    end_s: float
+    team: Team | None = None
+    found: list[Candidate] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    is_whole: bool = True
+    # A way that needs something of all micro-batches: others do too, however many these are and where stages begin.
+    _needs_all: str = ""
+    _across: Answer | None = None
+    _under_way: list[Asked] = field(default_factory=list)
+
+    def to_beat_s(self) -> float:
+        """What takes as long or longer is not taken."""
+        fitting = [way.seconds for way in self.found if way.fits]
+        return min([*fitting, fitting[0] * (1 - LEAST_GAIN)]) if fitting else float("inf")
+
+    def best(self) -> Candidate | None:
+        """The fastest way that fits; None: there is none."""
+        fitting = [way for way in self.found if way.fits]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda way: way.seconds)
+        return fitting[0] if best.seconds > fitting[0].seconds * (1 - LEAST_GAIN) else best
+
+    def begin(self, choices: Sequence[Choice]) -> None:
+        """Has the others look at some ways from now on; what these take is known after the next look."""
+        if self.team is not None and choices:
+            self._under_way = [Asked(choice, self.to_beat_s()) for choice in choices]
+            self.team.ask(self._under_way)
+
+    def begin_before_stages(self, plans: Plans, ready: list[Choice]) -> list[Choice]:
+        """Has the others look at what is ``ready`` while this process asks whether stages can be; what is left."""
+        if self.team is None or not ready:
+            return ready
+        self.begin([one for one in ready if self._may_run(plans, one)])
+        if self._under_way and not self._needs_all:
+            self._refused_across(plans)
+        return []
+
+    def look(self, plans: Plans, *choices: Choice) -> None:
+        """Predicts ways, several of them at the same time where there is a team."""
+        asked = [Asked(choice, self.to_beat_s()) for choice in choices if self._may_run(plans, choice)]
+        if not self._under_way:
+            self.begin([one.choice for one in asked[1:]])
+        if asked:
+            self._note(asked[0].choice, *tried(plans, asked[0]))
+        others, self._under_way = self._under_way, []
+        answers = self.team.answers() if self.team is not None and others else []
+        for member, (one, answer) in enumerate(zip(others, answers), 1):
+            way = Candidate(one.choice, answer.seconds, answer.lacking_bytes, held=answer.held, by=member)
+            self._note(one.choice, answer, way)
+
+    def _may_run(self, plans: Plans, choice: Choice) -> bool:
+        if self.found and time.monotonic() > self.end_s:
+            self.lost.append(f"{choice.name}: not looked at, the time is over")
+            self.is_whole = False
+            return False
+        if choice.stages and not self._needs_all and (across := self._refused_across(plans)).lost:
+            self._note(choice, across, None)
+            return False
+        if self._needs_all and choice.stages:
+            self.lost.append(f"{choice.name}: cannot run: as {self._needs_all}")
+            return False
+        return True
+
+    def _refused_across(self, plans: Plans) -> Answer:
+        """Whether the program with its rows divided tells that there can be no stages; asked once."""
+        if self._across is None:
+            self._across = Answer()
+            try:
+                plans.refuse_across()
+            except AcrossMicroBatchesError as error:
+                self._across = Answer(lost=error.message, across=True)
+        return self._across
+
+    def _note(self, choice: Choice, answer: Answer, way: Candidate | None) -> None:
+        if answer.across:
+            self._needs_all = self._needs_all or choice.name
+        if answer.lost:
+            self.lost.append(f"{choice.name}: cannot run: {answer.lost}")
+        elif way is not None:
+            self.found.append(way)
+            best = self.best()
+            # Plans of steps are large: only one of them will run.
+            self.found = [one if one is best else replace(one, made=None, programs={}) for one in self.found]
+
+    def full(self) -> Iterator[Choice]:
+        """What does not fit and is faster than all that fits, fastest first, while that is so."""
+        full = [way for way in self.found if not way.fits]
+        for way in sorted(full, key=lambda w: w.seconds):
+            if way.seconds < self.to_beat_s():
+                yield way.choice
+
+
+def best_way(
+    program: Program,
+    settings: PlanSettings,
+    environment: SearchEnvironment,
+    stages: int = 0,
+    budget_s: float | None = None,
+    team: Team | None = None,
+) -> Found:
+    """The fastest way by prediction, of those that fit into memory.
+
+    What does not fit, and is faster than all that fits, is also looked at with state and weights divided, and with its
+    activations computed again.
+
+    Args:
+      stages: only pipelines of so many; 0: any way.
+      budget_s: on the clock, after which no further way is looked at; None: as long as a run has.
+      team: who looks at ways at the same time.
+
+    Raises:
+      PlanError: no way can run.
+      DoesNotFitError: none fits into the ranks' memory; says by how much.
+    """
+    search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s), team)
+    plans = Plans(program, settings, environment)
+    at_once = team.size if team is not None else 1
+    # Bounds come from the first way's plan; others begin without.
+    begun = [] if stages else [one for one in choices(program, settings.size) if one.weights][: at_once - 1]
+    search.begin(begun)
+    looked_at = [one for one in _looked_at(plans, stages, begun) if one[0] not in begun]
+    # Stages take longest to plan, and every rank alone holds most. What is found without them, with less held, says how
+    # fast they have to be.
+    for last in (False, True):
+        ready: list[Choice] = []
+        for choice, bound_s in (one for one in looked_at if (one[0].alone or bool(one[0].stages)) == last):
+            if choice.alone and settings.batch.local:
+                search.lost.append(f"{choice.name}: every rank is given its own rows only")
+            elif bound_s >= search.to_beat_s():
+                search.lost.append(f"{choice.name}: {1e3 * bound_s:.2f} ms at least")
+            else:
+                ready.append(choice)
+            if len(ready) == (at_once if search.found else 1):
+                search.look(plans, *ready)
+                ready = []
+        if not last and any(one.stages and bound_s < search.to_beat_s() for one, bound_s in looked_at):
+            ready = search.begin_before_stages(plans, ready)
+        search.look(plans, *ready)
+        _look_at_leaner(search, plans)
+    best = _best(search, environment)
+    if team is not None and best.by:
+        plan, held_bytes = team.plan(best.by, best.choice)
+        made = plans.applied(best.choice, plan)
+    else:
+        made, held_bytes = best.made or plans.made(best.choice), best.bytes
+    chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=held_bytes)
+    return Found(chosen, made, list(_told(best, search, environment)), search.is_whole)
+
+
+def _look_at_leaner(search: Search, plans: Plans) -> None:
+    """Ways that do not fit, with state (and weights, where there are no stages) divided, and with activations computed
+    again."""
+    program, settings, captured = plans.program, plans.settings, plans.environment.captured
+    for choice in list(search.full()):
+        replicas = len(choice.stages[0]) if choice.stages else settings.size
+        level = 1 if choice.stages else 3
+        plain = not (choice.alone or choice.weights or choice.recompute)
+        if plain and choice.zero < level and _more_divided(program, settings, replicas, level):
+            what = "weights and optimizer's" if level == 3 else "optimizer's"
+            name = f"{choice.name.removesuffix(STATE_DIVIDED)}, {what} state divided"
+            if name not in {way.choice.name for way in search.found}:
+                search.look(plans, msgspec.structs.replace(choice, name=name, zero=level))
+    if captured is None or settings.memory.recompute:
+        return
+    full = [choice for choice in search.full() if not choice.recompute]
+    if full:
+        changed = settings.but(memory__recompute=RECOMPUTE)
+        less = Plans(normalise(captured, changed), changed, plans.environment)
+        seen = {way.choice.name for way in search.found}
+        for choice in full:
+            name = f"{choice.name}, activations computed again"
+            if name not in seen and choice in search.full():
+                search.look(less, msgspec.structs.replace(choice, name=name, recompute=RECOMPUTE))
+
+
+def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: int) -> Collection[str]:
+    """Handles of what a level divides over so many ranks, if that is more than a lower one does; () where the run does
+    not leave it free where state lies."""
+    if settings.zero.level or settings.exchange.wire_dtype or ranks == 1:
+        return ()
+    known = known_along(settings.split.tiles, "", alone=True)
+
+    def divided(weights: bool) -> Collection[str]:
+        return state_at_rest(program, ranks, settings.zero.min_bytes, (), known, weights)
+
+    more = divided(level == 3)
+    return more if level == 1 or len(more) > len(divided(False)) else ()
+
+
+def _best(search: Search, environment: SearchEnvironment) -> Candidate:
+    if not search.found:
+        raise PlanError("no way to spread the program was found", reason="; ".join(search.lost))
+    best = search.best()
+    if best is None:
+        least, limit = min(search.found, key=lambda way: way.lacking_bytes), min(environment.limits_bytes)
+        raise DoesNotFitError(
+            "the program fits into the ranks' memory in no way",
+            given=f"{human_bytes(least.bytes)} per rank, {least.choice.name}, which takes the least",
+            expected=f"at most {human_bytes(limit)}, {human_bytes(least.lacking_bytes)} less",
+        )
+    return best
+
+
+def _told(best: Candidate, search: Search, environment: SearchEnvironment) -> Iterator[str]:
+    yield f"{best.choice.name}, predicted {1e3 * best.seconds:.2f} ms a step ({environment.origin})"
+    for way in sorted(search.found, key=lambda w: w.seconds):
+        if way is not best:
+            limit = human_bytes(way.bytes - way.lacking_bytes)
+            fits = "" if way.fits else f", does not fit: {human_bytes(way.bytes)} of {limit}"
+            yield f"  {way.choice.name}: {1e3 * way.seconds:.2f} ms{fits}"
+    for one in search.lost:
+        yield f"  {one}"
+
+
+def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> list[tuple[Choice, float]]:
+    """What to try, with seconds that it takes at least; data parallelism is first, and pipelines in their order.
+
+    With a number of stages only pipelines of so many. Of what is ``begun`` already nothing is computed.
+    """
+    program, settings, environment = plans.program, plans.settings, plans.environment
+    found = choices(program, settings.size)
+    lasting: list[tuple[Choice, float]] = []
+    least_s = dict[str, float]()  # of other ways than pipelines, by name
+    try:
+        batch = batch_of(program, settings)
+    except PlanError:
+        return [(one, 0.0) for one in found]
+    rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0
+    speeds = [1.0] * settings.size
+    if unequal(environment.rates):
+        speeds = _speeds(plans)
+        if not settings.batch.local and not settings.batch.shares:
+            found[1:1] = _by_speed(plans, rows, speeds)
+    state = _more_divided(program, settings, settings.size, 1)
+    if state:
+        found.append(Choice(f"data parallel{STATE_DIVIDED}", zero=1))
+    if not settings.batch.local:
+        # A table prices what ranks compute at the same time, on cores that they share.
+        shared = isinstance(environment.prices, MachineProfile)
+        operations = (rated_machine(environment.rates) if shared else environment.machine(program)).operations
+        unpadded = settings.but(fuse__padding=False)  # whether parts of a product are padded, the whole does not tell
+        (whole,) = substitute_kernels([program], unpadded)
+        kinds = {
+            one: lower_bounds.speed_of((program, whole), operations[environment.rates.index(one)], one.start_s)
+            for one in dict.fromkeys(environment.rates)
+        }
+
+        def seconds(node: Node) -> float:
+            """On the fastest rank."""
+            return min(kind.seconds(node) for kind in kinds.values())
+
+        asked = settings.time.micro_batches
+        every = pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
+        if every and not shared:
+            least = lower_bounds.of_pipelines(
+                program, whole, [kinds[one] for one in environment.rates], not settings.batch.shares
+            )
+            lasting = sorted(((one, least(one)) for one in every), key=lambda one: one[1])
+        else:
+            lasting = [(one, 0.0) for one in every]
+        if not shared and not stages:
+            least_s = {one.name: lower_bounds.alone(whole, seconds) for one in found if one.alone}
+            as_divided, of_parts = plans.expanded(found[0]), list(kinds.values())
+            if as_divided is not program:
+                (whole,) = substitute_kernels([as_divided], unpadded)
+                of_parts = [
+                    lower_bounds.speed_of((as_divided, whole), operations[environment.rates.index(one)], one.start_s)
+                    for one in kinds
+                ]
+            sizes = batch[0].placement.sizes if rows and isinstance(batch[0].placement, Split) else (0,)
+            even = len(kinds) == 1 and not settings.batch.shares
+            shares = lower_bounds.Shares(min(sizes) / max(rows, 1), settings.size, even)
+            if state:
+                least_s[found[-1].name] = lower_bounds.of_divided_state(
+                    program, whole, of_parts, shares, environment.rates, state
+                )
+            if rows >= settings.size and not (settings.zero.level or settings.split.tiles):
+                least_of_split = lower_bounds.of_splits(program, whole, of_parts, shares, environment.rates)
+                splits = [one for one in found if one.weights and one not in begun]
+                least_s.update((one.name, least_of_split(one, plans.scoped(one))) for one in splits)
+    lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
+    if not stages:
+        return lasting
+    if not (lasting := [one for one in lasting if len(one[0].stages) == stages]):
+        local = bool(settings.batch.local)
+        why = why_none(program, settings.size, rows, local, stages, settings.time.micro_batches)
+        raise PlanError(
+            "no way to spread the program was found",
+            given=f"pipeline.num_stages={stages}",
+            reason=why,
+            action="leave pipeline.num_stages out, or change the number of stages, micro-batches or rows",
+        )
+    return lasting
+
+
+def _speeds(plans: Plans) -> list[float]:
+    """How much of the program each rank would compute in a second, had all the same rows; the slowest one has 1."""
+    (first,) = plans.lowered(plans.made(Choice("equal rows")), (0,))
+    times = plans.environment.seconds_of_each(inline(first), 0)
+    return [max(times) / t for t in times]
+
+
+def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Choice]:
+    """Rows such that all ranks take equally long; none where they are so few that unequal ranks have as many.
+
+    What a rank does once in a step, whatever its rows (updates, exchanges), is more for a slow one.
+    """
+    shares = tuple(round(1000 * speed) for speed in speeds)
+    if rows >= len(speeds):
+        shares = proportional_sizes(rows, shares)
+        if min(shares) == max(shares):
+            return []
+        few, many = (shares.index(most) for most in (min(shares), max(shares)))
+        lowered = plans.lowered(plans.made(Choice("rows by speed", shares=shares)), (few, many))
+        least, most = (plans.environment.seconds_of_each(inline(one), at) for one, at in zip(lowered, (few, many)))
+        per_row = [(more - less) / (shares[many] - shares[few]) for less, more in zip(least, most)]
+        once = [less - shares[few] * row_s for less, row_s in zip(least, per_row)]
+        if min(per_row) > 0:
+            shares = balanced(rows, once, per_row)
+    return [Choice(f"data parallel, rows {'+'.join(map(str, shares))}", shares=shares)]

@@ -1,0 +1,235 @@
+"""Ways to spread a captured program that can run, and what each makes of the program.
+
+    choices   ways to try: rows divided, every rank alone, tensors divided from a large weight on, groups of ranks
+    scoped    the program as if the user had put `wh.split` around what a choice divides
+    without_scopes            the program as if the user had put nothing into one
+    trains, updates, products    what a program does with its variables
+
+Pipelines are in `pipelines.py`. The program's own layouts are then found as for any other program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import msgspec
+
+from cost_model.kernels.contraction import matmul_flops
+from whale.ir.ops import ROW_LOOKUPS
+from whale.ir.program import Node, Program, Ref
+from whale.passes.analysis.scopes import PASSED_ON
+from whale.passes.normalize.annotate import annotate
+
+SCOPE = "auto_parallel/split_0"
+MOST_WEIGHTS = 3  # that a split is tried from
+LEAST_BYTES = 1 << 20  # smaller weights are not worth it
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One way to spread a program.
+
+    Attributes:
+        weights: names of variables from whose product on tensors are divided; empty: rows only.
+        group: ranks that divide tensors together, 0 for all.
+        alone: every rank computes everything, and nothing is sent.
+        shares: rows of the batch for each rank; empty: equal ones.
+        stages: of a pipeline, the ranks of each stage; cuts: number of the first weight of all stages but the first,
+            in the order of `whale.planner.graph_search.pipelines.chain`; micro_batches: of each rank's rows.
+        zero: level to which the optimizer's state is divided.
+        recompute: which activations are computed again, as ``gradient_checkpoint.type``; "": none.
+        offload: what lies in the host's memory, as ``offload.level``; "": as configured.
+        tensors: ranks in a row that divide all tensors together, of each stage, or one number where there are none;
+            (): tensors are whole. sequence: they divide the sequence of what lies between products as well.
+        schedule: in which order stages run micro-batches; "": as configured.
+        predicted_s: seconds of a step, once predicted; predicted_bytes: of the rank that holds most.
+    """
+
+    name: str
+    weights: tuple[str, ...] = ()
+    group: int = 0
+    alone: bool = False
+    shares: tuple[int, ...] = ()
+    stages: tuple[tuple[int, ...], ...] = ()
+    cuts: tuple[int, ...] = ()
+    micro_batches: int = 0
+    zero: int = 0
+    recompute: str = ""
+    offload: str = ""
+    tensors: tuple[int, ...] = ()
+    sequence: bool = False
+    schedule: str = ""
+    predicted_s: float = 0.0
+    predicted_bytes: int = 0
+
+
+def choices(program: Program, size: int) -> list[Choice]:
+    """What to try; the first one is plain data parallelism. A program with the user's scopes is left as it is."""
+    found = [Choice("data parallel")]
+    if size == 1 or has_scopes(program):
+        return found
+    found.append(Choice("every rank alone", alone=True))
+    tables = _tables(program)
+    if len(tables) > 1:
+        found.append(Choice(f"split of {len(tables)} tables", tables))
+    for name in _large_weights(program):
+        found.append(Choice(f"split from {name} on", (name,)))
+        if not program.functions:
+            groups = [g for g in range(2, size) if size % g == 0]
+            found += [Choice(f"split from {name} on, {size // g} groups of {g}", (name,), g) for g in groups]
+    return found
+
+
+def has_scopes(program: Program) -> bool:
+    """Whether the user has put anything of the program into a scope."""
+    return any(n.scope for n in program.nodes) or any(v.scope for v in program.variables)
+
+
+def without_scopes(program: Program) -> Program:
+    """The program, nothing of which is in a scope."""
+    return replace(
+        program,
+        nodes=tuple(replace(n, scope="") for n in program.nodes),
+        variables=tuple(replace(v, scope="") for v in program.variables),
+        functions={name: without_scopes(body) for name, body in program.functions.items()},
+    )
+
+
+def trains(program: Program) -> bool:
+    """Whether the program updates variables by what it computes from large weights or a batch."""
+    return bool(program.inputs) and any(updates(program, n) for n in program.nodes)
+
+
+def updates(program: Program, node: Node) -> list[str]:
+    """Handles of the variables that a node updates."""
+    return [] if node.outputs else [r.node for r in node.inputs if r.node in program.variable_of]
+
+
+def _behind(program: Program, ref: Ref) -> str | None:
+    """The handle of the variable whose elements a tensor has."""
+    node = program.by_name[ref.node]
+    while node.name not in program.variable_of:
+        if node.op not in PASSED_ON or not node.inputs:
+            return None
+        node = program.by_name[node.inputs[0].node]
+    return node.name
+
+
+def products(program: Program) -> dict[str, list[Node]]:
+    """Handle of a variable of rank 2 or more -> products and lookups that read it, in order."""
+    found: dict[str, list[Node]] = {}
+    for node in program.nodes:
+        if node.op not in ROW_LOOKUPS and not matmul_flops(node, [program.type_of(r) for r in node.inputs]):
+            continue
+        for ref in node.inputs[:1] if node.op in ROW_LOOKUPS else node.inputs:
+            handle = _behind(program, ref)
+            if handle is not None and len(program.variable_of[handle].type.shape or ()) >= 2:
+                found.setdefault(handle, []).append(node)
+    return found
+
+
+def trained_weights(program: Program) -> dict[str, int]:
+    """Handle of a trained weight that products or lookups read -> its size, largest first."""
+    updated = {handle for node in program.nodes for handle in updates(program, node)}
+    sizes = {h: program.variable_of[h].type.bytes for h in products(program) if h in updated}
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def _large_weights(program: Program) -> list[str]:
+    """Names of the largest trained weights, largest first; of several readers' products the first one counts."""
+    sizes = trained_weights(program)
+    least = max(LEAST_BYTES, 0.05 * sum(sizes.values()))
+    return [program.variable_of[h].name for h, size in sizes.items() if size >= least][:MOST_WEIGHTS]
+
+
+def _tables(program: Program) -> tuple[str, ...]:
+    """Names of all trained weights that are only looked up, and worth it; none where they are little of the whole."""
+    sizes, read = trained_weights(program), products(program)
+    tables = {h: n for h, n in sizes.items() if n >= LEAST_BYTES and all(r.op in ROW_LOOKUPS for r in read[h])}
+    if sum(tables.values()) < 0.05 * sum(sizes.values()):
+        return ()
+    return tuple(program.variable_of[h].name for h in tables)
+
+
+def scoped(program: Program, choice: Choice) -> Program:
+    """The program with a split scope on what lies between the first product of a weight and what serves the weight.
+
+    That is everything from the product to its gradients: for the last layer, its loss; for an earlier one, all layers
+    after it; where nothing is trained, all that follows. For a lookup, the lookup and the update of its table.
+    """
+    handles = [v.node for v in program.variables if v.name in choice.weights]
+    inside: set[str] = set()
+    read = products(program)
+    for handle in handles:
+        if handle in read:
+            inside |= _between(program, read[handle], handle)
+    if not inside:
+        return program
+    nodes = tuple(replace(n, scope=SCOPE) if n.name in inside else n for n in program.nodes)
+    owned = {r.node for n in nodes if n.scope for r in n.inputs if r.node in program.variable_of} - {
+        r.node for n in nodes if not n.scope and n.outputs for r in n.inputs
+    }
+    variables = tuple(replace(v, scope=SCOPE) if v.node in owned else v for v in program.variables)
+    return annotate(replace(program, nodes=nodes, variables=variables))
+
+
+def divisible(program: Program) -> set[str]:
+    """Handles of the variables that a program's split scopes may divide: theirs, and what nothing else uses."""
+    inside = {n.name for n in program.nodes if n.scope}
+    return {
+        v.node
+        for v in program.variables
+        if v.scope or all(node.name in inside for node, _ in program.consumers.get(Ref(v.node), ()))
+    }
+
+
+def _between(program: Program, products: list[Node], handle: str) -> set[str]:
+    first = products[0]
+    targets = {n.name for n in products} | {n.name for n in program.nodes if handle in updates(program, n)}
+    if first.op in ROW_LOOKUPS:
+        return targets | _readers(program, handle)
+    # What comes after the weight's last product (its operand's gradient) belongs to the layers before.
+    ends = {n.name for n in products[1:]}
+    arrows = {
+        n.name: [] if n.name in ends else [c.name for r in n.refs() for c, _ in program.consumers.get(r, ())]
+        for n in program.nodes
+    }
+    after = _reached([first.name], arrows)
+    if not any(handle in updates(program, n) for n in program.nodes):
+        return after | _readers(program, handle)  # nothing is trained: all that follows
+    inside: set[str] = set()
+    own, operands = {handle}, {n.name: [r.node for r in n.inputs] for n in program.nodes}
+    while True:
+        before = _reached(targets, operands)
+        now = (after & before) | targets | {name for h in own for name in _readers(program, h)}
+        if now == inside:
+            return inside
+        inside = now
+        # Variables that are used inside (biases, the state of the optimizer), and their updates.
+        behind = {_behind(program, r) for n in program.nodes if n.name in inside for r in n.inputs}
+        own |= {h for h in behind if h is not None and program.variable_of[h].type.shape}
+        targets |= {n.name for n in program.nodes if n.name in after and own & set(updates(program, n))}
+
+
+def _readers(program: Program, handle: str) -> set[str]:
+    """What passes a variable's elements on."""
+    found: set[str] = set()
+    left = [handle]
+    while left:
+        for ref in program.by_name[left.pop()].refs():
+            for node, i in program.consumers.get(ref, ()):
+                if i == 0 and node.op in PASSED_ON and node.name not in found:
+                    found.add(node.name)
+                    left.append(node.name)
+    return found
+
+
+def _reached(starts: Iterable[str], arrows: Mapping[str, Iterable[str]]) -> set[str]:
+    found = set(starts)
+    left = list(found)
+    while left:
+        for name in arrows[left.pop()]:
+            if name not in found:
+                found.add(name)
+                left.append(name)
+    return found

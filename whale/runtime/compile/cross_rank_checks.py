@@ -1,0 +1,175 @@
+"""What ranks tell each other before a program runs: that it is the same one, and the plan of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from whale.errors import PlanError, ProgramError
+from whale.ir.fingerprint import fingerprint, node_digests
+from whale.ir.plan import Plan, plan_from_json
+from whale.ir.program import Program
+from whale.partition.lower import make_any_plan
+from whale.partition.verify_saved_plan import verify_saved_plan
+from whale.passes.settings import PlanSettings
+from whale.runtime.compile.plan_cache import keep_plan, kept_plan
+from whale.runtime.compile.progress import told
+from whale.runtime.ranks.likely_cause import likely_cause
+from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
+from whale.runtime.run.context import Context
+
+
+class _Mark(msgspec.Struct):
+    """What a rank says before it compiles: which program comes next, and that it compiled the ones before.
+
+    ``local`` are the inputs of which it brings its own rows only, with the rows of every rank.
+    """
+
+    name: str
+    fingerprint: str
+    local: dict[str, tuple[int, ...]]
+
+
+def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], number: int, context: Context) -> None:
+    """The same program on every rank, with its batch passed in the same way; collective between processes.
+
+    Raises:
+      ProgramError: the ranks are about to run different programs; names the rank and the first difference.
+      CommError: a rank does not take part.
+    """
+    if not context.between_processes:
+        return
+    mark = fingerprint(program)
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
+    before = context.compiled_for.get(program.name, "")
+    purpose = _purpose(program.name, _inputs(program), number, before)
+    said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s, purpose)
+    context.compiled_for[program.name] = _inputs(program)
+    marks = [msgspec.json.decode(m, type=_Mark) for m in said]
+    if all(m.fingerprint == marks[0].fingerprint for m in marks):
+        for rank, said_by in enumerate(marks):
+            if said_by.local != marks[0].local:
+                raise ProgramError(
+                    "the ranks pass a step's batch in different ways",
+                    op=program.name,
+                    given=f"rank 0 passes {_passed(marks[0])}, rank {rank} passes {_passed(said_by)}",
+                    expected="the whole batch, or a part of it with the same shares, on every rank",
+                    action="use wh.shard for the same arguments on every rank",
+                )
+        return
+    rows = node_digests(program)
+    types = {f"{node.name} ({node.op})": ", ".join(map(str, node.outputs)) for node in program.nodes}
+    mine = msgspec.json.encode([(what, digest.hex(), types.get(what, "")) for what, digest in rows])
+    others = [
+        msgspec.json.decode(o, type=list[tuple[str, str, str]])
+        for o in comm.allgather_bytes(f"whale/program/{number}/nodes", mine, timeout_s)
+    ]
+    rank = next(r for r, m in enumerate(marks) if m.fingerprint != marks[0].fingerprint)
+    first, other = others[0], others[rank]
+    at = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
+    described = [rows[at][0] if at < len(rows) else "(no more nodes)" for rows in (first, other)]
+    cause = _cause(described, context)
+    if described[0] == described[1] and first[at][2] != other[at][2]:
+        described = [f"{d} of {row[at][2]}" for d, row in zip(described, (first, other))]
+    elif described[0] == described[1]:
+        described = [f"{d} with other attributes, operands or types" for d in described]
+    raise ProgramError(
+        "the ranks are about to run different programs",
+        given=f"rank 0 runs {marks[0].name}, rank {rank} runs {marks[rank].name}",
+        **{"first difference": f"node {at}: rank 0 has {described[0]}; rank {rank} has {described[1]}"},
+        **({"likely cause": cause} if cause else {}),
+        expected="the same program, inputs' shapes and fetches on every rank",
+        action="remove what depends on the rank (wh.rank(), host names, unseeded randomness) from step and fetches",
+    )
+
+
+def _cause(nodes: Sequence[str], context: Context) -> str:
+    """What may have made two ranks' nodes differ, "name (op)" each; "": the shapes of what they are given, it seems."""
+    if nodes[0] != nodes[1]:
+        return likely_cause(context, names=True)
+    return likely_cause(context) if context.other_hashes or not nodes[0].endswith("(Placeholder)") else ""
+
+
+def _passed(mark: _Mark) -> str:
+    return ", ".join(f"parts of {name} with shares {list(sizes)}" for name, sizes in mark.local.items()) or "no parts"
+
+
+def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
+    """Whether every rank has kept the next program as the ranks lowered it together; collective between processes.
+
+    Args:
+      mark: of what this rank has kept; "": nothing.
+      name, inputs: of the program.
+
+    Raises:
+      CommError: a rank does not take part.
+    """
+    if context.between_processes:
+        number, before = context.programs, context.compiled_for.get(name, "")
+        purpose, timeout_s = _purpose(name, inputs, number, before), context.config["check.timeout_s"]
+        said = context.comms[0].allgather_bytes(f"whale/kept/{number}", mark.encode(), timeout_s, purpose)
+        mark = mark if all(other == mark.encode() for other in said) else ""
+    if mark:
+        context.compiled_for[name] = inputs
+    return bool(mark)
+
+
+def _purpose(name: str, inputs: str, number: int, before: str) -> str:
+    """What a rank is about to compile, for the others' errors when they are somewhere else."""
+    known = f", which was compiled for ({before}) before" if before else ""
+    return f"the compilation of program {number}, `{name}` ({inputs}){known}"
+
+
+def _inputs(program: Program) -> str:
+    return ", ".join(f"{name}: {program.by_name[name].outputs[0]}" for name in program.inputs)
+
+
+def made_plan(program: Program, context: Context, settings: PlanSettings, made: Plan | None = None) -> Plan:
+    """The saved plan where it is this program's, else the one that an earlier run made, else a new one.
+
+    Args:
+      made: the new one, where it was made already.
+
+    Raises:
+      PlanError: the saved plan is not legal for the program, or none can be made.
+    """
+    saved = context.saved.of(program, settings) if context.saved is not None else None
+    if context.saved is None or saved is None:
+        if (kept := kept_plan(program, context, settings)) is not None:
+            return kept
+        plan = made
+        if plan is None:
+            with told(f"planning `{program.name}` ({len(program.nodes)} operations)"):
+                plan = make_any_plan(program, settings)
+        keep_plan(program, context, settings, plan)
+        return plan
+    verify_saved_plan(program, saved, settings, context.saved.path)
+    return saved
+
+
+def agreed_plan(
+    program: Program, number: int, context: Context, settings: PlanSettings, made: Plan | None = None
+) -> Plan:
+    """Rank 0's plan on every rank; when planning fails there, the same error on every rank.
+
+    Args:
+      made: see `made_plan`.
+    """
+    if not context.between_processes:
+        return made_plan(program, context, settings, made)
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    planning = f"the planning of program {number}, `{program.name}` (rank 0 is planning)"
+    if context.rank == 0:
+        try:
+            plan = made_plan(program, context, settings, made)
+        except Exception as e:
+            comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s, planning)
+            raise
+        comm.broadcast_bytes(f"whale/plan/{number}", b"P" + plan.to_json(), 0, timeout_s, planning)
+        return plan
+    data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, PLAN_TIMEOUT_S), planning)
+    if data[:1] == b"E":
+        raise PlanError(f"rank 0 could not make a plan: {data[1:].decode()}")
+    return plan_from_json(data[1:])

@@ -1,0 +1,157 @@
+"""What ranks compute and exchange in a second: measured for a moment, on all ranks at the same time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from cost_model.graph.machine import Link, Rates
+from whale.ir.program import Program
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS
+from whale.planner.graph_search.environment import unequal
+from whale.runtime.ranks.device_exchange import ExchangeOps
+from whale.runtime.ranks.gpus import await_gpus
+from whale.runtime.run.context import Context
+
+# At first, and what is bound by memory for half of that: the core of a rank with a quota is taken away once in 100 ms.
+# Ranks that seem to differ by more than SUSPECT are measured again.
+FIRST_S, SUSPECT = 0.2, 1.1
+# Of unequal ranks, those whose speeds differ by less are of one kind: what lies between them is mostly noise, and costs
+# more as parts of the work that differ than it gains.
+ONE_KIND = 1.15
+# Of measuring them again, twice at least and as long as they seem to differ; the median of each rank counts.
+ROUNDS, ROUND_S = 5, 0.25
+ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
+# An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it (`Table.node_s`).
+START_S = 5e-6
+# `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
+STREAMED_ARRAYS = 5
+SMALL_IN_A_CALL = 8  # exchanges
+# An exchange through the memory of one process reads, adds and writes, on both sides of it.
+PASSES_IN_PROCESS = 4
+
+
+def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
+    """Half a second of products, copies and exchanges on all ranks at the same time; unequal ranks take longer."""
+    import tensorflow as tf
+
+    x = tf.random.normal([1024, 1024])
+    # Over as many bytes as the variables have, which may lie in caches.
+    held = sum(v.type.bytes for v in program.variables if v.type.is_static)
+    count = min(16 << 20, max(1 << 18, held // 12))
+    y = tf.random.normal([count])
+    product = tf.function(lambda: tf.linalg.matmul(x, x), autograph=False)
+    stream = tf.function(lambda: y + y * 0.5, autograph=False)
+    product(), product(), stream(), stream()
+
+    def measured(seconds: float) -> tuple[float, float]:
+        flops_per_s = 2.0 * 1024**3 / _seconds(product, seconds)
+        return flops_per_s, STREAMED_ARRAYS * y.dtype.size * count / _seconds(stream, seconds / 2)
+
+    between = context.between_processes and not dry
+    exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
+    devices: Link | None = None
+    pairs = _together(context, "first", measured, FIRST_S) if between else [measured(FIRST_S)]
+    if between:
+        host = _link(context, "")
+        exchange_s, exchanged, how = host.exchange_s, host.bytes_per_s, f"exchange {_shown(host)}"
+        if (backend := context.config["communication.backend"]) in DEVICE_BACKENDS:
+            devices = _link(context, backend)
+            how += f", through {backend} {_shown(devices)}"
+    elif not dry:
+        # Ranks of one process exchange through its memory.
+        exchanged, how = pairs[0][1] / PASSES_IN_PROCESS, "ranks of one process"
+
+    # Between GPUs exchanges run beside computation; on processors they take the rank's own core.
+    exchanges_compute = not tf.config.list_physical_devices("GPU")
+
+    def of(flops_per_s: float, bytes_per_s: float) -> Rates:
+        origin = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
+        return Rates(flops_per_s, bytes_per_s, START_S, exchange_s, exchanged, origin, exchanges_compute, devices)
+
+    if not between:
+        return [of(*pairs[0])] * context.planned_size
+    rounds: list[list[tuple[float, float]]] = []
+    while len(rounds) < ROUNDS and (len(rounds) == 1 or unequal([of(*pair) for pair in pairs], SUSPECT)):
+        # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
+        rounds.append(_together(context, f"again/{len(rounds)}", measured, ROUND_S))
+        pairs = [
+            (statistics.median(f for f, _ in rank), statistics.median(m for _, m in rank)) for rank in zip(*rounds)
+        ]
+    if unequal([of(*pair) for pair in pairs]):
+        flops, moved = zip(*pairs)
+        return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]
+    return [of(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
+
+
+def of_kinds(values: Sequence[float]) -> list[float]:
+    """Each value replaced by the mean of its kind."""
+    found = list(values)
+    order = sorted(range(len(values)), key=lambda r: -values[r])
+    while order:
+        kind = [r for r in order if values[r] * ONE_KIND >= values[order[0]]]
+        for rank in kind:
+            found[rank] = statistics.mean(values[r] for r in kind)
+        order = order[len(kind) :]
+    return found
+
+
+def _together(
+    context: Context, what: str, measured: Callable[[float], tuple[float, float]], seconds: float
+) -> list[tuple[float, float]]:
+    """What every rank measures, all beginning at once: processors share caches and threads of cores."""
+    comm = context.comms[0]
+    comm.allgather_bytes(f"whale/auto/begin/{what}", b"")
+    said = comm.allgather_bytes(f"whale/auto/rates/{what}", msgspec.json.encode(measured(seconds)))
+    return [msgspec.json.decode(one, type=tuple[float, float]) for one in said]
+
+
+def _shown(link: Link) -> str:
+    return f"{1e6 * link.exchange_s:.0f} us and {link.bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _link(context: Context, through: str) -> Link:
+    """Seconds of the smallest all-reduce, and bytes that a rank sends in a second of large ones; collective.
+
+    Of tensors where TensorFlow places them: what the host exchanges between GPUs is copied there and back.
+    """
+    import tensorflow as tf
+
+    comm, found = context.comms[0], []
+    for size, calls, each in ((1, 20, SMALL_IN_A_CALL), (1 << 20, 6, 1)):
+        x = tf.ones([size])
+
+        def exchange(y: Any = x, size: int = size, each: int = each) -> Any:
+            # One after the other, as in a step: how a call begins on busy processors is no part of each of them.
+            for n in range(each):
+                (y,) = ExchangeOps(comm, through)("all_reduce", [y], key=f"whale/auto/{through}/{size}/{n}")
+            return y
+
+        step = tf.function(exchange, autograph=False)
+        times = []
+        for _ in range(calls):
+            start_s = time.perf_counter()
+            step()
+            await_gpus()
+            times.append((time.perf_counter() - start_s) / each)
+        found.append(statistics.median(times[2:]))
+    small_s, large_s = found
+    sent = 2 * (comm.size - 1) / comm.size * 4 * (1 << 20)
+    return Link(small_s, sent / max(1e-6, large_s - small_s))
+
+
+def _seconds(call: Callable[[], Any], least_s: float) -> float:
+    """Mean seconds of a call that has been warmed up.
+
+    The mean, since a processor that is taken away from time to time (a quota) is slow by that.
+    """
+    count, start_s = 0, time.perf_counter()
+    while count < 5 or time.perf_counter() < start_s + least_s:
+        call()
+        count += 1
+    await_gpus()
+    return (time.perf_counter() - start_s) / count

@@ -1,0 +1,148 @@
+"""The ranks' side of a search for a way to spread a program: rank 0 searches, and ranks with a core of their own help.
+
+All that rank 0 says goes to every rank, one message after the other, until it has chosen or failed. To each message
+that asks for something every rank answers, with nothing where it was not asked.
+
+found_together     on every rank: what rank 0 chooses, and on the rank that planned it how it is planned
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import msgspec
+
+from whale.cgroup import cpu_quota
+from whale.errors import PlanError
+from whale.ir.plan import Plan, plan_from_json
+from whale.planner.graph_search.predict import Made, Plans
+from whale.planner.graph_search.strategies import Choice
+from whale.planner.graph_search.team import Answer, Asked, Member
+from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
+from whale.runtime.run.context import Context
+from whale_ops.communicator import Communicator
+
+# What a message asks for, or says.
+_PREDICT, _PLAN, _CHOSEN, _FAILED = b"A", b"P", b"C", b"E"
+_BROKEN = b"!"  # of an answer: the member's own error
+
+
+class RankTeam:
+    """The ranks that help, as rank 0 sees them; see `whale.planner.graph_search.team.Team`."""
+
+    def __init__(self, comm: Communicator, key: str, purpose: str, helpers: Sequence[int]) -> None:
+        self._comm, self._key, self._purpose = comm, key, purpose
+        self._helpers = helpers
+        self._numbers = count()
+        self._number = 0
+        self._asked: Sequence[int] = ()
+        self.size = 1 + len(helpers)
+
+    def ask(self, ways: Sequence[Asked]) -> None:
+        """Gives one way each to the helpers; they begin."""
+        self._asked = self._helpers[: len(ways)]
+        self._say(_PREDICT + msgspec.msgpack.encode(dict(zip(self._asked, ways, strict=True))))
+
+    def answers(self) -> list[Answer]:
+        """What they have found.
+
+        Raises:
+          PlanError: a helper met an error of its own.
+        """
+        return [msgspec.msgpack.decode(said, type=Answer) for said in self._said()]
+
+    def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
+        """The plan of a way that a helper has looked at, and what the fullest rank holds under it."""
+        self._asked = [self._helpers[member - 1]]
+        self._say(_PLAN + msgspec.msgpack.encode((self._asked[0], choice)))
+        held_bytes, _, plan = self._said()[0].partition(b" ")
+        return plan_from_json(plan), int(held_bytes)
+
+    def end(self, chosen: Choice | None, error: str = "") -> None:
+        """Tells all ranks what was chosen, or why nothing was."""
+        if self._asked:
+            try:
+                self._said()
+            except PlanError:
+                pass  # the first error is told
+        self._say(_FAILED + error.encode() if chosen is None else _CHOSEN + msgspec.msgpack.encode(chosen))
+
+    def _say(self, message: bytes) -> None:
+        self._number = next(self._numbers)
+        self._comm.broadcast_bytes(f"{self._key}/{self._number}", message, purpose=self._purpose)
+
+    def _said(self) -> list[bytes]:
+        """What those have answered that were asked last."""
+        asked, self._asked = self._asked, ()
+        said = _answers(self._comm, self._key, self._number, b"", self._purpose)
+        for rank in asked:
+            if said[rank].startswith(_BROKEN):
+                raise PlanError(f"rank {rank} could not predict a plan: {said[rank][1:].decode()}")
+        return [said[rank] for rank in asked]
+
+
+def found_together(
+    context: Context,
+    key: str,
+    purpose: str,
+    plans: Callable[[], Plans],
+    look: Callable[[RankTeam], tuple[Choice, Made]],
+) -> tuple[Choice, Made | None]:
+    """What ``look``, on rank 0 alone, chooses; the plan where it was made. Collective between processes.
+
+    Args:
+      plans: those of a helper's ways.
+
+    Raises:
+      PlanError: nothing was chosen, on any rank.
+    """
+    comm = context.comms[0]
+    # Where ranks outnumber cores, to help would be to hold up rank 0.
+    helps = context.place.local_rank < min(len(os.sched_getaffinity(0)), cpu_quota() or math.inf)
+    said = comm.allgather_bytes(f"{key}/helps", b"1" if helps else b"", PLAN_TIMEOUT_S, purpose)
+    if context.rank:
+        return _helped(comm, key, purpose, plans)
+    team = RankTeam(comm, key, purpose, [rank for rank, says in enumerate(said) if says and rank])
+    try:
+        chosen, made = look(team)
+    except Exception as error:
+        team.end(None, str(error))
+        raise
+    team.end(chosen)
+    return chosen, made
+
+
+def _helped(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]) -> tuple[Choice, Made | None]:
+    member: Member | None = None
+    for number in count():
+        data = comm.broadcast_bytes(f"{key}/{number}", None, 0, PLAN_TIMEOUT_S, purpose)
+        what, content, answer = data[:1], data[1:], b""
+        if what == _FAILED:
+            raise PlanError(f"rank 0 could not choose a plan: {content.decode()}")
+        if what == _CHOSEN:
+            chosen = msgspec.msgpack.decode(content, type=Choice)
+            best = member.best if member is not None else None
+            return chosen, best.made if best is not None and best.choice.name == chosen.name else None
+        try:
+            if what == _PREDICT:
+                asked = msgspec.msgpack.decode(content, type=dict[int, Asked]).get(comm.rank)
+                if asked is not None:
+                    member = member or Member(plans())
+                    answer = msgspec.msgpack.encode(member.answer(asked))
+            else:
+                rank, choice = msgspec.msgpack.decode(content, type=tuple[int, Choice])
+                if rank == comm.rank and member is not None:
+                    plan, held_bytes = member.plan(choice)
+                    answer = b"%d %s" % (held_bytes, plan.to_json())
+        except Exception as error:  # rank 0 waits for an answer, whatever it is
+            answer = _BROKEN + f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()
+        _answers(comm, key, number, answer, purpose)
+    raise AssertionError("the loop ends by a message")
+
+
+def _answers(comm: Communicator, key: str, number: int, mine: bytes, purpose: str) -> list[bytes]:
+    return comm.allgather_bytes(f"{key}/{number}/answers", mine, PLAN_TIMEOUT_S, purpose)

@@ -1,0 +1,204 @@
+"""Lowered steps that an earlier run of the same program made: the key ``plan_cache``.
+
+A step is found by all that decides what a rank runs: its trace, the configuration, how variables and batches lie, the
+rank, and the code. What is kept is what TensorFlow gets, and what Whale does with it at each call; with it a run reads
+no program out of the trace, plans nothing and lowers nothing. Ranks take what they kept only together, and only if it
+comes of one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from tensorflow.core.framework import function_pb2
+
+from whale.capture.function import Trace
+from whale.ir.mesh import Tiles
+from whale.ir.plan import Plan, plan_from_json
+from whale.ir.plan_text import format_plan
+from whale.log import log
+from whale.partition.variable_use import VariableUse
+from whale.planner.graph_search.strategies import Choice
+from whale.runtime.compile.auto import say_kept
+from whale.runtime.compile.memory_plan import limit_bytes
+from whale.runtime.compile.plan_cache import code_digest, files_of, get_kept, machine, put_kept
+from whale.runtime.compile.settings import settings_of
+from whale.runtime.compile.tensorflow_functions import LoweredFunction
+from whale.runtime.run.annotate import variable_names
+from whale.runtime.run.context import Context, unique
+
+# Of the configuration what changes nothing of what ranks run.
+_NO_MATTER = frozenset({"plan_cache", "log.level", "trace", "input.prefetch", "input.threads", "check.timeout_s"})
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """A lowered step, as it is called and kept.
+
+    Attributes:
+      program: its name; inputs: what it takes, in words.
+      main: the function to call; passed, handles, outputs: see ``LoweredFunction``.
+      variables: nodes of those that it has.
+      uses: what it does with those that not all ranks hold alike; kinds: parameters, slots or buffers.
+      offloaded: variables in the host's memory.
+      communicates: whether it needs the op library; rolled: whether it has micro-batches.
+      trains: whether it updates variables.
+      most_bytes: what it takes of memory at most.
+      crossing_bytes: what it copies to the host's memory, and from it.
+      whole: what was said of a step that is not divided; on_device: of tables that it has whole.
+      matched: annotations that this program, or one before, had something for.
+      choice: how `auto_parallel` spread it, as JSON; empty: it did not.
+      gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
+      tag: what the names of its functions begin with; streams: those of its random streams.
+      agreed: equal on all ranks that lowered it together, and on no others.
+      plan: as JSON; definitions: serialised FunctionDefs, callees first. Both are there in what is kept only.
+    """
+
+    program: str
+    inputs: str
+    main: str
+    passed: tuple[str, ...]
+    handles: tuple[tuple[str, ...], ...]
+    outputs: int
+    variables: tuple[str, ...]
+    uses: dict[str, VariableUse]
+    kinds: dict[str, str]
+    offloaded: tuple[str, ...]
+    communicates: bool
+    rolled: bool
+    trains: bool
+    most_bytes: float
+    crossing_bytes: tuple[int, int] | None
+    whole: str
+    matched: tuple[str, ...]
+    choice: bytes
+    on_device: str = ""
+    gathers: bool = False
+    staged: bool = False
+    tag: str = ""
+    streams: str = ""
+    agreed: str = ""
+    plan: bytes = b""
+    definitions: tuple[bytes, ...] = ()
+
+    def function(self, streams: str) -> LoweredFunction:
+        """What TensorFlow gets, under a name that no other function of this process has.
+
+        Args:
+          streams: what the names of the trace's streams begin with here.
+        """
+        tag = new_tag(self.tag[: -_DIGITS - 1])
+        changes = [(self.tag.encode(), tag.encode()), (self.streams.encode(), streams.encode())]
+        definitions = []
+        for text in self.definitions:
+            for old, new in changes if self.streams else changes[:1]:
+                text = text.replace(old, new)
+            definitions.append(function_pb2.FunctionDef.FromString(text))
+        return LoweredFunction(
+            self.main.replace(self.tag, tag), tuple(definitions), self.passed, self.handles, self.outputs
+        )
+
+    def read_plan(self) -> Plan:
+        """The plan of all ranks."""
+        return plan_from_json(self.plan)
+
+
+_DIGITS = 8
+
+
+def new_tag(name: str) -> str:
+    """A name for a step's functions; one of the same step in another process is as long."""
+    return unique(name, _DIGITS)
+
+
+def find(
+    trace: Trace, local: Mapping[str, tuple[int, ...]], layouts: Mapping[str, Tiles], number: int, context: Context
+) -> tuple[str, Ready | None]:
+    """(the name under which a rank keeps a step, "" if it does not; what it has kept, if that is of use).
+
+    Args:
+      local: inputs of which this rank is given its own rows only, with the rows of every rank.
+      layouts: how variables lie that earlier programs have fixed, by handle node.
+      number: of the program in this run.
+    """
+    files = files_of(context, settings_of(context)) if _may_keep(context) else None
+    if files is None:
+        return "", None
+    name = f"{_digest(trace, local, layouts, number, context)}.step"
+    data = get_kept(files, name, f"the lowered step of `{trace.name}`")
+    if data is None:
+        return name, None
+    try:
+        found = msgspec.msgpack.decode(data, type=Ready)
+    except (ValueError, TypeError) as error:
+        log.warning(f"the lowered step that was kept of `{trace.name}` cannot be read ({error}), and is made anew")
+        return name, None
+    limit, _ = limit_bytes(context.config, context.local_ranks)
+    return name, found if found.most_bytes <= limit else None
+
+
+def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context: Context) -> None:
+    """Keeps a lowered step for later runs.
+
+    Args:
+      name: as ``find`` said.
+    """
+    files = files_of(context, settings_of(context)) if name else None
+    if files is None or not context.searched_all:
+        return
+    text = plan.to_json()
+    agreed = blake2b(repr((text, ready.choice, ready.gathers, ready.program)).encode(), digest_size=16).hexdigest()
+    definitions = tuple(one.SerializeToString() for one in function.definitions)
+    whole = msgspec.structs.replace(ready, agreed=agreed, plan=text, definitions=definitions)
+    put_kept(files, context, name, msgspec.msgpack.encode(whole))
+
+
+def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dict[str, int]], context: Context) -> None:
+    """Tells a run what it knows of programs that it compiles itself.
+
+    Args:
+      predicted: bytes that the step takes on the first rank here, by category.
+    """
+    first = context.rank == 0
+    if ready.choice and context.auto is None:
+        context.auto = msgspec.json.decode(ready.choice, type=Choice)
+        if first:
+            say_kept(context.auto)
+    if ready.whole and ready.program not in context.whole:
+        context.whole.add(ready.program)
+        log.warning(ready.whole)
+    if ready.on_device and ready.on_device not in context.on_device:
+        context.on_device.add(ready.on_device)
+        log.info(ready.on_device)
+    context.annotated.update(ready.matched)
+    context.predicted[ready.program] = cache(predicted)
+    if ready.crossing_bytes is not None:
+        context.offloaded[ready.program] = ready.crossing_bytes
+    if context.watch is not None and first:
+        context.watch.tell_plan(ready.program, lambda: format_plan(plan()))
+    context.distributed = context.distributed or ready.trains
+    log.debug(f"`{ready.program}` runs as an earlier run lowered it")
+
+
+def _may_keep(context: Context) -> bool:
+    """Whether what a rank runs is decided by what ``_digest`` knows, and nobody needs its program besides."""
+    others = context.dry, context.saved, context.described, context.meter, context.own_programs, context.elastic
+    return all(one is None for one in others) and not context.config["dump"]
+
+
+def _digest(
+    trace: Trace, local: Mapping[str, tuple[int, ...]], layouts: Mapping[str, Tiles], number: int, context: Context
+) -> str:
+    config = {key: value for key, value in context.config.items() if key not in _NO_MATTER}
+    named: list[Any] = [context.annotations, variable_names(trace.variables) if context.annotations else {}]
+    auto = context.auto, machine(context) if context.config["auto_parallel"] else ()
+    run = (
+        context.size, context.ranks, context.comm_name, context.local_ranks, context.scopes[-1:],
+        context.split_everything, context.solo, number,
+    )  # fmt: skip
+    settings = settings_of(context).but(dump="")
+    parts = (trace.digest(), dict(local), dict(layouts), config, settings, named, auto, run)
+    return blake2b(repr((*parts, code_digest())).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,151 @@
+"""What is called for each batch: a lowered function with the variables and tensors that it takes beside it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager import record
+from tensorflow.python.ops import gradients_util
+
+from whale.capture.captured import Traced
+from whale.errors import ProgramError
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.kernels.updates.last import written_early
+from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.step_cache import Ready
+from whale.runtime.compile.tensorflow_functions import LoweredFunction
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.run.context import Context
+from whale.runtime.run.replica_writes import refuse_lone_writes
+
+
+def callable_step(
+    tied: Traced,
+    ready: Ready,
+    function: LoweredFunction,
+    plan: Callable[[], Plan],
+    number: int,
+    context: Context,
+    ranks: Sequence[Program] = (),
+) -> Callable[[list[Any]], Any]:
+    """A closure that calls the lowered function: tensors in, the user's return structure out.
+
+    Args:
+      number: of the program in this run.
+      ranks: what the ranks run, for runs that go on without some of them.
+    """
+    device = compute_device(context.config) if ready.offloaded else None
+    tf_ctx = tf_context.context()
+    tf_ctx.ensure_initialized()
+    for definition in function.definitions:
+        tf_ctx.add_function_def(definition)
+    passed = dict(tied.captures)
+    extra = [passed[n] for n in function.inputs[len(tied.inputs) :]]
+    handles = [
+        h
+        for i, nodes in enumerate(function.handles)
+        for h in context.variables.handles(tied.variables, nodes, i, context.ranks[i])
+    ]
+    fixed = extra + handles
+    uses = context.variables.uses(tied.variables, ready.uses, context)
+    name, outputs = function.name.encode(), function.outputs
+    pack = _packer(tied)
+    what = ready.program
+    several, outside, elastic = len(context.ranks) > 1, context.outside, context.elastic
+    early, watched = [], None
+    if elastic is not None:
+        watched = elastic.watched(plan(), ranks[0])
+        by_node = {c.node: c for c in tied.variables}
+        early = [(by_node[n].handle, by_node[n].variable.dtype) for n in written_early(ranks[0])]
+
+    def call(tensors: list[Any]) -> Any:
+        if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
+            raise ProgramError(
+                "a gradient tape outside a step cannot see into it",
+                op=what,
+                given="a call under a GradientTape that watches an argument",
+                expected="the tape inside the step",
+                action="compute the gradient inside the function that wh.function decorates",
+            )
+        try:
+            assigned = context.variables.settle()
+            if outside is not None and outside.written:
+                refuse_lone_writes(context, what)
+            context.variables.before(uses, context)
+
+            def run() -> Any:
+                results = tf_ctx.call_function(name, tensors + fixed, outputs)
+                context.variables.after(uses)
+                return results
+
+            if elastic is not None:
+                return elastic.step(run, pack, early, watched, assigned)
+            if not several:
+                return pack(run())
+            context.variables.follow()
+            results = tf_ctx.call_function(name, tensors + fixed, outputs)
+            context.variables.after(uses)
+            context.variables.leave()
+            return pack(results)
+        except tf.errors.OpError as error:
+            raise_comm_error(error, context)
+            raise
+
+    # TensorFlow counts how often a function was added; what ranks that have become others do not call any more goes.
+    weakref.finalize(call, _forget, tf_ctx, [one.signature.name for one in function.definitions]).atexit = False
+    found = call if device is None else _on_device(call, device)
+    if ready.rolled:
+        found = _as_lowered(found)
+    return context.watched(found, what, number, plan)
+
+
+def _forget(context: Any, names: Sequence[str]) -> None:
+    for name in names:
+        context.remove_function(name)
+
+
+def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``call`` of a graph that TensorFlow's optimizer leaves as it is: with micro-batches it holds sums and updates.
+
+    What the micro-batches compute is optimised in functions of their own (whale_ops/ops/call_kernel.cc).
+    """
+    context = tf_context.context()
+    usual = context.function_call_options
+    config = config_pb2.ConfigProto.FromString(usual.config_proto_serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    options = tf_context.FunctionCallOptions(usual.executor_type, config)
+
+    def as_lowered(tensors: list[Any]) -> Any:
+        before = context.function_call_options
+        context.function_call_options = options
+        try:
+            return call(tensors)
+        finally:
+            context.function_call_options = before
+
+    return as_lowered
+
+
+def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[Any]], Any]:
+    """``call``, of which ``device`` computes what nothing else says."""
+
+    def there(tensors: list[Any]) -> Any:
+        with tf.device(device):
+            return call(tensors)
+
+    return there
+
+
+def _packer(tied: Traced) -> Callable[[Any], Any]:
+    structure = tied.structured_outputs
+    if isinstance(structure, tf.Tensor):
+        return lambda results: results[0]
+    if isinstance(structure, tuple) and type(structure) is tuple and all(isinstance(s, tf.Tensor) for s in structure):
+        return lambda results: tuple(results or ())
+    return lambda results: tied.pack_outputs(results or ())

@@ -1,0 +1,296 @@
+"""Ranks' programs as TensorFlow functions and graphs that the runtime can register and call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from tensorflow.core.framework import function_pb2
+
+from whale.capture.encode import attr_types, to_function_def, to_graph_def, to_node_def
+from whale.ir.ops import READS
+from whale.ir.program import STREAM, Node, Program, Ref, const_node, marks
+from whale.ir.values import DType, Func, Shape, TensorType
+from whale.kernels.xla import in_other_graphs
+from whale.partition.pipeline.microbatch_loop import CALL
+
+# What draws the same numbers from a key and a counter: TensorFlow's kernels of both fill tensors by the same code.
+_BY_COUNTER = {
+    "RandomUniform": "StatelessRandomUniformV2",
+    "RandomStandardNormal": "StatelessRandomNormalV2",
+    "TruncatedNormal": "StatelessTruncatedNormalV2",
+    "RandomUniformInt": "StatelessRandomUniformIntV2",
+}
+_PHILOX = 1
+_WORD = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True)
+class LoweredFunction:
+    """One callable step.
+
+    Attributes:
+      name: of the function to call.
+      definitions: FunctionDefs to register, callees first.
+      inputs: node names of the tensors to pass, in order.
+      handles: per rank that runs in this process, the variable nodes whose handles follow, in order.
+      outputs: number of results (those of the first of these ranks).
+    """
+
+    name: str
+    definitions: tuple[Any, ...]
+    inputs: tuple[str, ...]
+    handles: tuple[tuple[str, ...], ...]
+    outputs: int
+
+
+def communicates(ranks: Sequence[Program]) -> bool:
+    """Whether the ranks' programs need the op library: they communicate, have micro-batches, or share streams."""
+    return has_streams(ranks) or any(
+        n.op.startswith("Whale") for r in ranks for graph in (r, *r.functions.values()) for n in graph.nodes
+    )
+
+
+def load_ops(ranks: Sequence[Program]) -> None:
+    """Loads the op library where the ranks' programs need it."""
+    if communicates(ranks):
+        import whale_ops
+
+        whale_ops.ops()
+
+
+def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> LoweredFunction:
+    """Functions for the ranks of this process; several ranks (in-process transport) run side by side in one call.
+
+    Args:
+      ranks: their programs (see whale.partition.spmd); same inputs and outputs.
+      tag: unique in the process; prefix of all function names.
+      streams: what the names of their random streams begin with; "": each random operation has a stream of its own.
+    """
+    if streams:
+        ranks = [with_streams(program, f"{streams}/{i}") for i, program in enumerate(ranks)]
+    definitions: list[Any] = []
+    mains: list[Any] = []
+    handles: list[tuple[str, ...]] = []
+    for i, program in enumerate(ranks):
+        prefix = f"{tag}_rank{i}" if len(ranks) > 1 else tag
+        renamed = _rename_functions(program, prefix)
+        definitions += function_definitions(renamed)
+        variables = tuple(v.node for v in renamed.variables)
+        if i > 0:
+            # Nobody reads this rank's results, but the first rank waits for the communication behind them.
+            wanted = dict.fromkeys(r.node for r in renamed.outputs if r.node not in renamed.inputs + variables)
+            renamed = replace(renamed, effects=tuple(dict.fromkeys((*renamed.effects, *wanted))))
+        handles.append(variables)
+        main = to_function_def(_calls_by_name(replace(renamed, inputs=renamed.inputs + variables)), prefix)
+        if len(ranks) > 1:
+            # Inlined side by side, or specialised to the results that are read (the first rank's), equal arithmetic
+            # of two ranks would be rewritten in two ways by TensorFlow's optimiser, and their copies of a variable
+            # would drift apart by rounding.
+            main.attr["_noinline"].b = main.attr["_nospecialize"].b = True
+        definitions.append(main)
+        mains.append(main)
+    if len(ranks) > 1:
+        mains.append(_side_by_side(tag, mains, len(ranks[0].inputs)))
+        definitions.append(mains[-1])
+    name = mains[-1].signature.name
+    return LoweredFunction(name, tuple(definitions), ranks[0].inputs, tuple(handles), len(ranks[0].outputs))
+
+
+def function_definitions(program: Program) -> list[Any]:
+    """FunctionDefs of the bodies."""
+    return [to_function_def(_calls_by_name(_reads_awaited(body)), name) for name, body in program.functions.items()]
+
+
+def _reads_awaited(body: Program) -> Program:
+    """``body`` of which its caller's successors await the reads too.
+
+    TensorFlow puts the bodies of branches in their callers' place. What waits for a branch waits for its effects then,
+    and would write a variable before the branch has read it.
+    """
+    reads = (node.name for node in body.nodes if node.op in READS)
+    return replace(body, effects=tuple(dict.fromkeys((*body.effects, *reads))))
+
+
+def _calls_by_name(graph: Program) -> Program:
+    """``graph`` with a function only at the first of its calls, and its name at the others.
+
+    TensorFlow's passes look into the function of every node that holds one.
+    """
+    held: set[str] = set()
+    others: dict[int, dict[str, Any]] = {}  # number of attributes that calls share -> those of all but the first
+
+    def of_node(node: Node) -> Node:
+        if node.op != CALL:
+            return node
+        function = node.attrs["f"]
+        if function.name not in held:
+            held.add(function.name)
+            return replace(node, attrs={**node.attrs, "f": function.name, "bodies": (function,)})
+        if id(node.attrs) not in others:
+            others[id(node.attrs)] = {**node.attrs, "f": function.name, "bodies": ()}
+        return replace(node, attrs=others[id(node.attrs)])
+
+    return replace(graph, nodes=tuple(map(of_node, graph.nodes)))
+
+
+def lower_to_graph(program: Program, tag: str) -> Any:
+    """A rank's program as a GraphDef (for a v1 session); its functions are named after ``tag``."""
+    renamed = _rename_functions(program, tag)
+    graph_def = to_graph_def(_calls_by_name(replace(renamed, functions={})))
+    graph_def.library.function.extend(function_definitions(renamed))
+    return graph_def
+
+
+@cache
+def _carries_functions(op: str) -> bool:
+    return any(kind in ("func", "list(func)") for kind in attr_types(op).values())
+
+
+def _rename_functions(program: Program, tag: str) -> Program:
+    """Function names are global in a process: bodies get names that no other program has."""
+    names = {old: f"{tag}_body{i}" for i, old in enumerate(program.functions)}
+    if not names:
+        return program
+
+    def of_value(value: Any) -> Any:
+        if isinstance(value, Func):
+            return replace(value, name=names.get(value.name, value.name))
+        if isinstance(value, tuple) and value and isinstance(value[0], Func):
+            return tuple(map(of_value, value))
+        return value
+
+    changed: dict[int, dict[str, Any]] = {}  # attributes that several nodes share stay shared
+
+    def of_node(node: Node) -> Node:
+        if not _carries_functions(node.op):
+            return node
+        if id(node.attrs) not in changed:
+            changed[id(node.attrs)] = {k: of_value(v) for k, v in node.attrs.items()}
+        return replace(node, attrs=changed[id(node.attrs)])
+
+    def of_graph(graph: Program, functions: Mapping[str, Program]) -> Program:
+        return replace(graph, nodes=tuple(map(of_node, graph.nodes)), functions=functions)
+
+    return of_graph(program, {names[old]: of_graph(body, {}) for old, body in program.functions.items()})
+
+
+def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
+    """A function that calls one function per rank at the same time; its results are the first rank's.
+
+    Its arguments are the ``shared`` inputs, then each rank's own (variable handles).
+    """
+    function = function_pb2.FunctionDef()
+    function.signature.name = name
+    function.signature.is_stateful = True
+    first = mains[0].signature
+    inputs: list[str] = []
+    for argument in first.input_arg[:shared]:
+        function.signature.input_arg.add(name=f"shared_{len(inputs)}", type=argument.type)
+        inputs.append(f"shared_{len(inputs)}")
+    for i, main in enumerate(mains):
+        own = []
+        for j, argument in enumerate(main.signature.input_arg[shared:]):
+            function.signature.input_arg.add(name=f"rank{i}_{j}", type=argument.type)
+            own.append(f"rank{i}_{j}")
+        # TensorFlow's own call would cancel the other ranks before it reports an error, and they may complain first.
+        node = function.node_def.add(name=f"call_{i}", op=CALL)
+        node.input.extend(inputs + own)
+        node.attr["f"].s = main.signature.name.encode()
+        node.attr["bodies"].list.func.add(name=main.signature.name)
+        node.attr["cancelled_alone"].b = True
+        node.attr["Tin"].list.type.extend(a.type for a in main.signature.input_arg)
+        node.attr["Tout"].list.type.extend(a.type for a in main.signature.output_arg)
+        node.attr["Tin"].list.SetInParent()
+        node.attr["Tout"].list.SetInParent()
+        for _ in main.signature.output_arg:
+            node.attr["shapes"].list.shape.add(unknown_rank=True)
+        node.attr["shapes"].list.SetInParent()
+        function.signature.control_output.append(f"done_{i}")
+        function.control_ret[f"done_{i}"] = f"call_{i}"
+    for j, result in enumerate(first.output_arg):
+        function.signature.output_arg.add(name=f"result_{j}", type=result.type)
+        function.ret[f"result_{j}"] = f"call_0:output:{j}"
+    return function
+
+
+def has_streams(ranks: Iterable[Program]) -> bool:
+    """Whether a program draws from streams that programs share."""
+    graphs = (graph for one in ranks for graph in (one, *one.functions.values()))
+    return any(STREAM in node.attrs for graph in graphs for node in graph.nodes)
+
+
+def with_streams(program: Program, name: str) -> Program:
+    """``program`` (one rank's) that draws from the streams which are called so, and then as their operations.
+
+    A stream goes on also where the rank does not look at the numbers, having no rows.
+    """
+    return in_other_graphs(program, lambda graph: _of_graph(graph, name))
+
+
+def _of_graph(graph: Program, name: str) -> Program:
+    if not any(STREAM in node.attrs for node in graph.nodes):
+        return graph
+    nodes: list[Node] = []
+    effects = list(graph.effects)
+    for node in graph.nodes:
+        stream = node.attrs.get(STREAM)
+        if stream is None:
+            nodes.append(node)
+        elif node.op in _BY_COUNTER:
+            made = _by_counter(node, f"{name}/{stream}")
+            nodes += made
+            effects.append(made[0].name)
+        else:
+            nodes.append(_by_kernel(node, f"{name}/{stream}", [graph.type_of(ref) for ref in node.inputs]))
+            effects.append(node.name)
+    return replace(graph.with_nodes(tuple(nodes), functions=graph.functions), effects=tuple(dict.fromkeys(effects)))
+
+
+def _by_counter(node: Node, stream: str) -> list[Node]:
+    """The counter of the stream, which goes on, and what draws behind it."""
+    seed, seed2 = int(node.attrs.get("seed", 0)), int(node.attrs.get("seed2", 0))
+    shape, *bounds = node.inputs
+    sizes = node.attrs["T"]
+    advance = Node(
+        f"{node.name}/whale_counter",
+        "WhaleAdvance",
+        (shape,),
+        node.controls,
+        {"stream": stream, "seed2": seed2, "Tshape": sizes},
+        (TensorType("uint64", (2,)),),
+        node.scope,
+        stateful=True,
+    )
+    key = const_node(f"{node.name}/whale_key", np.array([seed & _WORD], np.uint64), scope=node.scope)
+    alg = const_node(f"{node.name}/whale_alg", np.array(_PHILOX, np.int32), scope=node.scope)
+    drawn = replace(
+        node,
+        op=_BY_COUNTER[node.op],
+        inputs=(shape, Ref(key.name), Ref(advance.name), Ref(alg.name), *bounds),
+        attrs={"dtype": node.attrs["Tout" if bounds else "dtype"], "Tshape": sizes, **_other_marks(node)},
+        stateful=False,
+    )
+    return [advance, key, alg, drawn]
+
+
+def _by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
+    """The operation itself, by a kernel that the programs share. ``types``: of its operands."""
+    plain = replace(node, attrs={key: value for key, value in node.attrs.items() if not key.startswith("_")})
+    node_def = to_node_def(plain, "draw", [f"operand_{i}" for i in range(len(node.inputs))])
+    attrs = {
+        "stream": stream,
+        "node": node_def.SerializeToString(deterministic=True),
+        "shapes": tuple(Shape(t.shape) for t in node.outputs),
+        "Tin": tuple(DType(t.dtype) for t in types),
+        "Tout": tuple(DType(t.dtype) for t in node.outputs),
+        **_other_marks(node),
+    }
+    return replace(node, op="WhaleDraw", attrs=attrs, stateful=True)
+
+
+def _other_marks(node: Node) -> dict[str, object]:
+    return {key: value for key, value in marks(node).items() if key != STREAM}

@@ -1,0 +1,130 @@
+"""What ranks that are left say to each other before they go on, and how one that is a step behind catches up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.errors import ClusterError
+from whale.runtime.elastic.call_replay import Progress
+from whale.runtime.ranks.msgpack_values import pack, unpack
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+
+
+class Alone:
+    """A meeting of one rank."""
+
+    rank, size, name = 0, 1, ""
+
+    def allgather_bytes(self, key: str, data: bytes, timeout_s: float, purpose: str = "") -> list[bytes]:
+        """The data."""
+        return [data]
+
+
+# On what ranks agree after one piece of news, in order: from where they go on, that all variables are whole, who is in,
+# and, any number of times, that the same ranks plan anew.
+MET, WHOLE, GROWN, ANEW, _KINDS = range(5)
+_TIMES = 1 << 20  # that ranks may plan anew after one piece of news
+
+
+class Agreements:
+    """What ranks agree on: each of them first has all that it needs to act, then acts.
+
+    When one is gone in between, some have acted, and the others could have. All that are there meet then, and who has
+    not acted does so if anybody has.
+    """
+
+    def __init__(self) -> None:
+        self._number = self._done = 0
+        self._act: Callable[[], None] = lambda: None
+
+    def agree(self, news: int, kind: int, meeting: Any, act: Callable[[], None], time: int = 0) -> None:
+        """Acts once all ranks of a meeting are ready to.
+
+        Args:
+          news: how many pieces there were of ranks gone or come.
+          time: which of several agreements of this kind it is.
+
+        Raises:
+          CommError: one of them is gone. What was agreed on is done in the next meeting, or by nobody.
+        """
+        self._number, self._act = _TIMES * (_KINDS * news + kind + 1) + time, act
+        gathered(meeting, b"")
+        self._do()
+
+    def catch_up(self, meeting: Any) -> None:
+        """Acts on what others have acted on, if this rank has agreed on it: a newcomer may not have."""
+        done = max(int(one) for one in gathered(meeting, str(self._done).encode()))
+        if self._done < done == self._number:
+            self._do()
+
+    def _do(self) -> None:
+        self._act()
+        self._done, self._act = self._number, lambda: None
+
+
+@dataclass
+class Said:
+    """What a rank that is left says of itself: calls made and steps taken, and what it knows of by now."""
+
+    calls: int
+    steps: int
+    variables: int
+    programs: int
+    elements: int
+    host: str
+    divisions: int
+    shares: list[int]
+    keeps: bool  # whether what it held before and after its latest steps is known
+    weighed: tuple[float, float] | None  # as of ``Times.weighed``
+
+
+def hear_returned(meeting: Any, said: Sequence[Said], me: int, at: Progress) -> None:
+    """What the latest call of the rank that has made most returned, for the others; collective.
+
+    Raises:
+      ClusterError: ranks are further apart than one call.
+    """
+    calls, steps = max(one.calls for one in said), max(one.steps for one in said)
+    if min(one.calls for one in said) < calls - 1 or min(one.steps for one in said) < steps - 1:
+        raise ClusterError(
+            "the ranks that are left are at different steps",
+            given=f"(calls made, steps taken) by each: {[(one.calls, one.steps) for one in said]}",
+            expected="at most one between them, since every step exchanges something",
+            action="start again from a checkpoint: `whale run --max-restarts`",
+        )
+    if any(one.calls < calls for one in said):
+        first = next(rank for rank, one in enumerate(said) if one.calls == calls)
+        returned = sent(meeting, first, at.returned if me == first else None)
+        if said[me].calls < calls and said[me].steps == steps:
+            at.returned, at.calls = returned, calls
+
+
+def catch_up(meeting: Any, said: Sequence[Said], me: int, at: Progress, known: Sequence[tf.Variable]) -> None:
+    """The step that some ranks have taken, for the others: its results, and the variables after it; collective."""
+    steps = max(one.steps for one in said)
+    if any(one.steps < steps for one in said):
+        first = next(rank for rank, one in enumerate(said) if one.steps == steps)
+        common = known[: min(one.variables for one in said)]
+        results = sent(meeting, first, [t.numpy() for t in at.results or ()])
+        values = [sent(meeting, first, variable.numpy()) for variable in common]
+        if said[me].steps < steps:  # all has come: nobody has half of it, if one more is gone
+            for variable, value in zip(common, values):
+                variable.assign(np.asarray(value))
+            at.results, at.steps = [tf.constant(value) for value in results], steps
+
+
+def gathered(meeting: Any, data: bytes) -> list[bytes]:
+    """What every rank of a meeting says."""
+    purpose = "going on with the ranks that are left"
+    return list(meeting.allgather_bytes("whale/elastic", data, TURN_TIMEOUT_S, purpose))
+
+
+def sent(meeting: Any, first: int, value: Any) -> Any:
+    """The value of rank ``first`` of a meeting, on every rank of it."""
+    data = pack(value) if meeting.rank == first else None
+    return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))

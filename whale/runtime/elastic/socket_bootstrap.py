@@ -1,0 +1,82 @@
+"""The ranks of a run each of whose hosts has an MPI of its own: they connect as those do that join while it goes on.
+
+An MPI ends all of its ranks when it loses a host; so the ranks of several hosts, each of which may go, have none in
+common (`whale run --hosts-from`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import whale_ops
+from whale.config import Config
+from whale.errors import CommError
+from whale.runtime.elastic.listener import Door
+from whale.runtime.ranks.connect import connect, share_where_possible
+from whale.runtime.ranks.watch import Watch
+from whale.started import APART_VARIABLE, PEERS_VARIABLE, ProcessPlace
+
+_TOGETHER = 0  # the group of all ranks of the run's start; others have larger numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How a process reaches those of other hosts.
+
+    Attributes:
+      door: where it listens, to its end.
+      addresses: where each rank of the run's start does.
+    """
+
+    door: Door
+    addresses: Mapping[int, str]
+
+
+def connected(
+    name: str, place: ProcessPlace, config: Config, watch: Watch
+) -> tuple[tuple[whale_ops.Communicator], Apart | None]:
+    """This process's end of a communicator between all ranks of the run's start, by MPI, or where hosts have an mpirun
+    of their own by sockets; and in that case how to reach each.
+
+    Raises:
+      ClusterError: MPI knows another number of ranks than the launcher.
+      CommError: MPI cannot be loaded or started, or one of the ranks is gone.
+    """
+    if APART_VARIABLE not in os.environ:
+        return connect(name, place, config), None
+    if config["communication.shared_memory"] and config["communication.shared_tensors"]:
+        share_where_possible(config, place)
+    known = _reached(watch, place.size)
+    sockets = known.door.connected(
+        _TOGETHER, place.rank, range(place.size), known.addresses, lambda: watch.over or bool(watch.changes(0, 0.0))
+    )
+    comm = whale_ops.over_sockets(
+        name,
+        place.rank,
+        sockets,
+        share_memory=config["communication.shared_memory"],
+        hosts=config["communication.emulate_hosts"],
+    )
+    return (comm,), known
+
+
+_known: list[Apart] = []  # of this process: its runs have one door, and `whale run` tells the addresses once
+
+
+def _reached(watch: Watch, size: int) -> Apart:
+    if not _known:
+        door = Door(os.environ[PEERS_VARIABLE])
+        watch.tell({"address": door.address})
+        addresses = watch.addresses()
+        if len(addresses) != size:
+            door.close()
+            raise CommError(
+                "a rank is gone before all ranks were connected",
+                given=f"addresses of {len(addresses)} ranks",
+                expected=f"those of {size}",
+                action="look at the launcher's output",
+            )
+        _known.append(Apart(door, addresses))
+    return _known[0]

@@ -1,0 +1,343 @@
+"""Whether the ranks read the same dataset: of the same data, by the same functions, in the same order.
+
+Ranks take different rows of a dataset, so that their rows do not show whether they all read the same one. What it is
+built of does, without reading it: tensors, numbers, seeds, functions, and what these capture, tables above all. Where
+Python, generators and files decide on elements, these are summed up as they are read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+
+from whale.ir.ops import DRAWS
+from whale.runtime.input.equal_inputs import FIRST_STEPS
+from whale.runtime.input.tables import held_by_tables
+
+# What changes no element, or names files of this host only.
+_LEFT_OUT = (
+    "_PrefetchDataset",
+    "_OptionsDataset",
+    "_CacheDataset",
+    "_SaveDataset",
+    "_SnapshotDataset",
+    "_RebatchDataset",
+)
+_OF_SPEED = ("parallel", "prefetch", "buffer_output")  # parts of the names of what a host may set as it likes
+# Attributes of operations that name something of this process.
+_OF_PROCESS = ("token", "shared_name", "container", "metadata", "config", "config_proto", "executor_type", "name")
+# Datasets whose elements follow from what they are built of, and operations inside of functions that make such.
+_SEEN = (
+    "AssertCardinality Batch Concatenate Filter FlatMap Interleave List Map Options PaddedBatch ParallelBatch "
+    "ParallelInterleave ParallelMap Prefetch Range Rebatch Repeat Scan Shard Skip Take TakeWhile TensorSlice Tensor "
+    "Unbatch Unique Window Zip"
+).split()
+_SEEN_DATASETS = {f"_{name}Dataset" for name in _SEEN}
+_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+_FACTOR = 1_000_003
+_MOST_SAMPLES = 1 << 40  # more than a batch has
+_READS = (*_PYTHON, "ReadFile", "MatchingFiles")
+
+
+def built_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
+    """All that decides on a dataset's elements, by names that a person understands; equal on ranks that read the same.
+
+    Not seen is what a Python function, a generator or a file yields.
+    """
+    found: dict[str, tf.Tensor] = {}
+    for number, node in enumerate(_nodes(dataset)):
+        kind = type(node).__name__.strip("_")
+        if type(node).__name__ in _LEFT_OUT:
+            continue
+        place = f"{kind} ({number} before the end)" if number else kind
+        found[f"the kind of {place}"] = tf.constant(kind)
+        for what, value in _attributes(node):
+            found[f"{what} of {place}"] = _without_folder(value)
+        for wrapper in node._functions():
+            called = getattr(getattr(wrapper, "_func", None), "__name__", "a function")
+            for what, value in _of_function(wrapper.function):
+                found[f"{what} of `{called}` in {place}"] = value
+    return found
+
+
+def _nodes(dataset: Any) -> Iterator[Any]:
+    """The dataset and all that it is made from, each once."""
+    seen, left = set(), [dataset]
+    while left:
+        node = left.pop(0)
+        if id(node) not in seen:
+            seen.add(id(node))
+            left += node._inputs()
+            yield node
+
+
+def _attributes(node: Any) -> Iterator[tuple[str, tf.Tensor]]:
+    for name, value in sorted(vars(node).items()):
+        if any(part in name for part in _OF_SPEED):
+            continue
+        name = name.strip("_")
+        if name == "reshuffle_each_iteration":
+            yield name, tf.constant(value in (None, True))
+        elif _is_held(value):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}[{i}]", one) for i, one in enumerate(value) if _is_held(one))
+
+
+def _is_held(value: Any) -> bool:
+    return isinstance(value, tf.__internal__.EagerTensor) and value.dtype not in (tf.resource, tf.variant)
+
+
+def _of_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
+    """Of a function that a dataset calls: its operations, its constants, and what it captures."""
+    graph_def = function.graph.as_graph_def()
+    constants: list[tf.Tensor] = []
+    seeds: list[int] = []
+    yield "the operations", tf.constant(_operations(graph_def, constants, seeds))
+    yield "the seeds", tf.constant(seeds, tf.int64)
+    for i, constant in enumerate(constants):
+        yield f"constant {i}", _without_folder(constant)
+    variables = {id(v.handle): v for v in function.graph.variables}
+    for i, value in enumerate(
+        function.captured_inputs
+    ):  # names of variables and tables differ with what was made before
+        if _is_held(value):
+            yield f"captured tensor {i}", _without_folder(value)
+        elif (variable := variables.get(id(value))) is not None and not _is_random_state(variable):
+            yield f"the captured variable {i}", tf.convert_to_tensor(variable)
+    yield from held_by_tables({str(i): value for i, value in enumerate(function.captured_inputs)}).items()
+
+
+def _is_random_state(variable: Any) -> bool:
+    """Whether a generator counts in a variable: each rank disturbs its own samples in its own way."""
+    shape = variable.shape.as_list()
+    return (variable.dtype == tf.int64 and shape in ([2], [3])) or (variable.dtype == tf.uint32 and shape == [2])
+
+
+def _operations(graph_def: Any, constants: list[tf.Tensor], seeds: list[int]) -> int:
+    """A number for the operations of a graph and of the functions that it calls, whatever their names are.
+
+    Args:
+      constants: gets the values of those that are constants.
+      seeds: gets those of operations that draw.
+    """
+    library = {f.signature.name: f for f in graph_def.library.function}
+    numbers: dict[str, int] = {}  # of functions, in the order in which they are met
+    left: list[str] = []
+
+    def number_of(name: str) -> str:
+        if name not in numbers:
+            numbers[name] = len(numbers)
+            left.append(name)
+        return f"function {numbers[name]}"
+
+    found = _of_nodes(graph_def.node, {}, number_of, library, constants, seeds)
+    while left:
+        function = library.get(left.pop(0))
+        if function is not None:
+            arguments = {arg.name: i for i, arg in enumerate(function.signature.input_arg)}
+            found.append(_of_nodes(function.node_def, arguments, number_of, library, constants, seeds))
+    return zlib.crc32(repr(found).encode())
+
+
+def _of_nodes(
+    nodes: Any,
+    arguments: Mapping[str, int],
+    number_of: Callable[[str], str],
+    library: Mapping[str, Any],
+    constants: list[tf.Tensor],
+    seeds: list[int],
+) -> list[Any]:
+    places = dict(arguments) | {node.name: len(arguments) + i for i, node in enumerate(nodes)}
+    found: list[Any] = []
+    for node in nodes:
+        operands = [(places.get(name.lstrip("^").partition(":")[0]), name.partition(":")[2]) for name in node.input]
+        op = number_of(node.op) if node.op in library else node.op
+        definition = op_def_registry.get(node.op)
+        known = [a.name for a in definition.attr] if definition is not None else []
+        attributes: list[Any] = []
+        for name in known:
+            if name in _OF_PROCESS or name not in node.attr:
+                continue
+            attribute = node.attr[name]
+            if node.op == "Const" and name == "value":
+                constants.append(tf.constant(tf.make_ndarray(attribute.tensor)))
+            elif name in ("seed", "seed2"):
+                seeds.append(attribute.i)
+            elif attribute.WhichOneof("value") == "func":
+                attributes.append((name, number_of(attribute.func.name)))
+            elif attribute.list.func:
+                attributes.append((name, [number_of(f.name) for f in attribute.list.func]))
+            else:
+                attributes.append((name, attribute.SerializeToString(deterministic=True)))
+        found.append((op, operands, attributes))
+    return found
+
+
+def _without_folder(value: tf.Tensor) -> tf.Tensor:
+    """Paths of files without the folder that all of them are in, which may be another one on each host."""
+    if value.dtype != tf.string or not tf.size(value):
+        return value
+    texts = np.asarray(value.numpy(), object).reshape(-1).tolist()
+    if not all(text.startswith(b"/") or b"://" in text for text in texts):
+        return value
+    folders = [text.split(b"/")[:-1] for text in texts]
+    common = next((i for i, names in enumerate(zip(*folders)) if len(set(names)) > 1), min(map(len, folders)))
+    return tf.constant([b"/".join(text.split(b"/")[common:]) for text in texts])
+
+
+def is_seen(dataset: Any) -> bool:
+    """Whether a dataset's elements follow from what ``built_of`` sees, wherever the ranks have begun to read it."""
+    for node in _nodes(dataset):
+        kind = type(node).__name__
+        in_memory = kind == "_CacheDataset" and not tf.strings.length(node._filename)
+        if kind not in _SEEN_DATASETS and not in_memory:
+            return False
+        for wrapper in node._functions():
+            for op in _types(wrapper.function.graph.as_graph_def()):
+                kind = op.rstrip("0123456789").removesuffix("V")
+                if op in _READS or (kind.endswith("Dataset") and f"_{kind}" not in _SEEN_DATASETS):
+                    return False
+    return True
+
+
+def _types(graph_def: Any) -> Iterator[str]:
+    for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)):
+        yield from (node.op for node in nodes)
+
+
+def drawn_leaves(dataset: Any) -> list[bool]:
+    """Which tensors of an element each rank may draw for itself, as it may disturb its own samples in its own way.
+
+    They come of random operations without a seed, of a generator's state, or are floating point from Python.
+    """
+    leaves = tf.nest.flatten(dataset.element_spec)
+    sources = [drawn_leaves(source) for source in dataset._inputs()]
+    before = [drawn for source in sources for drawn in source]
+    functions = [wrapper.function for wrapper in dataset._functions()]
+    if type(dataset).__name__ in ("_MapDataset", "_ParallelMapDataset"):
+        found = _drawn_by(functions[0], before, parallel=type(dataset).__name__ == "_ParallelMapDataset")
+        if len(found) == len(leaves):
+            return found
+    if len(sources) > 1 and len(before) != len(leaves) and len(before) % len(leaves) == 0:
+        return [any(before[i :: len(leaves)]) for i in range(len(leaves))]  # elements of one source after the other
+    drawn = any(_draws(node) for f in functions for node in _all_nodes(f.graph.as_graph_def()))
+    if len(before) == len(leaves) and not drawn:
+        return before
+    return [drawn or any(before)] * len(leaves)
+
+
+def _all_nodes(graph_def: Any) -> Iterator[Any]:
+    for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)):
+        yield from nodes
+
+
+def _draws(node: Any) -> bool:
+    return node.op in DRAWS and not (node.attr["seed"].i or node.attr["seed2"].i)
+
+
+def _drawn_by(function: Any, before: list[bool], parallel: bool) -> list[bool]:
+    """Which results of a map's function are drawn, given which arguments are."""
+    graph = function.graph
+    captured = set(map(id, graph.internal_captures))
+    arguments = [t for t in graph.inputs if id(t) not in captured]
+    states = {id(v.handle) for v in graph.variables if _is_random_state(v)}
+    begin = {id(t) for t, drawn in zip(arguments, before) if drawn} if len(arguments) == len(before) else set()
+    if len(arguments) != len(before) and any(before):
+        begin = set(map(id, arguments))
+    begin |= {
+        id(inner) for inner, outer in zip(graph.internal_captures, function.captured_inputs) if id(outer) in states
+    }
+    library = graph.as_graph_def().library.function
+    in_calls = any(_draws(node) for f in library for node in f.node_def)
+
+    known: dict[int, tuple[bool, bool]] = {}  # of an operation: (drawn, from Python)
+
+    def of(tensor: Any) -> tuple[bool, bool]:
+        if id(tensor) in begin:
+            return True, False
+        op = tensor.op
+        if id(op) not in known:
+            known[id(op)] = False, False
+            behind = [of(t) for t in op.inputs]
+            calls = any(a.HasField("func") or a.list.func for a in op.node_def.attr.values())
+            drawn = _draws(op.node_def) or (calls and in_calls) or any(d for d, _ in behind)
+            known[id(op)] = drawn, op.type in ("PyFunc", "EagerPyFunc") or any(p for _, p in behind)
+        return known[id(op)]
+
+    found = []
+    for tensor in graph.outputs:
+        drawn, python = of(tensor)
+        found.append(drawn or (python and (parallel or tensor.dtype.is_floating)))
+    return found
+
+
+def summary_of(samples: Any, every: int) -> Summary | None:
+    """What sums up batches of these samples; None where they are known without reading them, or every rank draws."""
+    if not every or is_seen(samples):
+        return None
+    leaves = [i for i, drawn in enumerate(drawn_leaves(samples)) if not drawn]
+    return Summary(leaves, every) if leaves else None
+
+
+class Summary:
+    """Sums up whole batches of a dataset as its functions meet them, before a rank takes its rows.
+
+    Args:
+      leaves: numbers of the tensors of a sample that are looked at.
+      every: of how many batches one is, beside the first ones.
+    """
+
+    def __init__(self, leaves: Sequence[int], every: int) -> None:
+        self._leaves, self._every = leaves, every
+        self._sums: dict[int, np.ndarray] = {}
+        self._reads = self._mixed = False
+
+    def begin(self) -> None:
+        """An iteration begins; where another one goes on, nobody knows any more which of them meets a batch."""
+        self._mixed = self._mixed or self._reads
+        self._sums, self._reads = {}, True
+
+    def end(self) -> None:
+        """The iteration is at its end."""
+        self._reads = False
+
+    def after(self, number: tf.Tensor, samples: tf.data.Dataset) -> tf.Tensor:
+        """A zero, which is there once the samples of the batch of this number are summed up, if they are to be."""
+
+        specs = tf.nest.flatten(samples.element_spec)
+        one_shape = all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs)
+
+        def sums_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+            text = tf.stack([tf.io.serialize_tensor(tensors[i]) for i in self._leaves])
+            return tf.strings.to_hash_bucket_fast(text, 1 << 62)
+
+        def fold(sums: tf.Tensor, *sample: Any) -> tf.Tensor:
+            return sums * _FACTOR + sums_of(tf.nest.flatten(sample))
+
+        def told() -> tf.Tensor:
+            if one_shape:
+                sums = sums_of(tf.nest.flatten(samples.batch(_MOST_SAMPLES).get_single_element()))
+            else:  # takes milliseconds, as functions of datasets are made anew for each
+                sums = samples.reduce(tf.zeros([len(self._leaves)], tf.int64), fold)
+            return tf.ensure_shape(tf.numpy_function(self._keep, [number, sums], tf.int64), [])
+
+        first = number < FIRST_STEPS
+        wanted = first | tf.equal(number % self._every, 0) if one_shape else first
+        return tf.cond(wanted, told, lambda: tf.zeros([], tf.int64))
+
+    def _keep(self, number: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        if not self._mixed:
+            self._sums[int(number)] = sums
+        return np.int64(0)
+
+    def of(self, number: int) -> tf.Tensor | None:
+        """The sums of the latest batch up to this one that was summed up; None: nobody knows them."""
+        latest = number if number < FIRST_STEPS else max(FIRST_STEPS - 1, number - number % self._every)
+        sums = None if self._mixed else self._sums.get(latest)
+        return None if sums is None else tf.constant(sums)

@@ -1,0 +1,132 @@
+"""Files that a run keeps for later ones: bounded, of this user alone, and none that is damaged is ever read.
+
+A file begins with a checksum of the rest, is written under another name and renamed, and is opened without following
+links, in a folder that nobody else can look into. Whoever wins a race writes the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+MOST_BYTES, MOST_FILES = 256 << 20, 1000
+DEFAULT = "auto"
+_DIGEST = 32
+
+
+def folder_named(asked: str) -> Path | None:
+    """The folder that the key `plan_cache` names; None: nothing is kept."""
+    if not asked:
+        return None
+    if asked != DEFAULT:
+        return Path(asked)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "whale"
+
+
+class Damaged(Exception):
+    """What was kept is not what was written; it is removed."""
+
+
+class KeptFiles:
+    """Byte strings by name, in a folder. What was not used for longest goes first.
+
+    Args:
+      folder: made where it is missing; its parents as well.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES):
+        self.folder, self.most_bytes, self.most_files = folder, most_bytes, most_files
+
+    def get(self, name: str) -> bytes | None:
+        """What was kept under a name; None: nothing.
+
+        Raises:
+          OSError: the folder is somebody else's, or cannot be read.
+          Damaged: it is not what was written.
+        """
+        if not self.folder.exists():
+            return None
+        with self._opened() as folder:
+            try:
+                file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            except OSError:
+                return None  # missing, a link, or not readable
+            with open(file, "rb") as opened:
+                found = os.fstat(file)
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > self.most_bytes:
+                    return None
+                data = opened.read()
+            if len(data) < _DIGEST or _digest(data[_DIGEST:]) != data[:_DIGEST]:
+                self._remove(folder, name)
+                raise Damaged(name)
+            with contextlib.suppress(OSError):
+                os.utime(name, dir_fd=folder, follow_symlinks=False)
+            return data[_DIGEST:]
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keeps ``data`` under a name.
+
+        Raises:
+          OSError: the folder is somebody else's, or cannot be written to.
+        """
+        if len(data) + _DIGEST > self.most_bytes:
+            return
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._opened() as folder:
+            other = f"{name}.{os.getpid()}.new"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._remove(folder, other)
+            try:
+                with open(os.open(other, flags, 0o600, dir_fd=folder), "wb") as opened:
+                    opened.write(_digest(data) + data)
+                os.rename(other, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                self._remove(folder, other)
+                raise
+            self._keep_bounds(folder)
+
+    def remove(self, name: str) -> None:
+        """Forgets what was kept under a name."""
+        with self._opened() as folder:
+            self._remove(folder, name)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The folder, open; it is a folder, this user's, and nobody else's."""
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(folder)
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise PermissionError(f"{self.folder} is another user's, or open to others (it has to have mode 700)")
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _keep_bounds(self, folder: int) -> None:
+        """Removes what was not used for longest, as far as there is too much."""
+        found = []
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                about = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISREG(about.st_mode):
+                    found.append((about.st_mtime_ns, name, about.st_size))
+        count, size = len(found), sum(one[2] for one in found)
+        for _, name, file_bytes in sorted(found):
+            if count <= self.most_files and size <= self.most_bytes:
+                break
+            self._remove(folder, name)
+            count, size = count - 1, size - file_bytes
+
+    @staticmethod
+    def _remove(folder: int, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST).digest()

@@ -1,0 +1,60 @@
+"""Machine code of the kernels for a rank's GPU: compiled when a run first has that kind of GPU, and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from whale.errors import CommError
+from whale.log import log
+from whale.runtime.ranks.cache_files import Damaged, KeptFiles
+from whale_ops import device_code, device_library, gpu_driver
+
+
+def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
+    """Gives a GPU its kernels.
+
+    Args:
+      library: the library for GPUs.
+      folder: where machine code is kept; None: nowhere.
+
+    Raises:
+      CommError: the GPU cannot be asked, no compiler for it is found, or the driver refuses what it has made.
+    """
+    architecture = device_library.architecture_of(library, ordinal)
+    driver = gpu_driver.look()
+    newest = driver.cuda[0] if driver is not None and not driver.failure else None
+    nvrtc = device_code.choose([*device_code.find_nvrtcs()], architecture, newest)
+    device_library.load_kernels(library, ordinal, code_of(nvrtc, architecture, folder))
+
+
+def code_of(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) -> bytes:
+    """Machine code for GPUs of an architecture: what was kept of these sources and that compiler, or compiled now."""
+    files = None if folder is None else KeptFiles(folder)
+    version = ".".join(map(str, nvrtc.version))
+    name = f"{nvrtc.target(architecture)}-nvrtc-{version}-{device_code.source_digest()}.kernels"
+    try:
+        if files is not None and (kept := files.get(name)) is not None:
+            return kept
+    except Damaged:
+        log.warning("the GPU kernels that were kept are damaged, and are compiled anew")
+    except OSError:
+        pass  # writing says why
+    code = device_code.compile_kernels(nvrtc, architecture)
+    try:
+        if files is not None:
+            files.put(name, code)
+    except OSError as error:
+        log.warning(f"GPU kernels are not kept for later runs ({error}); plan_cache names another folder")
+    return code
+
+
+def lacks(library: Path, backend: str, ordinal: int, folder: Path | None) -> str:
+    """Prepares a GPU for a backend; what is missing for it, "" is nothing."""
+    try:
+        if backend == "nccl":
+            device_library.load_nccl()
+        if backend != "pinned":  # which only copies
+            load_kernels(library, ordinal, folder)
+    except CommError as error:
+        return " ".join(str(error).split())
+    return ""

@@ -1,0 +1,124 @@
+"""Where the values of a session's variables are, and what moves them within the graph in which its ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+import whale_ops
+from whale.ir.mesh import Tiles
+from whale.ir.values import TensorType
+from whale.partition.variable_use import VariableUse
+from whale.runtime.ranks.ranks import Ranks
+from whale.runtime.variables.split_variable import cut, gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """Where the present value of a variable is: whole on some ranks, or its tiles on those in ``order``."""
+
+    ranks: frozenset[int]
+    tiles: Tiles | None = None
+    order: tuple[int, ...] = ()
+
+    def place(self, rank: int) -> int | None:
+        """The tile that a rank has; None: it has none, or the variable does not lie split."""
+        if self.tiles is None or rank not in self.ranks:
+            return None
+        return self.order.index(rank) % self.tiles.count
+
+    def serves(self, wanted: Lying) -> bool:
+        """Whether what is wanted is there."""
+        if wanted.tiles is None:
+            return self.tiles is None and wanted.ranks <= self.ranks
+        return (self.tiles, self.order) == (wanted.tiles, wanted.order)
+
+
+def lying_of(use: VariableUse, size: int) -> Lying:
+    """Where a run of ``size`` ranks has a variable."""
+    if use.tiles is None:
+        return Lying(use.ranks)
+    order = use.place or tuple(range(size))
+    return Lying(frozenset(order), use.tiles, order)
+
+
+class Moves:
+    """Operations that bring the parts of variables together, cut whole values, and free what nobody reads.
+
+    Args:
+      handle: in ``graph``, of (a variable's name, the position of one of this process's ranks, dtype).
+    """
+
+    def __init__(self, context: Ranks, graph: tf.Graph, handle: Callable[[str, int, tf.DType], tf.Tensor]) -> None:
+        self._context, self._graph, self._handle = context, graph, handle
+        self._made: dict[str, dict[Hashable, list[tf.Operation]]] = {}
+        self._number = 0  # of exchanges, equal on all ranks
+
+    def forget(self, name: str) -> None:
+        """Makes operations again: the variable lies in another memory now."""
+        self._made.pop(name, None)
+
+    def together(self, name: str, held: TensorType, now: Lying) -> Sequence[tf.Operation]:
+        """The whole value to every rank. Collective."""
+
+        def made() -> list[tf.Operation]:
+            number, self._number = self._number, self._number + 1
+            return [
+                op
+                for position, rank in enumerate(self._context.ranks)
+                for op in self._whole(f"present/{number}", position, rank, name, held, now)
+            ]
+
+        return self._once(name, ("together", now), made)
+
+    def cut(self, name: str, held: TensorType, lying: Lying) -> Sequence[tf.Operation]:
+        """Of a whole value every rank that is to have a tile keeps it."""
+        tiles, dtype = lying.tiles or Tiles(), tf.as_dtype(held.dtype)
+
+        def kept(position: int, place: int) -> tf.Operation:
+            handle = self._handle(name, position, dtype)
+            whole = tf.ensure_shape(gen_resource_variable_ops.read_variable_op(handle, dtype), held.shape)
+            return gen_resource_variable_ops.assign_variable_op(handle, cut(whole, tiles, place))
+
+        places = [(position, lying.place(rank)) for position, rank in enumerate(self._context.ranks)]
+        return self._once(name, ("cut", lying), lambda: [kept(i, place) for i, place in places if place is not None])
+
+    def free(self, name: str, held: TensorType, ranks: frozenset[int]) -> Sequence[tf.Operation]:
+        """Nothing to these ranks; the variable stays initialised there."""
+        dtype = tf.as_dtype(held.dtype)
+
+        def nothing(position: int) -> tf.Operation:
+            handle = self._handle(name, position, dtype)
+            return gen_resource_variable_ops.assign_variable_op(handle, tf.zeros((0,), dtype))
+
+        at = [position for position, rank in enumerate(self._context.ranks) if rank in ranks]
+        return self._once(name, ("free", ranks), lambda: list(map(nothing, at)))
+
+    def _once(self, name: str, key: Hashable, make: Callable[[], list[tf.Operation]]) -> Sequence[tf.Operation]:
+        known = self._made.setdefault(name, {})
+        if key not in known:
+            with self._graph.as_default():
+                known[key] = make()
+        return known[key]
+
+    def _whole(self, key: str, position: int, rank: int, name: str, held: TensorType, now: Lying) -> list[tf.Operation]:
+        """What one rank does for it."""
+        ops, dtype = whale_ops.ops(), tf.as_dtype(held.dtype)
+        comm = ops.whale_communicator(communicator=self._context.comm_name, rank=rank)
+        handle = self._handle(name, position, dtype)
+        value = tf.zeros((0,), dtype)
+        if rank in now.ranks:
+            value = gen_resource_variable_ops.read_variable_op(handle, dtype)
+            if now.tiles is not None:
+                value = gathered(value, now.tiles, now.order, rank, comm, key)
+        if len(now.ranks) < self._context.size:
+            root = now.order[0] if now.order else min(now.ranks)
+            (value,) = ops.whale_broadcast(
+                comm=comm, inputs=[value], key=f"{key}/sent", root=root, shapes=[held.shape], ranks=[]
+            )
+            if now.tiles is None and rank in now.ranks:
+                return [value.op]
+        return [gen_resource_variable_ops.assign_variable_op(handle, value)]

@@ -1,0 +1,401 @@
+"""Who owns variables' layouts and copies: first values, copies of in-process ranks, the check of replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+from whale.capture.captured import CapturedVariable
+from whale.capture.encode import HOST_DEVICE
+from whale.errors import CommError, PlanError
+from whale.ir.layout import split
+from whale.ir.mesh import Tiles, one_axis
+from whale.partition.variable_use import VariableUse
+from whale.replicas import Said
+from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
+from whale.runtime.variables.compared import held, refuse_differences
+from whale.runtime.variables.deferred import forget, make_whole
+from whale.runtime.variables.external_updates import Outside
+from whale.runtime.variables.first_values import agreed_initials, broadcast_values
+from whale.runtime.variables.given_tiles import given_tiles
+from whale.runtime.variables.ownership import Held, Holding
+from whale.runtime.variables.partial_initializers import Initial
+from whale.runtime.variables.split_variable import Parts, forget_parts, hold_nothing
+from whale.runtime.variables.stage_variables import Home, home_of_copies, present_copies, refresh, refresh_for
+
+_TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
+
+
+class _Entry:
+    """A variable that programs of this run use: its layout (the first plan fixes it) and the copies of other ranks.
+
+    ``left`` is the first rank's value as the last step left it, when other ranks of this process have copies.
+    ``parts`` are what the ranks hold instead, where the variable lies split.
+    """
+
+    __slots__ = ("copies", "handle", "kind", "left", "name", "parts", "variable")
+
+    def __init__(self, captured: CapturedVariable, copies: Sequence[Any], parts: Parts | None = None):
+        self.name, self.handle, self.variable = captured.name, captured.handle, captured.variable
+        self.copies, self.parts = tuple(copies), parts
+        self.left = self.read() if copies else None
+        self.kind = ""
+
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles() if self.parts is None or self.parts.tiles.count == 1 else self.parts.tiles
+
+    def read(self) -> tf.Tensor:
+        """The first rank's value: the variable's own memory until somebody writes to it."""
+        return gen_resource_variable_ops.read_variable_op(self.handle, self.variable.dtype)
+
+
+class VariableOwner:
+    """The variables of a run. A variable is known by its handle, which is kept alive with it.
+
+    ``keeps_first``: it remembers what parts were made of. ``moved``: how often some left what earlier steps call.
+    """
+
+    def __init__(self, keeps_first: bool = False) -> None:
+        self.keeps_first, self.moved = keeps_first, 0
+        self._entries: dict[int, _Entry] = {}
+        self._split: list[Parts] = []
+        self._homes: dict[int, Home] = {}
+        self._held = Held()
+
+    def clear(self) -> None:
+        """Forgets all variables: the run is over."""
+        self._entries.clear()
+        forget_parts(self._split)
+        self._homes.clear()
+
+    @property
+    def known(self) -> list[tf.Variable]:
+        """The variables that programs have used, in the order in which all ranks came to know them."""
+        return [entry.variable for entry in self._entries.values()]
+
+    def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
+        """How those variables lie that an earlier program or the script has fixed, by handle node."""
+        given = {c.node: given_tiles(c) for c in captured}
+        known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
+        fixed = {node: entry.tiles for node, entry in known if entry is not None}
+        return {node: tiles for node, tiles in given.items() if tiles is not None} | fixed
+
+    def adopt(
+        self,
+        captured: Sequence[CapturedVariable],
+        context: Ranks,
+        uses: Mapping[str, VariableUse],
+        on_host: Collection[str] = (),
+    ) -> None:
+        """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
+
+        One that holds no value yet, and that a pipeline's stage has, gets it on the ranks of that stage only.
+
+        Args:
+          uses: handle node -> the ranks that use it, where they are not all, and how it lies split.
+          on_host: those that lie in the host's memory, beside an accelerator.
+
+        Raises:
+          CommError: the ranks cannot exchange the values.
+          PlanError: a variable cannot lie as the plan says.
+        """
+        self._move_to_host([c for c in captured if c.node in on_host])
+        # What lies in the host's memory does so in parts, be it one.
+        placed = {c.node: _in_one_part(c) for c in captured if c.node in on_host}
+        placed |= {node: use.tiles for node, use in uses.items() if use.tiles is not None}
+        for c in captured:
+            _refuse_elsewhere(self._entries.get(id(c.handle)), c, uses.get(c.node))
+        new = [c for c in captured if id(c.handle) not in self._entries]
+        initials = agreed_initials(new, context)
+        if context.between_processes:
+            for c, initial in zip(new, initials):
+                ranks = uses[c.node].ranks if c.node in uses else frozenset()
+                if initial is not None and 0 < len(ranks) < context.size and c.node not in placed:
+                    self._give_home(c, initial, ranks, context)
+            rest = [i for i, c in enumerate(new) if id(c.handle) not in self._entries]
+            new, initials = [new[i] for i in rest], [initials[i] for i in rest]
+        for c, initial in zip(new, initials):
+            if initial is None or c.node not in placed:
+                make_whole(c.variable)
+        if context.between_processes and new:
+            try:
+                self._send(new, initials, context, placed, uses, on_host)
+            except tf.errors.OpError as error:
+                raise_comm_error(error, context)
+                raise
+        for c, initial in zip(new, initials):
+            if c.node in placed:
+                self._divide(c, placed[c.node], initial, context, uses.get(c.node), c.node in on_host)
+                continue
+            copies = [
+                tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
+                for rank in context.ranks[1:]
+            ]
+            self._entries[id(c.handle)] = _Entry(c, copies)
+            if home := home_of_copies(c.name, c.variable, copies, uses.get(c.node), context):
+                self._homes[id(c.handle)] = home
+
+    def owns(self, variable: tf.Variable) -> bool:
+        """Whether programs of this run use the variable: its value is then the same on every rank, or lies split."""
+        return id(variable._handle) in self._entries
+
+    def _send(
+        self,
+        new: Sequence[CapturedVariable],
+        initials: Sequence[Initial | None],
+        context: Ranks,
+        placed: Mapping[str, Tiles],
+        uses: Mapping[str, VariableUse],
+        on_host: Collection[str],
+    ) -> None:
+        """The first rank's values on every rank; of those that come to lie split, one at a time is whole there."""
+        broadcast_values([c for c in new if c.node not in placed], context)
+        for c, initial in zip(new, initials):
+            if c.node in placed and initial is None:
+                broadcast_values([c], context)
+                self._divide(c, placed[c.node], None, context, uses.get(c.node), c.node in on_host)
+
+    def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Ranks) -> None:
+        """The value of a variable that holds none, on ``ranks`` only."""
+        forget(c.variable)
+        held = context.rank in ranks
+        if held:
+            gen_resource_variable_ops.assign_variable_op(c.handle, initial.whole())
+        else:
+            hold_nothing(c.variable._handle, c.variable.dtype)
+        self._entries[id(c.handle)] = _Entry(c, ())
+        home = self._homes[id(c.handle)] = Home(c.name, c.variable, (), context, ranks, held)
+        home.first = initial if self.keeps_first else None
+
+    def _move_to_host(self, captured: Sequence[CapturedVariable]) -> None:
+        """Forgets what earlier programs had beside the accelerator's memory, so that it is taken in again."""
+        for c in captured:
+            entry = self._entries.get(id(c.handle))
+            if entry is None or (entry.parts is not None and entry.parts.device is not None):
+                continue
+            if entry.parts is not None or id(c.handle) in self._homes:
+                raise PlanError(
+                    "a variable lies in the device's memory since an earlier step",
+                    op=c.name,
+                    given="a step after which it would lie in the host's memory",
+                    expected="the training step, which shows what is an optimizer's state, before others that use it",
+                    action="run the training step first, or leave offload.level out",
+                )
+            self.follow()
+            self.moved += 1
+            del self._entries[id(c.handle)]
+
+    def _divide(
+        self,
+        c: CapturedVariable,
+        tiles: Tiles,
+        initial: Initial | None,
+        context: Ranks,
+        use: VariableUse | None,
+        on_host: bool,
+    ) -> None:
+        """Parts of the variable on the ranks of this process, unless it has them."""
+        if id(c.handle) in self._entries:
+            return
+        forget(c.variable)
+        # What can only be computed whole is computed by one process after the other.
+        in_turns = initial is not None and not initial.is_divisible and context.between_processes
+        for turn in range(context.size if in_turns else 1):
+            if not in_turns or turn == context.rank:
+                device = HOST_DEVICE if on_host else None
+                self._split.append(Parts(c, tiles, context, initial, use.place if use else (), device))
+                if not self.keeps_first:
+                    self._split[-1].first = None
+            if in_turns:
+                context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, _TURN.format(c.name))
+        self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
+
+    def classify(self, captured: Sequence[CapturedVariable], kinds: Mapping[str, str]) -> None:
+        """Remembers what variables are to a program that uses them: parameters are so whatever other programs do."""
+        for c in captured:
+            entry = self._entries[id(c.handle)]
+            if c.node in kinds and entry.kind != "parameters":
+                entry.kind = kinds[c.node]
+
+    def held_bytes(self) -> dict[str, int]:
+        """Kind -> bytes that the ranks of this process hold of the variables that programs have used."""
+        found: Counter[str] = Counter()
+        for entry in self._entries.values():
+            home = self._homes.get(id(entry.handle))
+            whole = 1 + len(entry.copies) if home is None else home.held_copies()
+            found[entry.kind or "buffers"] += entry.parts.bytes if entry.parts else whole * _bytes(entry.variable)
+        return dict(found)
+
+    def held_on_host_bytes(self) -> int:
+        """Of these, what lies in the host's memory beside an accelerator."""
+        return sum(e.parts.bytes for e in self._entries.values() if e.parts is not None and e.parts.device is not None)
+
+    def uses(
+        self, captured: Sequence[CapturedVariable], uses: Mapping[str, VariableUse], context: Ranks
+    ) -> list[tuple[int, VariableUse]]:
+        """What a program does with its variables, for ``before`` and ``after``; a variable of one stage gets a home."""
+        found = []
+        for c in captured:
+            use = uses.get(c.node, VariableUse(frozenset(range(context.size)), True))
+            key, entry = id(c.handle), self._entries[id(c.handle)]
+            found.append((key, use))
+            if use.writes and len(use.ranks) < context.size and key not in self._homes and entry.parts is None:
+                self._homes[key] = Home(entry.name, entry.variable, entry.copies, context)
+        return found
+
+    def before(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
+        """Before a step: present values where it reads them. Collective where a stage reads what another one holds."""
+        if self._homes:
+            refresh_for(self._homes, uses, context)
+
+    def after(self, uses: Sequence[tuple[int, VariableUse]]) -> None:
+        """After a step: where its variables have their present values now."""
+        if self._homes:
+            for key, use in uses:
+                if key in self._homes:
+                    self._homes[key].after(use)
+
+    def settle(self) -> dict[int, tf.Tensor]:
+        """Cuts whole values that were assigned to split variables since the last step: handle's number -> value."""
+        return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
+
+    def holdings(self, size: int) -> list[Holding]:
+        """What each of ``size`` ranks holds of the known variables, in the same order everywhere: see ``Held``."""
+        return self._held.of(self._entries, self._homes, size)
+
+    def holders(self, variable: tf.Variable, context: Ranks) -> tuple[int, ...]:
+        """The ranks that have the present value of a variable that programs of this run use."""
+        return tuple(sorted(self._holders(self._entries[id(variable._handle)], context)))
+
+    def own_value(self, variable: tf.Variable) -> tf.Tensor:
+        """What this rank holds of it; not collective."""
+        return self._entries[id(variable._handle)].read()
+
+    def bring_home(self, variables: Sequence[tf.Variable], context: Ranks) -> None:
+        """Present values of those that stages have on every rank, until the next step. Collective."""
+        homes = dict.fromkeys(self._homes.get(id(v._handle)) for v in variables)
+        refresh([home for home in homes if home is not None], context)
+
+    def follow(self) -> None:
+        """Gives what a script assigned since the last step to the copies too: it knows the first rank's variable only.
+
+        Between processes every rank runs the script, and there are no copies.
+        """
+        for entry in self._entries.values():
+            if not entry.copies:
+                continue
+            now = entry.read()
+            if not _is_untouched(now, entry.left):
+                for copy in present_copies(entry.copies, self._homes.get(id(entry.handle))):
+                    copy.assign(now)
+                entry.left = now
+
+    def leave(self) -> None:
+        """Remembers the values that a step left, for ``follow``."""
+        for entry in self._entries.values():
+            if entry.copies:
+                entry.left = entry.read()
+
+    def handles(
+        self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int, rank: int
+    ) -> list[Any]:
+        """Handles of the variables behind ``nodes`` for ``rank``, the process's rank number ``position``."""
+        by_node = {c.node: c for c in captured}
+        entries = [self._entries[id(by_node[n].handle)] for n in nodes]
+        return [
+            e.parts.of_rank(rank).handle if e.parts else e.handle if position == 0 else e.copies[position - 1].handle
+            for e in entries
+        ]
+
+    def check(self, context: Ranks, outside: Outside | None, what: str = "wh.check_replicas()") -> int:
+        """Compares all copies, also of what was trained, but not by a program; how many. Collective between processes.
+
+        Raises:
+          CommError: a rank's copy differs from the first rank's.
+        """
+        self.follow()
+        for entry in (whole := [e for e in self._entries.values() if e.parts is None]):
+            mine = entry.read().numpy()
+            for rank, copy in zip(context.ranks[1:], entry.copies):
+                if rank in self._holders(entry, context):
+                    _compare(entry.name, rank, mine, copy.numpy())
+        if context.between_processes:
+            return refuse_differences(self.held(context, outside), context, what)
+        return len(whole)
+
+    def held(
+        self, context: Ranks, outside: Outside | None, only: Collection[int] | None = None, trainable: bool = False
+    ) -> Said:
+        """What this rank says of the variables that it holds whole, to compare copies.
+
+        Args:
+          outside: knows of those that no program uses.
+          only: numbers (``id``) of the handles of which to speak; None: all.
+          trainable: whether to speak of trainable variables only. A rank may well reset a metric that it alone shows.
+        """
+        found: list[tuple[str, tf.Tensor | None, bool]] = []
+        for key, e in self._entries.items():
+            if e.parts is None and (only is None or key in only) and (e.variable.trainable or not trainable):
+                found.append((e.name, e.read() if context.rank in self._holders(e, context) else None, True))
+        return held([*found, *(outside.held(self._entries.keys(), only) if outside is not None else ())])
+
+    def written(self, outside: Outside) -> dict[int, str]:
+        """Handles that were written to since the last step, of variables that are whole everywhere: id -> name."""
+        known = {key: self._entries[key] for key in outside.written if key in self._entries and key not in self._homes}
+        return {key: entry.name for key, entry in known.items() if entry.parts is None}
+
+    def _holders(self, entry: _Entry, context: Ranks) -> frozenset[int]:
+        """The ranks on which its value is the present one."""
+        home = self._homes.get(id(entry.handle))
+        return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
+
+
+def _refuse_elsewhere(entry: _Entry | None, c: CapturedVariable, use: VariableUse | None) -> None:
+    """Raises PlanError for a variable that lies split over the ranks of a stage, and is used by others."""
+    if entry is not None and entry.parts is not None and entry.parts.group:
+        if use is None or use.place != entry.parts.group:
+            raise PlanError(
+                "a variable that is sharded over the ranks of a stage is used outside of it",
+                op=c.name,
+                given="zero.level",
+                expected="steps with the same stages, or programs that do not use it",
+                action="leave zero.level out, or use the variable under the same wh.stage",
+            )
+
+
+def _in_one_part(c: CapturedVariable) -> Tiles:
+    """What all ranks hold whole, as parts."""
+    return one_axis(split(0, (int(c.variable.shape[0]),)))
+
+
+def _bytes(variable: tf.Variable) -> int:
+    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
+
+
+def _is_untouched(now: tf.Tensor, left: tf.Tensor) -> bool:
+    """Whether a variable still holds the value that a step left: the same memory, or for little things equal values."""
+    if not now.shape.rank or now.dtype == tf.string:
+        return bool(np.array_equal(now.numpy(), left.numpy()))
+    # While ``left`` is alive, no other value can lie where it does.
+    addresses = [t._numpy_internal().__array_interface__["data"][0] for t in (now, left)]
+    return addresses[0] == addresses[1]
+
+
+def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None:
+    if np.array_equal(first, other, equal_nan=first.dtype.kind == "f"):
+        return
+    gap = np.max(np.abs(first.astype(np.float64) - other.astype(np.float64)))
+    raise CommError(
+        "a variable differs between ranks",
+        variable=name,
+        given=f"rank {rank} is {gap:.3g} away from rank 0",
+        expected="equal copies",
+        action="report the program; its plan is wrong",
+    )

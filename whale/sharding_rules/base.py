@@ -1,0 +1,234 @@
+"""What a rule is: for one mesh axis, which placements an op allows, and what a rank then runs.
+
+``Rule.strategies`` answers the planner's question ("given how the operands lie now, what may this op do?");
+``Rule.localize`` answers lowering's ("with this strategy, what changes on coordinate i?").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from whale.ir.layout import B, PerRank, Placement, Strategy, local_shape
+from whale.ir.program import Node
+from whale.ir.values import Dims, TensorType
+
+__all__ = [
+    "UNCHANGED",
+    "Local",
+    "OpView",
+    "Route",
+    "Rule",
+    "Strategy",
+    "Window",
+    "local_input_shape",
+    "local_output_shape",
+    "replicated",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OpView:
+    """What a rule sees of a node: global types, attributes, constant operands, and the size of the mesh axis."""
+
+    node: Node
+    inputs: tuple[TensorType, ...]
+    parts: int
+    consts: Callable[[int], np.ndarray | None]
+
+    @property
+    def outputs(self) -> tuple[TensorType, ...]:
+        """Global types of what the node gives."""
+        return self.node.outputs
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """The value of an attribute of the node; ``default`` where it has none of that name."""
+        return self.node.attrs.get(name, default)
+
+    def const(self, i: int) -> np.ndarray | None:
+        """Value of operand ``i`` if it is a constant of the program, else None."""
+        return self.consts(i)
+
+
+# Attribute of a gather, scatter or segment sum that is known to stay within blocks: what stands in one part of the
+# indices' first dimension addresses the same part of the table. Its value is how many such parts there are.
+BLOCKS = "_whale_blocks"
+# Attribute of a node that does the same to each of the rows that a table has for ids taken once, whose number only the
+# run knows: operands and results of such rows may lie with the owners of the table's rows
+# (``whale.sharding_rules.embedding``).
+OWNED = "_whale_owned"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Indices into a dimension of which a rank holds ``size`` positions from ``offset``.
+
+    The rank's node sees them counted from ``offset``. Of an index that falls elsewhere: without ``masked`` it becomes
+    -1, which the op ignores; with ``masked`` it becomes a position that exists, and its elements are zeroed, in that
+    operand (a number), or in the first output (-1), whose dimensions from ``at`` are those of the indices.
+    ``runs`` is how many runs the dimension consists of; only one can be counted from an offset.
+    With ``column``, the last dimension of the indices is a position in several dimensions, of which this one is cut;
+    then what belongs to an index that falls elsewhere is left out, with its rows in the operands ``rows``, or zeroed.
+    With ``old``, elements of that operand at the positions that exist take the place of those that fall elsewhere; the
+    positions stay within ``blocks``.
+    """
+
+    indices: int
+    offset: int
+    size: int
+    masked: int | None = None
+    at: int = 0
+    runs: int = 1
+    column: int | None = None
+    rows: int | None = None
+    old: int | None = None
+    blocks: int = 0
+
+    def local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(what the rank's node sees, whether it is inside); of indices with rows, what is not inside is to go."""
+        if self.column is not None:
+            one = replace(self, column=None, masked=0 if self.rows is None else None)
+            near, inside = one.local(indices[..., self.column])
+            seen = indices.copy()
+            seen[..., self.column] = near
+            return seen, inside
+        moved = indices - np.array(self.offset, indices.dtype)
+        inside = (moved >= 0) & (moved < self.size)
+        other = np.clip(moved, 0, self.size - 1) if self.masked is not None else np.full_like(moved, -1)
+        return np.where(inside, moved, other), inside
+
+    def zeroed(self, values: np.ndarray, inside: np.ndarray) -> np.ndarray:
+        """``values`` with zeros where the index falls elsewhere."""
+        return self._instead(values, inside, np.zeros((), values.dtype))
+
+    def masked_of(self, operands: Sequence[np.ndarray], inside: np.ndarray) -> np.ndarray:
+        """The masked operand, of those whose indices are the rank's own."""
+        values = operands[self.masked or 0]
+        if self.old is None:
+            return self.zeroed(values, inside)
+        at = tuple(np.moveaxis(operands[self.indices], -1, 0))
+        return self._instead(values, inside, operands[self.old][at])
+
+    def _instead(self, values: np.ndarray, inside: np.ndarray, others: np.ndarray) -> np.ndarray:
+        shape = (1,) * self.at + inside.shape + (1,) * (values.ndim - self.at - inside.ndim)
+        return np.where(inside.reshape(shape), values, others)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Ids go to the ranks that hold their rows (see ``whale.sharding_rules.embedding``).
+
+    Attributes:
+      starts: the first row of each rank, and the number of rows.
+      ids: the operand that has the ids.
+      table: the operand that has the rows; None: the result.
+      values: the operand that is added to rows; None: rows are read.
+      strides: of the columns of the ids, each a position in one dimension: in rows; empty: an id is a row's number.
+      dim: the dimension of the table that is cut; rows are counted with this one outermost.
+      unknown: the dimension of the table whose size only the run knows, if there is one; strides are of a larger one.
+    """
+
+    starts: tuple[int, ...]
+    ids: int
+    table: int | None = None
+    values: int | None = None
+    strides: tuple[int, ...] = ()
+    dim: int = 0
+    unknown: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """How a rank's node differs from the program's.
+
+    Attributes:
+      attrs: attributes with other values.
+      consts: operand number -> a fresh local constant (shapes, multiples, slice bounds).
+      op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
+      divide_by: the first output is divided by this afterwards (the global count of a mean).
+      plus: this is added to the first output afterwards (to a rank's shape, what the others have).
+      added: operand number -> what is added to it (a seed of the rank's own).
+      moved: operand number -> what is added to it, because it counts from the rank's first position.
+      window: indices into a dimension that is cut.
+      route: the operands' ids, or what belongs to them, go to the ranks that hold their rows.
+    """
+
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    consts: Mapping[int, np.ndarray] = field(default_factory=dict)
+    op: str | None = None
+    divide_by: float | None = None
+    plus: np.ndarray | None = None
+    added: Mapping[int, np.ndarray] = field(default_factory=dict)
+    moved: Mapping[int, np.ndarray] = field(default_factory=dict)
+    window: Window | None = None
+    route: Route | None = None
+
+
+UNCHANGED = Local()
+
+
+class Rule(Protocol):
+    """The rule of one op type.
+
+    ``produces_any``: the op can make an output in a placement that no operand has (a Fill or a Tile cut anywhere, an
+    empty list); ask for it with ``wanted``.
+    """
+
+    produces_any: bool
+
+    def strategies(
+        self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
+    ) -> list[Strategy]:
+        """Legal strategies, given where the operands lie now (``current`` supplies the sizes of splits).
+
+        ``wanted`` are placements that the outputs would best have: they propose splits as ``current`` does. The
+        replicated strategy (everything ``B``) comes last. An empty list means that the op must run on the group's
+        first rank (``Owner``).
+        """
+
+    def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
+        """What coordinate ``coordinate`` runs under ``strategy``."""
+
+    def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
+        """Bytes that the node itself moves between ranks under ``strategy``, all together."""
+
+
+def replicated(op: OpView) -> Strategy:
+    """Every coordinate computes the whole op."""
+    return Strategy((B,) * len(op.inputs), (B,) * len(op.outputs), "replicated")
+
+
+def as_whole(placement: Placement) -> Placement:
+    """A value of its own is a whole tensor to the rank that holds it."""
+    return B if type(placement) is PerRank else placement
+
+
+def with_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
+    """``option``, which takes some operands whole, for operands that each rank has as its own value.
+
+    Any op without side effects may do that: what it makes of whole operands is then each rank's own as well, what it
+    makes of rows or partial sums stays such. None: ``current`` are own values of different rows, or ``option`` wants
+    one of them in another placement.
+    """
+    own = {p for p in current if type(p) is PerRank}
+    if len(own) != 1:
+        return None
+    inputs = tuple([c if type(c) is PerRank else p for p, c in zip(option.inputs, current)])
+    if any(type(c) is PerRank and p != B for p, c in zip(option.inputs, current)):
+        return None
+    one = next(iter(own))
+    outputs = tuple([one if p == B else p for p in option.outputs])
+    return Strategy(inputs, outputs, option.why)
+
+
+def local_input_shape(op: OpView, strategy: Strategy, i: int, coordinate: int) -> Dims | None:
+    """Shape of operand ``i`` on ``coordinate``; None when the rank is unknown."""
+    return local_shape(op.inputs[i].shape, strategy.inputs[i], coordinate)
+
+
+def local_output_shape(op: OpView, strategy: Strategy, i: int, coordinate: int) -> Dims | None:
+    """Shape of output ``i`` on ``coordinate``; None when the rank is unknown."""
+    return local_shape(op.outputs[i].shape, strategy.outputs[i], coordinate)

@@ -1,0 +1,337 @@
+"""A rule line applied to one op: which labels its dimensions carry, and the strategies that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whale.errors import RuleError
+from whale.ir.layout import B, FirstRank, Partial, Placement, Split, split
+from whale.ir.values import Dims, TensorType
+from whale.sharding_rules.base import Strategy
+from whale.sharding_rules.notation import Line, Passes, Term
+
+# Types of tensors that stand for others: a list's placement is that of its elements, a variable's that of its value.
+HANDLES = ("variant", "resource")
+
+# Where a label stands in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
+# None: the tensor lacks it.
+Place = tuple[int, int, int] | None
+# A label of a dimension that can be cut, with those two products.
+Part = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What cutting one label means: its size (None: unknown), and its place in each operand and output.
+
+    ``grown`` are the outputs that become partial; ``unknown`` the operands whose dimension has no static size, which
+    may only be cut where they are cut already.
+    """
+
+    size: int | None
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    grown: frozenset[int]
+    unknown: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A line bound to an op. ``dims``: per tensor, per dimension the parts that can be cut there, outermost first."""
+
+    inputs: tuple[Term, ...]
+    outputs: tuple[Term, ...]
+    cuts: dict[str, Cut]
+    input_dims: tuple[tuple[tuple[Part, ...], ...], ...]
+    output_dims: tuple[tuple[tuple[Part, ...], ...], ...]
+
+
+def _spread(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple[Term, ...]:
+    """``terms`` with the variadic one repeated so that there are ``count``."""
+    at = next((i for i, t in enumerate(terms) if t.variadic), None)
+    if at is None:
+        if len(terms) != count:
+            raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text, given=count,
+                            expected=len(terms), action="correct the rule, or let it depend on the op")  # fmt: skip
+        return terms
+    extra = count - (len(terms) - 1)
+    if extra < 0:
+        raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text, given=count,
+                        expected=f"at least {len(terms) - 1}", action="correct the rule")  # fmt: skip
+    return terms[:at] + (terms[at],) * extra + terms[at + 1 :]
+
+
+def _fixed(term: Term) -> int:
+    return sum(not i.star for i in term.items)
+
+
+def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[dict[str, int], list[int | None]]:
+    """Lengths of named runs, and per term the length of its ``*`` (None: unknown), from the ranks of the tensors."""
+    runs: dict[str, int] = {}
+    free: list[int | None] = [None] * len(terms)
+    changed = True
+    while changed:
+        changed = False
+        for k, (term, rank) in enumerate(terms):
+            if term.kind != "dims" or rank is None:
+                continue
+            stars = [str(i.labels[0]) for i in term.items if i.star]
+            open_stars = [s for s in stars if (s == "*" and free[k] is None) or (s != "*" and s not in runs)]
+            used = _fixed(term) + sum((free[k] or 0) if s == "*" else runs.get(s, 0) for s in stars)
+            if len(open_stars) == 1:
+                length = rank - used
+                if length < 0:
+                    raise _misfit(line, k, rank, f"at least {used} dimensions")
+                if open_stars[0] == "*":
+                    free[k] = length
+                else:
+                    runs[open_stars[0]] = length
+                changed = True
+            elif not open_stars and used != rank:
+                raise _misfit(line, k, rank, f"{used} dimensions")
+    return runs, free
+
+
+def _misfit(line: Line, k: int, rank: int, expected: str) -> RuleError:
+    n = len(line.inputs)
+    return RuleError("a rule does not fit its op: rank", rule=line.text, tensor=f"term {k} ({n} operand terms)",
+                     given=f"{rank} dimensions", expected=expected, action="correct the rule")  # fmt: skip
+
+
+def _labels(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[str | int, ...]] | None:
+    """Per dimension its labels, outermost first; None when a run's length is unknown."""
+    dims: list[tuple[str | int, ...]] = []
+    for item in term.items:
+        if not item.star:
+            dims.append(item.labels)
+        elif item.labels == ("*",):
+            if free is None:
+                return None
+            dims.extend((f"*{n - free}",) for n in range(free))
+        else:
+            name = str(item.labels[0])
+            if name not in runs:
+                return None
+            dims.extend((f"{name}*{n}",) for n in range(runs[name]))
+    return dims
+
+
+def _flag_of(line: Line, label: str) -> str:
+    name = label.split("*")[0]
+    return line.flags[f"{name}*" if "*" in label else name]
+
+
+def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], hint: int | None) -> Binding:
+    """Applies ``line`` to an op with these types.
+
+    Args:
+      hint: rank of the elements of variant (list) tensors, when nothing else tells it.
+
+    Raises:
+      RuleError: number or rank of the tensors, or the size of a dimension, does not fit the line.
+    """
+    interms = _spread(line, line.inputs, len(inputs), "operands")
+    outterms = _spread(line, line.outputs, len(outputs), "outputs")
+    terms, types = interms + outterms, inputs + outputs
+    ranked = [(t, None if y.dtype in HANDLES or y.shape is None else len(y.shape)) for t, y in zip(terms, types)]
+    runs, free = _run_lengths(line, ranked)
+    if hint is not None:
+        variants = [(t, hint) if y.dtype == "variant" and _named(t) else r for t, y, r in zip(terms, types, ranked)]
+        if variants != ranked and any(x not in runs for t in terms for x in _named(t)):
+            runs, free = _run_lengths(line, variants)
+    named = [_labels(t, runs, f) if t.kind == "dims" else [] for t, f in zip(terms, free)]
+    if any(n is None for n in named):
+        blocked = True  # some tensor has an unknown rank: nothing can be cut safely
+        named = [n or [] for n in named]
+    else:
+        blocked = False
+    shapes = [None if y.dtype in HANDLES else y.shape for y in types]
+    sizes = _sizes(line, named, shapes)
+    dims = [_parts(labels or [], shape, sizes) for labels, shape in zip(named, shapes)]
+    n = len(inputs)
+    lists = frozenset(i for i, y in enumerate(inputs) if y.dtype in HANDLES)
+    cuts = {} if blocked else _cuts(line, named, dims, shapes, sizes, outterms, n, lists)
+    keep = [tuple(tuple(part for part in parts if part[0] in cuts) for parts in row) for row in dims]
+    return Binding(interms, outterms, cuts, tuple(keep[:n]), tuple(keep[n:]))
+
+
+def _named(term: Term) -> list[str]:
+    return [str(i.labels[0]) for i in term.items if i.star and i.labels != ("*",)]
+
+
+def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]:
+    """Size of each label that some dimension gives away; compound dimensions give the one that is left over."""
+    sizes: dict[str, int] = {}
+    compounds = []
+    for labels, shape in zip(named, shapes):
+        if shape is None:
+            continue
+        for at, names in enumerate(labels):
+            size = shape[at]
+            if not names or size is None:
+                continue
+            if len(names) > 1:
+                compounds.append((names, size))
+                continue
+            label = names[0]
+            known = sizes.get(label)
+            if known is None or (known == 1 and label[0] == "*"):
+                sizes[label] = size
+            elif known != size and not (size == 1 and label[0] == "*"):
+                raise RuleError("a rule does not fit its op: sizes", rule=line.text,
+                                given=f"{label} = {known} and {size}", expected="equal sizes",
+                                action="correct the rule, or let it depend on the op")  # fmt: skip
+    for names, size in compounds:
+        unknown = [x for x in names if isinstance(x, str) and x not in sizes]
+        if len(unknown) == 1:
+            rest = 1
+            for x in names:
+                rest *= x if isinstance(x, int) else sizes.get(x, 1)
+            if rest and size % rest == 0:
+                sizes[unknown[0]] = size // rest
+    return sizes
+
+
+def _parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[Part, ...]]:
+    """Per dimension its labels whose place in it is known, with the products of what is inside and outside of them."""
+    found: list[tuple[Part, ...]] = []
+    for at, names in enumerate(labels):
+        size = shape[at] if shape is not None else None
+        counts = [x if isinstance(x, int) else sizes.get(x) for x in names]
+        if len(names) == 1:
+            label = str(names[0])
+            broadcast = size == 1 and sizes.get(label, 1) != 1
+            found.append(() if isinstance(names[0], int) or broadcast else ((label, 1, 1),))
+            continue
+        parts: list[Part] = []
+        for k, label in enumerate(names):
+            inner, outer = _product(counts[k + 1 :]), _product(counts[:k])
+            if k == 0 and inner is None and size is not None and sizes.get(str(label)):
+                inner = size // sizes[str(label)]
+            if isinstance(label, str) and inner and outer:
+                parts.append((label, inner, outer))
+        found.append(tuple(parts))
+    return found
+
+
+def _product(counts: Sequence[int | None]) -> int | None:
+    """None when one of them is unknown."""
+    result = 1
+    for count in counts:
+        if count is None:
+            return None
+        result *= count
+    return result
+
+
+def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, int], outterms: tuple[Term, ...],
+          n: int, lists: frozenset[int]) -> dict[str, Cut]:  # fmt: skip
+    order = dict.fromkeys(part[0] for row in dims for parts in row for part in parts)
+    cuts: dict[str, Cut] = {}
+    for label in order:
+        flag = _flag_of(line, label)
+        if flag == "^":
+            continue
+        places: list[Place] = [
+            next(((at, *part[1:]) for at, parts in enumerate(row) for part in parts if part[0] == label), None)
+            for row in dims
+        ]
+        lost = [j for j, row in enumerate(named) if any(label in names for names in row) and not places[j]
+                and not (label[0] == "*" and j < n)]  # fmt: skip
+        if lost:
+            continue  # a compound dimension of unknown inner size carries it
+        grown = frozenset(j for j, term in enumerate(outterms) if places[n + j] is None and not term.same)
+        if grown and flag != "+":
+            continue  # a dimension of a run that this output lacks
+        unknown = frozenset(
+            i
+            for i, (place, shape) in enumerate(zip(places[:n], shapes))
+            if place is not None and i not in lists and (shape is None or shape[place[0]] is None)
+        )
+        cuts[label] = Cut(sizes.get(label), tuple(places[:n]), tuple(places[n:]), grown, unknown)
+    return cuts
+
+
+def _units(
+    pl: Split, row: tuple[tuple[Part, ...], ...], cuts: dict[str, Cut]
+) -> tuple[str, tuple[int, ...], int] | None:
+    """The label that ``pl`` cuts, its sizes per coordinate, and its runs; None when the cut falls into no label."""
+    for label, inner, outer in row[pl.dim] if pl.dim < len(row) else ():
+        if pl.blocks % outer or (inner != 1 and any(s % inner for s in pl.sizes)):
+            continue
+        units = pl.sizes if inner == 1 else tuple(s // inner for s in pl.sizes)
+        blocks = pl.blocks // outer
+        size = cuts[label].size
+        if (size is None and blocks == 1) or size == pl.run // inner * blocks:
+            return label, units, blocks
+    return None
+
+
+def cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Sequence[Placement | None], reduce: str,
+                   why: str) -> list[Strategy]:  # fmt: skip
+    """One strategy per distinct (label, sizes) that an operand, or a wanted output, is cut by."""
+    seeds: dict[tuple[str, tuple[int, ...], int], None] = {}
+    for rows, placements in ((binding.input_dims, current), (binding.output_dims, wanted)):
+        for row, pl in zip(rows, placements):
+            if isinstance(pl, Split):
+                seed = _units(pl, row, binding.cuts)
+                if seed is not None:
+                    seeds[seed] = None
+    found: list[Strategy] = []
+    for label, units, blocks in seeds:
+        cut = binding.cuts[label]
+        if 0 in units and any(t.same and t.kind == "dims" for t in binding.outputs):
+            continue  # an empty share would have to run the kernel for the output that is whole
+        placed = [_place(p, units, blocks) for p in cut.inputs]
+        if any(not isinstance(current[i], Split) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
+            continue
+        for i, term in enumerate(binding.inputs):
+            if placed[i] is B:
+                placed[i] = _rest(term, current[i])
+        outs = tuple(Partial(reduce) if j in cut.grown else _place(p, units, blocks) for j, p in enumerate(cut.outputs))
+        found.append(Strategy(tuple(placed), outs, f"{why}: {label} split"))
+    return found
+
+
+def _place(place: Place, units: tuple[int, ...], blocks: int) -> Placement:
+    if place is None:
+        return B
+    dim, inner, outer = place
+    return split(dim, units if inner == 1 else tuple(u * inner for u in units), blocks * outer)
+
+
+def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],
+                       wanted: Sequence[Placement | None], why: str) -> list[Strategy]:  # fmt: skip
+    """Strategies in which the operands that ``passes`` names are partial, where one of them, or a wanted output, is."""
+    found: list[Strategy] = []
+    n = len(binding.inputs)
+    for one in passes:
+        operands = range(n) if one.operands is None else one.operands
+        partial = Partial(one.op)
+        if not any(i < n and current[i] == partial for i in operands) and not any(w == partial for w in wanted):
+            continue
+        if any(i >= n for i in operands):
+            continue
+        inputs = tuple(partial if i in operands else _rest(t, current[i]) for i, t in enumerate(binding.inputs))
+        some = one.outputs
+        outputs = tuple(
+            partial if (j in some if some is not None else not t.same) else B for j, t in enumerate(binding.outputs)
+        )
+        found.append(Strategy(inputs, outputs, f"{why}: P({one.op}) passes"))
+    return found
+
+
+def _rest(term: Term, current: Placement) -> Placement:
+    if isinstance(current, FirstRank):
+        return B
+    return current if term.kind == "any" or (term.unread and isinstance(current, Partial)) else B
+
+
+def whole_strategy(binding: Binding, current: Sequence[Placement], why: str) -> Strategy | None:
+    """Everything whole, but for what may lie in any way; None when that is plain replication."""
+    inputs = tuple(_rest(t, pl) for t, pl in zip(binding.inputs, current))
+    if all(pl is B for pl in inputs):
+        return None
+    follow = [inputs[j] if t.kind == "any" else B for j, t in enumerate(binding.outputs)]
+    return Strategy(inputs, tuple(follow), f"{why}: lies in any way")

@@ -1,0 +1,231 @@
+"""Rows of a table that lies split by rows, exchanged: ids go to who has their rows, and rows come back.
+
+Both the table and the ids are cut. Each rank asks every other one for the ids that it needs of its part, each id once,
+and how many these are only the run knows: sizes are exchanged first (``WhaleRouteIds``). Rows come back by an
+all-to-all of as many (``WhaleReturnRows``), and what is added to rows goes the same way (``WhaleSendRows``). The other
+way to read a table that is cut by rows, zeros for rows of others, moves as many rows to every rank as all have ids.
+
+The table may be a variable, a tensor (what experts made of tokens), or the result (slots into which tokens are put).
+Of the dimensions that ids with columns address, one that is not cut may have a size that only the run knows (as many
+slots as the fullest expert has tokens): rows are numbered as if it were very large, and counted where they are.
+
+``WhaleSumsById`` makes of ids and rows each id once, and the sums of its rows: what an optimizer does with them
+happens where the table's rows are. How many each rank has only the run knows; such tensors lie as the table does, which
+says who has the row of which id, and their ids count from the owner's first row. Only nodes with ``OWNED`` read them.
+
+Where one rank has the table, and all its ids, nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whale.ir.layout import B, Placement, Split, Strategy, split
+from whale.ir.program import Node
+from whale.ir.values import TensorType, item_bytes, static_shape
+from whale.sharding_rules.base import BLOCKS, OWNED, OpView, Route
+
+# Each id once, and the sums of the rows that belong to it; no rank's kernel is it (``whale.partition.embedding``).
+SUMS_BY_ID = "WhaleSumsById"
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_MOST_ROWS = {"int32": 1 << 31, "int64": 1 << 63}
+_SOME_ROWS = (1 << 31) - 1  # numbers of rows of a table of which one size only the run knows are below
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which tensors of an op are a table, ids of its rows, and what belongs to the ids: numbers of operands.
+
+    Attributes:
+      table: None: the result.
+      values: what is added to rows; None: the result, rows that are read.
+      columns: the last dimension of the ids is a position in several dimensions of the table.
+      once: the results are each id once, and what belongs to it, added up: they lie as the table whose rows they mean.
+    """
+
+    ids: int
+    table: int | None = None
+    values: int | None = None
+    columns: bool = False
+    once: bool = False
+
+    def table_of(self, op: OpView) -> TensorType:
+        """The table, whole."""
+        return op.outputs[0] if self.table is None else op.inputs[self.table]
+
+    def values_of(self, op: OpView) -> TensorType:
+        """What belongs to the ids."""
+        return op.outputs[0] if self.values is None else op.inputs[self.values]
+
+    def lie(self, strategy: Strategy) -> tuple[Placement, Placement]:
+        """How table and ids lie."""
+        table = strategy.outputs[0] if self.table is None else strategy.inputs[self.table]
+        return table, strategy.inputs[self.ids]
+
+
+def exchanged(
+    op: OpView, rows: Rows, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
+) -> list[Strategy]:
+    """The ways to read, or add to, a table cut by rows, whose ids are cut as ``current`` or ``wanted`` say."""
+    result = wanted[0] if wanted else None
+    table = result if rows.table is None else current[rows.table]
+    if not isinstance(table, Split) or not _addresses_part(op, rows, table) or not _can(op, rows):
+        return []
+    lead = _lead(op, rows)
+    found: dict[Strategy, None] = {}
+    for cut in (current[rows.ids], result if rows.values is None else current[rows.values]):
+        if not isinstance(cut, Split) or cut.dim >= len(lead) or cut.halo != (0, 0) or lead[cut.dim] != cut.extent:
+            continue
+        lies = split(cut.dim, cut.sizes, cut.blocks)
+        inputs: list[Placement] = [B] * len(op.inputs)
+        inputs[rows.ids] = lies
+        if rows.table is not None:
+            inputs[rows.table] = table
+        if rows.values is not None:
+            inputs[rows.values] = lies
+        outputs = (table if rows.table is None else lies,) * len(op.outputs)
+        found[Strategy(tuple(inputs), outputs, f"rule {op.node.op}: rows exchanged")] = None
+    return list(found)
+
+
+def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
+    """Whether a strategy of a lookup, or of an addition to rows, is one of ``exchanged``."""
+    table, ids = rows.lie(strategy)
+    if not isinstance(ids, Split) or not isinstance(table, Split) or stays(rows, strategy):
+        return False
+    return _addresses_part(op, rows, table) and _can(op, rows)
+
+
+def stays(rows: Rows, strategy: Strategy) -> bool:
+    """Whether one rank has a table whole, and all its ids: it runs the op as it is, and others have nothing to do."""
+    table, ids = rows.lie(strategy)
+    if not isinstance(ids, Split) or not isinstance(table, Split) or rows.columns or len(table.sizes) < 2:
+        return False
+    return len(table.holders) == 1 and table.holders == ids.holders
+
+
+def owned(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()) -> list[Strategy]:
+    """The ways to do something with rows of ids taken once where the table has them."""
+    if not op.attr(OWNED, 0):
+        return []
+    at = [_has_owned_rows(t) for t in (*op.inputs, *op.outputs)]
+    tables = {
+        lies: None
+        for has, lies in zip(at, (*current, *(wanted or (None,) * len(op.outputs))))
+        if has and isinstance(lies, Split) and lies.dim == 0 and lies.blocks == 1 and lies.halo == (0, 0)
+    }
+    found = []
+    for table in tables:
+        lie = [table if has else B for has in at]
+        inputs, outputs = tuple(lie[: len(op.inputs)]), tuple(lie[len(op.inputs) :])
+        found.append(Strategy(inputs, outputs, f"rule {op.node.op}: rows of ids, where the table has them"))
+    return found
+
+
+def is_owned(op: OpView, strategy: Strategy) -> bool:
+    """Whether a strategy is one of ``owned``."""
+    ways = owned(op, strategy.inputs, strategy.outputs)
+    return any((way.inputs, way.outputs) == (strategy.inputs, strategy.outputs) for way in ways)
+
+
+def lies_with_owners(node: Node, index: int, placement: Placement) -> bool:
+    """Whether a result of a node lies where a table has the rows that it is of; then it lies nowhere else."""
+    if not isinstance(placement, Split) or placement.dim != 0:
+        return False
+    return (OWNED in node.attrs or node.op == SUMS_BY_ID) and _has_owned_rows(node.outputs[index])
+
+
+def _has_owned_rows(t: TensorType) -> bool:
+    """Whether a tensor beside rows of ids has such rows, or is the variable that they are of."""
+    return t.dtype == "resource" or (t.shape is not None and t.shape[:1] == (None,))
+
+
+def route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
+    """How the ids find their owners."""
+    table, _ = rows.lie(strategy)
+    assert isinstance(table, Split), strategy
+    if not rows.columns:
+        return Route((*table.starts, table.run), rows.ids, rows.table, rows.values)
+    sizes, each = _addressed(op, rows), _rows_of_each(op, rows, table)
+    order = [table.dim, *(n for n in range(len(sizes)) if n != table.dim)]
+    strides = tuple(math.prod(sizes[m] for m in order[order.index(n) + 1 :]) for n in range(len(sizes)))
+    starts = tuple(first * each for first in (*table.starts, table.run))
+    shape = rows.table_of(op).shape or ()
+    unknown = shape.index(None) if None in shape else None
+    return Route(starts, rows.ids, rows.table, rows.values, strides, table.dim, unknown)
+
+
+def exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
+    """Bytes that all ranks together are expected to move, with ids drawn evenly: each rank asks once for an id.
+
+    Ids travel where rows are read; what is added to rows goes where they went.
+    """
+    if not is_exchanged(op, rows, strategy):
+        return 0
+    (table, cut), ids = rows.lie(strategy), op.inputs[rows.ids]
+    assert isinstance(table, Split) and isinstance(cut, Split), strategy
+    each, depth = _rows_of_each(op, rows, table), _depth(op, rows)
+    many = ids.elements // depth
+    width = rows.values_of(op).bytes // many
+    count_of_rows, moved = table.run * each, 0.0
+    for coordinate, own in enumerate(table.sizes):
+        count = many * cut.local(coordinate) // max(1, cut.extent)
+        once = -count_of_rows * math.expm1(-count / count_of_rows) if count_of_rows else 0.0
+        moved += once * (table.run - own) / table.run if table.run else 0.0
+    return round(moved * (width + (item_bytes(ids.dtype) if rows.values is None else 0)))
+
+
+def _addresses_part(op: OpView, rows: Rows, table: Split) -> bool:
+    """Whether the table is cut along a dimension that ids address."""
+    if table.blocks > 1 or len(table.sizes) < 2 or table.dim >= _depth(op, rows):
+        return False
+    return rows.once or (rows.table_of(op).shape or ())[table.dim : table.dim + 1] != (None,)
+
+
+def _can(op: OpView, rows: Rows) -> bool:
+    """Whether sizes are known, numbers can be sent, and indices are those of rows, which lie anywhere."""
+    ids, values = op.inputs[rows.ids], rows.values_of(op)
+    if not ids.is_static or not ids.elements or not values.is_static or values.dtype not in _FLOATS:
+        return False
+    if ids.dtype not in _MOST_ROWS or op.attr("batch_dims", 0) or int(op.attr(BLOCKS, 0)) >= op.parts > 1:
+        return False
+    if not rows.once and rows.table is not None and not all(t.is_static for t in op.outputs):
+        return False
+    if op.node.op == "GatherV2":
+        axis = op.const(2)
+        if axis is None or int(axis) != 0 or not op.inputs[0].is_static:
+            return False
+    if rows.columns:
+        shape, depth = rows.table_of(op).shape, _depth(op, rows)
+        if shape is None or not 0 < depth <= len(shape) or shape[:depth].count(None) > 1 or None in shape[depth:]:
+            return False
+        if math.prod(_addressed(op, rows)) >= _MOST_ROWS[ids.dtype]:
+            return False
+    # One value for all rows is none that belongs to them.
+    return static_shape(values)[: len(_lead(op, rows))] == _lead(op, rows)
+
+
+def _lead(op: OpView, rows: Rows) -> tuple[int, ...]:
+    """The dimensions of the ids of which each element is one id."""
+    shape = static_shape(op.inputs[rows.ids])
+    return shape[:-1] if rows.columns else shape
+
+
+def _depth(op: OpView, rows: Rows) -> int:
+    """How many dimensions of the table an id addresses."""
+    return (op.inputs[rows.ids].shape or (0,))[-1] or 0 if rows.columns else 1
+
+
+def _addressed(op: OpView, rows: Rows) -> tuple[int, ...]:
+    """The sizes of the dimensions that an id with columns addresses; one that only the run knows is taken to be as
+    large as the numbers of rows allow."""
+    shape = (rows.table_of(op).shape or ())[: _depth(op, rows)]
+    most = _SOME_ROWS // max(1, math.prod(n for n in shape if n is not None))
+    return tuple(most if n is None else n for n in shape)
+
+
+def _rows_of_each(op: OpView, rows: Rows, table: Split) -> int:
+    """How many rows there are for each index of the dimension that is cut."""
+    return math.prod(n for i, n in enumerate(_addressed(op, rows)) if i != table.dim) if rows.columns else 1

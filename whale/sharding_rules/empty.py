@@ -1,0 +1,69 @@
+"""Outputs that a rank knows without running the op: those of a share with no rows, and shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from whale.ir.layout import Partial, PerRank, Placement, Split, identity_value, local_shape
+from whale.ir.ops import FOLDS, MATMULS, VIEWS
+from whale.ir.values import UNMOVABLE, TensorType, numpy_dtype
+from whale.sharding_rules.base import OpView, Strategy, local_output_shape
+from whale.sharding_rules.registry import rule_of
+
+_TAKES_NOTHING = MATMULS | VIEWS | FOLDS | {"BiasAdd", "Einsum"}
+
+
+def known_outputs(
+    op: OpView, strategy: Strategy, coordinate: int, in_time: bool = False
+) -> tuple[np.ndarray | None, ...]:
+    """Per output the constant that it is on ``coordinate``; None where the kernel must run.
+
+    Kernels differ on zero rows (ArgMax fails, Mean gives NaN), so a coordinate whose share of the cut dimension is 0
+    gets constants instead: empty tensors for cut outputs, the identity of the reduction for partial ones.
+
+    Args:
+      in_time: micro-batches are to follow. Where a rank has rows and no columns of them, its sums with others belong to
+        each micro-batch, which of constants nothing would say; so kernels run that make nothing of nothing.
+    """
+    rule = rule_of(op.node.op)
+    if rule is not None and rule.exchanges_rows(op, strategy):
+        return (None,) * len(op.outputs)  # who has no rows, or asks for none, takes part all the same
+    if rule is not None and rule.known is not None:
+        return rule.known(op, strategy, coordinate)
+    if not any(isinstance(p, Split) and p.sizes[coordinate] == 0 for p in strategy.inputs + strategy.outputs):
+        return (None,) * len(op.outputs)
+    if in_time and _takes_nothing(op) and _has_rows(op, strategy, coordinate):
+        return (None,) * len(op.outputs)
+    return tuple(
+        _of_nothing(t, p, local_output_shape(op, strategy, i, coordinate))
+        for i, (t, p) in enumerate(zip(op.outputs, strategy.outputs))
+    )
+
+
+def _takes_nothing(op: OpView) -> bool:
+    """Whether the kernel is right for tensors without elements: sums are 0, and what is of element by element empty."""
+    rule = rule_of(op.node.op)
+    spec = rule.spec if rule is not None else None
+    return op.node.op in _TAKES_NOTHING or (isinstance(spec, str) and set(spec) <= set("*., ->"))
+
+
+def _has_rows(op: OpView, strategy: Strategy, coordinate: int) -> bool:
+    """Whether what it reads first, and what it makes, has something along the first dimension."""
+    sides = ((op.inputs[:1], strategy.inputs), (op.outputs, strategy.outputs))
+    shapes = [local_shape(t.shape, p, coordinate) for types, lie in sides for t, p in zip(types, lie)]
+    return all(shape and shape[0] for shape in shapes)
+
+
+def _of_nothing(kind: TensorType, placement: Placement, shape: tuple[int | None, ...] | None) -> np.ndarray | None:
+    if isinstance(placement, PerRank):  # weighs nothing, but must not be NaN
+        return np.zeros(() if shape is None else [s or 0 for s in shape], numpy_dtype(kind.dtype))
+    if kind.dtype in UNMOVABLE or shape is None:
+        return None
+    sizes = [s for s in shape if s is not None]
+    if len(sizes) < len(shape):
+        return None
+    if isinstance(placement, Split):
+        return np.zeros(sizes, numpy_dtype(kind.dtype))
+    if isinstance(placement, Partial):
+        return np.full(sizes, identity_value(placement.op, kind.dtype), numpy_dtype(kind.dtype))
+    return None

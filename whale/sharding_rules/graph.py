@@ -1,0 +1,95 @@
+"""Nodes of a program as their rules see them, and which ops carry other graphs inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whale.ir.layout import Placement
+from whale.ir.ops import BRANCHES, HAS_BODIES, IDENTITIES, LOOPS
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Func
+from whale.sharding_rules.base import OpView
+from whale.sharding_rules.registry import rule_of
+
+# Attribute of an Identity in front of a use of a weight that lies split only to be kept so: it is gathered there.
+USE = "_whale_use"
+
+_LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
+
+
+def handles_lists(node: Node) -> bool:
+    """Whether the node passes lists on, zeroes them or adds them; elements stay where they are."""
+    return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
+
+
+def holds_variable(program: Program, node: Node) -> bool:
+    """Whether the node takes a variable's handle: one of the program's, or in a body any resource passed in."""
+    handles = program.variable_of
+    return any(
+        r.node in handles or (not handles and r.node in program.inputs)
+        for r in node.inputs
+        if program.type_of(r).dtype == "resource"
+    )
+
+
+def view(program: Program, node: Node, parts: int) -> OpView:
+    """``node`` as its rule sees it."""
+    by_name = program.by_name
+    types = tuple(by_name[r.node].outputs[r.index] for r in node.inputs)
+    return OpView(node, types, parts, lambda i: program.const(node.inputs[i]))
+
+
+def takes(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
+    """Whether the node can take its operand as ``current`` has it; loops, branches and ops without a rule cannot."""
+    rule = rule_of(node.op)
+    if rule is None or node.op in HAS_BODIES:
+        return False
+    options = rule.strategies(view(program, node, parts), current)
+    return any(option.inputs[operand] == current[operand] for option in options)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An op that takes variables, in the program or in what a branch of it runs.
+
+    Attributes:
+      graph: that the op is in.
+      node: the op.
+      handles: of each operand, the handle node of the variable that it is; "": none.
+    """
+
+    graph: Program
+    node: Node
+    handles: tuple[str, ...]
+
+
+def uses_of_variables(program: Program) -> Iterator[Use]:
+    """Every op that takes variables; in place of a branch that is handed some, the ops that take them there."""
+    waiting = [(program, {Ref(name): name for name in program.variable_of})]
+    while waiting:
+        graph, known = waiting.pop()
+        for node in graph.nodes:
+            handles = tuple(known.get(ref, "") for ref in node.inputs)
+            if not any(handles):
+                continue
+            if node.op not in BRANCHES:
+                yield Use(graph, node, handles)
+                continue
+            for func in called_functions(node):
+                body = program.functions[func.name]
+                waiting.append((body, {Ref(name): handle for name, handle in zip(body.inputs, handles[1:]) if handle}))
+
+
+def recreatable(program: Program, ref: Ref) -> bool:
+    """Whether the tensor can be made anew in any placement (an empty TensorList: it holds nothing yet)."""
+    node = program.by_name[ref.node]
+    return bool(getattr(rule_of(node.op), "produces_any", False))
+
+
+def called_functions(node: Node) -> tuple[Func, ...]:
+    """The functions that a loop or branch node runs; of a branch node, in the order of its alternatives."""
+    if "branches" in node.attrs:
+        return tuple(node.attrs["branches"])
+    keys = ("cond", "body") if node.op in LOOPS else ("then_branch", "else_branch")
+    return tuple(node.attrs[k] for k in keys)

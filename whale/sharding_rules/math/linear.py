@@ -1,0 +1,71 @@
+"""Ops that are linear in some operands, so that partial sums pass through them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.values import FLOATING, Shape
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
+from whale.sharding_rules.registry import rule
+
+ROUNDS = "_rounds"  # attribute of a Cast to fewer bits for the way to other ranks
+
+
+def _cast_is_linear(op: OpView) -> str | None:
+    """P(sum) passes a Cast between floating types: integers truncate; what is rounded to be sent is summed first."""
+    if op.attr(ROUNDS, False):
+        return None
+    return "0" if op.inputs[0].dtype in FLOATING and op.outputs[0].dtype in FLOATING else None
+
+
+def _cast_is_monotone(op: OpView) -> str | None:
+    """P(max) passes a Cast that keeps order: to floating types, and from bool."""
+    return "0" if op.outputs[0].dtype in FLOATING or op.inputs[0].dtype == "bool" else None
+
+
+def _div_is_linear(op: OpView) -> str | None:
+    """Division is linear in its numerator, but not where it rounds."""
+    return "0" if op.outputs[0].dtype in FLOATING else None
+
+
+def _add(op: OpView) -> str | None:
+    """Addition: all operands partial; strings concatenate."""
+    return None if op.outputs[0].dtype == "string" else "0&1"
+
+
+def _nothing_known(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+    """Each output has its own layout: one that is empty says nothing about the others."""
+    return (None,) * len(op.outputs)
+
+
+def _asserted_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """The shape that is asserted is an attribute, and global."""
+    placement, shape = strategy.outputs[0], op.attr("shape")
+    if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
+        return UNCHANGED
+    dims = list(shape.dims)
+    if dims[placement.dim] is not None:
+        dims[placement.dim] = placement.local(coordinate)
+    return Local(attrs={"shape": Shape(tuple(dims))})
+
+
+RULES = (
+    rule(
+        "Identity StopGradient PreventGradient Snapshot RefIdentity DeepCopy Copy CopyHost DebugGradientIdentity "
+        "WhaleHold DebugIdentity DebugIdentityV2 GuaranteeConst",
+        "* -> *",
+        copy="0",
+    ),
+    rule("EnsureShape PlaceholderWithDefault", "* -> *", copy="0", local=_asserted_shape),
+    rule("IdentityN", "{?} -> {?}", known=_nothing_known),
+    rule("CheckNumerics CheckNumericsV2", "* -> *", lin="0", mono="0"),
+    rule("Neg Conj Real Imag", "* -> *", lin="0"),
+    rule("AddV2 Add", "*, * -> *", lin=_add, mono="0|1"),
+    rule("Sub", "*, * -> *", lin="0&1", mono="0"),
+    rule("AddN AccumulateNV2", "{*} -> *", lin="all"),
+    rule("Mul MulNoNan", "*, * -> *", lin="0|1"),
+    rule("RealDiv Div DivNoNan", "*, * -> *", lin=_div_is_linear),
+    rule("Complex", "*, * -> *", lin="0&1"),
+    rule("Cast", "* -> *", lin=_cast_is_linear, mono=_cast_is_monotone),
+)

@@ -1,0 +1,97 @@
+"""Reductions: over a cut dimension each rank reduces its share, and the result is partial."""
+
+from __future__ import annotations
+
+from whale.ir.layout import Partial, Split
+from whale.ir.values import FLOATING
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
+from whale.sharding_rules.dims import constant, freeze, names, term
+from whale.sharding_rules.notation import REPLICATED
+from whale.sharding_rules.registry import rule
+
+
+def _reduced(op: OpView) -> set[int] | None:
+    """The dimensions that are reduced; None if that cannot be known."""
+    shape, axes = op.inputs[0].shape, constant(op, 1)
+    if shape is None:
+        return None
+    if axes is not None:
+        return {a % len(shape) for a in axes} if shape else set()
+    if op.attr("keep_dims", False):
+        # Sizes tell: a dimension that is 1 after but not before was reduced; 1 before is reduced or not alike.
+        after = op.outputs[0].shape
+        if after is None or None in shape or None in after:
+            return None
+        return {i for i, (a, b) in enumerate(zip(shape, after)) if a != b}
+    after = op.outputs[0].shape
+    return set(range(len(shape))) if after == () else None
+
+
+def _line(op: OpView, flag: str) -> str:
+    reduced = _reduced(op)
+    if reduced is None:
+        return REPLICATED
+    labels = names("a", len(op.inputs[0].shape or ()))
+    operand = [x + flag if i in reduced else x for i, x in enumerate(labels)]
+    keep = op.attr("keep_dims", False)
+    result = ["1" if i in reduced else x for i, x in enumerate(labels) if keep or i not in reduced]
+    return f"{term(operand)}, . -> {term(result)}"
+
+
+def reduction(op: OpView) -> str:
+    """the reduced axes (constant, or told by the shapes) and keep_dims"""
+    return _line(op, "+")
+
+
+def mean(op: OpView) -> str:
+    """the reduced axes, keep_dims, and whether the count is static and the type floating"""
+    reduced, shape = _reduced(op), op.inputs[0].shape
+    known = reduced is not None and shape is not None and all(shape[i] is not None for i in reduced)
+    return _line(op, "+" if known and op.outputs[0].dtype in FLOATING else "^")
+
+
+def _mean_is_linear(op: OpView) -> str | None:
+    """Integer means round."""
+    return "0" if op.outputs[0].dtype in FLOATING else None
+
+
+def frozen_reduction(op: OpView) -> str:
+    """the reduced axes, which cannot be cut"""
+    return _line(op, "^")
+
+
+def _mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """A mean over a cut dimension is a sum divided by the global count (an empty share has no mean)."""
+    if not (isinstance(strategy.outputs[0], Partial) and isinstance(strategy.inputs[0], Split)):
+        return UNCHANGED
+    count = 1
+    for i in _reduced(op) or ():
+        count *= op.inputs[0].shape[i]  # type: ignore[index,operator]
+    return Local(op="Sum", divide_by=float(count))
+
+
+def _of_nothing(op: OpView) -> str | None:
+    """Without axes every element is its own maximum, minimum or product."""
+    return "0" if _reduced(op) == set() else None
+
+
+def arg_reduction(op: OpView) -> str:
+    """the reduced axis, which cannot be cut"""
+    shape, axes = op.inputs[0].shape, constant(op, 1)
+    if shape is None or axes is None:
+        return REPLICATED
+    labels = names("a", len(shape))
+    at = axes[0] % len(shape)
+    return f"{term(freeze(labels, [at]))}, . -> {term(x for i, x in enumerate(labels) if i != at)}"
+
+
+RULES = (
+    rule("Sum", reduction, lin="0"),
+    rule("Mean", mean, lin=_mean_is_linear, local=_mean_as_sum),
+    rule("Max Any", reduction, lin=_of_nothing, mono="max:0", reduce="max"),
+    rule("Min All", reduction, lin=_of_nothing, mono="min:0", reduce="min"),
+    rule("Prod", reduction, lin=_of_nothing, reduce="prod"),
+    rule("EuclideanNorm", frozen_reduction),
+    rule("ArgMax ArgMin", arg_reduction),
+    rule("L2Loss", "p*+ -> ."),
+)

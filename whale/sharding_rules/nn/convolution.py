@@ -1,0 +1,200 @@
+"""Convolutions and their gradients: cut by batch, by channels, and by rows and columns (`halo.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from whale.ir.values import TensorType
+from whale.sharding_rules.base import OpView
+from whale.sharding_rules.dims import names, windows
+from whale.sharding_rules.nn import halo
+from whale.sharding_rules.registry import rule
+
+
+def image(op: OpView, spatial: str | Sequence[str], channels: str, batch: str = "b", default: str = "NHWC") -> str:
+    """A term of an image-like tensor: batch, spatial dimensions, channels, in the op's data format.
+
+    Args:
+      spatial: the items of the spatial dimensions, or a prefix for the names of frozen ones.
+    """
+    layout = str(op.attr("data_format", default))
+    count = len(layout) - 2
+    places = [f"{spatial}{i}^" for i in range(count)] if isinstance(spatial, str) else list(spatial)
+    if layout.startswith("NC"):
+        return " ".join([batch, channels, *places])
+    return " ".join([batch, *places, channels])
+
+
+def _channel_dim(op: OpView, rank: int) -> int:
+    return 1 if str(op.attr("data_format", "NHWC")).startswith("NC") else rank - 1
+
+
+def _grouped(op: OpView, image_operand: int | None, filter_depth: int | None) -> bool:
+    """Whether the filter sees only a group of the input's channels (or that cannot be known)."""
+    kind = op.outputs[0] if image_operand is None else op.inputs[image_operand]
+    if kind.shape is None or filter_depth is None:
+        return True
+    return kind.shape[_channel_dim(op, len(kind.shape))] != filter_depth
+
+
+def _groups(filter_shape: tuple[int | None, ...] | None, channels: int | None) -> tuple[str, str]:
+    """Channel dimensions, in and out, of a grouped convolution: whole groups can be cut, if the sizes are known."""
+    depth, out = (None, None) if filter_shape is None else filter_shape[-2:]
+    if channels is None or not depth or out is None or channels % depth or out % (channels // depth):
+        return "c^", "o^"
+    return f"(g {depth})", f"(g {out // (channels // depth)})"
+
+
+def _channels(op: OpView, kind: TensorType) -> int | None:
+    return None if kind.shape is None else kind.shape[_channel_dim(op, len(kind.shape))]
+
+
+def _depth(shape: tuple[int | None, ...] | None) -> int | None:
+    return None if shape is None or len(shape) < 2 else shape[-2]
+
+
+def _kernel(count: int, tail: str) -> str:
+    return " ".join([f"{k}^" for k in names("k", count)] + [tail])
+
+
+def _spatial(
+    op: OpView, image: TensorType, kernel: TensorType, count: int, flag: str = ""
+) -> tuple[list[str], list[str]]:
+    """The spatial dimensions before and after the convolution, cut together where the step divides them.
+
+    Args:
+      flag: "+" where the result sums over them.
+    """
+    first = 2 if str(op.attr("data_format", "NHWC")).startswith("NC") else 1
+    before, after = [f"x{i}^" for i in range(count)], [f"y{i}^" for i in range(count)]
+    if image.shape is None or kernel.shape is None or op.attr("padding") not in ("SAME", "VALID"):
+        return before, after
+    steps = list(op.attr("strides", ()))[first : first + count]
+    apart = list(op.attr("dilations", ()))[first : first + count] or [1] * count
+    if None in kernel.shape[:count] or len(steps) != count:
+        return before, after
+    reach = [(size - 1) * gap + 1 for size, gap in zip(kernel.shape, apart)]  # type: ignore[operator]
+    if count == 2 and op.attr("padding") == "SAME":
+        reach = [min(size, step) for size, step in zip(reach, steps)]  # what is missing comes from neighbours
+    for i, found in enumerate(windows(image.shape[first : first + count], reach, steps)):
+        if found is not None:
+            before[i], after[i] = found.replace(f"s{i}", f"s{i}{flag}"), f"s{i}{flag}"
+    return before, after
+
+
+def forward(count: int) -> Callable[[OpView], str]:
+    """A convolution over ``count`` spatial dimensions."""
+    default = "NDHWC" if count == 3 else "NHWC"
+
+    def convolution(op: OpView) -> str:
+        """data_format and groups"""
+        if _grouped(op, 0, _depth(op.inputs[1].shape)):
+            c, o = _groups(op.inputs[1].shape, _channels(op, op.inputs[0]))
+            before, kernel, after = c, f"i^ {o}", o
+        else:
+            before, kernel, after = "i+", "i+ o", "o"
+        rows = _spatial(op, op.inputs[0], op.inputs[1], count)
+        x, y = image(op, rows[0], before, default=default), image(op, rows[1], after, default=default)
+        return f"{x}, {_kernel(count, kernel)} -> {y}"
+
+    return convolution
+
+
+def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
+    """The gradient for the input; ``like``: operand 0 is the input itself, of which only the shape matters."""
+    default = "NDHWC" if count == 3 else "NHWC"
+
+    def convolution_input_gradient(op: OpView) -> str:
+        """data_format and groups"""
+        grouped = _grouped(op, None, _depth(op.inputs[1].shape))
+        i, o = _groups(op.inputs[1].shape, _channels(op, op.outputs[0])) if grouped else ("i", "o+")
+        rows = _spatial(op, op.outputs[0], op.inputs[1], count)
+        result = image(op, rows[0], i, default=default)
+        first = f"~{result}" if like else "[out0]"
+        kernel = _kernel(count, f"i^ {o}" if grouped else "i o+")
+        return f"{first}, {kernel}, {image(op, rows[1], o, default=default)} -> {result}"
+
+    return convolution_input_gradient
+
+
+def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
+    """The gradient for the filter; ``like``: operand 1 is the filter itself, of which only the shape matters."""
+    default = "NDHWC" if count == 3 else "NHWC"
+
+    def convolution_filter_gradient(op: OpView) -> str:
+        """data_format and groups"""
+        grouped = _grouped(op, 0, _depth(op.outputs[0].shape))
+        i, o = _groups(op.outputs[0].shape, _channels(op, op.inputs[0])) if grouped else ("i", "o")
+        result = _kernel(count, f"i^ {o}" if grouped else "i o")
+        first = f"~{result}" if like else "[out0]"
+        rows = _spatial(op, op.inputs[0], op.outputs[0], count, "+")
+        operand = image(op, rows[0], i, "b+", default)
+        return f"{operand}, {first}, {image(op, rows[1], o, 'b+', default)} -> {result}"
+
+    return convolution_filter_gradient
+
+
+def depthwise(op: OpView) -> str:
+    """data_format"""
+    before, after = _spatial(op, op.inputs[0], op.inputs[1], 2)
+    return f"{image(op, before, 'c')}, k0^ k1^ c m^ -> {image(op, after, '(c m^)')}"
+
+
+def depthwise_input_gradient(op: OpView) -> str:
+    """data_format"""
+    before, after = _spatial(op, op.outputs[0], op.inputs[1], 2)
+    return f"[out0], k0^ k1^ c m^, {image(op, after, '(c m^)')} -> {image(op, before, 'c')}"
+
+
+def depthwise_filter_gradient(op: OpView) -> str:
+    """data_format"""
+    before, after = _spatial(op, op.inputs[0], op.outputs[0], 2, "+")
+    return f"{image(op, before, 'c', 'b+')}, [out0], {image(op, after, '(c m^)', 'b+')} -> k0^ k1^ c m^"
+
+
+def any_rank(op: OpView) -> str:
+    """rank, batch_dims and channels_last of the general Conv"""
+    shape, kernel = op.inputs[0].shape, op.inputs[1].shape
+    if shape is None or kernel is None:
+        return "replicated"
+    count = len(kernel) - 2
+    lead = " ".join(names("b", len(shape) - count - 1))
+    last = op.attr("data_format", "CHANNELS_LAST") == "CHANNELS_LAST"
+    whole = shape[-1 if last else len(shape) - count - 1] == kernel[-2]
+    i, o, pair = ("i+", "o", "i+ o") if whole else ("c^", "o^", "i^ o^")
+    xs, ys = (" ".join(f"{k}^" for k in names(p, count)) for p in "xy")
+    before, after = (f"{xs} {i}", f"{ys} {o}") if last else (f"{i} {xs}", f"{o} {ys}")
+    return f"{lead} {before}, {_kernel(count, pair)} -> {lead} {after}"
+
+
+RULES = (
+    rule("Conv2D", forward(2), lin="0|1", halo=halo.of_image, local=halo.of_rank),
+    rule("Conv3D", forward(3), lin="0|1"),
+    rule("Conv", any_rank, lin="0|1"),
+    rule("Conv2DBackpropInput", input_gradient(2), lin="1|2", halo=halo.of_slope, local=halo.of_rank),
+    rule("Conv2DBackpropInputV2", input_gradient(2, like=True), lin="1|2", halo=halo.of_slope, local=halo.of_rank),
+    rule("Conv2DBackpropFilter", filter_gradient(2), lin="0|2", halo=halo.of_image, local=halo.of_rank),
+    rule("Conv2DBackpropFilterV2", filter_gradient(2, like=True), lin="0|2", halo=halo.of_image, local=halo.of_rank),
+    rule("Conv3DBackpropInputV2", input_gradient(3), lin="1|2"),
+    rule("Conv3DBackpropInput", input_gradient(3, like=True), lin="1|2"),
+    rule("Conv3DBackpropFilterV2", filter_gradient(3), lin="0|2"),
+    rule("Conv3DBackpropFilter", filter_gradient(3, like=True), lin="0|2"),
+    rule("DepthwiseConv2dNative", depthwise, lin="0|1", halo=halo.of_image, local=halo.of_rank),
+    rule(
+        "DepthwiseConv2dNativeBackpropInput",
+        depthwise_input_gradient,
+        lin="1|2",
+        halo=halo.of_slope,
+        local=halo.of_rank,
+    ),
+    rule(
+        "DepthwiseConv2dNativeBackpropFilter",
+        depthwise_filter_gradient,
+        lin="0|2",
+        halo=halo.of_image,
+        local=halo.of_rank,
+    ),
+    rule("Dilation2D", "b h^ w^ c, k0^ k1^ c -> b y^ x^ c"),
+    rule("Dilation2DBackpropInput", "b h^ w^ c, k0^ k1^ c, b y^ x^ c -> b h^ w^ c", lin="2"),
+    rule("Dilation2DBackpropFilter", "b+ h^ w^ c, k0^ k1^ c, b+ y^ x^ c -> k0^ k1^ c", lin="2"),
+)

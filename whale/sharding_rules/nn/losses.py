@@ -1,0 +1,24 @@
+"""Losses over classes: examples are cut, the classes stay whole (the split-class form is decomposed elsewhere)."""
+
+from __future__ import annotations
+
+from whale.sharding_rules.base import OpView
+from whale.sharding_rules.registry import rule
+
+
+def softmax_loss(op: OpView) -> str:
+    """whether logits and labels broadcast"""
+    a, b = op.inputs[0].shape, op.inputs[1].shape
+    if a is None or b is None or a == b:
+        return "b c^, b c^ -> b, b c^"
+    words = [("1" if s[0] == 1 and t[0] != 1 else "b") + (" 1" if s[1] == 1 else " c^") for s, t in ((a, b), (b, a))]
+    return f"{words[0]}, {words[1]} -> b, b c^"
+
+
+RULES = (
+    rule("Softmax LogSoftmax", "* c^ -> * c^"),
+    rule("SoftmaxCrossEntropyWithLogits", softmax_loss),
+    rule("SparseSoftmaxCrossEntropyWithLogits", "b c^, b -> b, b c^"),
+    rule("InTopK", "b c^, b -> b"),
+    rule("InTopKV2", "b c^, b, . -> b"),
+)

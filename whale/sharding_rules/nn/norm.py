@@ -1,0 +1,83 @@
+"""Normalisations. Training batch norm is cut by channels: its statistics are over the whole batch (the form that is cut
+by batch is decomposed elsewhere), or each rank's own."""
+
+from __future__ import annotations
+
+from whale.ir.layout import P_SUM, B, PerRank, Placement, Split, Strategy
+from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
+from whale.sharding_rules.base import OpView
+from whale.sharding_rules.nn.convolution import image
+from whale.sharding_rules.registry import rule
+
+
+def _channels(op: OpView, i: int, c: str) -> str:
+    """The term of a per-channel operand, which may be empty."""
+    shape = op.inputs[i].shape
+    return "." if shape == (0,) else c
+
+
+def _default(op: OpView) -> str:
+    shape = op.inputs[0].shape
+    return "NDHWC" if shape is not None and len(shape) == 5 else "NHWC"
+
+
+def fused_batch_norm(op: OpView) -> str:
+    """is_training, data_format"""
+    training = op.attr("is_training", True)
+    unread = "~" if training and float(op.attr("exponential_avg_factor", 1.0)) == 1.0 else ""
+    x = _image(op, "b^" if training else "b")
+    moments = ", ".join(unread + _channels(op, i, "c") for i in (3, 4))
+    outs = ["=c"] * 4
+    if len(op.outputs) == 6:
+        outs.append("=c" if op.outputs[5].shape is None else "=.")  # opaque: what a channel's gradient needs again
+    return f"{x}, c, c, {moments} -> {x}, {', '.join(outs)}"
+
+
+def _image(op: OpView, batch: str) -> str:
+    """The term of an image whose rows, columns and batch are cut alike."""
+    default = _default(op)
+    places = [f"s{i}{batch[1:]}" for i in range(len(str(op.attr("data_format", default))) - 2)]
+    return image(op, places, "c", batch, default)
+
+
+def _is_linear(op: OpView) -> str:
+    """Linear in scale and offset; with given statistics also in image, mean and offset, and the mean is passed on."""
+    return "1&2" if op.attr("is_training", True) else "1&2|0&2&3>0&1&3"
+
+
+def _grad_is_linear(op: OpView) -> str:
+    """Linear in the incoming gradient; in the scale, on which only the first result depends; with given statistics the
+    second one is linear in image and mean."""
+    return "0|2>0" if op.attr("is_training", True) else "0|2>0|1&3>1|1&2&3>0&1"
+
+
+def fused_batch_norm_grad(op: OpView) -> str:
+    """is_training, data_format"""
+    training = op.attr("is_training", True)
+    x = _image(op, "b^" if training else "b+")
+    reserve = [_channels(op, i, "c") for i in (3, 4)]
+    if len(op.inputs) == 6:
+        reserve.append("c" if op.inputs[5].shape is None else ".")
+    return f"{x}, {x}, c, {', '.join(reserve)} -> {x.replace('+', '')}, c, c, =., =."
+
+
+def per_rank_moments(op: OpView, rows: Placement) -> Strategy | None:
+    """A training batch norm, or its gradient, whose statistics are those of each rank's rows; None for other ops."""
+    if not op.attr("is_training", True) or not isinstance(rows, Split) or rows.dim != 0 or not rows.run:
+        return None
+    own = PerRank(rows.sizes)
+    if op.node.op in BATCH_NORMS:
+        return Strategy((rows, B, B, B, B), (rows, *[own] * (len(op.outputs) - 1)), "statistics of its own rows")
+    if op.node.op in BATCH_NORM_GRADIENTS:
+        saved = [own] * (len(op.inputs) - 3)
+        return Strategy((rows, rows, B, *saved), (rows, P_SUM, P_SUM, P_SUM, P_SUM), "statistics of its own rows")
+    return None
+
+
+RULES = (
+    rule("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3", fused_batch_norm, lin=_is_linear),
+    rule("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3", fused_batch_norm_grad, lin=_grad_is_linear),
+    rule("BatchNormWithGlobalNormalization", "b h w c, c, c, c, c -> b h w c"),
+    rule("LRN", "b h w c^ -> b h w c^"),
+    rule("LRNGrad", "b h w c^, b h w c^, b h w c^ -> b h w c^", lin="0"),
+)

@@ -1,0 +1,262 @@
+"""Rules by op type. A family file holds ``RULES``, made with ``rule``; ``rule_of`` finds the rule of an op type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from importlib import import_module
+
+import numpy as np
+
+from whale.errors import RuleError
+from whale.ir.layout import B, Partial, Placement, Split, in_runs
+from whale.ir.values import TensorType
+from whale.sharding_rules import embedding, roles
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
+from whale.sharding_rules.binding import Binding, bind, cut_strategies, partial_strategies, whole_strategy
+from whale.sharding_rules.notation import FIRST_RANK, Passes, parse, parse_passes
+
+FAMILIES = {
+    "math": ("pointwise", "linear", "reductions", "einsum", "random", "linalg", "fft", "sort", "quantise"),
+    "nn": ("convolution", "pooling", "losses", "norm", "image", "rnn", "attention"),
+    "structure": (
+        "shape", "slicing", "gather", "segment", "variables", "lists", "optional", "sinks", "sources", "communication",
+    ),
+}  # fmt: skip
+
+Text = str | None | Callable[[OpView], str | None]
+Known = Callable[[OpView, Strategy, int], tuple[np.ndarray | None, ...]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LineRule:
+    """The rule of one op type: a line of the notation, or a function from the op to one.
+
+    Attributes:
+      lin: operands that P(sum) passes through (notation.parse_passes).
+      mono: likewise for P(max) and P(min).
+      copy: likewise for every reduction: each output element is an operand's element, or does not matter.
+      reduce: what a cut ``+`` label makes of an output: sum, max, min, prod.
+      local: what else changes on a rank, besides the operands that have a role.
+      known: outputs that are known without running the op.
+      produces_any: an output may be asked for in a placement that no operand has (``wanted`` of ``strategies``).
+      any_partial: the output is right as a partial of any kind (empty lists).
+      halo: gives operands of a strategy what neighbours have as well; None: the strategy is none.
+      routes: what of it are a table, ids and rows, where rows may be exchanged by their ids (`embedding.py`).
+      local_stream: the line by which each rank may draw the rows that it holds of a random tensor from a stream of its
+        own, where that is asked for (``wanted``); otherwise there is one stream, and ``spec`` holds.
+    """
+
+    op: str
+    spec: str | Callable[[OpView], str]
+    lin: Text = None
+    mono: Text = None
+    copy: Text = None
+    reduce: str | Callable[[OpView], str] = "sum"
+    local: Callable[[OpView, Strategy, int], Local] | None = field(default=None, repr=False)
+    known: Known | None = field(default=None, repr=False)
+    produces_any: bool = False
+    any_partial: bool = False
+    local_stream: str = ""
+    halo: Callable[[OpView, Strategy], Strategy | None] | None = field(default=None, repr=False)
+    routes: embedding.Rows | None = None
+
+    def line_of(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
+        """The line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
+        if self.local_stream and any(isinstance(p, Split) for p in outputs):
+            return self.local_stream
+        return self.spec if isinstance(self.spec, str) else self.spec(op)
+
+    def strategies(
+        self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
+    ) -> list[Strategy]:
+        """See ``Rule.strategies``.
+
+        Args:
+          wanted: placements that the outputs would best have; they propose cuts as the operands' placements do.
+
+        Raises:
+          RuleError: the rule does not fit the op.
+        """
+        line = self.line_of(op, wanted)
+        if line == FIRST_RANK:
+            return []
+        texts = (self.lin, self.mono, self.copy)
+        if callable(self.lin) or callable(self.mono) or callable(self.copy):
+            texts = tuple(t(op) if callable(t) else t for t in texts)  # type: ignore[assignment]
+        try:
+            reduce = self.reduce(op) if callable(self.reduce) else self.reduce
+            found = _strategies(self, line, texts, reduce, op.inputs, op.node.outputs, tuple(current), tuple(wanted))
+        except RuleError as error:
+            raise RuleError(
+                error.message, action=error.action, op=f"{op.node.op} {op.node.name}", **error.facts
+            ) from None
+        if self.halo is not None:
+            found = tuple(wide for s in found if (wide := self.halo(op, s)) is not None)
+        if self.local is not None and any(in_runs(p) for s in found for p in s.inputs + s.outputs):
+            found = tuple(s for s in found if (w := self.local(op, s, 0).window) is None or w.runs == 1)
+        at_owners = embedding.owned(op, current, wanted)
+        exchanged = embedding.exchanged(op, self.routes, current, wanted) if self.routes else []
+        return [*at_owners, *exchanged, *found]
+
+    def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
+        """See ``Rule.exchanged_bytes``."""
+        return embedding.exchanged_bytes(op, self.routes, strategy) if self.routes else 0
+
+    def exchanges_rows(self, op: OpView, strategy: Strategy) -> bool:
+        """Whether the node exchanges rows by their ids under ``strategy``, as `embedding.py` has it."""
+        return self.routes is not None and embedding.is_exchanged(op, self.routes, strategy)
+
+    def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
+        """See ``Rule.localize``."""
+        if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+            return UNCHANGED
+        if embedding.is_owned(op, strategy):
+            return UNCHANGED
+        if self.routes and self.exchanges_rows(op, strategy):
+            return Local(route=embedding.route(op, self.routes, strategy))
+        line = parse(self.line_of(op, strategy.outputs))
+        consts: dict[int, np.ndarray] = {}
+        if any(t.kind == "role" for t in line.inputs):
+            consts = roles.constants(line, op, strategy, coordinate)
+        if self.local is None:
+            return Local(consts=consts) if consts else UNCHANGED
+        more = self.local(op, strategy, coordinate)
+        if not consts:
+            return more
+        return replace(more, consts={**consts, **more.consts})
+
+    def text(self) -> str:
+        """The rule in one line, for people."""
+        spec = self.spec if isinstance(self.spec, str) else f"by {(self.spec.__doc__ or '').strip().splitlines()[0]}"
+        words = [spec]
+        for name in ("lin", "mono", "copy"):
+            value = getattr(self, name)
+            if value is not None:
+                words.append(f"{name}={'by op' if callable(value) else value}")
+        words += [f"reduce={'by op' if callable(self.reduce) else self.reduce}"] * (self.reduce != "sum")
+        words += ["halo"] * (self.halo is not None)
+        words += [n for n in ("produces_any", "any_partial", "local_stream", "routes") if getattr(self, n)]
+        return "  ".join(words)
+
+
+def rule(
+    names: str,
+    spec: str | Callable[[OpView], str],
+    *,
+    lin: Text = None,
+    mono: Text = None,
+    copy: Text = None,
+    reduce: str | Callable[[OpView], str] = "sum",
+    local: Callable[[OpView, Strategy, int], Local] | None = None,
+    known: Known | None = None,
+    produces_any: bool = False,
+    any_partial: bool = False,
+    local_stream: str = "",
+    halo: Callable[[OpView, Strategy], Strategy | None] | None = None,
+    routes: embedding.Rows | None = None,
+) -> tuple[LineRule, ...]:
+    """One rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
+    return tuple(
+        LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, local_stream, halo, routes)
+        for n in names.split()
+    )
+
+
+@cache
+def all_rules() -> Mapping[str, LineRule]:
+    """Every rule, by op type, sorted.
+
+    Raises:
+      RuleError: two families have a rule for one op type.
+    """
+    table: dict[str, LineRule] = {}
+    families = [f"whale.sharding_rules.{room}.{family}" for room, names in FAMILIES.items() for family in names]
+    for family in families:
+        for group in import_module(family).RULES:
+            for one in group:
+                if one.op in table:
+                    raise RuleError("two rules for one op type", op=one.op, given=family, expected="one rule",
+                                    action="remove one of them")  # fmt: skip
+                table[one.op] = one
+    return dict(sorted(table.items()))
+
+
+def rule_of(op_type: str) -> LineRule | None:
+    """The rule of ``op_type``; None: replicated if stateless, on the first rank if stateful."""
+    return all_rules().get(op_type)
+
+
+@cache
+def by_types(one: LineRule) -> bool:
+    """Whether what a rule allows follows from types and placements alone, of operands and results."""
+    asked = (one.spec, one.lin, one.mono, one.copy, one.reduce)
+    more = one.local or one.halo or one.routes or one.local_stream
+    return not more and not any(map(callable, asked))
+
+
+@lru_cache(maxsize=65536)
+def _bound(line: str, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], hint: int | None) -> Binding:
+    return bind(parse(line), inputs, outputs, hint)
+
+
+def _element_hint(
+    inputs: tuple[TensorType, ...],
+    current: tuple[Placement, ...],
+    outputs: tuple[TensorType, ...],
+    wanted: tuple[Placement | None, ...],
+) -> int | None:
+    """Least rank of the elements of lists, from where lists are cut; None when no list is cut."""
+    pairs = list(zip(inputs, current)) + list(zip(outputs, wanted))
+    ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Split)]
+    return max(ranks) if ranks else None
+
+
+def _all_passes(texts: tuple[str | None, str | None, str | None]) -> tuple[Passes, ...]:
+    lin, mono, copy = texts
+    found = parse_passes(lin, ("sum",)) if lin else ()
+    found += parse_passes(mono, ("max", "min")) if mono else ()
+    return found + (parse_passes(copy, ("sum", "max", "min", "prod")) if copy else ())
+
+
+def _can_be(partial: Placement, dtype: str) -> bool:
+    """Whether a tensor of this dtype can be a partial of that kind at all."""
+    if not isinstance(partial, Partial):
+        return True
+    if dtype in ("string", "resource"):
+        return False
+    if dtype == "bool":
+        return partial.op in ("max", "min")
+    return not (dtype.startswith("complex") and partial.op in ("max", "min"))
+
+
+@lru_cache(maxsize=65536)
+def _strategies(
+    rule: LineRule,
+    line: str,
+    texts: tuple[str | None, str | None, str | None],
+    reduce: str,
+    inputs: tuple[TensorType, ...],
+    outputs: tuple[TensorType, ...],
+    current: tuple[Placement, ...],
+    wanted: tuple[Placement | None, ...],
+) -> tuple[Strategy, ...]:
+    binding = _bound(line, inputs, outputs, _element_hint(inputs, current, outputs, wanted))
+    why = f"rule {rule.op}"
+    found = cut_strategies(binding, current, wanted, reduce, why)
+    if any(texts):
+        found += partial_strategies(binding, _all_passes(texts), current, wanted, why)
+    if rule.any_partial:
+        for pl in wanted:
+            if isinstance(pl, Partial):
+                found.append(Strategy((B,) * len(inputs), (pl,) * len(outputs), f"{why}: {pl} of nothing"))
+    whole = whole_strategy(binding, current, why)
+    if whole is not None:
+        found.append(whole)
+    types = inputs + outputs
+    found = [s for s in found if all(_can_be(p, t.dtype) for p, t in zip(s.inputs + s.outputs, types))]
+    parsed = parse(line)
+    found = [s for s in found if roles.can_localize(parsed, inputs, outputs, s)]
+    found.append(Strategy((B,) * len(inputs), (B,) * len(outputs), "replicated"))
+    return tuple(found)

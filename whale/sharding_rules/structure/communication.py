@@ -1,0 +1,86 @@
+"""Communication over one axis of a mesh, as the other axis sees it: each coordinate does it with the part it holds.
+
+These nodes stand in programs that were lowered for one axis already. Operand 0 is the communicator.
+"""
+
+from __future__ import annotations
+
+from whale.ir.values import Shape
+from whale.sharding_rules.base import Local, OpView, Strategy, local_output_shape
+from whale.sharding_rules.dims import names, term
+from whale.sharding_rules.notation import REPLICATED
+from whale.sharding_rules.registry import rule
+
+ROWS = "_rows"  # attribute of sends and receives between stages whose tensor has the rows of the batch
+# Attribute of those of tensors that go round the ranks of an axis: the dimension along which they are divided. Until
+# ranks have their programs such a receive also has what is sent in its place as an operand, and lies as that does.
+ROUND = "_round"
+# Of what moves a tensor of which one dimension is seen as two, (runs, run) or (turns, turn): that which is alike on all
+# ranks, and into how many parts it is cut.
+RUNS = "_runs"
+EDGE = "_edge"  # their attribute (number of the sending stage group, of the receiving one)
+
+
+def reduction(op: OpView) -> str:
+    """the number of tensors that travel together: one can be cut anywhere"""
+    return "., * -> *" if len(op.inputs) == 2 else REPLICATED
+
+
+def _sums(op: OpView) -> str | None:
+    """Which partial results pass: those of the same reduction."""
+    return "1" if op.attr("reduction") == "sum" and len(op.inputs) == 2 else None
+
+
+def _extrema(op: OpView) -> str | None:
+    """Which partial results pass: those of the same reduction."""
+    kind = op.attr("reduction")
+    return f"{kind}:1" if kind in ("max", "min") and len(op.inputs) == 2 else None
+
+
+def _but_for(op: OpView, attributes: tuple[str, ...]) -> str:
+    shape = op.inputs[1].shape
+    if shape is None:
+        return REPLICATED
+    moved = {int(op.attr(name)) for name in attributes}
+    here, there = (
+        [f"{kind}{i}^" if i in moved else x for i, x in enumerate(names("a", len(shape)))] for kind in ("part", "whole")
+    )
+    return f"., {term(here)} -> {term(there)}"
+
+
+def along_axis(op: OpView) -> str:
+    """the axis that is joined or cut, which stays as it is"""
+    return _but_for(op, ("axis",))
+
+
+def along_two_axes(op: OpView) -> str:
+    """the axes that are cut and joined, which stay as they are"""
+    return _but_for(op, ("split_axis", "concat_axis"))
+
+
+def sent(op: OpView) -> str:
+    """whether rows of a batch are sent, which micro-batches cut on both sides alike, or what goes round"""
+    return "., * ->" if op.attr(ROWS) or op.attr(ROUND) is not None else REPLICATED
+
+
+def received(op: OpView) -> str:
+    """whether rows of a batch are received, which micro-batches cut on both sides alike, or what goes round"""
+    if len(op.inputs) == 2:
+        return _but_for(op, (ROUND,))
+    return ". -> p*" if op.attr(ROWS) else REPLICATED
+
+
+def _received_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """The shape that is received is an attribute."""
+    return Local(attrs={"shape": Shape(local_output_shape(op, strategy, 0, coordinate))})
+
+
+RULES = (
+    rule("WhaleAllReduce", reduction, lin=_sums, mono=_extrema),
+    rule("WhaleReduceScatter", along_axis, lin=_sums, mono=_extrema),
+    rule("WhaleAllGather", along_axis, lin="1"),
+    rule("WhaleAllToAll", along_two_axes, lin="1"),
+    rule("WhaleSend", sent),
+    rule("WhaleRecv", received, local=_received_shape, produces_any=True),
+    rule("WhaleCommunicator WhaleBroadcast WhaleCheck WhaleRouteIds WhaleReturnRows WhaleSendRows", REPLICATED),
+)

@@ -1,0 +1,52 @@
+"""Lists of tensors: the placement of a list is that of its elements (``S(d)`` counts dimensions of an element)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.values import Shape, numpy_dtype
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
+from whale.sharding_rules.registry import rule
+
+
+def _element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+    """The element shape of a cut list differs between ranks; it serves as an element shape only, where -1 will do."""
+    if not isinstance(strategy.inputs[0], Split):
+        return (None,)
+    kind = op.outputs[0]
+    rank = kind.shape[0] if kind.shape else None
+    return (np.full(() if rank is None else (rank,), -1, numpy_dtype(kind.dtype)),)
+
+
+def _element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """The element shape is an attribute here."""
+    placement, shape = strategy.inputs[0], op.attr("element_shape")
+    if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
+        return UNCHANGED
+    # The attribute leaves out the dimension that is concatenated.
+    dims = list(shape.dims)
+    dims[placement.dim - 1] = placement.local(coordinate)
+    return Local(attrs={"element_shape": Shape(tuple(dims))})
+
+
+RULES = (
+    rule("EmptyTensorList TensorListReserve", "[elements], . -> e*", produces_any=True, any_partial=True),
+    rule("TensorListFromTensor", "n^ e*, [elements] -> e*", copy="0"),
+    rule("TensorListStack", "e*, [elements] -> n^ e*", copy="0"),
+    rule("TensorListGetItem", "e*, ., [elements] -> e*", copy="0"),
+    rule("TensorListSetItem", "e*, ., e* -> e*", copy="0&2"),
+    rule("TensorListPushBack", "e*, e* -> e*", copy="0&1"),
+    rule("TensorListPopBack", "e*, [elements] -> e*, e*", copy="0"),
+    rule("TensorListResize", "e*, . -> e*", copy="0"),
+    rule("TensorListConcatLists", "e*, e* -> e*", copy="0&1"),
+    rule("TensorListGather", "e*, ., [elements] -> n^ e*", copy="0"),
+    rule("TensorListScatter", "n^ e*, ., [elements] -> e*", copy="0"),
+    rule("TensorListScatterV2", "n^ e*, ., [elements], . -> e*", copy="0"),
+    rule("TensorListScatterIntoExistingList", "e*, n^ e*, . -> e*", copy="0&1"),
+    rule("TensorListConcatV2", "k^ e*, [elements], . -> n^ e*, =.", copy="0"),
+    rule("TensorListConcat", "k^ e* -> n^ e*, =.", copy="0", local=_element_shape_attribute),
+    rule("TensorListSplit", "n^ e*, [elements], . -> k^ e*", copy="0"),
+    rule("TensorListLength", "? -> ."),
+    rule("TensorListElementShape", "? -> .", known=_element_shape_unknown),
+)

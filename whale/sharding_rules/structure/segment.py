@@ -1,0 +1,105 @@
+"""Segment reductions and counts: rows add into numbered segments, so cutting the rows gives a partial result.
+
+Where the number of segments is found in the data (``SegmentSum``), the rows stay whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.values import numpy_dtype
+from whale.sharding_rules.base import BLOCKS, UNCHANGED, Local, OpView, Strategy, Window
+from whale.sharding_rules.dims import times
+from whale.sharding_rules.embedding import SUMS_BY_ID, Rows
+from whale.sharding_rules.registry import rule
+
+
+def bincount(op: OpView) -> str:
+    """whether there are weights"""
+    weights = op.inputs[2].shape
+    return "i*+, ., i*+ -> n^" if weights == op.inputs[0].shape else "i*+, ., . -> n^"
+
+
+def dense_bincount(op: OpView) -> str:
+    """rank, weights, binary_output"""
+    shape, weights = op.inputs[0].shape, op.inputs[2].shape
+    lead = "b " if shape is not None and len(shape) == 2 else ""
+    rows = f"{lead}i{'^' if shape is None else '+'}"
+    return f"{rows}, ., {rows if weights == shape else '.'} -> {lead}n^"
+
+
+def _counted(op: OpView) -> str:
+    """What counts of parts make: their sum, or whether any part has it."""
+    return "max" if op.attr("binary_output", False) else "sum"
+
+
+def _weights(op: OpView) -> str | None:
+    """Sums are linear in the weights, where there are any."""
+    return "2" if op.inputs[2].shape == op.inputs[0].shape and not op.attr("binary_output", False) else None
+
+
+def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """A rank's segments: numbers counted from its first; rows of others have the number -1, which is dropped."""
+    cut = strategy.outputs[0]
+    apart = {BLOCKS: 0} if BLOCKS in op.node.attrs else {}
+    if not isinstance(cut, Split) or cut.dim != 0:
+        return Local(attrs=apart) if apart else UNCHANGED
+    offset, count = cut.offset(coordinate), cut.local(coordinate)
+    consts = {2: np.array(count, numpy_dtype(op.inputs[2].dtype))}
+    if isinstance(strategy.inputs[1], Split) and len(cut.holders) == 1:
+        return Local(attrs=apart, consts=consts)  # one rank has all
+    if isinstance(strategy.inputs[1], Split):
+        blocks = int(op.attr(BLOCKS))
+        rows, segments = op.inputs[1].elements // blocks, cut.extent // blocks
+        own = cut.indices(coordinate)[::segments] // segments
+        first = np.repeat((np.arange(len(own)) - own) * segments, rows).astype(numpy_dtype(op.inputs[1].dtype))
+        return Local(attrs={BLOCKS: len(own)}, consts=consts, moved={1: first})
+    return Local(attrs=apart, consts=consts, window=Window(1, offset, count, runs=cut.blocks))
+
+
+def unsorted(op: OpView) -> str:
+    """blocks that rows are known to stay within"""
+    blocks, ids, found = int(op.attr(BLOCKS, 0)), op.inputs[1].shape, op.outputs[0].shape
+    if (
+        blocks < op.parts
+        or op.parts == 1
+        or ids is None
+        or len(ids) != 1
+        or ids[0] is None
+        or not found
+        or not found[0]
+    ):
+        return "i*+ q*, i*+, . -> s q*"
+    rows = times(ids[0] // blocks, "b", inner=True)
+    return f"{rows} q*, {rows}, . -> {times(found[0] // blocks, 'b', inner=True)} q*"
+
+
+_SORTED = "i^ q*, i^ -> s^ q*"
+_COUNTED = "i+ q*, i+, . -> s^ q*"
+
+RULES = (
+    rule(
+        "UnsortedSegmentSum", unsorted, lin="0", local=_segments_here, produces_any=True, routes=Rows(ids=1, values=0)
+    ),
+    rule("UnsortedSegmentMax", unsorted, mono="max:0", reduce="max", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentMin", unsorted, mono="min:0", reduce="min", local=_segments_here, produces_any=True),
+    rule("UnsortedSegmentProd", unsorted, reduce="prod", local=_segments_here, produces_any=True),
+    rule(SUMS_BY_ID, "i^, i^ q* -> =u^, u^ q*", routes=Rows(ids=0, values=1, once=True)),
+    rule("SegmentSum SegmentMean", _SORTED, lin="0"),
+    rule("SegmentMax", _SORTED, mono="max:0"),
+    rule("SegmentMin", _SORTED, mono="min:0"),
+    rule("SegmentProd", _SORTED),
+    rule("SegmentSumV2", _COUNTED, lin="0"),
+    rule("SegmentProdV2", _COUNTED, reduce="prod"),
+    rule("SegmentMaxV2", _COUNTED, mono="max:0", reduce="max"),
+    rule("SegmentMinV2", _COUNTED, mono="min:0", reduce="min"),
+    rule("SparseSegmentSum SparseSegmentMean SparseSegmentSqrtN", "v^ q*, i^, i^ -> s^ q*", lin="0"),
+    rule("SparseSegmentSumWithNumSegments", "v^ q*, i+, i+, . -> s^ q*", lin="0"),
+    rule("SparseSegmentMeanWithNumSegments SparseSegmentSqrtNWithNumSegments", "v^ q*, i^, i^, . -> s^ q*", lin="0"),
+    rule("SparseSegmentSumGrad", "s^ q*, i+, i+, . -> n^ q*", lin="0"),
+    rule("SparseSegmentMeanGrad SparseSegmentSqrtNGrad", "s^ q*, i^, i^, . -> n^ q*", lin="0"),
+    rule("Bincount", bincount, lin=_weights),
+    rule("DenseBincount", dense_bincount, lin=_weights, reduce=_counted),
+    rule("HistogramFixedWidth", "i*+, ., . -> n^"),
+)

@@ -1,0 +1,397 @@
+"""Ops that move elements about: reshapes, transposes, joins, repeats."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from whale.ir.layout import Split
+from whale.ir.values import Dims, TensorType, numpy_dtype
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, local_input_shape, local_output_shape
+from whale.sharding_rules.dims import axis, constant, freeze, names, same, term, times
+from whale.sharding_rules.notation import REPLICATED
+from whale.sharding_rules.registry import rule
+
+CUT_IN_RUNS = "_whale_cut_in_runs"  # attribute of reshapes: dimensions that are not outermost may be cut, in runs
+
+
+def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int = 1) -> tuple[list[str], list[str]]:
+    """Terms that say which dimensions of a reshape's operand and result can be cut together.
+
+    Dimensions are grouped from the left into runs of equal product; in a run the outermost dimensions can be cut
+    together by their greatest common divisor. One of size 1 that both have in the same place is such a run: rows of
+    which there is one.
+
+    Args:
+      in_runs: where one dimension is what several make together, each of these can be cut.
+      parts: the same is so where the outermost of the several has no index for each of so many ranks: first choices of
+        all rows, and then second ones.
+    """
+    if 0 in before and 0 in after:
+        return _of_nothing(before, after)
+    left: list[str] = []
+    right: list[str] = []
+    i = j = group = 0
+    while i < len(before) or j < len(after):
+        if before[i : i + 1] == after[j : j + 1] == (1,):
+            group += 1
+            left.append(f"g{group}")
+            right.append(f"g{group}")
+            i, j = i + 1, j + 1
+            continue
+        if i < len(before) and before[i] == 1:
+            left.append("1")
+            i += 1
+            continue
+        if j < len(after) and after[j] == 1:
+            right.append("1")
+            j += 1
+            continue
+        i2, j2 = _run(before, after, i, j)
+        group += 1
+        few = 1 < (max(before[i:i2], after[j:j2], key=len)[0] or 0) < parts
+        first, second = _pair(f"g{group}", before[i:i2], after[j:j2], in_runs or few)
+        left += first
+        right += second
+        i, j = i2, j2
+    return left, right
+
+
+def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
+    """The terms where there are no elements, and products of all dimensions say nothing: the last ones that both have
+    can be cut, what is before them if it is as many on both sides, else the first ones that both have."""
+    same = 0
+    while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
+        same += 1
+    first, second = before[: len(before) - same], after[: len(after) - same]
+    if 0 not in (*first, *second) and _product(first) == _product(second) is not None:
+        left, right = reshape_terms(first, second)
+    else:
+        front = 0
+        while front < min(len(first), len(second)) and first[front] == second[front]:
+            front += 1
+        left, right = ([f"f{i}" for i in range(front)] + [f"{side}{i}^" for i in range(front, len(dims))]
+                       for side, dims in (("l", first), ("r", second)))  # fmt: skip
+    alike = [f"s{i}" for i in range(same)]
+    return left + alike, right + alike
+
+
+def _run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:
+    """Ends of the shortest runs from ``i`` and ``j`` of equal product; the whole rest when there are none."""
+    if i >= len(before) or j >= len(after):
+        return len(before), len(after)
+    if before[i] is None and after[j] is None:
+        if _product(before[i + 1 :]) == _product(after[j + 1 :]) and None not in before[i + 1 :] + after[j + 1 :]:
+            return i + 1, j + 1
+        return len(before), len(after)
+    a, b = before[i], after[j]
+    i, j = i + 1, j + 1
+    while a is not None and b is not None and a != b:
+        if a < b and i < len(before):
+            a = _times(a, before[i])
+            i += 1
+        elif b < a and j < len(after):
+            b = _times(b, after[j])
+            j += 1
+        else:
+            return len(before), len(after)
+    return (len(before), len(after)) if a is None or b is None else (i, j)
+
+
+def _times(a: int, b: int | None) -> int | None:
+    return None if b is None else a * b
+
+
+def _product(sizes: Dims) -> int:
+    return math.prod(s for s in sizes if s is not None)
+
+
+def _pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
+    """Terms of one run: its outermost dimensions share ``label``, the others are whole."""
+    if in_runs and (len(before) == 1) != (len(after) == 1) and before and after and all(before + after):
+        several = [label if n == 0 else f"{label}i{n}" for n in range(max(len(before), len(after)))]
+        joined = [f"({' '.join(several)})"]
+        return (joined, several) if len(before) == 1 else (several, joined)
+    rest = ([f"{label}x{n}^" for n in range(1, len(before))], [f"{label}y{n}^" for n in range(1, len(after))])
+    if not before or not after:
+        return [f"{label}x0^"] * bool(before) + rest[0], [f"{label}y0^"] * bool(after) + rest[1]
+    a, b = before[0], after[0]
+    if a is None or b is None:
+        inner = _unknown_ratio(before, after)
+    elif a == 0 or b == 0:
+        inner = None
+    else:
+        common = math.gcd(a, b)
+        inner = (a // common, b // common) if common > 1 else None
+    if inner is None:
+        return [f"{label}x0^", *rest[0]], [f"{label}y0^", *rest[1]]
+    words = [label if n == 1 else f"({label} {n})" for n in inner]
+    return [words[0], *rest[0]], [words[1], *rest[1]]
+
+
+def _unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
+    """Inner products when the outermost sizes are unknown and nothing else is."""
+    if before[0] is not None or after[0] is not None or None in before[1:] + after[1:]:
+        return None
+    a, b = _product(before[1:]), _product(after[1:])
+    if a and b and max(a, b) % min(a, b) == 0:
+        return (b // a, 1) if b > a else (1, a // b)
+    return None
+
+
+def reshape(op: OpView) -> str:
+    """the factors that operand and result have in common"""
+    before, after = op.inputs[0].shape, op.outputs[0].shape
+    if before is None or after is None:
+        return REPLICATED
+    left, right = reshape_terms(before, after, bool(op.attr(CUT_IN_RUNS)), op.parts)
+    return f"{term(left)}, [shape] -> {term(right)}"
+
+
+def expand_dims(op: OpView) -> str:
+    """the axis"""
+    before = op.inputs[0].shape
+    if before is None:
+        return REPLICATED
+    at = axis(op, 1, len(before) + 1)
+    if at is None:
+        return REPLICATED
+    labels = names("a", len(before))
+    return f"{term(labels)}, . -> {term([*labels[:at], '1', *labels[at:]])}"
+
+
+def _squeezed(op: OpView) -> set[int] | None:
+    before = op.inputs[0].shape
+    if before is None:
+        return None
+    given = op.attr("squeeze_dims", ()) or op.attr("axis", ())
+    if given:
+        return {d % len(before) for d in given}
+    return None if None in before else {d for d, s in enumerate(before) if s == 1}
+
+
+def squeeze(op: OpView) -> str:
+    """squeeze_dims"""
+    gone = _squeezed(op)
+    if gone is None:
+        return REPLICATED
+    labels = names("a", len(op.inputs[0].shape or ()))
+    operand = ["1" if d in gone else x for d, x in enumerate(labels)]
+    return f"{term(operand)} -> {term(x for d, x in enumerate(labels) if d not in gone)}"
+
+
+def _squeeze_these(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Names the dimensions: a share of size 1 must not be squeezed as well."""
+    return Local(attrs={"squeeze_dims": tuple(sorted(_squeezed(op) or ()))})
+
+
+def transpose(op: OpView) -> str:
+    """the permutation"""
+    before, order = op.inputs[0].shape, constant(op, 1)
+    if before is None or order is None:
+        return REPLICATED
+    labels = names("a", len(before))
+    return f"{term(labels)}, . -> {term(labels[d] for d in order)}"
+
+
+def concat(op: OpView) -> str:
+    """the axis, along which each value has a number of runs"""
+    first = op.node.op == "Concat"
+    shape = op.inputs[1 if first else 0].shape
+    if shape is None:
+        return REPLICATED
+    at = axis(op, 0 if first else len(op.inputs) - 1, len(shape))
+    if at is None:
+        return REPLICATED
+    labels = names("a", len(shape))
+    values = op.inputs[1:] if first else op.inputs[:-1]
+    parts, whole = _runs([v.shape[at] if v.shape is not None else None for v in values])
+    lead, tail = " ".join(labels[:at]), " ".join(labels[at + 1 :])
+    texts = [f"{lead} {part} {tail}".strip() for part in parts]
+    operands = [".", *texts] if first else [*texts, "."]
+    return f"{', '.join(operands)} -> {f'{lead} {whole} {tail}'.strip()}"
+
+
+def _runs(sizes: list[int | None]) -> tuple[list[str], str]:
+    """Dimensions put one behind the other: each as a number of runs of one label ``j``, and what they make together.
+
+    Frozen where the sizes are unknown.
+    """
+    known = [s for s in sizes if s is not None]
+    run = math.gcd(*known) if known else 0
+    if len(known) < len(sizes) or run == 0 or 0 in known:
+        return [f"j{n}^" for n in range(len(sizes))], "j^"
+    return [times(s // run, "j") for s in known], times(sum(known) // run, "j")
+
+
+def _concat_values(op: OpView) -> str:
+    """All values partial at once."""
+    shift = int(op.node.op == "Concat")
+    return "&".join(str(i + shift) for i in range(len(op.inputs) - 1))
+
+
+def pack(op: OpView) -> str:
+    """the new axis"""
+    after = op.outputs[0].shape
+    if after is None:
+        return REPLICATED
+    at = int(op.attr("axis", 0)) % len(after)
+    labels = names("a", len(after) - 1)
+    return f"{{{term(labels)}}} -> {term([*labels[:at], 'j^', *labels[at:]])}"
+
+
+def unpack(op: OpView) -> str:
+    """the axis, which is whole"""
+    before = op.inputs[0].shape
+    if before is None:
+        return REPLICATED
+    at = int(op.attr("axis", 0)) % len(before)
+    labels = names("a", len(before))
+    return f"{term(freeze(labels, [at]))} -> {{{term(x for d, x in enumerate(labels) if d != at)}}}"
+
+
+def split_op(op: OpView) -> str:
+    """the axis, along which each result has a number of runs"""
+    value, where = (1, 0) if op.node.op == "Split" else (0, 2)
+    before = op.inputs[value].shape
+    if before is None:
+        return REPLICATED
+    at = axis(op, where, len(before))
+    if at is None:
+        return REPLICATED
+    labels = names("a", len(before))
+    lead, tail = " ".join(labels[:at]), " ".join(labels[at + 1 :])
+    parts, whole = _runs([t.shape[at] if t.shape is not None else None for t in op.outputs])
+    operand = f"{lead} {whole} {tail}".strip()
+    results = ", ".join(f"{lead} {part} {tail}".strip() for part in parts)
+    return (f"., {operand}" if value else f"{operand}, ., .") + f" -> {results}"
+
+
+def _split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Sizes of the results along the axis, when that is cut."""
+    placement, rank = strategy.inputs[0], len(op.inputs[0].shape or ())
+    if not isinstance(placement, Split) or placement.dim != axis(op, 2, rank):
+        return UNCHANGED
+    shapes = [local_output_shape(op, strategy, i, coordinate) for i in range(len(op.outputs))]
+    sizes = [-1 if shape is None else shape[placement.dim] for shape in shapes]
+    return Local(consts={1: np.array(sizes, numpy_dtype(op.inputs[1].dtype))})
+
+
+def _repeats(op: OpView) -> list[int | None] | None:
+    """How often Tile repeats each dimension."""
+    before, after = op.inputs[0].shape, op.outputs[0].shape
+    given = constant(op, 1)
+    if given is not None:
+        return list(given)
+    if before is None or after is None:
+        return None
+    return [b // a if a and b is not None else None for a, b in zip(before, after)]
+
+
+def tile(op: OpView) -> str:
+    """the multiples; a dimension made by repeating one element can be cut anywhere"""
+    before, repeats = op.inputs[0].shape, _repeats(op)
+    if before is None or repeats is None:
+        return REPLICATED
+    left, right = [], []
+    for n, (size, count) in enumerate(zip(before, repeats)):
+        if count == 1:
+            left.append(f"a{n}")
+            right.append(f"a{n}")
+        elif size == 1:
+            left.append("1")
+            right.append(f"t{n}")
+        elif size is not None and count is not None:
+            left.append(f"a{n}")
+            right.append(f"(t{n} a{n})")
+        else:
+            left.append(f"a{n}^")
+            right.append(f"b{n}^")
+    return f"{term(left)}, . -> {term(right)}"
+
+
+def _local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    placement, repeats = strategy.outputs[0], _repeats(op)
+    if not isinstance(placement, Split) or repeats is None:
+        return UNCHANGED
+    if strategy.inputs[0] == placement or repeats[placement.dim] == 1:
+        return UNCHANGED
+    before = local_input_shape(op, strategy, 0, coordinate)
+    after = local_output_shape(op, strategy, 0, coordinate)
+    mine, result = (before or ())[placement.dim], (after or ())[placement.dim]
+    if not mine or result is None:
+        return UNCHANGED
+    repeats[placement.dim] = result // mine
+    return Local(consts={1: np.array(repeats, numpy_dtype(op.inputs[1].dtype))})
+
+
+def broadcast_to(op: OpView) -> str:
+    """the shapes; a dimension that is broadcast can be cut anywhere"""
+    before, after = op.inputs[0].shape, op.outputs[0].shape
+    if before is None or after is None:
+        return REPLICATED
+    labels = names("a", len(after))
+    own = labels[len(after) - len(before) :]
+    grown = after[len(after) - len(before) :]
+    operand = [
+        "1" if a == 1 and b != 1 else x if same(a, b) or a is b else f"{x}^" for x, a, b in zip(own, before, grown)
+    ]
+    frozen = {x[:-1] for x in operand if x.endswith("^")}
+    return f"{term(operand)}, [out0] -> {term(f'{x}^' if x in frozen else x for x in labels)}"
+
+
+def _static_shape(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+    """Shapes are global: a rank must not look at its share."""
+    if not any(isinstance(p, Split) for p in strategy.inputs) or not all(t.is_static for t in op.inputs):
+        return (None,) * len(op.outputs)
+    return tuple(_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
+
+
+def _shape_value(name: str, kind: TensorType, output: TensorType) -> np.ndarray:
+    shape = kind.shape or ()
+    value = math.prod(shape) if name == "Size" else list(shape)  # type: ignore[arg-type]
+    return np.array(value, numpy_dtype(output.dtype))
+
+
+def shape_of(op: OpView) -> str:
+    """whether the shapes are static; values are not read"""
+    shape = op.inputs[0].shape
+    if all(t.is_static for t in op.inputs) or (op.node.op == "Shape" and shape and shape[0] is not None):
+        return "{?} -> {.}"
+    if op.node.op != "Shape" or shape is None:
+        return "{~.} -> {.}"
+    # Rows of a number that only the run knows may lie with the owners of a table's rows: their split says whose ids are
+    # where, and not how many there are.
+    return f"~{term([f'd{i}' + '^' * (n is None) for i, n in enumerate(shape)])} -> =k^"
+
+
+def _sizes_elsewhere(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Of a shape that has sizes only the run knows: what other ranks have of the dimension that is cut."""
+    cut = strategy.inputs[0]
+    if op.inputs[0].is_static or not isinstance(cut, Split):
+        return UNCHANGED
+    elsewhere = np.zeros(len(op.inputs[0].shape or ()), np.int64)
+    elsewhere[cut.dim] = cut.extent - cut.local(coordinate)
+    return Local(plus=elsewhere)
+
+
+RULES = (
+    rule("Reshape", reshape, copy="0"),
+    rule("ExpandDims", expand_dims, copy="0"),
+    rule("Squeeze", squeeze, copy="0", local=_squeeze_these),
+    rule("Transpose", transpose, copy="0"),
+    rule("ConjugateTranspose", transpose, lin="0"),
+    rule("ConcatV2 Concat", concat, copy=_concat_values),
+    rule("Pack ParallelConcat", pack, copy="all"),
+    rule("Unpack", unpack, copy="0"),
+    rule("Split", split_op, copy="1"),
+    rule("SplitV", split_op, copy="0", local=_split_sizes),
+    rule("Tile", tile, copy="0", local=_local_multiples, produces_any=True),
+    rule("BroadcastTo", broadcast_to, copy="0", produces_any=True),
+    rule("Fill", "[out0], . -> p*", copy="1", produces_any=True),
+    rule("Shape ShapeN Size", shape_of, known=_static_shape, local=_sizes_elsewhere),
+    rule("Rank", "? -> ."),
+    rule("BroadcastGradientArgs BroadcastArgs ConcatOffset InvertPermutation Range", REPLICATED),
+    rule("LinSpace", "., ., . -> .", lin="0&1"),
+)

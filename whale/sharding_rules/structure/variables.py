@@ -1,0 +1,75 @@
+"""Variables: reads and updates element by element, wherever the value is cut; a handle lies as what it refers to."""
+
+from __future__ import annotations
+
+from whale.ir.layout import Split
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
+from whale.sharding_rules.embedding import Rows
+from whale.sharding_rules.notation import REPLICATED
+from whale.sharding_rules.registry import rule
+
+_OPTIMIZERS = ("AdaMax Adadelta Adagrad AdagradDA AdagradV2 Adam AddSign CenteredRMSProp Ftrl FtrlV2 GradientDescent "
+               "Momentum PowerSign ProximalAdagrad ProximalGradientDescent RMSProp").split()  # fmt: skip
+_SPARSE = ("Adadelta Adagrad AdagradDA AdagradV2 CenteredRMSProp Ftrl FtrlV2 Momentum ProximalAdagrad "
+           "ProximalGradientDescent RMSProp").split()  # fmt: skip
+_SCATTERS = "Add Sub Mul Div Max Min Update NdAdd NdSub NdMax NdMin NdUpdate".split()
+
+
+def update(op: OpView) -> str:
+    """which operands are scalars: all others have the variable's elements"""
+    return ", ".join("." if t.dtype != "resource" and t.shape == () else "p*" for t in op.inputs) + " ->"
+
+
+def sparse_update(op: OpView) -> str:
+    """where the gradient's rows are numbered (the last integers); the columns can be cut"""
+    numbers = max((i for i, t in enumerate(op.inputs) if t.shape and t.dtype in ("int32", "int64")), default=None)
+    if numbers is None or len(op.inputs[numbers].shape or ()) != 1:
+        return ", ".join("." for _ in op.inputs) + " ->"
+    words = {numbers: "i^", numbers - 1: "i^ q*"}
+    named = ["." if t.dtype != "resource" and t.shape == () else "v^ q*" for t in op.inputs]
+    return ", ".join(words.get(n, word) for n, word in enumerate(named)) + " ->"
+
+
+def scatter(op: OpView) -> str:
+    """whether the update is a sum: then rows that other ranks hold add zeros here"""
+    if op.inputs[1].shape is None or op.inputs[2].shape is None or op.inputs[2].shape == ():
+        return ", ".join("." for _ in op.inputs) + " ->"
+    sums = op.node.op in ("ResourceScatterAdd", "ResourceScatterSub")
+    rows = "v" if sums and op.inputs[1].is_static and op.inputs[2].is_static else "v^"
+    return f"{rows} q*, i*^, i*^ q* ->"
+
+
+def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    cut = strategy.inputs[0]
+    if not isinstance(cut, Split) or cut.dim != 0 or isinstance(strategy.inputs[1], Split):
+        return UNCHANGED  # with ids that are cut, one rank has all
+    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=2, runs=cut.blocks))
+
+
+def _named(prefix: str, stems: list[str]) -> str:
+    return " ".join(prefix + s for s in stems)
+
+
+RULES = (
+    rule("ReadVariableOp", "p* -> p*"),
+    rule("VarIsInitializedOp", "? -> ."),
+    rule("AssignVariableOp AssignAddVariableOp AssignSubVariableOp", "p*, p* ->"),
+    rule(
+        "VarHandleOp "
+        "VariableShape DestroyResourceOp ResourceCountUpTo ResourceStridedSliceAssign DisableCopyOnRead "
+        "IsVariableInitialized CountUpTo _VarHandlesOp _ReadVariablesOp",
+        REPLICATED,
+    ),
+    rule(
+        "Variable VariableV2 TemporaryVariable DestroyTemporaryVariable Assign AssignAdd AssignSub StridedSliceAssign",
+        REPLICATED,
+    ),
+    rule(_named("ResourceApply", [*_OPTIMIZERS, "AdamWithAmsgrad", "KerasMomentum"]), update),
+    rule(_named("Apply", _OPTIMIZERS), REPLICATED),
+    rule(_named("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), sparse_update),
+    rule(_named("SparseApply", _SPARSE), REPLICATED),
+    rule("ResourceScatterAdd ResourceScatterSub", scatter, local=_rows_here, routes=Rows(ids=1, table=0, values=2)),
+    rule(_named("ResourceScatter", _SCATTERS[2:7]), scatter, local=_rows_here),
+    rule(_named("ResourceScatter", _SCATTERS[7:]), REPLICATED),
+    rule(_named("Scatter", _SCATTERS), REPLICATED),
+)

@@ -1,0 +1,173 @@
+"""Compiles the kernels for GPUs (cuda/kernels.cu) to machine code of one GPU, by NVRTC; without nvcc and headers.
+
+NVRTC is the compiler that ``tensorflow[and-cuda]`` brings as the package ``nvidia-cuda-nvrtc-cu12``. It is looked for
+among the libraries that this process has loaded, in NVIDIA's packages of this environment, and where the loader looks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from whale.errors import CommError
+
+FOLDER = Path(__file__).absolute().parent / "cuda"
+SOURCE, HEADER = FOLDER / "kernels.cu", FOLDER / "kernel_arguments.h"
+_MAJORS = (13, 12)  # of the libraries that the loader is asked for
+_LIBRARY = re.compile(r"libnvrtc\.so(\.\d+)*")
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    """A compiler of CUDA's for programs in memory.
+
+    Attributes:
+        version: (12, 9).
+        architectures: those whose machine code it writes: 75, 80, ..., 120.
+    """
+
+    path: str
+    version: tuple[int, int]
+    architectures: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
+
+    def target(self, architecture: int) -> str | None:
+        """What to compile for, for a GPU: "sm_86", or "compute_90" for one that came later; None for one too old.
+
+        Machine code fits later minor numbers of its major one. For a newer major one the driver makes it of what is
+        written for virtual GPUs.
+        """
+        older = [known for known in self.architectures if known <= architecture]
+        if not older:
+            return None
+        return f"{'sm' if max(older) // 10 == architecture // 10 else 'compute'}_{max(older)}"
+
+
+def open_nvrtc(path: str) -> Nvrtc | None:
+    """The NVRTC of that path or name; None where the loader finds none that loads."""
+    try:
+        library = ctypes.CDLL(path)
+    except OSError:
+        return None
+    major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) != 0:
+        return None
+    if library.nvrtcGetNumSupportedArchs(ctypes.byref(count)) != 0:
+        return None
+    architectures = (ctypes.c_int * count.value)()
+    library.nvrtcGetSupportedArchs(architectures)
+    return Nvrtc(path, (major.value, minor.value), tuple(architectures))
+
+
+def find_nvrtcs() -> Iterator[Nvrtc]:
+    """All that are found, in this order: loaded by this process, of this environment's packages, the loader's."""
+    seen = set()
+    for path in (*_loaded(), *_packaged(), *(f"libnvrtc.so.{major}" for major in _MAJORS)):
+        found = open_nvrtc(path)
+        if found is not None and found.version not in seen:
+            seen.add(found.version)
+            yield found
+
+
+def _loaded() -> list[str]:
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/libnvrtc.so" in line}
+    return sorted(path for path in paths if _LIBRARY.fullmatch(Path(path).name))
+
+
+def package_folders(name: str) -> list[Path]:
+    """Folders of that name in NVIDIA's packages of this environment: ``cuda_nvrtc/lib``, or a pattern."""
+    found = importlib.util.find_spec("nvidia")
+    roots = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+    return [folder for root in roots for folder in sorted(root.glob(name)) if folder.is_dir()]
+
+
+def _packaged() -> list[str]:
+    files = [file for folder in package_folders("*/lib") for file in sorted(folder.glob("libnvrtc.so*"))]
+    return [str(file) for file in files if _LIBRARY.fullmatch(file.name)]
+
+
+def choose(found: Sequence[Nvrtc], architecture: int, driver: int | None = None) -> Nvrtc:
+    """The first one whose code runs on that GPU; machine code goes before what the driver compiles once more.
+
+    Args:
+        architecture: 86 for the compute capability 8.6.
+        driver: the major number of the newest CUDA that the driver runs; None: any.
+
+    Raises:
+        CommError: there is none.
+    """
+    fitting = [one for one in found if driver is None or one.version[0] <= driver]
+    for kind in ("sm", "compute"):
+        for one in fitting:
+            if (one.target(architecture) or "").startswith(kind):
+                return one
+    # 12.9 is the last one that knows capabilities before 7.5.
+    package = "nvidia-cuda-nvrtc-cu12==12.9.*" if driver in (None, 12) or architecture < 75 else "nvidia-cuda-nvrtc"
+    raise CommError(
+        "no compiler for the kernels of this GPU was found",
+        given=", ".join(map(str, found)) or "no libnvrtc.so, loaded, in NVIDIA's packages, or on the loader's path",
+        expected=f"NVRTC that knows compute capability {architecture // 10}.{architecture % 10}"
+        + ("" if driver is None else f", of CUDA {driver} or older, as the driver"),
+        action=f"pip install '{package}' (tensorflow[and-cuda] brings one)",
+    )
+
+
+def source_digest() -> str:
+    """Digest of what is compiled."""
+    return hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()[:16]
+
+
+def compile_kernels(nvrtc: Nvrtc, architecture: int) -> bytes:
+    """Machine code of the kernels for that GPU; PTX, which ends with a zero, where `Nvrtc.target` names a virtual one.
+
+    Raises:
+        CommError: they do not compile.
+    """
+    library, program, size = ctypes.CDLL(nvrtc.path), ctypes.c_void_p(), ctypes.c_size_t()
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    target = nvrtc.target(architecture)
+    options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
+
+    def check(code: int, call: str) -> None:
+        if code == 0:
+            return
+        log = b""
+        if program and library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0:
+            text = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, text)
+            log = text.value
+        raise CommError(
+            "the kernels for GPUs do not compile",
+            given=f"{nvrtc}, {b' '.join(options).decode()}",
+            expected=f"{call} without an error",
+            compiler=f"{library.nvrtcGetErrorString(code).decode()}\n{log.decode()[-2000:].strip()}",
+            action="read the compiler's first error; another version: pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'",
+        )
+
+    header = (ctypes.c_char_p * 1)(HEADER.read_bytes())
+    name = (ctypes.c_char_p * 1)(b"whale_ops/cuda/kernel_arguments.h")
+    created = library.nvrtcCreateProgram(
+        ctypes.byref(program), SOURCE.read_bytes(), b"whale_ops/cuda/kernels.cu", 1, header, name
+    )
+    check(created, "nvrtcCreateProgram")
+    try:
+        given = (ctypes.c_char_p * len(options))(*options)
+        check(library.nvrtcCompileProgram(program, len(options), given), "nvrtcCompileProgram")
+        kind = "PTX" if str(target).startswith("compute") else "CUBIN"
+        check(getattr(library, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)), f"nvrtcGet{kind}Size")
+        code = ctypes.create_string_buffer(size.value)
+        check(getattr(library, f"nvrtcGet{kind}")(program, code), f"nvrtcGet{kind}")
+        return code.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
