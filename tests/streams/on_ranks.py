@@ -26,7 +26,13 @@ def main() -> None:
     programs = importlib.import_module(f"tests.streams.{kind}")
     run = programs.run_of(wh, keras)
     for number in map(int, numbers):
-        np.savez(Path(folder, f"{rank}_{number}.npz"), **run(programs.drawn(number)))
+        program = programs.drawn(number)
+        try:
+            found = run(program)
+        except Exception:
+            print(f"{kind} {number} failed: {program}", flush=True)
+            raise
+        np.savez(Path(folder, f"{rank}_{number}.npz"), **found)
     print("programs done", flush=True)
 
 

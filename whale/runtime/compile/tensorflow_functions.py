@@ -241,7 +241,8 @@ def _of_graph(graph: Program, name: str) -> Program:
         if stream is None:
             nodes.append(node)
         elif node.op in _BY_COUNTER:
-            made = _by_counter(node, f"{name}/{stream}")
+            # Micro-batches have seeds of their own: whichever runs first, each goes on in its stream.
+            made = _by_counter(node, f"{name}/{stream}/{node.attrs.get('seed2', 0)}")
             nodes += made
             effects.append(made[0].name)
         else:

@@ -216,10 +216,13 @@ class ShardedDataset:
 
     def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
         rank, batches = self._context.rank, own.batch_sizes()
-        before = sum(self._shares(rows)[rank] > 0 for rows in itertools.islice(batches, start))
+        before = rounds = 0
+        for number, rows in itertools.islice(batches, start):
+            before += self._shares(rows)[rank] > 0
+            rounds += number == 0
         if own.summary is not None:
-            own.summary.begin()
-        return self._of_own_rows(iter(_without(self._read, before)), enumerate(batches, start), own.summary)
+            own.summary.begin(rounds)
+        return self._of_own_rows(iter(_without(self._read, before)), batches, own.summary)
 
     def _of_own_rows(
         self, rows_read: Iterator[Any], batches: Iterator[tuple[int, int]], summary: Summary | None
@@ -235,10 +238,10 @@ class ShardedDataset:
                 local = [with_whole(t, sums) for t in local]
             alone = len(sizes) == 1  # the others are gone
             yield self._element(local if alone else [ShardedTensor(t, sizes, rank) for t in local])
-        if summary is not None:
-            summary.end()
         if self._counts_ends and self._shares(batch_size(self._whole))[rank]:
             next(rows_read, None)
+        if summary is not None:
+            summary.end()
 
     def _cut(self, element: Element) -> Element:
         """This rank's part of a whole batch."""

@@ -33,6 +33,7 @@ from whale.runtime.input.shuffle_orders import (
 )
 
 Shares = Callable[[int], tuple[int, ...]]
+BatchSizes = Callable[[], Iterator[tuple[int, int]]]
 
 UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
 # What moves samples about without looking at them.
@@ -53,14 +54,14 @@ class OwnRows:
 
     Attributes:
       dataset: batches of this rank's rows; batches of which it has no rows are left out.
-      batch_sizes: makes an iterator over the rows of each global batch.
+      batch_sizes: makes an iterator over (number in its round of a repetition, rows) of each global batch.
       moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
       reseeded: the dataset's shuffles that had no seed, and got one.
       summary: sums up batches that all ranks have to meet alike, where they are not known without reading them.
     """
 
     dataset: tf.data.Dataset
-    batch_sizes: Callable[[], Iterator[int]]
+    batch_sizes: BatchSizes
     moved: int
     kept: tuple[str, ...]
     reseeded: tuple[Any, ...]
@@ -118,11 +119,11 @@ def batch_size(dataset: Any) -> int:
     return _number(node._batch_size)
 
 
-def _first(sizes: Callable[[], Iterator[int]], count: int) -> Iterator[int]:
+def _first(sizes: BatchSizes, count: int) -> Iterator[tuple[int, int]]:
     return itertools.islice(sizes(), None if count < 0 else count)
 
 
-def _again(sizes: Callable[[], Iterator[int]], count: int) -> Iterator[int]:
+def _again(sizes: BatchSizes, count: int) -> Iterator[tuple[int, int]]:
     rounds: Iterable[Any] = itertools.count() if count < 0 else range(count)
     return itertools.chain.from_iterable(sizes() for _ in rounds)
 
@@ -161,10 +162,10 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds, every: in
     # The shares of a smaller batch are nowhere larger, so that the last rows make one batch as well.
     own = own.batch(max(1, usual[rank]), False, *_parallel(batch))
 
-    def batch_sizes() -> Iterator[int]:
+    def batch_sizes() -> Iterator[tuple[int, int]]:
         if count < 0:
-            return itertools.repeat(size)
-        return itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ())
+            return enumerate(itertools.repeat(size))
+        return enumerate(itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ()))
 
     return OwnRows(own, batch_sizes, len(maps), kept, reseeded, summary)
 
