@@ -112,7 +112,7 @@ def drawn(number: int) -> Program:
         return CASES[number]
     draw = random.Random(f"draws {number}")
     step = draw.choice(STEPS)
-    names = [*IN_SESSIONS, "loop"] if step == "session" else list(DRAWS)
+    names = list(IN_SESSIONS if step == "session" else DRAWS)
     if number < RACING and step != "session":
         names.remove("loop of iterations at once")
     if step == "fit":

@@ -8,16 +8,17 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 
 def main() -> None:
     kind, place, folder, *numbers = sys.argv[1:]
-    wh, rank = None, "plain"
+    wh: Any = None
+    rank = "plain"
     if place != "plain":
-        import whale as wh
-
+        wh = importlib.import_module("whale")
         within = {} if place == "ranks" else {"communication.transport": "in-process", "cluster.ranks": int(place)}
         wh.init({"random": "global", **within})
         rank = f"rank{wh.rank()}"
@@ -31,7 +32,9 @@ def main() -> None:
             found = run(program)
         except Exception:
             print(f"{kind} {number} failed: {program}", flush=True)
-            raise
+            if place != "plain":
+                raise
+            continue  # Keras takes no such program: a dataset that is empty, say
         np.savez(Path(folder, f"{rank}_{number}.npz"), **found)
     print("programs done", flush=True)
 
