@@ -31,7 +31,7 @@ class Answer(msgspec.Struct, frozen=True):
     """A way as a member has predicted it, or why it cannot run.
 
     Attributes:
-      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Way`.
+      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`.
       lost: why it cannot run; "": it can.
       across: it needs a value of all micro-batches.
     """
