@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import whale.horovod as hvd
+from whale.frontends.horovod import reductions as hvd
 from whale.frontends.horovod import sums
 
 VALUE = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
