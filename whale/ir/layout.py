@@ -1,4 +1,4 @@
-"""How a tensor lies over a mesh: per mesh axis ``S(d)``, ``B``, ``P(op)``, ``O`` (first rank only) or ``own``.
+"""Placements of a tensor over a mesh: per mesh axis ``S(d)``, ``B``, ``P(op)``, ``O`` (first rank only) or ``own``.
 
 Rules and passes work on one mesh axis at a time, with a ``Placement``; a ``Layout`` is a tuple of them, one per axis.
 """
@@ -54,32 +54,32 @@ class Split:
 
     @cached_property
     def run(self) -> int:
-        """Indices of one run."""
+        """Returns the number of indices of one run."""
         return sum(self.sizes)
 
     @cached_property
     def smallest(self) -> int:
-        """Size of the smallest part."""
+        """Returns the size of the smallest part."""
         return min(self.sizes, default=0)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each coordinate begins within a run."""
+        """Returns where each coordinate's part begins within a run."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
     @cached_property
     def holders(self) -> frozenset[int]:
-        """Coordinates that hold something."""
+        """Returns the coordinates whose part is not empty."""
         return frozenset(i for i, size in enumerate(self.sizes) if size)
 
     @cached_property
     def largest(self) -> int:
-        """Size of the largest part."""
+        """Returns the size of the largest part."""
         return max(self.sizes, default=0)
 
     @cached_property
     def label(self) -> str:
-        """``str(self)``, with a digest in place of many sizes: for names and keys."""
+        """Returns ``str(self)``, with a digest in place of many sizes, for names and keys."""
         if len(self.sizes) <= _MOST_NAMED:
             return str(self)
         sizes = blake2b(repr(self.sizes).encode(), digest_size=8).hexdigest()
@@ -87,32 +87,32 @@ class Split:
 
     @cached_property
     def plain(self) -> Split:
-        """The same without halo."""
+        """Returns the same split without halo."""
         return self if self.halo == (0, 0) else split(self.dim, self.sizes, self.blocks)
 
     @property
     def extent(self) -> int:
-        """Size of the whole dimension."""
+        """Returns the size of the whole dimension."""
         return self.blocks * self.run
 
     def local(self, coordinate: int) -> int:
-        """Size of the dimension on ``coordinate``."""
+        """Returns the size of the dimension on ``coordinate``."""
         first, end = self.span(coordinate)
         return self.blocks * (end - first)
 
     def offset(self, coordinate: int) -> int:
-        """Where ``coordinate`` begins within a run."""
+        """Returns where the part of ``coordinate`` begins within a run."""
         return self.starts[coordinate]
 
     def span(self, coordinate: int) -> tuple[int, int]:
-        """The indices of a run that ``coordinate`` holds: the first, and one past the last."""
+        """Returns the indices of a run that ``coordinate`` holds: the first, and one past the last."""
         first, size = self.starts[coordinate], self.sizes[coordinate]
         if not size:
             return first, first
         return max(0, first - self.halo[0]), min(self.run, first + size + self.halo[1])
 
     def indices(self, coordinate: int) -> np.ndarray:
-        """The indices of the dimension that ``coordinate`` holds, in its local order."""
+        """Returns the indices of the dimension that ``coordinate`` holds, in its local order."""
         run = np.arange(*self.span(coordinate))
         return (np.arange(self.blocks)[:, None] * self.run + run).reshape(-1)
 
@@ -161,7 +161,7 @@ class PerRank:
         return f"own[{','.join(map(str, self.rows))}]"
 
     def share(self, coordinate: int) -> float:
-        """The weight of ``coordinate`` in the average."""
+        """Returns the weight of ``coordinate`` in the average."""
         return self.rows[coordinate] / sum(self.rows)
 
 
@@ -193,19 +193,20 @@ class Strategy:
 
 @lru_cache(maxsize=65536)
 def split(dim: int, sizes: tuple[int, ...], blocks: int = 1, halo: tuple[int, int] = (0, 0)) -> Split:
-    """The one object for this split (equal placements are identical, which makes comparing them cheap)."""
+    """Returns the one object for this split (equal placements are identical, which makes comparing them cheap)."""
     return Split(dim, sizes, blocks, halo)
 
 
 def even_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """``size`` cut into ``parts`` as evenly as integers allow, larger parts first: 7 over 2 is (4, 3)."""
+    """Divides ``size`` into ``parts`` as evenly as integers allow, larger parts first: 7 over 2 is (4, 3)."""
     base, extra = divmod(size, parts)
     return tuple(base + (i < extra) for i in range(parts))
 
 
 @lru_cache(maxsize=1024)
 def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """``size`` cut in proportion to ``weights``, of which one is positive: ``weights`` themselves if that is their sum.
+    """Divides ``size`` in proportion to ``weights``, of which one is positive; returns ``weights`` if that is their
+    sum.
 
     Sainte-Laguë's method: each next unit goes where it is needed most, so no part of a smaller ``size`` is larger.
     """
@@ -220,13 +221,13 @@ def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def times_of(sizes: tuple[int, ...], rows: tuple[int, ...]) -> int:
-    """By which number all of ``rows`` are multiplied in ``sizes``; 0 where there is none, or nothing."""
+    """Returns the number that all of ``rows`` are multiplied by in ``sizes``; 0 where there is none, or nothing."""
     times = sum(sizes) // (sum(rows) or 1)
     return times if tuple(times * n for n in rows) == sizes else 0
 
 
 def identity_value(op: str, dtype: str) -> object:
-    """The element that changes nothing under ``op``: what a coordinate with nothing to add contributes.
+    """Returns the element that changes nothing under ``op``, which a coordinate with nothing to add contributes.
 
     Raises:
       ValueError: ``op`` is not one of sum, max, min, prod.
@@ -315,17 +316,17 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
 
 
 def label(placement: Placement) -> str:
-    """A short text that tells the placements of one tensor apart."""
+    """Returns a short text that tells the placements of one tensor apart."""
     return placement.label if isinstance(placement, Split) else str(placement)
 
 
 def in_runs(placement: Placement) -> bool:
-    """Whether it is a split of a dimension that consists of several runs."""
+    """Tells whether a placement splits a dimension that consists of several runs."""
     return isinstance(placement, Split) and placement.blocks > 1
 
 
 def _staying(source: Placement, target: Placement) -> int:
-    """How many positions of the split dimensions each coordinate holds in both forms, added up."""
+    """Counts the positions of the split dimensions that each coordinate holds before and after, added up."""
     if isinstance(source, Split) and isinstance(target, Split):
         if source.dim == target.dim:
             return sum(_overlap(source, target, i) for i in range(len(source.sizes)))
@@ -335,7 +336,7 @@ def _staying(source: Placement, target: Placement) -> int:
 
 
 def _positions(source: Placement, target: Placement) -> int:
-    """How many positions the split dimensions have; 1 when they are empty."""
+    """Counts the positions of the split dimensions; 1 when they are empty."""
     count = 1
     for cut in {p.dim: p for p in (source, target) if isinstance(p, Split)}.values():
         count *= cut.run

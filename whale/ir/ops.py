@@ -1,4 +1,4 @@
-"""What an op is: named sets of op types (traits), which passes, lowering, runtime and cost model ask.
+"""Named sets of op types (traits), which passes, lowering, runtime and cost model ask what an op is.
 
 A fact about op types stands here once. Who means less or more than a trait holds says so where it does, with the
 reason: ``VIEWS | {"Cast"}  # because ...``. What is known of one op only (its rule, its formula, its kernel) stands
