@@ -1,4 +1,4 @@
-"""What the choice under split scopes costs: work of nodes by themselves, and changes of how tensors lie."""
+"""Prices the choice under split scopes: work of nodes by themselves, and reshards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def node_costs(
     region: SplitRegion, sequences: Mapping[Ref, Split], name: str, options: Sequence[Strategy],
     tables: Collection[str] = (),
 ) -> list[float]:  # fmt: skip
-    """What each option of a node, or of a variable's handle, costs by itself, in the unit of ``facts.cost``.
+    """Returns what each option of a node, or of a variable's handle, costs by itself, in the unit of ``analysis.cost``.
 
     Args:
       tables: handles of those that may lie whole on a rank: what is exchanged for them travels together.
@@ -56,7 +56,7 @@ def node_costs(
 
 
 def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
-    """Of the rank that has most to do; where one has all of a table, others have other tables."""
+    """Returns the work of the rank that has most to do; where one has all of a table, others have other tables."""
     work = compute_cost(option, touched, flops)
     return work / parts if any(map(is_whole, option.inputs + option.outputs)) else work
 
@@ -64,7 +64,7 @@ def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
 def tensor_forms(
     region: SplitRegion, number: Mapping[str, int], options: Mapping[str, Sequence[Strategy]], together: int = 1
 ) -> list[TensorForms]:
-    """The tensors that nodes of the region make or read.
+    """Returns the tensors that nodes of the region make or read.
 
     Args:
       number: node or handle -> its number in the choice.
@@ -107,8 +107,9 @@ def tensor_forms(
 def _rows_elsewhere(
     region: SplitRegion, node: Node, operand: int | None, forms: Sequence[Placement]
 ) -> frozenset[Placement]:
-    """In which of these forms a node outside takes rows that it exchanges by their ids, or yields them (``operand``
-    None), as readily as in the form that it has there: its ids can be cut as any of them."""
+    """Returns those of these forms in which a node outside takes rows that it exchanges by their ids, or yields them
+    (``operand`` None), as readily as in the form that it has there: its ids can be cut as any of them.
+    """
     rule, lies = rule_of(node.op), region.outside.strategies[node.name]
     op = view(region.program, node, region.parts)
     if rule is None or rule.routes is None or rule.routes.values != operand or not rule.exchanges_rows(op, lies):
@@ -138,5 +139,5 @@ def _price(
 
 
 def _is_of_parts(source: Placement, wanted: Placement) -> bool:
-    """Whether parts along one dimension come to lie otherwise."""
+    """Tells whether a change moves parts along one dimension to other sizes along it."""
     return isinstance(source, Split) and isinstance(wanted, Split) and source.dim == wanted.dim

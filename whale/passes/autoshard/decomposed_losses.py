@@ -43,7 +43,7 @@ def refuse_rows_taken_apart(region: SplitRegion) -> None:
 
 
 def _part_behind(region: SplitRegion, ref: Ref) -> Ref | None:
-    """What took a tensor's rows, whose number only the run knows, out of one of known size."""
+    """Returns the tensor of known size from which a tensor's rows, whose number only the run knows, were taken."""
     program = region.program
     while None in (program.type_of(ref).shape or ())[:1]:
         node = program.by_name[ref.node]

@@ -111,7 +111,9 @@ def _between(program: Program, node: Node, scope: Mapping[str, str], serves: Col
 
 
 def _is_between(program: Program, node: Node, path: str) -> bool:
-    """Tells whether all that a node reads, and all that reads it, is in one scope, as it is for sums of gradients."""
+    """Tells whether all that a node reads, and all that reads it, is in the scope ``path``; sums of gradients are in
+    none.
+    """
     readers = [reader for ref in node.refs() for reader, _ in program.consumers.get(ref, ())]
     near = [program.by_name[r.node].scope for r in node.inputs] + [reader.scope for reader in readers]
     return bool(node.inputs and readers) and all(other == path for other in near)

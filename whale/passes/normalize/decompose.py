@@ -38,7 +38,7 @@ def has_split_form(program: Program, node: Node) -> bool:
 
 
 def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node: True) -> Program:
-    """``program`` with the composite nodes that ``predicate`` picks written in simple ops, called ``<name>/...``.
+    """Writes the composite nodes of ``program`` that ``predicate`` picks in simple ops, called ``<name>/...``.
 
     A gradient reads mean and variance from its forward node's reserve spaces: both are decomposed, or neither.
     Bodies of functions are decomposed too.

@@ -182,7 +182,7 @@ class _Rewriter:
         self._becomes(node, _divided(emit, summed, found, _SUMS[node.op], each))
 
     def _slopes(self, node: Node) -> None:
-        """Computes the gradients of such sums: each row has its segment's."""
+        """Computes the gradients of sums of segments: each row has its segment's."""
         known = self._segments_of(node)
         slope = self.moved.get(node.inputs[0], node.inputs[0])
         t, emit = self._type(slope), self._beside(node)
