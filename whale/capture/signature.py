@@ -2,8 +2,6 @@
 bakes in.
 
 It also reads the keywords with which a tf.function is traced.
-
-And what a tf.function says about how it is traced: its keywords.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class SplitRegion:
         return found
 
     def _behind(self, ref: Ref) -> list[str]:
-        """Returns the weights that a tensor is made from element by element, leaving out operands of products on the
-        way.
+        """Returns the weights that a tensor is made from element by element, leaving out what products and
+        lookups on the way read.
 
         Weights are variables of rank 2 or more, and as large as the tensor if any is: beside them stand factors of low
         rank, scales of columns, masks.

@@ -1,4 +1,4 @@
-"""Offload: variables that lie in the host's memory, while the model is computed on an accelerator.
+"""Offloads variables to the host's memory, while the model is computed on an accelerator.
 
 Of tables only the rows that a step looks up move, and the gradients of these.
 
@@ -40,7 +40,7 @@ _RUNS_PARTS = BRANCHES | CALLS  # of functions, and of a micro-batch's, some nod
 
 
 def offloaded(program: Program, level: str) -> tuple[str, ...]:
-    """Handle nodes of the variables that come to lie in the host's memory; what one op updates lies together.
+    """Returns the handle nodes of the variables to offload to the host's memory; what one op updates stays together.
 
     Raises:
       PlanError: a loop takes such a variable, or a step changes every row of a table.
@@ -78,7 +78,7 @@ def offloaded(program: Program, level: str) -> tuple[str, ...]:
 
 
 def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
-    """Variables of which a step reads and changes rows, by their numbers, and nothing else.
+    """Returns the variables of which a step reads and changes rows, by their numbers, and nothing else.
 
     Raises:
       PlanError: of one, rows are read, and all of it is changed.
@@ -108,7 +108,8 @@ def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
 
 
 def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
-    """Variables in which a step looks rows up, and which are not in the host's memory -> an op that needs all of one.
+    """Maps variables in which a step looks rows up, and which are not in the host's memory, to an op that needs all of
+    one.
 
     Args:
       program: normalised.
@@ -139,14 +140,14 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
 
 
 def _looked_up_in(program: Program, loop: Node) -> set[int]:
-    """Of the operands of a loop those in which its functions look rows up."""
+    """Returns those operands of a loop in which its functions look rows up."""
     bodies = [program.functions[f.name] for f in called_functions(loop)] if loop.op in LOOPS else []
     gathers = [(body, node) for body in bodies for node in body.nodes if node.op in READS_ROWS]
     return {body.inputs.index(n.inputs[0].node) for body, n in gathers if n.inputs[0].node in body.inputs}
 
 
 def offload(program: Program, handles: Collection[str]) -> Program:
-    """``program`` (one rank's) with what is computed in the host's memory marked, and copies where tensors cross.
+    """Marks what ``program`` (one rank's) computes in the host's memory, and adds copies where tensors cross.
 
     Args:
       handles: of the variables that lie there.
@@ -157,8 +158,8 @@ def offload(program: Program, handles: Collection[str]) -> Program:
 
 
 def crossing_bytes(program: Program) -> tuple[int, int]:
-    """(bytes to the host, bytes from it) that a step of a rank's program copies, at the most where it has branches;
-    sizes that only it knows are 0.
+    """Returns (bytes to the host, bytes from it) that a step of a rank's program copies, at the most where it has
+    branches; sizes that only the run knows are 0.
     """
     to_host = from_host = 0
     for node in program.nodes:
@@ -178,7 +179,9 @@ def _is_call(node: Node) -> bool:
 
 
 def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
-    """Nodes that take such a variable, what is computed from state, and what for it alone and would move more."""
+    """Returns nodes that take such a variable, what is computed from state, and what for it alone and would
+    move more.
+    """
     there: set[str] = set()
     of_state: set[str] = set()
     state = _only_for_updates(program).intersection(handles)
@@ -202,7 +205,7 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
 
 
 def _only_for_updates(program: Program) -> set[str]:
-    """As `only_state`, and state of which a lazy update reads rows."""
+    """Returns what `only_state` does, and state of which a lazy update reads rows."""
     fetched = {ref.node for ref in program.outputs}
     other = leading_to(
         program, lambda node: node.name in fetched or (node.op not in READS_ROWS and is_model(program, node))
@@ -211,7 +214,9 @@ def _only_for_updates(program: Program) -> set[str]:
 
 
 def _cheaper_there(program: Program, there: Collection[str], kept: Collection[str]) -> set[str]:
-    """Nodes of which all readers are in the host's memory, and whose operands are less to move than their results."""
+    """Returns nodes whose readers are all in the host's memory, and whose operands are less to move than their
+    results.
+    """
     crossing = {ref for node in program.nodes if node.name in there for ref in node.inputs}
     found: set[str] = set()
     for node in reversed(program.nodes):
@@ -261,7 +266,7 @@ class _Crossings:
         return self.program.with_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
 
     def _caller(self, node: Node) -> Node:
-        """The node whose functions compute in the host's memory what is to be computed there."""
+        """Returns the node whose functions compute in the host's memory what is to be computed there."""
         operands = node.inputs if node.op in CALLS else node.inputs[1:]
 
         def rewritten(func: Func) -> Func:

@@ -62,9 +62,6 @@ def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> Lo
 
     Only the main graph is searched: moments in the bodies of loops and branches stay those of the whole batch. So do
     those whose gradient was not derived by TensorFlow.
-
-    Of its main graph: moments in the bodies of loops and branches stay those of the whole batch. So do those whose
-    gradient was not derived by TensorFlow.
     """
     found = [(_mean_of(program, node), Ref(node.name)) for node in program.nodes]
     pairs = {mean: variance for mean, variance in found if mean is not None}

@@ -160,8 +160,6 @@ class NodeChoice:
         takes so but for a result of partial sums.
 
         Such operands come out of split scopes; an all-to-all moves less than gathering all of it.
-
-        Such operands come out of split scopes; to exchange parts for rows is less than to gather all of it.
         """
         found: dict[Strategy, None] = {}
         for i, (p, t) in enumerate(zip(current, op.inputs)):
