@@ -91,7 +91,9 @@ def is_iterator(value: Any) -> bool:
 
 
 def read_inside(iterator: Any) -> ProgramError:
-    """Returns the error for a step that reads iterators both in its own graph and inside a loop or function."""
+    """Returns the error for a step that reads an iterator where no batch can be drawn for it: in a loop, branch or
+    function.
+    """
     return ProgramError(
         "a step reads an iterator inside a loop, a branch or a function",
         given=repr(iterator),
@@ -155,7 +157,8 @@ class Drawing:
             iterator_ops.OwnedIterator._next_internal = usual
 
     def take(self, iterator: Any, usual: Callable[[], Any] | None = None) -> Any:
-        """Returns the next batch of an iterator, as placeholders in the graph of the step.
+        """Returns the next batch of an iterator: placeholders in the step's own graph; inside its loops, what ``usual``
+        reads.
 
         Args:
           usual: reads it in the graph at hand; None: there is no such form.

@@ -65,7 +65,7 @@ class Arguments:
 def tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:
     """Returns the keywords with which tf.function would trace another function like ``fn``; none for a Python function.
 
-    Those that change what is computed, or how: the others say what TensorFlow keeps of a trace.
+    Only keywords that change what is computed, or how, are among them; the others say what TensorFlow keeps of a trace.
     """
     if not hasattr(fn, "python_function"):
         return {}

@@ -251,7 +251,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, coordinate: int) -
 @overload
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None: ...
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None:
-    """Shape that ``coordinate`` holds of a tensor of global ``shape``."""
+    """Returns the shape that ``coordinate`` holds of a tensor of global ``shape``."""
     if shape is None or not isinstance(placement, Split):
         return shape
     return shape[: placement.dim] + (placement.local(coordinate),) + shape[placement.dim + 1 :]
@@ -280,7 +280,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int) -> int:
-    """Logical bytes that a change of layout moves in total over one axis of ``size`` ranks, p.
+    """Returns the logical bytes that a reshard moves in total over one axis of ``size`` ranks, p.
 
         S -> B                    (p-1) T     all-gather
         P -> S                    (p-1) T     reduce-scatter

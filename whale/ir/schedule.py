@@ -69,8 +69,8 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     """Schedules 1F1B in which every stage holds several chunks of layers (Narayanan et al., SC 2021, section 2.2).
 
-    There they are multiples of the stages, in groups of as many. Other numbers go in groups that are as even as can be,
-    with at least as many micro-batches as there are stages; a group takes no longer for it.
+    In the paper micro-batches are a multiple of the stages, in groups of as many. Here other numbers go in groups that
+    are as even as can be, with at least as many micro-batches as there are stages; a group takes no longer for it.
     """
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)

@@ -43,7 +43,9 @@ def refuse_rows_taken_apart(region: SplitRegion) -> None:
 
 
 def _part_behind(region: SplitRegion, ref: Ref) -> Ref | None:
-    """Returns the tensor of known size from which a tensor's rows, whose number only the run knows, were taken."""
+    """Follows a tensor whose number of rows only the run knows back to the op result that took them out of a tensor of
+    known size; None without one.
+    """
     program = region.program
     while None in (program.type_of(ref).shape or ())[:1]:
         node = program.by_name[ref.node]

@@ -23,7 +23,7 @@ from whale.sharding_rules.base import OWNED
 def whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> dict[str, int]:
     """Maps the handles of tables that may be whole on one rank to that rank.
 
-    Those are read by lookups alone, under scopes that name no dimension and no ranks, or one rank. Where earlier
+    Such tables are read by lookups alone, under scopes that name no dimension and no ranks, or one rank. Where earlier
     programs have put a table on a rank it stays there.
 
     Args:

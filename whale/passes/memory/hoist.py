@@ -87,7 +87,9 @@ def _shape(node: Node, kind: TensorType) -> Node:
 
 
 def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Program]) -> Node:
-    """Adapts a loop or branch whose operands ``kinds`` are values now, and its functions."""
+    """Adapts a loop or branch, and its functions, to operands (the numbers in ``kinds``) that are values now, not
+    handles.
+    """
     attrs: dict[str, Any] = dict(node.attrs)
     types = "T" if node.op in LOOPS else "Tin"
     first = _operands(node).start
@@ -117,7 +119,7 @@ def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Progra
 
 
 def _with_values(function: Program, arguments: dict[str, TensorType], functions: dict[str, Program]) -> Program:
-    """Adapts ``function`` to values in place of handles."""
+    """Rewrites ``function`` to take values for ``arguments`` where it took handles."""
     values = {Ref(name): kind for name, kind in arguments.items()}
     nodes = []
     for node in function.nodes:

@@ -1,6 +1,6 @@
 """Offloads variables to the host's memory, while the model is computed on an accelerator.
 
-Of tables only the rows that a step looks up move, and the gradients of these.
+Of tables, only the rows that a step looks up, and the gradients of these, are moved.
 
 Ren et al., "ZeRO-Offload: democratizing billion-scale model training", USENIX ATC 2021: the update is computed where
 the optimizer's state lies, so that a step moves each gradient to the host and each change of a weight back, and the
@@ -266,7 +266,9 @@ class _Crossings:
         return self.program.with_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
 
     def _caller(self, node: Node) -> Node:
-        """Returns the node whose functions compute in the host's memory what is to be computed there."""
+        """Rewrites the functions of a call or branch so that they compute in the host's memory what is to be computed
+        there.
+        """
         operands = node.inputs if node.op in CALLS else node.inputs[1:]
 
         def rewritten(func: Func) -> Func:

@@ -181,7 +181,7 @@ def _common(
 ) -> Split | None:
     """Returns the split that all variables can have, along the first dimension that allows one; None: they stay whole.
 
-    What ``later`` axes divide is cut along other dimensions: the exchanges of one axis then pass by the other.
+    Dimensions that ``later`` axes divide are avoided: collectives along one axis then do not involve the other.
     """
     given = {known[v.node] for v in variables if v.node in known}
     if len(given) > 1 or B in given:

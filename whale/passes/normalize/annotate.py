@@ -58,7 +58,7 @@ def _in_scope(n: Node, scope: str) -> Node:
 def _free_updates(program: Program) -> Program:
     """Takes updates of what a split scope divides, and optimizers' state, out of the other scopes of ``program``.
 
-    They are where ``minimize`` was called inside of an open ``wh.replica``, which says nothing of them.
+    They are there where ``minimize`` was called inside of an open ``wh.replica``, which says nothing of them.
     """
     readers: dict[str, set[bool]] = {v.node: set() for v in program.variables}
     updates: dict[str, list[str]] = {}  # node -> the variables that it updates

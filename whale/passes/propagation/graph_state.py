@@ -107,8 +107,8 @@ class GraphState:
     def track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
         """Slices the batch again after ops that had to see everything: correct whatever the dimension means, and free.
 
-        Not only right behind such an op: two halves of the batch that are joined again, or the rows that a loop
-        stacked, are the batch once more.
+        This holds not only right behind such an op: two halves of the batch that are joined again, or the rows that
+        a loop stacked, are the batch once more.
         """
         if not self.origins and Split not in map(type, current):
             return

@@ -145,7 +145,7 @@ def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[R
 
 
 def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> bool:
-    """Whether rows of this shape are summed likewise elsewhere and meet the result again: a gradient by hand."""
+    """Tells whether rows of this shape are summed likewise elsewhere and meet the result again: a gradient by hand."""
     statistic = program.by_name[mean.node]
     rows, axes = program.type_of(statistic.inputs[0]).shape or (), _axes(program, statistic)
     for node in program.nodes:
@@ -195,8 +195,7 @@ def _spread_behind(program: Program, ref: Ref) -> str | None:
 
 
 def half_local(program: Program, layout: GraphLayout, statistics: LocalStatistics) -> set[Ref]:
-    """Returns the means of moments whose forward pass would be each rank's own but whose gradient is written in another
-    form.
+    """Finds moments whose gradient is written in another form, and returns their means.
 
     The forward pass would use each rank's own statistics and the gradient those of the whole batch, so these moments
     must be whole in both.

@@ -56,7 +56,7 @@ def _is_joint(body: Program, graph: str, plan: Plan, node: Node, r: Reshard) -> 
 
 
 def join_sums(program: Program, keys: Collection[str], axis: str) -> Program:
-    """Extends the sums with ``keys`` in one rank's program along ``axis``."""
+    """Merges sums along ``axis`` in one rank's program into those with ``keys``, which then are along both axes."""
     if not keys:
         return program
     functions = {name: _joined(body, keys, axis) for name, body in program.functions.items()}

@@ -219,7 +219,7 @@ def concat(op: OpView) -> str:
 def _runs(sizes: list[int | None]) -> tuple[list[str], str]:
     """Writes concatenated dimensions, each as a number of runs of one label ``j``, and what they make together.
 
-    Frozen where the sizes are unknown.
+    Dimensions are frozen where the sizes are unknown.
     """
     known = [s for s in sizes if s is not None]
     run = math.gcd(*known) if known else 0

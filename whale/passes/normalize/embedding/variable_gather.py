@@ -62,7 +62,7 @@ class _Lookup:
 def _lookups(program: Program, read: str) -> tuple[list[_Lookup], dict[str, tuple[str, ...]]] | None:
     """Returns (the lookups in a value that is read, the nodes that only these need and what each of them waits for).
 
-    None where anything else needs the value.
+    Returns None where anything else needs the value.
     """
     found: list[_Lookup] = []
     gone = {read: program.by_name[read].controls}
