@@ -13,7 +13,7 @@ from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from whale.ir.program import AGAIN, ALL_FINITE, BACKWARD, CHECKPOINT, UNSCALED, WIDE
 from whale.ir.values import DType, Func, Shape, SharedAttrs, Tensor
 
-SCOPE_ATTR = "_whale_scope"  # of nodes and of variables (as Python objects): the path of the scope they were made under
+SCOPE_ATTR = "_whale_scope"  # on nodes and variables (as Python objects): the path of the scope they were made under
 _SMALL_BYTES = 64
 # The attributes that TensorFlow adds on its own say nothing about what a node computes, except these.
 _KEPT_INTERNAL = frozenset(

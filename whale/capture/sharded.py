@@ -14,7 +14,7 @@ from tensorflow.python.data.ops import iterator_ops
 
 from whale.errors import ProgramError
 
-# What draws the batches of the step that is being traced.
+# The object that draws the batches of the step that is being traced.
 drawing: contextvars.ContextVar[Drawing | None] = contextvars.ContextVar("drawing", default=None)
 
 

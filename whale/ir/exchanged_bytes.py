@@ -58,7 +58,7 @@ def rank_bytes(node: Node, inputs: Sequence[TensorType], place: int, ranks: int)
     if node.op in ALL_REDUCES:
         total = collective_bytes(node.op, sent, ranks)
         return total // ranks + (place < total % ranks)
-    if node.op == "WhaleAllGather":  # what it has goes to all others
+    if node.op == "WhaleAllGather":  # its part goes to all others
         return collective_bytes(node.op, sent, ranks)
     if node.op == "WhaleReduceScatter":  # all others' parts of what it keeps
         return collective_bytes(node.op, node.outputs[0].bytes, ranks)

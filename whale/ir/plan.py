@@ -318,8 +318,8 @@ class _File(msgspec.Struct):
     micro_batches: int = 1
     offloaded: list[str] = []
     updates: tuple[int, int] = (0, 0)
-    backends: dict[str, str] = {}  # of the reshards that are not Whale's own
-    wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
+    backends: dict[str, str] = {}  # reshards that are not Whale's own
+    wire_dtypes: dict[str, str] = {}  # reshards that are rounded before they are sent
     script: list[str] = []
     choice: str = ""
     predicted: Predicted | None = None

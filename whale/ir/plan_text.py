@@ -11,7 +11,7 @@ from whale.ir.mesh import mesh_of, moved_along
 from whale.ir.plan import Plan, Predicted, Reshard, TaskGraph
 from whale.ir.schedule import format_schedule, schedule
 
-# Who carries out a reduction instead of Whale's own exchange, in words.
+# Backends that carry out a reduction instead of Whale, in words.
 _THROUGH = {"horovod": "through Horovod"}
 
 
@@ -101,7 +101,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         + "".join(f"; {n} of the tensors {_THROUGH[b]}" for b, n in backends.items() if b in _THROUGH)
     )
     out += _traffic(plan, moving, rows)
-    if plan.predicted is None:  # else one figure for memory: what a play of the step holds at most
+    if plan.predicted is None:  # else there is one figure for memory: the peak of the simulated step
         out += _memory(plan)
     if plan.exceptions:
         out.append("Not as on one device")

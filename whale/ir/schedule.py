@@ -178,7 +178,7 @@ def play(
         needs.setdefault(later, []).append(earlier)
         if earlier[0] != later[0]:
             readers[earlier] = later
-    taken: dict[tuple[int, int], list[tuple[int, Phase]]] = {}  # what crosses an edge, in the order of its readers
+    taken: dict[tuple[int, int], list[tuple[int, Phase]]] = {}  # results on an edge, in the order of their readers
     for stage, row in enumerate(rows):
         for phase in row:
             for earlier in needs.get((stage, phase), ()):
@@ -258,7 +258,7 @@ def credits(rows: Schedule) -> dict[tuple[int, int], int]:
             moves += [(end[earlier], 1), (end[later] - length[later[1].kind], -1)]
     found = {}
     for edge, moves in events.items():
-        # What is taken at the moment at which it comes waits for that moment.
+        # A result that is taken at the moment at which it comes waits for that moment.
         found[edge] = max(accumulate(step for _, step in sorted(moves, key=lambda move: (move[0], -move[1]))))
     return found
 

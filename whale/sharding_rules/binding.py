@@ -14,7 +14,7 @@ from whale.sharding_rules.notation import Line, Passes, Term
 # Types of tensors that stand for others: a list's placement is that of its elements, a variable's that of its value.
 HANDLES = ("variant", "resource")
 
-# Where a label stands in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
+# The place of a label in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
 # None: the tensor lacks it.
 Place = tuple[int, int, int] | None
 # A label of a dimension that can be cut, with those two products.

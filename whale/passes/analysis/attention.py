@@ -86,7 +86,7 @@ def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
     sizes: dict[str, int | None] = {}
     for word, shape in zip(words, shapes):
         if len(word) != len(shape or ()) or any(sizes.setdefault(c, n) != n for c, n in zip(word, shape or ())):
-            return None  # it broadcasts
+            return None  # the product broadcasts
     return words[0], words[1], words[2]
 
 

@@ -69,7 +69,7 @@ def batch_inputs(
     """
     types = {name: program.by_name[name].outputs[0] for name in program.inputs}
     stacked = stacks(program)
-    dims = {n: int(n in stacked and n not in local) for n in types}  # of the rows
+    dims = {n: int(n in stacked and n not in local) for n in types}  # the dimension of the rows
     candidates = {
         n: size
         for n, t in types.items()

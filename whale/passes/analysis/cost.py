@@ -70,7 +70,7 @@ def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts:
     if not tensor.is_static and (in_runs(source) or in_runs(wanted)):
         return inf
     if not tensor.is_static and isinstance(source, Split) and not isinstance(wanted, Broadcast):
-        return inf  # of sizes that only the run knows, what is cut can be gathered whole, nothing finer
+        return inf  # where only the run knows sizes, a split can be gathered whole, nothing finer
     if isinstance(source, Split) and isinstance(wanted, Partial):
         wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
     return move_cost(source, wanted, max(1, tensor.bytes) * (1 if tensor.is_static else unknown_rows), parts)

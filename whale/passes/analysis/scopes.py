@@ -18,7 +18,7 @@ _SCOPE = re.compile(
 )
 _AXES = re.compile(r"\(axis=[\w+]+(?P<more>,|\)$)")
 
-# What passes a variable's elements on, so that what reads the result reads the variable.
+# Ops that pass a variable's elements on, so that a reader of the result reads the variable.
 PASSED_ON = VIEWS | {"ReadVariableOp", "Cast", "Transpose"}  # these make new memory, of the same elements
 
 

@@ -26,7 +26,7 @@ from whale.passes.analysis.scopes import PASSED_ON
 
 STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes of a mesh
 _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
-# What may happen to a variable that every rank keeps a copy of, if its operands are free.
+# Ops on a variable that every rank may run on a copy of its own, if their operands are free.
 _COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
 
 
@@ -51,9 +51,9 @@ def stages_of(program: Program) -> tuple[str, ...]:
     found = sorted({s for s in stage.values() if s}, key=_entered_as)
     if not found:
         return ()
-    before: dict[str, set[str]] = {s: set() for s in found}  # what it reads of, directly or not
+    before: dict[str, set[str]] = {s: set() for s in found}  # the stages that it reads from, directly or not
     handles, free = program.variable_of, free_nodes(program)
-    weights: set[str] = set()  # what is read from variables, whose stages say nothing about the order
+    weights: set[str] = set()  # values read from variables, whose stages say nothing about the order
 
     for node in program.nodes:
         reads = any(r.node in handles for r in node.inputs)

@@ -20,7 +20,7 @@ from whale.sharding_rules import rule_of
 from whale.sharding_rules.embedding import lies_with_owners
 from whale.sharding_rules.graph import view
 
-_WHOLE_VARIABLE = 1e-3  # what a variable costs that lies whole: it decides among layouts that cost the same
+_WHOLE_VARIABLE = 1e-3  # cost of a replicated variable: it decides among layouts that cost the same
 _WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
 
 

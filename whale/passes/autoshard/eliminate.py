@@ -19,7 +19,7 @@ from whale.ir.layout import B
 from whale.passes.autoshard.tensor_forms import TensorForms
 
 _LARGEST_TABLE = 30_000_000  # entries, of eight bytes
-_FEW_ENTRIES = 10_000  # of all tables, per node: to look for a better order takes as long as these
+_FEW_ENTRIES = 10_000  # entries of all tables, per node: the search for a better order takes as long as these
 _MOST_TRIES = 12
 _SWAY = 0.3
 _OF_A_BIT = 1 << 20  # parts in which logarithms of sizes are counted

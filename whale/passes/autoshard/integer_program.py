@@ -23,7 +23,7 @@ from whale.ir.layout import B, Placement
 from whale.passes.autoshard.tensor_forms import TensorForms
 
 _TIME_LIMIT_S = 120.0
-_GAP = 1e-4  # what is proved of the optimum, relative to it
+_GAP = 1e-4  # the gap to the optimum that is proved, relative to it
 
 
 @dataclass

@@ -19,7 +19,7 @@ from whale.passes.analysis.rank_groups import sizes_within
 from whale.passes.analysis.scopes import sequence_of
 
 _REDUCTIONS = frozenset({"Sum", "Mean", "BiasAddGrad"})  # a normalisation's statistics, and gradients of its weights
-RANK = 3  # of activations at least: batch and sequence in either order, features
+RANK = 3  # least rank of activations: batch and sequence in either order, features
 _WHOLE = 4.0  # transfers of an activation; to divide it takes two at most
 
 

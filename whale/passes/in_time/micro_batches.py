@@ -87,7 +87,7 @@ def time_plan(
                 return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
             fixed.update(corrected)
             for body in [b for name in corrected for b in bodies_of(program, program.by_name[name])]:
-                no_rows.pop(body, None)  # what is computed once exchanges once
+                no_rows.pop(body, None)  # a loop that is computed once communicates once
 
 
 def _layouts(

@@ -13,7 +13,7 @@ from whale.sharding_rules.structure.communication import RUNS
 def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
     """Returns strategies by which a rank without rows takes part where others exchange theirs, in each micro-batch."""
     found: dict[str, Strategy] = {}
-    known: set[str] = set()  # what constants alone make, or ranks that have no rows either
+    known: set[str] = set()  # values made from constants alone, or by ranks that have no rows either
     for node in program.nodes:
         of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
         if node.op == "Const" or of_known or (node.op in COLLECTIVES and all(map(_has_no_elements, node.outputs))):

@@ -107,7 +107,7 @@ class _Cutter:
         """Returns what each group reads of others, and of which, given the names of the nodes that it needs."""
         found: list[dict[Ref, int]] = [{} for _ in needed]
         for node in self.program.nodes:
-            # What is left of what nodes wait for are tokens.
+            # The control edges between groups that are left are to tokens.
             read = [r for r in (*node.inputs, *map(Ref, node.controls)) if r.node in self.group_of]
             if not read:
                 continue

@@ -13,7 +13,7 @@ from whale.ir.values import TensorType
 from whale.passes.memory.zero import is_model, leading_to, only_state
 
 CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
-# What makes a gradient of activations; what it reads is none.
+# Ops that make a gradient from activations; their operands are no gradients.
 _MADE_BY = (
     MATMULS
     | FILTER_GRADIENTS

@@ -36,7 +36,7 @@ COPY = "WhaleOffload"
 TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
 LEVELS = {"optimizer": ("slots",), "v0": ("slots", "parameters")}  # the kinds that do at another level
 _BY_ROWS = READS_ROWS | SCATTERS | APPLIES_ROWS
-_RUNS_PARTS = BRANCHES | CALLS  # of functions, and of a micro-batch's, some nodes may be computed there
+_RUNS_PARTS = BRANCHES | CALLS  # some nodes of their functions may be computed there
 
 
 def offloaded(program: Program, level: str) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
       handles: of the variables that lie there.
     """
     looked_up: set[str] = set()
-    lookups: dict[str, str] = {}  # those that could not be made in the variable
+    lookups: dict[str, str] = {}  # lookups that could not be made in the variable itself
     others: dict[str, str] = {}
     for use in uses_of_variables(program):
         node = use.node
@@ -188,7 +188,7 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
     for node in program.nodes:
         taken = [r.node for r in node.inputs if r.node in program.variable_of]
         if node.op in _RUNS_PARTS:
-            continue  # what it runs is looked at by itself
+            continue  # its functions are looked at by themselves
         if any(h in handles for h in taken):
             there.add(node.name)
             if any(h in state for h in taken):
@@ -299,7 +299,7 @@ class _Crossings:
         if source.name in self.program.variable_of or (source.name in self.there) == on_host:
             return ref
         if source.name in self.program.inputs and not self.inside:
-            return ref  # it is where the caller has it
+            return ref  # an argument is where the caller has it
         if (ref, on_host) not in self.made:
             made = self._again(source) if source.op in ("Const", "WhaleCommunicator") else self._copy(ref, on_host)
             self.nodes.append(made)

@@ -151,7 +151,7 @@ class _Forward:
         """Numbers all that is not computed again by how often one has left what is, or come behind what read it."""
         found: dict[str, int] = {}
         level: dict[str, int] = {}
-        behind: set[str] = set()  # what reads results that are computed again
+        behind: set[str] = set()  # nodes that read results that are computed again
         for node in self.program.nodes:
             name = node.name
             if name in self.backward or name in self.fixed:

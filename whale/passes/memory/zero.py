@@ -160,7 +160,7 @@ def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
 
 def is_model(program: Program, node: Node) -> bool:
     """Tells whether a node is a part of a model: a product, a lookup, or what has parts of its own."""
-    if node.op in BRANCHES:  # it may be nothing but updates, every so many steps
+    if node.op in BRANCHES:  # a branch may hold nothing but updates, every so many steps
         functions = program.functions
         bodies = [replace(functions[func.name], functions=functions) for func in called_functions(node)]
         return any(is_model(body, inside) for body in bodies for inside in body.nodes)

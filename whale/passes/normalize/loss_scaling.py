@@ -107,7 +107,7 @@ class _Skipper:
         for node in reversed(self.program.nodes):
             if node.name in before:
                 before.update(r.node for r in node.inputs)
-        for_updates: set[str] = set()  # what leads to a gradient's update, but not to a gradient
+        for_updates: set[str] = set()  # nodes that lead to a gradient's update, but not to a gradient
         fed = set(self.program.inputs)
         for node in reversed(self.program.nodes):
             readers = [r for ref in node.refs() for r, _ in self.program.consumers.get(ref, ())]

@@ -18,7 +18,7 @@ from whale.ir.program import WIDE, Node, Program, Ref
 from whale.ir.values import DType, TensorType
 
 _WIDE = "float32"
-_PRODUCTS = CONTRACTIONS - {"BatchMatMulV3"}  # of which both operands and the result have types of their own
+_PRODUCTS = CONTRACTIONS - {"BatchMatMulV3"}  # there both operands and the result have types of their own
 # All their float operands and results are of the type T.
 _BETWEEN = VIEWS | frozenset(
     "Add AddV2 AddN Sub Mul Neg BiasAdd Relu ReluGrad Relu6 Relu6Grad LeakyRelu LeakyReluGrad Tanh TanhGrad Sigmoid "

@@ -12,7 +12,7 @@ from itertools import pairwise
 from whale.errors import PlanError
 
 UNBOUNDED = float("inf")
-_LEAST = 1e-6  # of a capacity, or of 1: less than this is left of what is used up
+_LEAST = 1e-6  # relative to a capacity, or to 1: with less than this left it counts as used up
 
 
 class Network:

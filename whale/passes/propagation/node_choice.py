@@ -121,7 +121,7 @@ class NodeChoice:
             if rule.routes is not None:
                 options += [o for o in self._exchanging(rule, rule.routes, op, current) if o not in options]
                 if not rule.routes.table_of(op).is_static:
-                    # Of the other ways, whose bytes only the run knows, each moves the whole table.
+                    # The other strategies, whose bytes only the run knows, all move the whole table.
                     options = [o for o in options if rule.exchanges_rows(op, o)] or options
         if like is not None:
             divided = self._divided(node, rule, op) if flops else []

@@ -19,7 +19,7 @@ from whale.passes.resharding.fuse_all_reduces import moves
 
 # Element types of Horovod's all-reduce kernels for TensorFlow.
 HOROVOD_DTYPES = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
-# What Horovod's Python calls leave in a graph -> the calls.
+# Ops that Horovod's Python calls leave in a graph -> the calls.
 _CALLS = {
     "HorovodAllreduce": "hvd.DistributedOptimizer, hvd.DistributedGradientTape or hvd.allreduce",
     "HorovodGroupedAllreduce": "hvd.DistributedOptimizer, hvd.DistributedGradientTape or hvd.grouped_allreduce",

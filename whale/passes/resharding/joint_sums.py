@@ -66,7 +66,7 @@ def join_sums(program: Program, keys: Collection[str], axis: str) -> Program:
 def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
     moved: dict[Ref, Ref] = {}
     over: dict[str, Node] = {}
-    left: dict[str, list[int]] = {}  # of a sum along the axis: which of its operands it keeps
+    left: dict[str, list[int]] = {}  # sum along the axis -> the operands that it keeps
     for node in program.nodes:
         if node.op != ALL_REDUCE or node.attrs.get(AXIS) != axis or node.controls:
             continue

@@ -26,7 +26,7 @@ from whale.ir.values import Func
 # Values of `communication.backend` that mean accelerators. With the last one ranks that have none take part.
 PINNED = "pinned"
 DEVICE_BACKENDS = ("nccl", "cuda-ipc", PINNED)
-# What accelerators add up.
+# Types that accelerators add up.
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _UNSIZED = frozenset({"string", "resource", "variant"})  # elements have no fixed size
 _COMMUNICATOR = "WhaleCommunicator"

@@ -51,7 +51,7 @@ def reshards_of_tensor(
     tensor = program.type_of(ref)
     per_rank = {t: why for t, why in targets.items() if type(t) is PerRank}
     if per_rank:
-        # What each rank contributed, before any of it is reduced.
+        # Own values need what each rank contributed, before any of it is reduced.
         rest = {t: why for t, why in targets.items() if type(t) is not PerRank}
         rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
         return rows + [_row(graph, ref, source, t, 0, why) for t, why in per_rank.items()]
@@ -62,7 +62,7 @@ def reshards_of_tensor(
         return [first] + (reshards_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
     wide = {t: why for t, why in targets.items() if isinstance(t, Split) and t is not t.plain}
     if wide:
-        # What neighbours have is fetched by who has its own part already.
+        # A rank that has its own part already fetches what its neighbours have.
         rest = {t: why for t, why in targets.items() if t not in wide}
         cut = type(source) is Broadcast
         for t, why in wide.items():

@@ -12,7 +12,7 @@ from whale.ir.plan_text import human_bytes
 from whale.ir.program import ON_HOST, Node, Program
 from whale.ir.values import Func
 
-# Whether TensorFlow has a kernel for GPUs, by the node's op and its attributes.
+# Tells whether TensorFlow has a kernel for GPUs, by the node's op and its attributes.
 HasKernel = Callable[[Node], bool]
 _HANDLES = frozenset({"resource", "variant", "string"})  # lie in the host's memory wherever they are used
 

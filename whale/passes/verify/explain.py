@@ -19,7 +19,7 @@ from whale.sharding_rules import rule_of
 from whale.sharding_rules.graph import view
 
 MOST_ALTERNATIVES = 6
-SHOWN_STEPS = 5  # of a chain, beside its end
+SHOWN_STEPS = 5  # steps of a chain that are shown, beside its end
 
 
 def explained(program: Program, plan: Plan, pattern: str) -> list[str]:

@@ -52,7 +52,7 @@ def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=-1, at=at, runs=cut.blocks))
 
 
-# What these do to an element that they are given as it is changes nothing; the other scatters add.
+# These change nothing where they are given an element as it is; the other scatters add.
 _KEEPS = frozenset({"TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin"})
 
 

@@ -107,7 +107,7 @@ def _without(program: Program, handle: str, read: str) -> Program | None:
     for node in program.nodes:
         if node.name in gone:
             continue
-        # Who waited for the reading waits for what that waited for.
+        # A node that waited for the removed read waits for what the read waited for.
         controls = [c for name in node.controls for c in gone.get(name, (name,))]
         first, *others = rows.get(node.name, [node])
         if node.name in rows:

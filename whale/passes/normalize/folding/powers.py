@@ -34,5 +34,5 @@ def _other(node: Node, nodes: Mapping[str, Node]) -> Node:
     op = _OPS.get(float(constant.attrs["value"].numpy()))
     if op is None:
         return node
-    # What the constant waited for, its reader waits for.
+    # The reader waits for what the constant waited for.
     return replace(node, op=op, inputs=(base,), controls=tuple(dict.fromkeys((*node.controls, *constant.controls))))

@@ -262,7 +262,7 @@ STATIC_SHAPE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-# Of each output, for ops with several.
+# Functions that return the shape of each output, for ops with several.
 STATIC_SHAPES: dict[str, Callable[..., list[Dims] | None]] = dict.fromkeys(CROSS_ENTROPIES, _cross_entropy)
 
 
