@@ -5,7 +5,7 @@ the tensor, given by spans of its dimensions, and receives what other blocks hav
 is scattered before it is sent. What the receiving ranks want whole, or as a partial sum, is sent to each in part and
 gathered there, so that each byte crosses once; what is small is sent to each of them as it is.
 
-  sent_as, received_as    how a tensor lies when it is sent, and how when it has arrived
+  sent_as, received_as    a tensor's placement when it is sent, and when it has arrived
   block_of                what one rank holds of it
   parts                   what each receiving rank gets of which sender
 """

@@ -161,7 +161,7 @@ class Emitter:
     # -- communication
 
     def all_gather(self, name: str, source: Ref, t: TensorType, layout: Split, key: str) -> Ref:
-        """Gathers slices that lie as ``layout`` says to the whole tensor, of type ``t``, on every rank."""
+        """Gathers slices that are split as ``layout`` to the whole tensor, of type ``t``, on every rank."""
         attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes}
         return self.comm_op(name, "WhaleAllGather", (source,), t, attrs, (t,))
 

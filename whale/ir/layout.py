@@ -32,12 +32,12 @@ class Split:
     """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (or 0).
 
     With ``blocks`` > 1 the dimension is that many runs of ``sum(sizes)`` indices, and a coordinate holds its part of
-    every run, in order: so lies the batch in two batches put behind each other, or inside a flattened (time, batch).
+    every run, in order: as the batch is in two concatenated batches, or inside a flattened (time, batch).
 
     With ``halo`` a coordinate also holds that many indices before and after its own, as far as there are any: what a
-    window over a divided dimension needs. Only operands lie so; who has no indices of its own has no others either.
+    window over a divided dimension needs. Only operands have one; a rank without own indices has no others either.
 
-    What takes a look at every coordinate is computed once for each split: a program has few, and asks often.
+    Properties over all coordinates are computed once for each split: a program has few splits, and asks often.
     """
 
     dim: int
@@ -124,7 +124,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Every coordinate holds the whole tensor."""
+    """The replicated placement: every coordinate holds the whole tensor."""
 
     def __str__(self) -> str:
         return "B"
@@ -132,7 +132,9 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every coordinate holds a tensor of the whole shape; the value is their elementwise ``op``."""
+    """The partial placement: every coordinate holds a tensor of the whole shape; the value is their elementwise
+    ``op``.
+    """
 
     op: str = "sum"
 

@@ -1,4 +1,4 @@
-"""Ranks in a grid of named axes, and variables that lie over several of them: cut over one after the other.
+"""Meshes: ranks in a grid of named axes, and variables sharded over several axes, cut over one after the other.
 
 Axis, Mesh     the grid
 chain          the plans of all axes
@@ -121,7 +121,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The parts of a variable that lies over some axes; without axes, one part that everybody holds.
+    """The parts of a variable that is sharded over some axes; without axes, one part that everybody holds.
 
     Tiles are numbered by their coordinates along the axes, those of the last one running fastest.
 

@@ -119,7 +119,7 @@ class Plan:
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
       exceptions: what the run computes otherwise than one device, in words.
       variables: handle nodes of variables that the axis divides between steps, with how (see ``ir.mesh.tiles_of``).
-      offloaded: handle nodes of variables that lie in the host's memory, beside an accelerator.
+      offloaded: handle nodes of variables that are kept in the host's memory, beside an accelerator.
       expanded: composite nodes that the plan speaks of in their decomposed form.
       inner: on a mesh of more axes, the plan of the next one, for what this axis' first coordinate runs.
       repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group that has it whole.

@@ -38,7 +38,7 @@ class PlanDraft:
       program: normalised, those composite ops expanded that the plan needs in simple ones.
       expanded: the names of these ops.
       batch: the inputs that carry the batch.
-      variables: placements of the variables that lie split between steps, by handle node.
+      variables: placements of the variables that are split between steps, by handle node.
       layouts: of the program (key "") and of each function body that it calls.
       reshards: the changes of layout, once they are explicit.
     """

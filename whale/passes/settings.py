@@ -40,11 +40,12 @@ class SplitSettings:
 
     Attributes:
       ranks: how many ranks divide tensors together, where there is no ``mesh``; 0: all.
-      scopes: tensors are divided under ``wh.split``; else rows, as elsewhere.
-      tiles: how the run's variables lie already, over all axes, by handle node.
-      known: of that, what concerns the axis that is planned.
-      tables: they may lie whole on ranks: not where another axis follows, which does not cut what goes to them.
-      state_only: of variables that are not known yet only what optimizers keep may lie split between steps.
+      scopes: whether tensors are divided under ``wh.split``; else rows are, as elsewhere.
+      tiles: how the run's variables are split already, over all axes, by handle node.
+      known: their placements over the axis that is planned.
+      tables: whether tables may be whole on one rank; not where another axis follows, which does not cut what goes
+        to them.
+      state_only: whether of variables not known yet only optimizers' state may be split between steps.
     """
 
     ranks: int = 0
@@ -96,7 +97,7 @@ class MemorySettings:
     Attributes:
       recompute: which activations are held, the others being computed again (see ``whale.passes.memory.recompute``);
         "": all.
-      offload: which variables lie in the host's memory beside an accelerator (see ``whale.passes.memory.offload``);
+      offload: which variables are in the host's memory beside an accelerator (see ``whale.passes.memory.offload``);
         "": none.
       limit_bytes: memory that each rank has for a step, in bytes; 0: it is not said.
       scores_bytes: attentions with more of scores are computed in blocks; 0: none are.
@@ -139,13 +140,13 @@ class FuseSettings:
     """The settings of kernels: what each rank computes by other operations than the program's.
 
     Attributes:
-      updates: of many variables, by one operation (see ``whale.kernels.updates``).
+      updates: those of many variables, by one operation (see ``whale.kernels.updates``).
       elementwise: other arithmetic on elements, likewise (see ``whale.kernels.elementwise``).
       convolutions: small ones, as products of matrices (see ``whale.kernels.matmuls.convolutions``).
-      products: batches of them, as one (see ``whale.kernels.matmuls.batches``).
-      einsums: batches of others, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
-      padding: products of matrices, as wider ones (see ``whale.kernels.matmuls.padding``).
-      kernels: what ours are faster at than TensorFlow's (see ``whale.kernels.nn``).
+      products: batches of matrix products, as one (see ``whale.kernels.matmuls.batches``).
+      einsums: batches of other products, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
+      padding: matrix products, as wider ones (see ``whale.kernels.matmuls.padding``).
+      kernels: ops at which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
     """
 
     updates: bool = False
@@ -170,7 +171,7 @@ class PlanSettings:
       size: number of ranks.
       devices: their names, as plans print them; (): "rank 0" and so on.
       dump: the directory that the text of the program goes to after each pass; "": nowhere.
-      fuse: which operations are others where they run.
+      fuse: which operations are replaced by others where they run.
       mesh: axes that the user has given sizes, outermost first; (): none.
       stage_meshes: the axes of stages that have others than ``mesh`` says, by their ranks.
     """

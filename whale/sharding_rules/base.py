@@ -1,6 +1,6 @@
 """The interface of a rule: for one mesh axis, which placements an op allows, and what a rank then runs.
 
-``Rule.strategies`` answers the planner's question ("given how the operands lie now, what may this op do?");
+``Rule.strategies`` answers the planner's question ("given the operands' placements now, what may this op do?");
 ``Rule.localize`` answers lowering's ("with this strategy, what changes on coordinate i?").
 """
 

@@ -42,7 +42,8 @@ class Rows:
       table: None: the result.
       values: what is added to rows; None: the result, rows that are read.
       columns: the last dimension of the ids is a position in several dimensions of the table.
-      once: the results are each id once, and what belongs to it, added up: they lie as the table whose rows they mean.
+      once: the results are each id once, and what belongs to it, added up: they are placed as the table whose rows
+        they mean.
     """
 
     ids: int

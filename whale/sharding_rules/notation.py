@@ -13,8 +13,8 @@
   written.
 * ``(b s)`` is one dimension made of several, outermost first, labels or sizes: ``(c 4)``. Where the outermost is cut,
   then on multiples of the rest; an inner one is cut in runs.
-* ``.`` is whole everywhere (``B``); ``?`` may lie in any way, and an output ``?`` lies as the operand of its number
-  does; ``[out0]`` and other roles are operands that lowering replaces by a local constant; ``{x}`` is any number of
+* ``.`` is whole everywhere (``B``); ``?`` may have any placement, and an output ``?`` has that of the operand with its
+  number; ``[out0]`` and other roles are operands that lowering replaces by a local constant; ``{x}`` is any number of
   operands like ``x`` (once per side); ``~x``: the values are not read, so a partial operand serves as it is; ``=x``
   (outputs): does not depend on the dimensions that it lacks.
 

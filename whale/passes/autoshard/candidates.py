@@ -36,8 +36,8 @@ class Candidates:
     ):  # fmt: skip
         """
         Args:
-          sequences: how activations between products are to lie (see ``whale.passes.autoshard.sequence``).
-          tables: that may lie whole on a rank, by handle node (see ``whale.passes.autoshard.tables``).
+          sequences: wanted placements of activations between products (see ``whale.passes.autoshard.sequence``).
+          tables: handles of tables that may be whole on a rank -> the rank (see ``whale.passes.autoshard.tables``).
           fixed: the only options of nodes and handles that have no other.
         """
         self.region, self.sequences, self.tables = region, sequences, tables

@@ -1,10 +1,10 @@
 """Chooses one option for each node of split scopes, so that resharding costs least.
 
-A tensor lies as its producer's option says and is wanted as its readers' options say. A change from one form to another
-is paid once, however many readers want it; and a form that can be cut from the whole tensor costs nothing where the
-whole tensor is made anyway. The cheapest choice is found exactly: by eliminating one node after the other (dynamic
-programming, ``eliminate``), which takes a moment for the chains and blocks that models consist of; by an integer
-program (``integer_program``) where a graph is too wide for that.
+The producer's option decides a tensor's placement, and its readers' options the placements that they want. A change
+from one form to another is paid once, however many readers want it; and a form that can be cut from the whole tensor
+costs nothing where the whole tensor is made anyway. The cheapest choice is found exactly: by eliminating one node after
+the other (dynamic programming, ``eliminate``), which takes a moment for the chains and blocks that models consist of;
+by an integer program (``integer_program``) where a graph is too wide for that.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def node_costs(
     """Returns what each option of a node, or of a variable's handle, costs by itself, in the unit of ``analysis.cost``.
 
     Args:
-      tables: handles of those that may lie whole on a rank: what is exchanged for them travels together.
+      tables: handles of tables that may be whole on a rank: what is exchanged for them travels together.
     """
     node = region.nodes.get(name)
     if node is None:
@@ -68,7 +68,7 @@ def tensor_forms(
 
     Args:
       number: node or handle -> its number in the choice.
-      together: how many tables may lie whole on a rank: what goes there, or comes back, travels together.
+      together: how many tables may be whole on a rank: what goes there, or comes back, travels together.
     """
     found = []
     fetched = dict(zip(region.program.outputs, region.outside.outputs))

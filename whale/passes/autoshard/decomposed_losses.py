@@ -1,4 +1,4 @@
-"""Tokens that a program takes apart by expert, into as many rows as the run finds, do not go to where experts lie."""
+"""Refuses programs that take tokens apart by expert, into as many rows as the run finds, under split scopes."""
 
 from __future__ import annotations
 

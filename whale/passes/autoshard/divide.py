@@ -4,7 +4,7 @@ Outside of split scopes the batch is divided, by propagation. The nodes of split
 may be divided along any dimension that their rules allow:
 
     region       the nodes and variables that the choice is about
-    tables       which of the variables may lie whole on one rank, and on which
+    tables       which of the variables may be whole on one rank, and on which
     candidates   options of these, which spread from where weights can be cut and from how tensors arrive at the border
     insist       what is not left to cost: a weight (a variable of rank 2 or more that a product or an embedding reads)
                  is split, and what reads it takes it split; every product that can be divided is
@@ -52,10 +52,10 @@ def divide(
     """Returns strategies for the nodes of split scopes.
 
     Args:
-      outside: how the program lies when no scope is split: tells what arrives at the scopes' borders, and is wanted.
+      outside: the layout when no scope is split: tells what arrives at the scopes' borders, and is wanted.
       known: placements of variables (by handle node) that earlier programs of the run have fixed.
-      at_rest: whether variables that are not known yet may lie split between steps.
-      tables: whether tables may lie whole on one rank.
+      at_rest: whether variables that are not known yet may be split between steps.
+      tables: whether tables may be whole on one rank.
       before: of the same program with more operations taken apart. What stands in both lies as there; chosen is how
         these operations do.
 
@@ -91,7 +91,7 @@ def divide(
 def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
     """Chooses for all split scopes, where ``sequences`` says how activations between products are to be split.
 
-    On which ranks tables lie that are best whole is said before it is known which these are, so it is said again.
+    Tables get ranks before it is known which of them are best whole; once it is, these are spread over the ranks again.
     """
     tables = whole_tables(region)
     division = _among(region, sequences, tables)

@@ -24,15 +24,15 @@ class SplitRegion:
     """All split scopes of a program.
 
     Attributes:
-      outside: how the program lies when no scope is split.
+      outside: the layout of the program when no scope is split.
       parts: number of ranks.
       known: placements of variables, by handle node, that earlier programs of the run have fixed.
-      at_rest: whether variables that are not known yet may lie split between steps.
-      tables: whether tables may lie whole on one rank.
+      at_rest: whether variables that are not known yet may be split between steps.
+      tables: whether tables may be whole on one rank.
       nodes: whose layouts are chosen, by name; handles: the variables whose placements are, by handle node.
       weights: products and lookups -> (operand that is a weight, or is made from weights alone; the handle of one).
       layers: the like under scopes that divide every layer along the sequence and leave weights whole -> the dimension.
-      context: how activations around these are to lie.
+      context: wanted placements of the activations around these.
       read: as ``weights``, of those as well.
       carriers: the tensors under these scopes in which the sequence stands.
       unknown_rows: the most rows that a tensor may have of which only the run knows how many: ids that are taken once.

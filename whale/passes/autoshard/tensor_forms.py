@@ -13,7 +13,7 @@ class TensorForms:
     """The forms of one tensor, and what changes between them cost.
 
     Attributes:
-      forms: how it lies, per option of the producer; one form when the producer is fixed.
+      forms: its placement, per option of the producer; one form when the producer is fixed.
       producer: number of the node; None when it is fixed.
       readers: (number of the node or None when fixed, form wanted per option).
       price: cost of a change of form; infinite when it cannot be made.

@@ -2,7 +2,7 @@
 
 parameters (what a model computes with), slots (what only updates read), buffers (other variables; a step's inputs; what
 communication keeps), gradients (with the sums of micro-batches, and what updates make of them on their way), gathered
-(weights that lie split, put together for their use), activations (all else, scratch memory of kernels as well).
+(split weights, put together for their use), activations (all else, scratch memory of kernels as well).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hoists reads of weights that loops and branches only read in front of them, where the weights can be split (ZeRO-3).
 
-A body that is given a variable's handle reads it in every turn. Where the weight lies split, each reading would be a
-gathering, by ranks that need not be in the same turn. So the body is given the value: it is gathered once for the
+A body that is given a variable's handle reads it in every iteration. Where the weight is split, each read would be an
+all-gather, by ranks that need not be in the same iteration. So the body is given the value: it is gathered once for the
 loop, and is there as long as that runs.
 """
 

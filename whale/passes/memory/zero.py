@@ -2,15 +2,15 @@
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020; for the update's
 time, Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020. Here it is a
-matter of layouts: where the state of an update lies split, propagation finds that the gradient is wanted split (a
-reduce-scatter in place of an all-reduce), that the update is computed on a part, and that a weight which lies whole
+matter of layouts: where the state of an update is split, propagation finds that the gradient is wanted split (a
+reduce-scatter in place of an all-reduce), that the update is computed on a part, and that a replicated weight
 takes the parts of all ranks (an all-gather). An update that is one op (``ResourceApplyAdam``) takes its weight and
-its state in one layout, so such a weight lies split as well, and is gathered where it is read.
+its state in one layout, so such a weight is split as well, and is gathered where it is read.
 
 Left to the costs of single nodes, propagation would gather the state as readily as it scatters the gradient. So the
 nodes of an update that every rank would run alike, whole, get the state's layout here.
 
-    state_at_rest       which variables lie split, and how
+    state_at_rest       which variables are split, and how
     update_strategies   which nodes of the updates are computed in parts
 """
 
@@ -48,12 +48,12 @@ def state_at_rest(
       parts: ranks that share the state.
       min_bytes: variables below that size stay whole: moving their parts takes longer than updating them.
       taken: variables whose layout something else decides.
-      known: placements that earlier programs of the run have fixed; what is updated together with one lies like it.
-      weights: whether the variables that a model reads lie split as well.
+      known: placements that earlier programs of the run have fixed; what is updated with one is placed like it.
+      weights: whether the variables that a model reads are split as well.
       avoid: dimensions of variables along which later axes of the mesh divide them.
 
     Raises:
-      PlanError: a weight that is to lie split cannot.
+      PlanError: a weight that is to be split cannot be.
     """
     variables = {v.node: v for v in program.variables if v.node not in taken}
     if not any(is_model(program, node) for node in program.nodes):
@@ -218,7 +218,7 @@ def update_strategies(
     """Returns strategies for the nodes that compute updates of split state, and of the weights that come of it.
 
     Args:
-      whole: how the program lies when no state is split, partial sums reduced: what every rank computes alike there is
+      whole: the layout when no state is split, partial sums reduced: what every rank computes alike there is
         what can be computed in parts instead; where a gradient is still a partial sum, its reduction scatters it.
       state: handle node -> placement.
     """

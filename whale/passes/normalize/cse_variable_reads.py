@@ -1,6 +1,6 @@
 """Merges reads of a variable where a program has several of the same value.
 
-Version 1 reads a variable anew for every use. Where the variable lies split between steps and is gathered where it is
+Version 1 reads a variable anew for every use. Where the variable is split between steps and gathered where it is
 read, each of these would be a gathering.
 """
 

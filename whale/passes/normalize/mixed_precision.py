@@ -28,7 +28,7 @@ _BETWEEN = VIEWS | frozenset(
 
 
 def mixed_precision(program: Program, low_dtype: str) -> Program:
-    """Computes the float32 products of ``program``, and what lies between two of them, in ``low_dtype``."""
+    """Computes the float32 products of ``program``, and the ops between two of them, in ``low_dtype``."""
     bodies = {name: _of_graph(body, low_dtype) for name, body in program.functions.items()}
     return replace(_of_graph(program, low_dtype), functions=bodies)
 

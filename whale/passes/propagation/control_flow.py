@@ -19,7 +19,7 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
     """Finds, as a fixpoint, the placement of each loop variable that its initial value can take and its body keeps.
 
     Args:
-      graph: that the loop is in; current: how its operands lie there; walk: the way through a body.
+      graph: that the loop is in; current: the placements of its operands there; walk: the way through a body.
 
     Raises:
       NeededWhole: a variable that cannot be sent would have to be brought elsewhere.

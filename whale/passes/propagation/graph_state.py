@@ -47,7 +47,7 @@ class GraphState:
       name: of the function body; "" is the program itself.
       layout: what was decided.
       remakable: tensors that may take any placement for nothing.
-      origins: whole tensors made from divided ones -> how these lay.
+      origins: whole tensors made from divided ones -> the placements of these.
       per_rank: what is each rank's own on purpose.
     """
 
@@ -84,7 +84,9 @@ class GraphState:
         return change_cost(tensor, source, wanted, self.parts)
 
     def need(self, ref: Ref, wanted: Placement, reader: Node, also: Sequence[tuple[str, Ref]] = ()) -> None:
-        """Raises NeededWhole when ``ref`` cannot be sent, lies otherwise than ``wanted`` and cannot be made anew."""
+        """Raises NeededWhole when ``ref`` cannot be sent, is placed otherwise than ``wanted`` and cannot be
+        made anew.
+        """
         source, t = self.layout.produced[ref], self.program.type_of(ref)
         if source in (wanted, FIRST) or t.dtype not in UNMOVABLE or ref in self.remakable:
             return

@@ -39,7 +39,7 @@ class PerRankRows:
 
     Attributes:
       rows: size of the batch -> how it is divided; groups: and under scopes that name ranks.
-      lies: mean of own moments -> how the rows lie that they are of.
+      lies: mean of own moments -> the placement of the rows that they are of.
     """
 
     program: Program

@@ -1,10 +1,10 @@
 """Propagates placements: a strategy for every node, cheapest legal choice, forward, backward and update in one go.
 
-One mesh axis. Nodes are visited in topological order; a node's rule lists what it may do given where its operands lie,
-and the cheapest alternative wins: bytes that have to move, work that would be done twice, and for a partial sum the
-all-reduce it will need some day (a potential: it is credited when the sum is passed on, so that a region of linear ops
-stays partial unless reducing early is cheaper). Where exactly partial sums are reduced is decided afterwards, exactly,
-by ``whale.passes.propagation.partial_sums``.
+One mesh axis. Nodes are visited in topological order; a node's rule lists what it may do given its operands'
+placements, and the cheapest alternative wins: bytes that have to move, work that would be done twice, and for a partial
+sum the all-reduce it will need some day (a potential: it is credited when the sum is passed on, so that a region of
+linear ops stays partial unless reducing early is cheaper). Where exactly partial sums are reduced is decided
+afterwards, exactly, by ``whale.passes.propagation.partial_sums``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def propagate(
       semantics: what is not global.
       local: batch inputs that come divided; the others come whole and are cut.
       fixed: strategies of nodes of the program that are decided already.
-      gathered: variables that lie split only to be kept so: what is read of them is gathered for who wants it whole.
-      model: how a program that is almost this one lies, which is kept to.
+      gathered: variables that are split only to be kept so: what is read of them is gathered for who wants it whole.
+      model: the plan of a program that is almost this one, which is kept to.
 
     Raises:
       PlanError: a tensor that cannot be sent would have to be.

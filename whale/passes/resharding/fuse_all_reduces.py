@@ -1,5 +1,5 @@
-"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time. So travels what goes to tables
-that lie whole on one rank, and what comes back: to all tables together, whichever ranks have them.
+"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time. Messages to and from tables that
+are whole on one rank are fused as well: those of all tables together, whichever ranks have them.
 
 Members of a group are ready at about the same time and none waits for another: the *depth* of a collective is the
 number of collectives on the longest path into it, and only equal depths join (a member that needed another's result

@@ -1,7 +1,7 @@
 """Chooses which sums are rounded to 16 bits before they are sent (`communication.wire_dtype`).
 
 Gradients: float32 sums of the step itself with at least one dimension that end in an update of a variable and that no
-other movement waits for; or that are scattered for an update of state that lies split. The loss and metrics are numbers
+other movement waits for; or that are scattered for an update of state that is split. The loss and metrics are numbers
 that a user reads, statistics of the batch are what the computation goes on with; both stay as they are. What Horovod
 sums is Horovod's.
 """

@@ -169,7 +169,7 @@ class _Rewriter:
         return (found.astype(np.int64), len(counts), int(counts[0])) if (counts == counts[0]).all() else None
 
     def _segments(self, node: Node, rows: Ref) -> None:
-        """Sums rows that lie behind each other."""
+        """Sums consecutive rows."""
         known = self._segments_of(node)
         if known is None:
             return

@@ -2,9 +2,10 @@
 
 Optimizers take a gradient's ids once each, ``once, back = tf.unique(ids)``, add up its rows by id, read rows of the
 table and of moments, compute, and write. How many ids there are only the run knows, so a tensor with a row for each
-could lie by columns only. Where all that is done is the same for every row, nobody minds in which order the ids come,
-nor whether one rank has them all: the two nodes become ``WhaleSumsById``, and what follows is marked (``OWNED``), so
-that rules let it lie with the owners of the rows (``whale.sharding_rules.embedding``). Else the nodes stay as they are.
+could be split by columns only. Where all that is done is the same for every row, nobody minds in which order the ids
+come, nor whether one rank has them all: the two nodes become ``WhaleSumsById``, and what follows is marked (``OWNED``),
+so that rules may place it with the owners of the rows (``whale.sharding_rules.embedding``). Else the nodes stay as they
+are.
 """
 
 from __future__ import annotations

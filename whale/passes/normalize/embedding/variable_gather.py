@@ -2,8 +2,8 @@
 
 `tf.gather` of a variable reads rows where it lies (`ResourceGather`). Keras 3's `Embedding` takes the variable's value
 first, and so does `tf.gather(tf.convert_to_tensor(variable), ids)`: `ReadVariableOp`, which is all of the table, and
-then `GatherV2`. On one device the value is the variable's own memory, so nothing is lost; where the table lies in the
-host's memory, all of it would be copied. Where the value is cast first (mixed precision), the rows are cast.
+then `GatherV2`. On one device the value is the variable's own memory, so nothing is lost; where the table is kept in
+the host's memory, all of it would be copied. Where the value is cast first (mixed precision), the rows are cast.
 
 A variable that anything else needs whole is left as it is. A lookup has to see what the reading saw, so it runs before
 all that changes the variable after that; where it needs such a change itself, the variable is left as it is, too.

@@ -1,7 +1,7 @@
 """Follows what tensor lists hold through loops and branches: the shape, and for shapes pushed as constants the value.
 
 A list made before its batch was known allows any batch; what is put in tells the size. The gradient of a loop reads the
-shapes that the loop pushed, one per turn: when all are the same constant, that is what it reads. The analysis is a
+shapes that the loop pushed, one per iteration: when all are the same constant, that is what it reads. The analysis is a
 fixpoint over the lattice nothing put in < one item < an item with unknown sizes or value < an item of unknown rank.
 """
 
