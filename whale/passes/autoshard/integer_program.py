@@ -152,7 +152,7 @@ def _solve(table: _Columns, integral: int) -> np.ndarray:
     )
 
     class Silent(highspy.Highs):
-        """From 1.16 on the constructor enables callbacks, and says its version when it does."""
+        """HiGHS without output: from 1.16 on its constructor enables callbacks, and prints its version when it does."""
 
         def enableCallbacks(self) -> None:
             self.setOptionValue("output_flag", False)

@@ -141,6 +141,6 @@ def _with_values(function: Program, arguments: dict[str, TensorType], functions:
 
 
 def _without(effects: Collection[str], nodes: list[Node]) -> tuple[str, ...]:
-    """Drops effects that only read: a function need not be run for them any more."""
+    """Drops effects that only pass a value on or yield a constant: the function need not be run for them any more."""
     plain = {n.name for n in nodes if n.op in ("Identity", "Const") and not n.stateful}
     return tuple(name for name in effects if name not in plain)

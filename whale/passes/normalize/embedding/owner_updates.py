@@ -33,11 +33,11 @@ def update_by_owner(program: Program) -> Program:
 
 @dataclass
 class _Update:
-    """What is done with ids taken once.
+    """The nodes that process the unique ids of one ``Unique`` node.
 
     Attributes:
-      sums: of rows by id; counts: how many ids there are, for these.
-      ids: the ids once, and views of them; rows: what has a row for each.
+      sums: nodes that sum rows by id; counts: nodes that count the ids for these.
+      ids: the unique ids, and views of them; rows: tensors that have a row for each.
       marked: nodes that do the same to each row.
     """
 
