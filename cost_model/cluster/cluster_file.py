@@ -1,4 +1,4 @@
-"""Cluster files: hosts of devices and the networks between them, as YAML.
+"""Reads and writes cluster files: hosts of devices and the networks between them, as YAML.
 
     name: lab
     networks: {fabric: {type: infiniband-hdr-200}}

@@ -14,7 +14,7 @@ from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
 from cost_model.hardware import Device, catalogue
 from cost_model.kernels.collectives import Group, group
 
-# Of a host's memory, what a job may take for what its devices do not hold; the rest is the system's and the program's.
+# The part of a host's memory that a job may use for offloaded data; the rest is the system's and the program's.
 OFFLOADED_FRACTION = 0.9
 
 
@@ -134,7 +134,7 @@ class Machines:
         return min(found, key=lambda one: one.ring_bytes_per_s)
 
     def _together(self, host: str, members: tuple[tuple[int, int, int], ...]) -> int:
-        """Returns the ranks of a data group on one host of a kind: of each pool as many as a host has room for."""
+        """Counts the ranks of a data group on one host of a kind: of each pool as many as a host has room for."""
         replicas: dict[int, int] = {}
         tensors: dict[int, int] = {}
         for number, tensor, count in members:

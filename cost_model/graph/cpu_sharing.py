@@ -73,7 +73,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self._most = math.ceil(self.cores)
-        # Of a thread on a core, in parts of a whole core: a quota is shared by the cores that it is spread over.
+        # The speed of a thread on a core, as a part of a whole core's: a quota is shared by its cores.
         self.speed = self.cores / self._most
 
     @property

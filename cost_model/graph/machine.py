@@ -129,7 +129,7 @@ def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) ->
         return operation
 
     def exchange_s(what: Exchange) -> float:
-        # What a rank sends of it; of what goes one way, all.
+        # The bytes that a rank sends: its part of the tensor, or all of it where it goes one way.
         one_way = what.kind in ("point_to_point", "broadcast")
         sent_bytes = what.tensor_bytes if one_way else what.logical_bytes
         links = (rates[r].link(what.through) for r in what.ranks)

@@ -1,6 +1,6 @@
 """Predicts what one rank holds at the fullest moment of a step, and for what: its own program, played without others.
 
-The play is that of `execute`, with seconds that are only good enough for an order: exchanges are nodes like others, as
+The play is that of `simulate`, with seconds that are only good enough for an order: exchanges are nodes like others, as
 long as their bytes. What a call of a function holds inside is found once for each function, and is scratch memory of
 its calls; so 64 micro-batches take no longer than two. Loops are written out; the body of one whose turns are not known
 counts as one turn of it.
@@ -22,7 +22,7 @@ from whale.ir.program import Node, Program, Ref, function_refs
 # A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.
 _FLOPS_PER_S, _BYTES_PER_S, _EXCHANGED_BYTES_PER_S, _NODE_S = 5e10, 8e9, 2e9, 1e-6
 _THREADS = 2
-# Of a step that takes minutes on such a core, no more turns of two threads on one core are looked at than these.
+# At most so many turns of two threads on one core are simulated of a step, which may take minutes on such a core.
 _MOST_SLICES = 4000
 _STEPS_OF_A_CALL = 2
 

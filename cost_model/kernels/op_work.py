@@ -106,7 +106,7 @@ _PARTS = LOOKUPS | {"Slice", "StridedSlice", "TensorArrayReadV3"}
 _FILLS = "Fill Range OneHot Tile BroadcastTo"
 # The last operand is written into a list.
 _PUSHES = "TensorArrayWriteV3"
-# What moves or mixes what is there, however it is drawn.
+# Ops that move or mix what is there, whatever they draw.
 _SHUFFLES = frozenset(
     """RandomShuffle StatelessShuffle RandomIndexShuffle RandomCrop SampleDistortedBoundingBox
     SampleDistortedBoundingBoxV2 StatelessSampleDistortedBoundingBox""".split()

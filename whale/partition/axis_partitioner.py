@@ -184,7 +184,7 @@ class AxisPartitioner:
             return replace(model, batch_inputs=settings.batch.inputs or ())
         program = self.seen(self.program(at), level)
         model = _of_parts_here(model, program)
-        # What the first coordinates have nothing to exchange for, the others have to take alike: whole.
+        # Where the first coordinates exchange nothing, the others all have to do alike: they take whole tensors.
         known = model.strategies[""]
         whole = {
             n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "alike in every group")

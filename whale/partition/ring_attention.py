@@ -81,7 +81,7 @@ class _Blocks:
         self.dims: Any = node.attrs["dims"]
         self.turn: Any = node.attrs["turn"]
         self.number = 0
-        # What the next block waits for. The gradient's scores could be computed long before it comes.
+        # The nodes that the next block waits for. The gradient's scores could be computed long before it comes.
         self.after: tuple[str, ...] = (operands[0 if node.op == ATTENTION else 3][0].node,)
         self.softmax = body.by_name[str(node.attrs["softmax"])]
         self.count = static_shape(operands[0][1])[self.dims[0]]  # of queries
@@ -305,7 +305,8 @@ class _Blocks:
         key, value, slope, result = self.operands[1:5]
         p = len(self.sizes)
         features = self.turn.index(len(self.turn) - 1)
-        # Of each query: the sum of its shares' gradients, weighted by the shares, is that of its result's.
+        # For each query, the sum of its shares' gradients, weighted by the shares, equals the sum of its result's
+        # gradients, weighted by the result.
         pull = self.over("Sum", self.each("Mul", slope, result), [features])
         pull = self.transposed(pull, [self.turn.index(i) for i in range(len(self.turn))])
         of_queries: list[_Tensor | None] = [None] * len(self.queries)

@@ -24,7 +24,7 @@ from whale.passes.settings import PlanSettings
 
 _Moment = tuple[int, str, str]  # rank, node, which of these two; what is no exchange only ends
 _BEGINS, _ENDS = "begins", "ends"
-# What code that trusts its plan raises for one that contradicts itself.
+# Errors that code which trusts its plan raises for a plan that contradicts itself.
 CONTRADICTIONS = (
     LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError, StopIteration,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from whale.planner.analytic_search.whale22 import plan22
 from whale.planner.report.planfile import PlanFile, of_search
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
-# What a described layer consists of; its operations are divided alike, and so are all layers.
+# The operations of a described layer: they are divided alike, and so are all layers.
 OPERATIONS = ("embedding", "attention/qkv", "attention/core", "attention/out", "mlp/up", "mlp/down", "head")
 WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "state", "all")}
 _SPREAD = frozenset(f.name for f in msgspec.structs.fields(Parallel)) - {"experts"}

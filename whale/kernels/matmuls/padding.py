@@ -105,7 +105,7 @@ def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
     counts[padding.dim, 1] = padding.zeros
     paddings = e.const(e.part(name, "paddings"), counts)
     kinds = {"T": DType(given.dtype), "Tpaddings": DType("int32"), **marks(node)}
-    # Not before the product can be computed: a copy of an activation or a weight would be held until then.
+    # The padding waits until the product can be computed: a copy of an activation or a weight would be held until then.
     after = tuple(dict.fromkeys((*node.controls, node.inputs[1 - padding.operand].node)))
     pad = Node(e.part(name, "operand"), "Pad", (source, paddings), after, kinds, (wider,))
     e.nodes[pad.name] = pad

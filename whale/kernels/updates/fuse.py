@@ -14,7 +14,8 @@ from whale.kernels.updates.in_place import in_place
 from whale.kernels.updates.units import Unit, accesses, find_units
 
 UPDATE = "WhaleUpdate"
-# Of the variables that one operation updates. What it reads is held until it has run, and it waits for all of it.
+# Most bytes of the variables that one operation updates: what it reads is held until it has run, and it waits for all
+# of that.
 GROUP_BYTES = 4 << 20
 
 

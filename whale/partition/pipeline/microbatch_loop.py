@@ -146,7 +146,7 @@ class Body:
 
 
 CALL = "WhaleCall"  # of a function that stays one
-# What makes one of the micro-batches' parts; they are all of one rank, so Horovod has nothing to do with it.
+# Exchanges that join the micro-batches' parts; they are all of one rank, so Horovod has nothing to do with it.
 _JOINS = (ALL_REDUCES - {HOROVOD_ALL_REDUCE}) | {"WhaleAllGather"}
 
 

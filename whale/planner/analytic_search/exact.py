@@ -83,7 +83,7 @@ def _grid(
     if micro_batches == 1:  # the slowest stage counts once, as any other
         return np.array([high])
     low = min(_ideal_s(sizes, options, count), high)
-    # What a step may lose by the distance of two limits is the same for each of them.
+    # The limits lie at equal ratios, so that a step may lose the same part of itself between any two neighbours.
     points = min(GRID, 2 + int(np.log(high / low) / np.log(1 + GRID_LOSS / micro_batches))) if low < high else 1
     return np.geomspace(low, high * 1.0001, points)  # the largest limit itself is allowed, whatever it is rounded to
 
@@ -154,7 +154,7 @@ class _Solver:
         for option in options:
             self.by_use.setdefault(option.used, []).append(option)
         self.fits = {id(o): np.arange(later)[:, None, None] < o.live for o in options}
-        # What was put before a chain: (devices of the chain, its head, option).
+        # The stages put before chains: (devices of the chain, its head, option).
         self.log: list[tuple[tuple[int, ...], int, StageOption]] = []
 
     def best(self, late: Callable[[], bool]) -> list[tuple[float, Spread]]:

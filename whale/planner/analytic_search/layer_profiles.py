@@ -1,4 +1,4 @@
-"""Measured tables of a model's layers, from which a model is planned without its code (`whale plan --profile`).
+"""Reads measured tables of a model's layers, from which a model is planned without its code (`whale plan --profile`).
 
 JSON or YAML:
 

@@ -100,7 +100,7 @@ def of_pipelines(
         if node is not None and name in of_rows and not {node.op, program.by_name[name].op} & MAY_BE_FUSED:
             counted.append((node, level))
     weights = len(chain(program))
-    # Up to a weight of the chain: seconds, and how many operations take any.
+    # Sums up to each weight of the chain: seconds, and how many operations take any.
     sums: dict[Speed, list[tuple[float, int]]] = {}
     for kind in dict.fromkeys(kinds):
         seconds, started = [0.0] * weights, [0] * weights

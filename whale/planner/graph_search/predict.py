@@ -170,7 +170,7 @@ def apply(
     if chosen.offload:
         changed = changed.but(memory__offload=chosen.offload)
     if chosen.stages or chosen.tensors:
-        # What does not train is sent the values that it reads.
+        # A stage that does not train is sent the values that it reads.
         if not trains(program) or len(chain(program)) <= max((0, *chosen.cuts)):
             return program, settings
         program, changed = staged(program, chosen), changed.but(**_in_stages(chosen, settings))
@@ -231,7 +231,7 @@ def _played(settings: PlanSettings, choice: Choice, environment: SearchEnvironme
     """Returns the ranks whose steps stand for the time and memory of all: of ranks that are alike, the first."""
     shares = choice.shares or settings.batch.shares or (0,) * settings.size
     kinds: list[Hashable] = list(zip(environment.rates, environment.limits_bytes, shares))
-    # Those of a profile share one host's cores.
+    # The ranks of a profile share one host's cores.
     if (
         isinstance(environment.prices, MachineProfile)
         or choice.tensors
@@ -244,7 +244,7 @@ def _played(settings: PlanSettings, choice: Choice, environment: SearchEnvironme
         for replica in zip(*choice.stages):
             first.setdefault(tuple(kinds[rank] for rank in replica), replica)
         return sorted(rank for replica in first.values() for rank in replica)
-    # Those of a group wait for each other, and not for all.
+    # The ranks of a group wait for each other, and not for all.
     within = choice.group or settings.size
     for rank, kind in enumerate(kinds):
         at = rank // within * within
