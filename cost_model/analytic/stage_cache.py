@@ -23,8 +23,7 @@ class StageCosts:
         self._passes: dict[tuple[object, ...], Passes] = {}
 
     def __call__(self, spread: Spread, index: int, live: int, ranks: int) -> StageCost:
-        """Returns `stage_cost`, cached by all it depends on: the stage, its neighbours' ranks, the spread's
-        settings."""
+        """Returns `stage_cost`, cached by the stage, its neighbours' ranks, and the spread's settings."""
         stages, count = spread.stages, len(spread.stages)
         stage, beside = stages[index], (stages[index - 1].parts, stages[(index + 1) % count].parts)
         own = stage, ranks, spread.recompute, spread.sequence_parallel, spread.zero, spread.offload

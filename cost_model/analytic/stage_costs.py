@@ -363,7 +363,10 @@ def _update_s(
 
 
 def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: int) -> float:
-    """Returns the seconds of an update in the host's memory, to which gradients come and from which weights go."""
+    """Returns the seconds of an update in the host's memory.
+
+    Gradients come and weights go, unless they lie there anyway.
+    """
     moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "state" else 0.0
     return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
 

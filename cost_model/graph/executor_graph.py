@@ -186,8 +186,7 @@ def _leaves_host(node: Node) -> bool:
 
 
 def _fused(program: Program) -> list[bool]:
-    """Marks the biases, and activations behind them, that TensorFlow's optimiser lets the product in front add
-    itself."""
+    """Marks biases, and activations behind them, that TensorFlow's optimiser lets the product in front compute."""
     fused: dict[str, bool] = {}
     fetched = {r.node for r in program.outputs}
 

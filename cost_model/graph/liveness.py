@@ -136,8 +136,10 @@ class _Owner:
 
 
 class _Memory:
-    """The memory of a step. Readers of a result refer to its memory until they have run, the caller to what it
-    fetches."""
+    """The memory of one step.
+
+    Readers of a result refer to its memory until they have run; the caller refers to what it fetches.
+    """
 
     def __init__(self, graph: Graph, allocator: Allocator, variables: dict[str, _Owner], kinds: Kinds) -> None:
         self._graph, self._allocator, self._variables, self._kinds = graph, allocator, variables, kinds

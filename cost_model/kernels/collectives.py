@@ -54,7 +54,7 @@ class Group:
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Returns the bus bandwidth of rings, which each rank sends and receives; a host's adapters carry the ring
+        """Returns the bus bandwidth of rings: what each rank sends and receives; a host's adapters carry the ring
         once."""
         inside = self.link_bytes_per_s if self.per_host > 1 else math.inf
         between = self.host_bytes_per_s if self.hosts > 1 else math.inf
@@ -106,8 +106,10 @@ def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds where the switch adds (NVLink SHARP), a measured factor less than a ring's; infinite: it
-    cannot."""
+    """Returns the seconds where the switch adds (NVLink SHARP), by a measured factor less than a ring's.
+
+    Infinite: it cannot.
+    """
     if group.hosts > 1 or group.in_network_reduction == 1.0 or group.size < SWITCH_RANKS:
         return math.inf
     p = group.size

@@ -211,8 +211,7 @@ SETS = (
 
 
 def read(path: Path) -> tuple[Published, list[Case]]:
-    """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a row that is
-    none."""
+    """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row."""
     with path.open(newline="") as file:
         rows = csv.DictReader(file)
         columns = set(rows.fieldnames or ())

@@ -91,8 +91,7 @@ def table(title: str, found: Sequence[Result]) -> str:
 
 
 def summary(table: Published, found: Sequence[Result]) -> str:
-    """Returns a line: MAPE and maximum in percent; for tables of plans also Kendall's tau and the choice's loss by
-    size."""
+    """Returns one line: MAPE and maximum in percent; of plans also Kendall's tau and the choice's loss, by size."""
     text = f"{table.name}: {len(found)} rows, MAPE {100 * mape(found):.2f} %, maximum {100 * maximum(found):.2f} %"
     if table.ranked:
         groups = {size: group for size, group in by_size(found).items() if len(group) > 2}

@@ -27,7 +27,7 @@ _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The time at which things are computed, as coordinates with rows know it.
+    """The phase and stage of what is computed for each micro-batch, as coordinates with rows know them.
 
     A coordinate without rows reads nothing of what it sends, so it cannot tell by itself.
 

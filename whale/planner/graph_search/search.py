@@ -217,8 +217,10 @@ def best_way(
 
 
 def _look_at_leaner(search: Search, plans: Plans) -> None:
-    """Looks again at ways that do not fit: with state divided (and weights, where there are no stages), and with
-    activations computed again."""
+    """Looks again at ways that do not fit, with less held.
+
+    State is divided (and weights, where there are no stages), and activations are computed again.
+    """
     program, settings, captured = plans.program, plans.settings, plans.environment.captured
     for choice in list(search.full()):
         replicas = len(choice.stages[0]) if choice.stages else settings.size
