@@ -1,4 +1,4 @@
-"""Rows divided anew while a run goes on, when ranks turn out to be faster or slower than their shares.
+"""Divides rows anew while a run goes on, when ranks turn out to be faster or slower than their shares.
 
 A step's exchanges end on all ranks together, so what an exchange takes longer on a rank than where it is shortest is
 a wait for the slowest. Along the longest chain of exchanges of the rank's program those waits add up; what is left of
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class Watched:
-    """Steps of one compiled program, as this rank has taken them since the last look.
+    """The steps of one compiled program, as this rank has taken them since the last look.
 
     Attributes:
       rows: of the batch, on each rank, (): stages divide the work; keys: of its exchanges, sorted.
@@ -74,7 +74,8 @@ class Watched:
         return result
 
     def pays_anew(self, weighed: tuple[float, float] | None) -> bool:
-        """Whether steps as long as the shortest one would save more in those that are left than planning anew takes.
+        """Tells whether steps as long as the shortest one would save more, in those that are left, than planning anew
+        takes.
 
         Args:
           weighed: seconds of all steps that are left, and to become other ranks; None: it is not known.
@@ -82,7 +83,7 @@ class Watched:
         return weighed is None or weighed[0] * self.longer > weighed[1]
 
     def look(self, counted_s: Mapping[str, float]) -> tuple[float, list[float]] | None:
-        """(seconds of a step since the last look, seconds of each exchange in it); None: too few steps.
+        """Returns (seconds of a step since the last look, seconds of each exchange in it); None: too few steps.
 
         Args:
           counted_s: seconds of exchanges since the run began, by key.
@@ -102,7 +103,7 @@ def _moves(node: Node) -> bool:
 
 
 def chained_s(program: Program, seconds: Mapping[str, float]) -> float:
-    """The most that exchanges add up to which wait for each other.
+    """Returns the most seconds that exchanges which wait for each other add up to.
 
     Args:
       seconds: by key; those that functions of the program run count where they are called.
@@ -121,7 +122,7 @@ def chained_s(program: Program, seconds: Mapping[str, float]) -> float:
 
 
 def divided(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
-    """(rows in proportion to speeds, how many times shorter the slowest rank's work is with them).
+    """Returns (rows in proportion to speeds, how many times shorter the slowest rank's work is with them).
 
     Args:
       rows: of each rank so far; work_s: what it needed for them. A rank without rows gets none.
@@ -142,7 +143,7 @@ class Balance:
         self._told: set[str] = set()  # why ranks keep their rows
 
     def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str, cut: bool) -> Watched | None:
-        """What counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
+        """Returns what counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
 
         Args:
           stays: why they stay in any case, or "".
@@ -162,10 +163,9 @@ class Balance:
         return None
 
     def after(self, watched: Watched, comm: Any) -> tuple[tuple[int, ...], str]:
-        """After a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").
+        """Returns, after a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").
 
         Where there are stages, ((), why) if all is to be planned anew.
-
         Collective when it is time to look again, which is after as many steps on every rank.
 
         Raises:
@@ -188,7 +188,7 @@ class Balance:
         return decided
 
     def _planned(self, watched: Watched, step_s: float) -> tuple[tuple[int, ...], str]:
-        """((), why) where the stages are to be planned anew."""
+        """Returns ((), why) where the stages are to be planned anew; else ((), "")."""
         twice, watched.least_s = bool(watched.found), min(watched.least_s, step_s)
         watched.longer = 1 - watched.least_s / step_s
         watched.found = (1,) if step_s > self._slower * watched.least_s else ()
