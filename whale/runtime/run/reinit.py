@@ -1,4 +1,6 @@
-"""A second ``init`` of scripts whose library takes one: the run goes on, and what the first was told is forgotten."""
+"""Handles a second ``init`` of scripts whose library takes one: the run goes on, and what the first was told is
+forgotten.
+"""
 
 from __future__ import annotations
 
