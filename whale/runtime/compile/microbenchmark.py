@@ -1,4 +1,4 @@
-"""What ranks compute and exchange in a second: measured for a moment, on all ranks at the same time."""
+"""Measures for a moment what ranks compute and exchange in a second, on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ PASSES_IN_PROCESS = 4
 
 
 def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
-    """Half a second of products, copies and exchanges on all ranks at the same time; unequal ranks take longer."""
+    """Measures products, copies and exchanges for half a second on all ranks at the same time; unequal ranks take
+    longer.
+    """
     import tensorflow as tf
 
     x = tf.random.normal([1024, 1024])
@@ -89,7 +91,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
 
 
 def of_kinds(values: Sequence[float]) -> list[float]:
-    """Each value replaced by the mean of its kind."""
+    """Returns each value replaced by the mean of its kind."""
     found = list(values)
     order = sorted(range(len(values)), key=lambda r: -values[r])
     while order:
@@ -103,7 +105,7 @@ def of_kinds(values: Sequence[float]) -> list[float]:
 def _together(
     context: Context, what: str, measured: Callable[[float], tuple[float, float]], seconds: float
 ) -> list[tuple[float, float]]:
-    """What every rank measures, all beginning at once: processors share caches and threads of cores."""
+    """Returns what every rank measures, all beginning at once: processors share caches and threads of cores."""
     comm = context.comms[0]
     comm.allgather_bytes(f"whale/auto/begin/{what}", b"")
     said = comm.allgather_bytes(f"whale/auto/rates/{what}", msgspec.json.encode(measured(seconds)))
@@ -115,9 +117,9 @@ def _shown(link: Link) -> str:
 
 
 def _link(context: Context, through: str) -> Link:
-    """Seconds of the smallest all-reduce, and bytes that a rank sends in a second of large ones; collective.
+    """Measures seconds of the smallest all-reduce, and bytes that a rank sends in a second of large ones; collective.
 
-    Of tensors where TensorFlow places them: what the host exchanges between GPUs is copied there and back.
+    Tensors are where TensorFlow places them: what the host exchanges between GPUs is copied there and back.
     """
     import tensorflow as tf
 
@@ -145,7 +147,7 @@ def _link(context: Context, through: str) -> Link:
 
 
 def _seconds(call: Callable[[], Any], least_s: float) -> float:
-    """Mean seconds of a call that has been warmed up.
+    """Returns the mean seconds of a call that has been warmed up.
 
     The mean, since a processor that is taken away from time to time (a quota) is slow by that.
     """
