@@ -1,4 +1,4 @@
-"""``wh.export``: a SavedModel for one device, which serves in plain TensorFlow, from a run under any plan."""
+"""Exports a SavedModel for one device, which serves in plain TensorFlow, from a run under any plan: ``wh.export``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
 
 
 def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
-    """A module of a function with its variables."""
+    """Makes a module of a function with its variables."""
     python_function = getattr(function, "python_function", function)
     if isinstance(function, Function):
         python_function = function._python_function
