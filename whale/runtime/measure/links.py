@@ -1,4 +1,4 @@
-"""Seconds of exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure.links FILE``.
+"""Measures exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure.links FILE``.
 
 Every rank runs the same exchanges at the same time, one after the other, and does nothing else; at the end it runs
 small ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`).
@@ -47,7 +47,7 @@ Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # of a vector, under a 
 
 
 class Links(msgspec.Struct):
-    """What was measured; ``wake_s``: what an engine waits for a core where all compute."""
+    """The measurements; ``wake_s``: what an engine waits for a core where all compute."""
 
     curves: list[Curve]
     wake_s: float
@@ -86,7 +86,7 @@ def _curves(comm: whale_ops.Communicator, through: str) -> list[Curve]:
 
 @contextlib.contextmanager
 def _computing(threads: int) -> Iterator[None]:
-    """So many threads of this process compute meanwhile."""
+    """Has so many threads of this process compute meanwhile."""
     over = threading.Event()
     x = np.ones((384, 384), np.float32)
 
@@ -106,7 +106,7 @@ def _computing(threads: int) -> Iterator[None]:
 
 
 def _exchanges(rank: int, size: int) -> dict[str, Exchange]:
-    """Kind -> the op on a vector of the whole tensor's bytes; all-reduces first."""
+    """Maps each kind to the op on a vector of the whole tensor's bytes; all-reduces first."""
 
     def own(x: tf.Tensor) -> tf.Tensor:
         return x[: x.shape[0] // size]
@@ -148,7 +148,7 @@ def _exchanges(rank: int, size: int) -> dict[str, Exchange]:
 def _seconds(
     comm: whale_ops.Communicator, through: str, kind: str, call: Exchange, size_bytes: int, when: str = "idle"
 ) -> float:
-    """Seconds of one exchange on the slowest rank."""
+    """Returns the seconds of one exchange on the slowest rank."""
     chain = max(CHAIN, min(MOST_CHAIN, COLD_BYTES // (2 * size_bytes)))
     x = [tf.ones(size_bytes // 4) for _ in range(chain)]
 
