@@ -61,7 +61,7 @@ def whole_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[No
     try:
         for variable in variables:
             make_whole(variable)  # if no step has used it
-            # What somebody has assigned is whole on all ranks, and stays so on all of them.
+            # A value that was assigned is whole on all ranks, and stays so.
             if lies_split(variable) and not variable._whale_parts.is_assigned:
                 whole = variable._whale_parts.whole()
                 if context.rank == 0:

@@ -83,7 +83,7 @@ class Saving:
         self.write_parts()
         if self._folder is None or self._error is not None:
             return
-        # Not by a message: while steps run, ranks tell each other nothing else.
+        # The parts are awaited by their marks, not by a message: while steps run, ranks exchange nothing else.
         while not all(map(os.path.exists, map(mark_of, self._parts))):
             if self._all_written.wait(_LOOK_EVERY_S):
                 break

@@ -114,7 +114,7 @@ def _agreed(
 ) -> tuple[Choice, Made | None]:
     """Returns rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
     dry = context.dry is not None
-    # Where speeds have changed within this run, what an earlier one has chosen is for others.
+    # Where speeds have changed within this run, the choice of an earlier run does not fit any more.
     changed = context.elastic is not None and context.elastic.divisions > 0
     kept = None if changed else _kept(program, settings, context, number)
     if kept is not None:

@@ -18,7 +18,7 @@ from whale.ir.program import Node, Program, function_refs
 from whale.partition.pipeline.microbatch_loop import CALL, phase_of
 from whale.runtime.run.context import Context
 
-# Of messages between two ranks that are outside of micro-batches: received before them, or sent after them.
+# Phases of messages between two ranks outside of micro-batches: received before them, or sent after them.
 BEFORE, AFTER = "the main graph, before its micro-batches", "the main graph, after its micro-batches"
 # Key of an exchange -> its ranks, and in how many micro-batches it is in each phase.
 Phases = Mapping[str, tuple[Sequence[int], Mapping[str, int]]]

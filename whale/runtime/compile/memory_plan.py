@@ -31,7 +31,7 @@ from whale_ops import gpu_driver
 
 _MOST_MICRO_BATCHES = 64
 
-# Which settings would make the step fit into so many bytes of a rank, in words; found only for an error.
+# Finds the settings that would make the step fit into so many bytes of a rank, in words; called only for an error.
 Options = Callable[[float], str]
 
 

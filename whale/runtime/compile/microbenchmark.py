@@ -17,13 +17,14 @@ from whale.runtime.ranks.device_exchange import ExchangeOps
 from whale.runtime.ranks.gpus import await_gpus
 from whale.runtime.run.context import Context
 
-# At first, and what is bound by memory for half of that: the core of a rank with a quota is taken away once in 100 ms.
-# Ranks that seem to differ by more than SUSPECT are measured again.
+# The first measurement takes so long, and half of that for what is bound by memory: the core of a rank with a quota is
+# taken away once in 100 ms. Ranks that seem to differ by more than SUSPECT are measured again.
 FIRST_S, SUSPECT = 0.2, 1.1
-# Of unequal ranks, those whose speeds differ by less are of one kind: what lies between them is mostly noise, and costs
-# more as parts of the work that differ than it gains.
+# Unequal ranks whose speeds differ by less than this factor are of one kind: the difference is mostly noise, and
+# unequal parts of the work cost more than they gain.
 ONE_KIND = 1.15
-# Of measuring them again, twice at least and as long as they seem to differ; the median of each rank counts.
+# Unequal ranks are measured again in rounds, twice at least and as long as they seem to differ. The median of each
+# rank's rounds counts.
 ROUNDS, ROUND_S = 5, 0.25
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 # An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it (`Table.node_s`).

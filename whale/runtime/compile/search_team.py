@@ -26,7 +26,7 @@ from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale_ops.communicator import Communicator
 
-# What a message asks for, or says.
+# The kinds of messages: what one asks for, or says.
 _PREDICT, _PLAN, _CHOSEN, _FAILED = b"A", b"P", b"C", b"E"
 _BROKEN = b"!"  # of an answer: the member's own error
 
@@ -101,7 +101,7 @@ def found_together(
       PlanError: nothing was chosen, on any rank.
     """
     comm = context.comms[0]
-    # Where ranks outnumber cores, to help would be to hold up rank 0.
+    # Where ranks outnumber cores, helping would slow rank 0 down.
     helps = context.place.local_rank < min(len(os.sched_getaffinity(0)), cpu_quota() or math.inf)
     said = comm.allgather_bytes(f"{key}/helps", b"1" if helps else b"", PLAN_TIMEOUT_S, purpose)
     if context.rank:

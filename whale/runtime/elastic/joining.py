@@ -92,7 +92,7 @@ class Commits:
 
 
 class Times:
-    """How long steps take, and how long it takes to become other ranks, as this rank has seen it.
+    """The seconds that steps take, and that it takes to become other ranks, as this rank has seen them.
 
     Attributes:
       moving_s: from the latest change of ranks, or the first call of all, to the end of the next step, what is compiled

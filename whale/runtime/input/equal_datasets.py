@@ -19,7 +19,7 @@ from whale.ir.ops import DRAWS
 from whale.runtime.input.equal_inputs import FIRST_STEPS
 from whale.runtime.input.tables import held_by_tables
 
-# What changes no element, or names files of this host only.
+# Datasets that change no element, or name files of this host only.
 _LEFT_OUT = (
     "_PrefetchDataset",
     "_OptionsDataset",

@@ -43,7 +43,7 @@ _OF_CLASSES = frozenset(("SparseSoftmaxCrossEntropyWithLogits", CROSS_ENTROPY))
 _TAKES_INDICES = ROW_LOOKUPS | _OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
 _OURS = frozenset((UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM))  # that have the same work whatever else there is
 _NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
-# What indices pass through on their way to a table; Keras adds the rows to those below zero.
+# Ops that indices pass through on their way to a table; Keras adds the number of rows to indices below zero.
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
 
 

@@ -10,7 +10,7 @@ from whale.errors import CommError
 from whale.runtime.ranks.ranks import Ranks
 from whale_ops import EXCHANGE_PAYLOAD
 
-# What TensorFlow writes before and behind a kernel's message: the functions and nodes that it was in.
+# The text that TensorFlow writes before and behind a kernel's message: the functions and nodes that it was in.
 _AROUND = (
     r"\s*\[\[\{\{(?:function_)?node .*|\s*\[Op:.*|^(?:Graph execution error:.*?)?(?:\{\{function_node [^}]*\}\}\s*)+"
 )

@@ -54,7 +54,7 @@ class Sources:
                 with self._lock:
                     self._sources[key] = self._captures.sources(wanted, given)
             if not self._sources[key]:
-                # What was brought in goes first: the first input tells which size is the batch's.
+                # Values that were brought in go first: the first input tells which size is the batch's.
                 return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
             for source in self._sources[key]:
                 outputs = list(source.operation.outputs)

@@ -231,7 +231,7 @@ class SessionVariables:
     def _made(self, name: str, lying: Lying) -> Iterator[tuple[str, int, np.ndarray]]:
         initial = self._held.pop(name)
         self._now[name] = lying
-        # What can only be computed whole is computed by one process after the other.
+        # A value that can only be computed whole is computed by one process after the other.
         whole = lying.tiles is not None and not initial.is_divisible and self.context.between_processes
         for turn in range(self.context.size if whole else 1):
             for position, rank in enumerate(self.context.ranks):

@@ -24,9 +24,9 @@ from whale.ir.mesh import Tiles
 from whale.ir.ops import IDENTITIES, STREAM_DRAWS
 from whale.runtime.variables.in_files import mapped, written
 
-# What is computed at once when a variable is created; smaller variables are made as ever.
+# Values up to this size are computed at once when a variable is created; smaller variables are made as ever.
 LITTLE_BYTES = 4096
-# What is made at a time of a part, or drawn at a time where a part is some columns of all rows.
+# Bytes of a part that are made at a time, or drawn at a time where a part is some columns of all rows.
 _BLOCK_BYTES = 512 << 10
 _LONG_BYTES = 256 << 10  # a row's part that is drawn by itself
 # Elements that one step of the counter yields, by op and element size; TensorFlow's random_distributions.h.
@@ -39,7 +39,7 @@ _POINTWISE = IDENTITIES | frozenset(
      "Log", "Tanh", "Erfinv", "Sin", "Cos", "Abs", "Floor", "Maximum", "Minimum", "Pow", "Sign", "LogicalNot",
      "LogicalAnd", "LogicalOr", "Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "SelectV2"}
 )  # fmt: skip
-# Where a block lies in a part, where in the whole value, and its size.
+# A block: where it begins in a part, where in the whole value, and its size.
 _Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Reader = Callable[[tuple[int, ...], tuple[int, ...]], Any]
 

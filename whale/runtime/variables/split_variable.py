@@ -55,7 +55,8 @@ class Parts:
         group: tuple[int, ...] = (),
         device: str | None = None,
     ):
-        """
+        """Cuts the variable's value into parts, or makes them from its initial value.
+
         Args:
           initial: the value of a variable that holds none: its parts are all that is made.
           device: on which the parts lie; None: TensorFlow's choice.
@@ -159,7 +160,7 @@ class Parts:
         elif rank in self._parts:
             self._parts[rank].assign(part)
         else:
-            # Not tf.Variable, which asks who defers creations.
+            # tf.Variable is not used: it asks who defers creations.
             name = f"part{rank}"
             with tf.device(self.device):
                 self._parts[rank] = resource_variable_ops.ResourceVariable(part, trainable=False, name=name)
@@ -233,7 +234,8 @@ def cut(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
     """Returns part number ``place`` of a value, in memory of its own."""
     regions = list(tiles.regions(tuple(whole.shape.as_list()), place))
     if len(regions) == 1:
-        # Not tf.slice: of variables whose handles say no shape, TensorFlow's optimizer takes the first rows for all.
+        # tf.slice is not used: where a variable's handle says no shape, TensorFlow's optimizer takes the first rows for
+        # all of them.
         begin, size = regions[0].begin, regions[0].size
         return own_memory(tf.strided_slice(whole, begin, np.add(begin, size)))
     at = coordinates_of(place, tiles.sizes)

@@ -108,7 +108,7 @@ class VariableOwner:
           PlanError: a variable cannot lie as the plan says.
         """
         self._move_to_host([c for c in captured if c.node in on_host])
-        # What lies in the host's memory does so in parts, be it one.
+        # A variable in the host's memory lies there in parts, even if it is one part.
         placed = {c.node: _in_one_part(c) for c in captured if c.node in on_host}
         placed |= {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         for c in captured:
@@ -210,7 +210,7 @@ class VariableOwner:
         if id(c.handle) in self._entries:
             return
         forget(c.variable)
-        # What can only be computed whole is computed by one process after the other.
+        # A value that can only be computed whole is computed by one process after the other.
         in_turns = initial is not None and not initial.is_divisible and context.between_processes
         for turn in range(context.size if in_turns else 1):
             if not in_turns or turn == context.rank:
