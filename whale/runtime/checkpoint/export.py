@@ -73,7 +73,7 @@ def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
     module = tf.Module()
     module.serve = tf.function(python_function, input_signature=list(specs), autograph=True)
     graph = module.serve.get_concrete_function().graph
-    # In the order in which it captured them: its own is that of addresses, and ranks gather one after the other.
+    # The variables are in the order of capture: the graph orders them by addresses, which differ between ranks.
     variables = {id(v.handle): v for v in graph.variables}
     module.used = [variables[id(handle)] for handle, _ in graph.captures if id(handle) in variables]
     return module

@@ -283,7 +283,7 @@ class CheckpointManager:
             return Said(latest=checkpoint_reading.newest_whole([latest, *older]))
 
         found = self._context.survived(lambda: self._together("looked through", look)[0].latest)
-        assert found is not None  # else it was an error
+        assert found is not None  # otherwise `newest_whole` raised
         return found
 
     def _is_time(self, check_interval: bool) -> bool:

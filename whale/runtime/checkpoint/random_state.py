@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import stateful_random_ops
 
-STATE_KEY = "whale/random_state"  # no object's: TensorFlow's restoring does not look at it
+STATE_KEY = "whale/random_state"  # belongs to no object: TensorFlow's restoring ignores it
 
 
 def random_state() -> str:

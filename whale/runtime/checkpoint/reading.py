@@ -45,7 +45,7 @@ def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any
     """
     try:
         reader = tf.train.load_checkpoint(path)
-        if not reader.has_tensor(OBJECT_GRAPH_PROTO_KEY):  # of a Saver: values by names
+        if not reader.has_tensor(OBJECT_GRAPH_PROTO_KEY):  # written by a Saver: values by names
             status = checkpoint.restore(path)
         else:
             with restored_by_pieces():
@@ -58,7 +58,7 @@ def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any
     except _NAMELESS as error:
         tensors, files = damages(path)
         if not tensors and not files:
-            raise  # of the program, and not of the files: a variable of another shape
+            raise  # the program's error, not the files': a variable of another shape
         raise _damaged(path, tensors, files, str(error)) from error
     return status
 

@@ -74,7 +74,7 @@ def spread_program(
         else:
             chosen, made = _agreed(program, settings, context, number, captured, options)
             context.auto = chosen
-    if made is not None and not settings.dump:  # a dump is of passes that run
+    if made is not None and not settings.dump:  # a dump shows passes that run here
         return Spread(made.program, made.settings, made.plan)
     if chosen.recompute and captured is not None and trains(program):
         settings = settings.but(memory__recompute=chosen.recompute)
@@ -147,7 +147,7 @@ def _environment(program: Program, context: Context, captured: Program | None) -
         environment = SearchEnvironment.of_cluster(dry.cluster, program, size, captured)
         asked = context.config["memory.limit_bytes"]
         return replace(environment, limits_bytes=[asked] * size) if asked else environment
-    with eager_mode():  # a session's script has a graph here, which is not to grow
+    with eager_mode():  # in a session, the script's graph must not grow
         rates = measured_rates(context, dry is not None, program)
     limit, _ = limit_bytes(context.config, context.local_ranks)
     return SearchEnvironment(rates, profile, [limit] * size, captured)

@@ -125,7 +125,7 @@ def compile_program(
     clock.lap("fingerprint")
     made = None
     if context.dry is None:
-        if movable and context.auto is None:  # the search is about programs without stages, too
+        if movable and context.auto is None:  # the search covers programs without stages, too
             settings = settings.but(split__tiles=tiles_that_fit(program, settings))
         spread = _spread(program, settings, context, number, recomputable, options)
         program, settings, made = spread.program, spread.settings, spread.plan

@@ -58,7 +58,7 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
                 ranks = (
                     [int(node.attrs["peer"])] if "peer" in node.attrs else list(map(int, node.attrs.get("ranks", ())))
                 )
-                key = str(node.attrs.get("key", node.name))  # Horovod's is the name
+                key = str(node.attrs.get("key", node.name))  # Horovod's key is the node's name
                 counts = found.setdefault(key, (ranks, {}))[1]
                 counts[phase] = counts.get(phase, 0) + times
             if node.op != CALL:

@@ -31,7 +31,7 @@ ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 START_S = 5e-6
 # `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
 STREAMED_ARRAYS = 5
-SMALL_IN_A_CALL = 8  # exchanges
+SMALL_IN_A_CALL = 8  # small exchanges in one measured call
 # An exchange through the memory of one process reads, adds and writes, on both sides of it.
 PASSES_IN_PROCESS = 4
 
@@ -43,7 +43,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
     import tensorflow as tf
 
     x = tf.random.normal([1024, 1024])
-    # Over as many bytes as the variables have, which may lie in caches.
+    # The stream has as many bytes as the variables, which may lie in caches.
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
     count = min(16 << 20, max(1 << 18, held // 12))
     y = tf.random.normal([count])

@@ -132,7 +132,7 @@ def code_digest() -> tuple[str, ...]:
 def files_of(context: Context, settings: PlanSettings) -> KeptFiles | None:
     """Returns where a run keeps what later ones take; None: nowhere."""
     folder = folder_of(context)
-    return None if folder is None or settings.dump else KeptFiles(folder)  # dumps are of passes that run
+    return None if folder is None or settings.dump else KeptFiles(folder)  # a dump shows passes that run here
 
 
 def get_kept(files: KeptFiles, name: str, what: str) -> bytes | None:
@@ -140,7 +140,7 @@ def get_kept(files: KeptFiles, name: str, what: str) -> bytes | None:
     try:
         return files.get(name)
     except OSError:
-        return None  # writing says why
+        return None  # `put_kept` logs the reason
     except Damaged:
         log.warning(f"{what} that was kept is damaged, and is made anew")
         return None

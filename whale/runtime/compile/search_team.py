@@ -28,7 +28,7 @@ from whale_ops.communicator import Communicator
 
 # The kinds of messages: what one asks for, or says.
 _PREDICT, _PLAN, _CHOSEN, _FAILED = b"A", b"P", b"C", b"E"
-_BROKEN = b"!"  # of an answer: the member's own error
+_BROKEN = b"!"  # begins an answer that is the member's own error
 
 
 class RankTeam:

@@ -97,7 +97,7 @@ def callable_step(
             raise_comm_error(error, context)
             raise
 
-    # TensorFlow counts how often a function was added; what ranks that have become others do not call any more goes.
+    # TensorFlow counts how often a function was added: functions that are not called any more are removed.
     weakref.finalize(call, _forget, tf_ctx, [one.signature.name for one in function.definitions]).atexit = False
     found = call if device is None else _on_device(call, device)
     if ready.rolled:

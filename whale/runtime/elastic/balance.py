@@ -27,13 +27,13 @@ from whale.log import log
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 
-GAIN = 1.10  # of the slowest rank's work, for which rows are divided anew
-STEPS, SECONDS = 5, 0.5  # between two looks, at least
-AGAIN_S = 0.1  # and where the first of them found better rows: what is slow costs every step
-SLOWER = 1.25  # times the shortest step so far, from which on stages are planned anew
+GAIN = 1.10  # rows are divided anew for at least this speedup of the slowest rank's work
+STEPS, SECONDS = 5, 0.5  # at least so many steps and seconds between two looks
+AGAIN_S = 0.1  # seconds to the second look where the first one found better rows
+SLOWER = 1.25  # stages are planned anew when a step takes this many times the shortest one so far
 SETTLES = 2  # steps after a division that are not looked at: they compile, and fill caches
-LEAST = 0.1  # of a step, that a rank's own work is taken for at least
-PRECISION = 1000  # of shares
+LEAST = 0.1  # a rank's own work counts as at least this fraction of a step
+PRECISION = 1000  # speeds are integers: thousandths of a row in the longest rank's time
 PURPOSE = "comparing how long the ranks work"
 _T = TypeVar("_T")
 
@@ -139,7 +139,7 @@ class Balance:
 
     def __init__(self) -> None:
         self._gain, self._slower = GAIN, SLOWER
-        self._before_s = 0.0  # a step under the division before
+        self._before_s = 0.0  # seconds of a step under the division before
         self._told: set[str] = set()  # why ranks keep their rows
 
     def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str, cut: bool) -> Watched | None:

@@ -57,7 +57,7 @@ class Calls:
     at: Progress = field(default_factory=Progress)
     undone: Step | None = None
     _last: Step | None = None
-    _steps_before: int = 0  # the call that goes on
+    _steps_before: int = 0  # steps taken before the call that goes on
     _drawn: list[Any] = field(default_factory=list)  # batches of that call
     _drawn_again: int = 0
 

@@ -30,7 +30,7 @@ from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.ownership import Holding
 from whale.runtime.variables.variable_store import VariableOwner
 
-ALONE_BYTES = 64 << 10  # from here on a piece is a message of its own: to bring it together with others takes longer
+ALONE_BYTES = 64 << 10  # a larger piece is a message of its own: joining it with others takes longer
 LENT_BYTES = 256 << 10  # what is smaller is not made where peers read it (whale_ops/ops/memory/arena_allocator.cc)
 
 

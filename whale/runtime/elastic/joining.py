@@ -14,8 +14,8 @@ from whale.log import log
 from whale.runtime.elastic.listener import Door
 from whale.runtime.ranks.watch import Change, Watch
 
-_STEPS = 9  # of which the median is taken for how long a step takes
-KEPT = 2  # of what the script has committed: ranks are at most one call apart
+_STEPS = 9  # the median of so many steps is a step's time
+KEPT = 2  # committed states that are kept: ranks are at most one call apart
 
 
 @dataclass

@@ -25,10 +25,10 @@ class Alone:
         return [data]
 
 
-# On what ranks agree after one piece of news, in order: from where they go on, that all variables are whole, who is in,
+# What ranks agree on after one piece of news, in order: from where they go on, that all variables are whole, who is in,
 # and, any number of times, that the same ranks plan anew.
 MET, WHOLE, GROWN, ANEW, _KINDS = range(5)
-_TIMES = 1 << 20  # that ranks may plan anew after one piece of news
+_TIMES = 1 << 20  # ranks may plan anew so many times after one piece of news
 
 
 class Agreements:

@@ -24,7 +24,7 @@ from whale.runtime.variables.ownership import Holding
 _Key = tuple[int, int]  # (variable, piece)
 _Said = Sequence[dict[_Key, bool]]  # by rank of the meeting: what it has, and whether that is a copy
 _Found = dict[_Key, Callable[[], tf.Tensor]]  # what gives it: copies may have to be read in another rank's memory
-WHOLE = -1  # of a value that every rank has, in place of a piece's number
+WHOLE = -1  # stands for a piece's number where a rank has the whole value
 
 
 @dataclass(frozen=True)

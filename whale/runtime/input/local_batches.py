@@ -17,7 +17,7 @@ from whale.passes.analysis.batch import rows_of_ranks
 from whale.passes.analysis.stages import TENSOR
 from whale.runtime.run.context import Context
 
-ELEMENT_TIMEOUT_S = 3600.0  # until a rank has a batch: a pipeline may take its time to fill its buffers
+ELEMENT_TIMEOUT_S = 3600.0  # waits until a rank has a batch: a pipeline may take long to fill its buffers
 
 
 class Brought(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 _KEYS = (tf.string, tf.int64, tf.int32)
 _VALUES = (tf.int64, tf.string, tf.int32, tf.float32, tf.float64, tf.bool)
-_MOST_ENTRIES = 1 << 24  # of a larger table, only how many there are: to read it all would take seconds
+_MOST_ENTRIES = 1 << 24  # of a larger table, only the size is compared: reading it all would take seconds
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of SplitMix64
 
 

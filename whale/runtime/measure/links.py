@@ -35,15 +35,15 @@ from whale.started import process_place
 SIZES_BYTES = (1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SECONDS_PER_SIZE = 0.25
 MOST_CALLS = 100
-CHAIN = 4  # exchanges of a call, at least
+CHAIN = 4  # least number of exchanges in a call
 MOST_CHAIN = 16
 # Operands and results of a call's exchanges together: in a step they have rarely been in a cache since they were made.
 COLD_BYTES = 64 << 20
-ROWS = 8  # of tensors whose parts do not lie in one piece
+ROWS = 8  # rows of tensors whose parts do not lie in one piece
 PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
 
 
-Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # of a vector, under a key
+Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # exchanges a vector, under a key
 
 
 class Links(msgspec.Struct):

@@ -26,7 +26,7 @@ from whale.started import TRACE_PIPE_VARIABLE, ProcessPlace, own_descriptor
 
 _T = TypeVar("_T")
 _WAITING_LINES = 10_000  # kept while the pipe is full
-_FIRST_TRACK = 1  # of the script's main thread; the op library's begin at 100
+_FIRST_TRACK = 1  # track of the script's main thread; the op library's tracks begin at 100
 _NAME_LIMIT = 256  # characters: a line fits into what a pipe takes at once
 
 

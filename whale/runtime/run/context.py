@@ -29,8 +29,8 @@ from whale.runtime.variables.external_updates import Outside
 from whale.runtime.variables.variable_store import VariableOwner
 
 _T = TypeVar("_T")
-# Under auto_parallel, variables so small are made at once, up to so many bytes of them together: to record what their
-# initializers do takes longer than that, and most of them are whole in the end.
+# Under auto_parallel, variables of up to _SMALL_BYTES are made at once, up to _AT_ONCE_BYTES of them together:
+# recording what their initializers do takes longer than that, and most of them are whole in the end.
 _SMALL_BYTES, _AT_ONCE_BYTES = 1 << 20, 1 << 28
 _REPLICAS = re.compile(r"replica_\d+(/replica_\d+)*")  # paths of wh.replica without devices
 

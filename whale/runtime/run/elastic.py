@@ -57,7 +57,7 @@ from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.started import joins
 
-# From an exchange that fails to the word of `whale run` that a rank is gone; it takes longer only where nobody is.
+# Seconds to wait, after an exchange fails, for `whale run` to say that a rank is gone; longer only if none is gone.
 _WORD_S = 3.0
 _T = TypeVar("_T")
 

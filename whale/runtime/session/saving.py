@@ -23,7 +23,7 @@ from whale.runtime.variables.checkpoint_regions import regions_of, slice_spec, s
 
 Feeds = Mapping[tf.Tensor, np.ndarray]
 Settings = tuple[Any, Any]  # options and metadata of Session.run
-# Name in the checkpoint, slice, and what reads the values.
+# A part of a checkpoint: its name there, its slice, and a function that reads the values.
 _Part = tuple[str, str, Callable[[], Any]]
 
 

@@ -84,7 +84,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
         self._runs: dict[Hashable, Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
-        self._saving: dict[Hashable, list[tf.Operation]] = {}  # what in a run writes checkpoints
+        self._saving: dict[Hashable, list[tf.Operation]] = {}  # operations of a run that write checkpoints
         self._lock = threading.Lock()  # queue runners run beside the main thread
         self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
         self._scaled = ScaledLosses(fed_scale_of(self._whale), self._captures)

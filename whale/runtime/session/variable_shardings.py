@@ -55,7 +55,7 @@ class Moves:
     def __init__(self, context: Ranks, graph: tf.Graph, handle: Callable[[str, int, tf.DType], tf.Tensor]) -> None:
         self._context, self._graph, self._handle = context, graph, handle
         self._made: dict[str, dict[Hashable, list[tf.Operation]]] = {}
-        self._number = 0  # of exchanges, equal on all ranks
+        self._number = 0  # counts exchanges, equal on all ranks
 
     def forget(self, name: str) -> None:
         """Forgets a variable's operations, so that they are built again: it lies in another memory now."""

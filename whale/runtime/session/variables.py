@@ -65,11 +65,11 @@ class SessionVariables:
         self._inner, self._graph = ranks_graph.session, ranks_graph.graph
         self._everywhere = Lying(frozenset(range(context.size)))
         self._held: dict[str, Initial] = {}
-        self._now: dict[str, Lying] = {}  # of those that were used, and wait for no value
+        self._now: dict[str, Lying] = {}  # where variables lie that were used, and wait for no value
         self._divided: dict[str, Lying] = {}  # as the first run that divides one has it; later ones are planned so
         self.on_host: set[str] = set()  # names of those that lie in the host's memory beside an accelerator
         self._types: dict[str, TensorType] = {}
-        self._runs: Counter[str] = Counter()  # of random ops
+        self._runs: Counter[str] = Counter()  # how often random ops have run
         self._seeds = 0
         self._reads: dict[tuple[str, int], tf.Tensor] = {}
         self._assigns: dict[tuple[str, int], tuple[tf.Tensor, tf.Operation]] = {}

@@ -21,7 +21,7 @@ from whale.runtime.variables.deferred import capturing, deferred_of
 # Methods of variables by which a step of training adds something, and those that give a value from anywhere.
 _ADDS = tuple(name for name in dir(BaseResourceVariable) if name.startswith(("assign_", "scatter_", "batch_scatter_")))
 _GIVES = ("assign", "_restore_from_tensors")
-# A value that is given so often, once a gradient was computed, comes from a loop of training.
+# A variable that is assigned this often, once a gradient was computed, is updated by a loop of training.
 _OFTEN = 3
 # TensorFlow's own function, which gives first values to variables that a tf.function has made.
 _FIRST_VALUES = "initialize_variables"

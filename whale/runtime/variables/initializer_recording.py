@@ -157,7 +157,7 @@ def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any])
             continue
         if op.type == "Const" and not _is_little(op):
             dims, value = len(numbers), len(numbers) + 1
-            numbers.update({-dims: dims, -value: value})  # of no tensor
+            numbers.update({-dims: dims, -value: value})  # these numbers belong to no tensor
             little[dims], little[value] = tf.constant(shapes[0], tf.int64), tf.constant(_repeated(op))
             attrs = ("T", op.get_attr("dtype").as_datatype_enum, "index_type", tf.int64.as_datatype_enum)
             later.append(Op("Fill", attrs, (dims, value), first, shapes, dtypes))
