@@ -38,7 +38,7 @@ VERBS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command."""
+    """Returns the parser of the whole command."""
     top = Parser(
         prog="whale",
         description="Runs a training program written for one device over many unequal ones.",
