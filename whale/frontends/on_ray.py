@@ -1,4 +1,4 @@
-"""``whale.ray.run``: calls a function on every rank of a run whose processes are placed by a Ray cluster."""
+"""Implements ``whale.ray.run``: calls a function on every rank of a run whose processes a Ray cluster places."""
 
 from __future__ import annotations
 
