@@ -138,7 +138,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         return tf.reshape(inputs, [groups, tokens // groups, inputs.shape[-1]])
 
     def _by_tokens(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
-        """Slots [group, expert, slot, width], weights of slots, and what makes tokens of what experts made of slots."""
+        """Returns slots [group, expert, slot, width], their weights, and a function from expert outputs to tokens."""
         shape = tf.shape(x)
         gates, chosen = tf.math.top_k(chances, self.top_k)
         if self.top_k > 1:

@@ -34,7 +34,7 @@ def cosface(
     features: tf.Tensor, weights: Any, labels: tf.Tensor,
     margin: float = 0.35, scale: float = 64.0, label_smoothing: float = 0.0,
 ) -> tf.Tensor:  # fmt: skip
-    """The additive cosine margin loss of each row (Wang et al., "CosFace", 2018); arguments as of ``arcface``."""
+    """Returns the additive cosine margin loss of each row (Wang et al., "CosFace", 2018), arguments as ``arcface``."""
     return _with_margin(features, weights, labels, lambda near: near - margin, scale, label_smoothing)
 
 
