@@ -14,7 +14,7 @@ Load = Callable[[ModuleType], None]
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """A finder that has modules which other finders find loaded by ``load(the usual way to load, module)``.
+    """A finder that changes how the modules ``names`` load: ``load(their usual load, module)`` replaces it.
 
     Attributes:
       names: of the modules.

@@ -1,6 +1,6 @@
 """Reads what a launcher gave this process: its rank, the number of ranks, and its place on the host.
 
-Understood are `whale run`, Open MPI's mpirun, MPICH-like launchers (PMI), and SLURM's srun. No TensorFlow.
+It understands `whale run`, Open MPI's mpirun, MPICH-like launchers (PMI), and SLURM's srun. It needs no TensorFlow.
 """
 
 from __future__ import annotations

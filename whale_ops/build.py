@@ -350,7 +350,7 @@ def _compile_unit(
     unit: Unit, output: Path, target: Target, command: Sequence[str], compilers: _Compilers, progress: _Progress
 ) -> None:
     progress.step(f"{target.name}: {unit.name}")
-    # Of this process: the compiler of a build that was killed may still write its own.
+    # The file is named after this process: the compiler of a build that was killed may still write its own.
     temporary = output.with_suffix(f".{os.getpid()}.new")
     # Headers of other projects: their warnings are not ours. Ours are named by their place in the project.
     includes = [f"-iquote{PACKAGE.parent}", *(f"-isystem{folder}" for folder in target.include_folders)]

@@ -51,8 +51,8 @@ def library() -> ctypes.CDLL:
 def share_tensors() -> str:
     """Puts TensorFlow's large tensors from now on in memory that ranks of this machine can map.
 
-    It is what all-reduces between ranks of one machine are fastest with: they read and write tensors where they lie.
-    To be called before the communicator is made, and before TensorFlow makes its first tensor.
+    All-reduces between ranks of one machine are fastest with it: they read and write tensors where they lie.
+    Call it before the communicator is made, and before TensorFlow makes its first tensor.
 
     Returns:
         What is in the way, in words; empty if nothing is.

@@ -183,7 +183,7 @@ def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:
 
 
 class Unpacker:
-    """Collects received bytes and returns the frames that are complete.
+    """The decoder that collects received bytes and returns the frames that are complete.
 
     Args:
         first_bytes: the longest payload of the first frame.

@@ -1,4 +1,4 @@
-"""The process that mpirun starts for a rank: forks the script, relays its output, reports its end.
+"""Runs the process that mpirun starts for a rank: it forks the script, relays its output, reports its end.
 
     python -m whale.launcher.worker [-m] script [arguments ...]
 

@@ -158,7 +158,7 @@ class Relay:
             pass
 
     def _relay_report(self) -> None:
-        # What the script printed before it failed stands before the failure.
+        # The output from before the failure is shown before the failure.
         for reader in (self._stdout, self._stderr):
             self._drain(reader)
         self._connection.sendall(pack(Kind.FAILURE, json.loads(self._reported)))

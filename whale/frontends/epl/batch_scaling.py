@@ -110,13 +110,13 @@ def _of(tensor: tf.Tensor, operands: Sequence[Growth | None]) -> Growth | None:
         if any(contracted):
             return Growth(power=known[0].power + known[1].power + 1) if all(contracted) else None
     if any(o.power for o in known):
-        # What compares, or what is no sum of its operands, says nothing for sure.
+        # The values of a comparison do not grow; of other ops nothing is known for sure.
         return (
             Growth(rows) if op.type in ("Greater", "Equal", "Less", "NotEqual", "GreaterEqual", "LessEqual") else None
         )
     if not rows:
         return Growth()
-    # What has an open dimension 0 behind operands that have rows is taken for rows.
+    # A value with an open dimension 0 behind operands that have rows is taken for rows.
     return Growth(rows=True) if _is_open(tensor) else None
 
 

@@ -37,7 +37,7 @@ class GraphKeys:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The pipeline's way of going through a batch."""
+    """The pipeline settings of a graph."""
 
     num_micro_batch: int
     num_stages: int
@@ -83,7 +83,7 @@ class TaskGraph:
 
 
 class Graph:
-    """The library's knowledge of one TensorFlow graph."""
+    """The task graphs and marked values of one TensorFlow graph."""
 
     def __init__(self) -> None:
         self.taskgraphs: list[TaskGraph] = []

@@ -22,7 +22,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
     call_together(context, original.__name__, told(original.__name__, model))
-    # What a callback evaluates; validation data have an order that fit keeps count of.
+    # A callback evaluates data beside those of fit; validation data have an order that fit keeps count of.
     if (around := elastic_fit.current()) is not None and _CACHED not in given.arguments.get("kwargs", {}):
         around.read_beside(input_pipeline.whole(given.arguments.get("x")), context)
     with elastic_fit.inside(None):

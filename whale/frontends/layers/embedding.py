@@ -52,8 +52,9 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
     * dense [batch, ..., k]; negative ids are absent;
     * ``tf.RaggedTensor`` or ``tf.SparseTensor`` [batch, k]; ``max_ids`` says k where the shape does not.
 
-    Weights have the form of the ids. As of ``tf.nn.embedding_lookup_sparse``: "sum" is that of weight * row, "mean" it
-    over the sum of the weights, "sqrtn" it over the root of the sum of their squares. A bag without ids is zeros.
+    Weights have the form of the ids. As in ``tf.nn.embedding_lookup_sparse``, "sum" adds up weight * row, "mean"
+    divides this by the sum of the weights, "sqrtn" by the root of the sum of their squares. A bag without ids gives
+    zeros.
 
     A ``dynamic`` table has slots in place of rows. Any int64 is an id, or any string (63 bits of its hash, that is); -1
     and "" are absent. In training an id without a slot is given one, whose row is drawn anew (the same whenever the
@@ -148,7 +149,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
             bags = self._bags(inputs, weights)
             ids = bags.ids
             if self.combiner is not None:
-                # What is absent takes the place of a present one, so that no other row is touched.
+                # An absent id is replaced by a present one, so that no other row is touched.
                 some = tf.reduce_max(tf.where(bags.present, ids, ids.dtype.min), -1, keepdims=True)
                 ids = tf.where(bags.present, ids, some if self.grows else tf.maximum(some, 0))
             shape, flat = tf.shape(ids), tf.reshape(ids, [-1])

@@ -27,7 +27,7 @@ def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> 
     where more than two parts of a batch have the id, on average; on two ranks that is no row.
 
     Args:
-      batches: of ids of the table [batch, ...], negative ones absent, as arrays.
+      batches: ids of the table [batch, ...] as arrays; negative ones are absent.
       ranks: among which a batch is divided.
       count: as many of the ids that most parts of batches have, whether the exchange pays or not: rows that
         accelerators have room for, beside a table in their hosts' memory (``offload.level="tables"``).

@@ -144,9 +144,9 @@ def _require_keras_3(kind: type) -> None:
 def lazy(optimizer: Any) -> Any:
     """Makes a Keras 3 optimizer change only the rows that have a gradient, and returns it.
 
-    Of a variable whose gradient has rows (``tf.IndexedSlices``: embeddings), rows of one id are added up, and the
-    optimizer's own step is taken with these rows of the variable and of its moments. All else is as ever. Call it again
-    for an optimizer that was loaded.
+    For a variable whose gradient has rows (``tf.IndexedSlices``: embeddings), the gradient's rows of one id are added
+    up, and the optimizer's own step is taken with these rows of the variable and of its moments. Other variables are
+    updated as ever. Call it again for an optimizer that was loaded.
 
     Raises:
       ProgramError: the optimizer is none of Keras 3, or does something to whole variables in each step.

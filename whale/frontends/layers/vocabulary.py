@@ -28,8 +28,8 @@ class Placed(NamedTuple):
     """The slots of a batch's ids.
 
     Attributes:
-      slots: of each id, int32 or int64 as ids [n].
-      new, new_ids: slots that were given to ids in this step [m], and to which.
+      slots: the slot of each id [n], int32 or int64 as the ids.
+      new, new_ids: the slots that were given to ids in this step [m], and these ids.
     """
 
     slots: tf.Tensor
@@ -76,7 +76,7 @@ class Vocabulary:
         hit = self._hits(once, at)
         known = tf.reduce_any(hit, 1)
         missing = ~known & _is_id(once)
-        # Where others of the batch are in the same bucket: which slots these have, and who of the new ones comes first.
+        # Other ids of the batch may be in the same bucket: find the slots these have, and the order of the new ones.
         buckets, bucket = tf.unique(at[:, 0])
         count = tf.size(buckets)
         busy = tf.gather(tf.math.unsorted_segment_max(tf.cast(hit, tf.int32), bucket, count), bucket) > 0

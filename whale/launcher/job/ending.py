@@ -97,7 +97,7 @@ class Ending:
         saved = self.notice_s > 0 and failure.by_itself  # and the others go on to save
         if not failure.is_consequence and not saved:
             self.tell_others(failure.rank, failure.reason)
-        # What this rank wrote before its own failure, though after another's, explains it as well.
+        # The text that this rank wrote before its own failure, though after another's, explains it as well.
         hidden = self._links[failure.rank].hidden if failure.rank is not None else b""
         text = hidden.decode(errors="replace") + failure.traceback
         self.failures.append(dataclasses.replace(failure, traceback=text))
@@ -108,7 +108,7 @@ class Ending:
             self._end_by_s(now_s + GRACE_S)
 
     def settle(self) -> None:
-        """Counts, after the end, a lost rank as failed if the others took no more steps without it."""
+        """Marks a lost rank as failed, after the end, if the others took no step without it."""
         if self.stopped_by is not None:
             return
         for rank, failure in list(self.left.items()):

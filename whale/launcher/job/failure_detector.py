@@ -17,7 +17,7 @@ STALL_GATHER_S = 1.0  # between the first report of a wait and the line about it
 
 
 class Lookout:
-    """Finds the failures that no rank reports.
+    """The detector of failures that no rank reports.
 
     Args:
         links: the ranks that have come up; the caller adds those that follow.

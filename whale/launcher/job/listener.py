@@ -25,7 +25,7 @@ TOKEN_S = 5.0
 
 
 class Door:
-    """Accepts connections of a listener, and hands on those that have shown the token.
+    """The acceptor of a listener's connections, which hands on those that have shown the token.
 
     Args:
         listener: set to not wait; the caller closes it.

@@ -39,7 +39,7 @@ class _Cursor:
 
 
 class _Repeats:
-    """Counts the lines that one rank writes to stderr over and over.
+    """The filter of lines that one rank writes to stderr over and over, which are counted.
 
     What a library says of a descriptor that was closed under it comes thousands of times a second.
     """
@@ -75,7 +75,7 @@ class _Repeats:
 
 
 class Printer:
-    """Interleaves the ranks' streams on this process's stdout and stderr without mixing lines.
+    """The printer that interleaves the ranks' streams on this process's stdout and stderr without mixing lines.
 
     A line is written when it is complete; a part of a line when nothing followed it for `IDLE_S` seconds, or when it
     is longer than `part_limit_bytes`. When another rank writes while a line is open, the line is ended first.

@@ -35,7 +35,7 @@ _CONSEQUENCE = "CommError"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed.
+    """The failure of a rank, or of mpirun.
 
     Attributes:
         rank: which one; None when it is mpirun that failed.

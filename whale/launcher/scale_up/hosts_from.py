@@ -46,7 +46,7 @@ def hosts_of(path: str) -> tuple[Host, ...]:
 
 
 class HostsFrom:
-    """A thread that asks for the hosts every `EVERY_S` seconds and whenever `ask` is called.
+    """The source of a run's hosts, asked in a thread of its own every `EVERY_S` seconds and whenever `ask` is called.
 
     Attributes:
         news: readable when there is an answer that `take` has not taken.

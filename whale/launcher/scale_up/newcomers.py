@@ -36,7 +36,7 @@ class _Batch:
 
 
 class Newcomers:
-    """Starts ranks while a run goes on.
+    """The starter of ranks while a run goes on.
 
     Args:
         options: what `whale run` was asked for.
