@@ -29,6 +29,7 @@ PLANS = {
 _MARKS = {
     ("keras", "replica"): pytest.mark.core,
     ("keras", "auto"): pytest.mark.long,
+    ("keras", "zero"): pytest.mark.long,
     ("keras", "split"): pytest.mark.long,
 }
 

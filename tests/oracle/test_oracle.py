@@ -13,7 +13,7 @@ from tests.zoo.catalogue import CASES, case_named
 
 SEED = 20240517
 # One run of so many decides with every change; the others, and the whole matrix, are long draws.
-SHORT = 8
+SHORT = 20
 
 # With the Keras that is not TensorFlow's default, and with the oldest TensorFlow, what differs from the default: other
 # optimizers, fused batch norm, recurrent layers as functions, v1 layers.
