@@ -29,8 +29,8 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-$(TF))
 PEERS := .venv-peers
 TESTS ?= tests
 PYTEST_ARGS ?=
-# Some tests mostly wait, so that one more than there are cores are run side by side.
-JOBS ?= 3
+# Some tests mostly wait, so that more are run side by side than there are cores.
+JOBS ?= 4
 REPORT := build/tests.xml
 # Long draws have programs of their own, with a table or a seed that they print.
 DRAWS := oracle combinations pipelines keras_fit guides tf1 elastic faults attack checkpoints.kill

@@ -2,22 +2,22 @@
 
 The data, from hardware to prediction (every value is a frozen struct; units are in the names):
 
-    Device, Link, Network, Efficiency  hardware/            what they are and what kernels reach of them; cited data
-    Cluster                            machines.cluster     hosts of devices and the networks between them; a YAML file
-    (the local machine)                machines.discover    the machine at hand: driver, processors, affinity, quota
-    Pool, Machines                     machines.pools       a cluster's equal devices, and what groups of ranks have
-    Group                              formulas.collectives ranks, how many share a host, what they share -> seconds
-    Rates                              formulas.compute     one kernel -> seconds: roofline with a curve of size
-    Task, Timeline                     formulas.simulate    discrete events: what runs where, after what, for how long
-    Transformer, Parallel              described.transformer  a model by hyper-parameters, how a job spreads it evenly
-    Stack                              described.stacks     habits of training software
-    Matmul, Streaming, Attention       described.transformer_kernels  what one rank runs for one layer
-    LayerCosts, Model                  described.layer_costs  seconds and bytes of any range of layers on a kind of rank
-    Spread, Stage, Part                described.spread     stages on devices, equal or not
-    StageCost, Evaluation              described.evaluate   what a spread takes, the one place where that is said
-    Prediction                         described.predict    a job's step: time, bubble, exposed communication, memory
-    Profile                            described.layer_profile  measured layers, instead of formulas
-    programs of ranks                  captured/            what the operations of a captured program take
+    Device, Link, Network, Efficiency  hardware/             what they are and what kernels reach of them; cited data
+    Cluster                            cluster.cluster_file  hosts of devices and the networks between them; a YAML file
+    (the local machine)                cluster.discover      the machine at hand: driver, processors, affinity, quota
+    Pool, Machines                     cluster.pools         a cluster's equal devices, and what groups of ranks have
+    Group                              kernels.collectives   ranks, how many share a host, what they share -> seconds
+    Rates                              kernels.compute       one kernel -> seconds: roofline with a curve of size
+    Tasks, Timeline                    simulator             discrete events: what runs where, after what, for how long
+    Transformer, Parallel              analytic.transformer  a model by hyper-parameters, how a job spreads it evenly
+    Stack                              analytic.stacks       habits of training software
+    Matmul, Streaming, Attention       analytic.transformer_kernels  what one rank runs for one layer
+    LayerCosts, Model                  analytic.layer_costs  seconds and bytes of any range of layers on a kind of rank
+    Spread, Stage, Part                analytic.spread       stages on devices, equal or not
+    StageCost, Evaluation              analytic.evaluate     what a spread takes, the one place where that is said
+    Prediction                         analytic.predict      a job's step: time, bubble, exposed communication, memory
+    Profile                            analytic.layer_profile  measured layers, instead of formulas
+    programs of ranks                  graph/                what the operations of a captured program take
 
 `python -m cost_model.validation` sets predictions against published measurements. docs/guides/cost_model.md explains.
 """

@@ -34,7 +34,7 @@ T = TypeVar("T", bound=catalogue.Entry)
 
 
 def current(curve: bool = False) -> dict[str, float]:
-    """The constants that the data files have, those of the device's curve as well if asked."""
+    """Returns the constants that the data files have, those of the device's curve as well if asked."""
     found = {name: getattr(stacks()[STACK], name) for name in STACK_CONSTANTS}
     if curve:
         found |= {name: getattr(catalogue.efficiencies()[CURVE], name) for name in CURVE_CONSTANTS}
@@ -42,7 +42,7 @@ def current(curve: bool = False) -> dict[str, float]:
 
 
 def errors(rows: Sequence[Case], constants: Constants) -> list[float]:
-    """Relative errors of predictions with these constants instead of the data files'."""
+    """Returns the relative errors of predictions with these constants instead of the data files'."""
 
     def changed(entry: T, names: Sequence[str]) -> T:
         return msgspec.structs.replace(entry, **{name: constants[name] for name in names if name in constants})
@@ -57,7 +57,7 @@ def errors(rows: Sequence[Case], constants: Constants) -> list[float]:
 
 
 def fit(rows: Sequence[Case], start: Constants, loss: Callable[[list[float]], float]) -> dict[str, float]:
-    """Coordinate search: each constant is scaled up and down by ever smaller factors while that helps."""
+    """Fits constants by coordinate search: each is scaled up and down by ever smaller factors while that helps."""
     found = dict(start)
     best = loss(errors(rows, found))
     factor = FIRST_FACTOR
@@ -78,17 +78,17 @@ def fit(rows: Sequence[Case], start: Constants, loss: Callable[[list[float]], fl
 
 
 def mean_absolute(found: Sequence[float]) -> float:
-    """Mean of the values without their signs."""
+    """Returns the mean of the values without their signs."""
     return sum(map(abs, found)) / len(found)
 
 
 def mean_square(found: Sequence[float]) -> float:
-    """Mean of the values' squares."""
+    """Returns the mean of the values' squares."""
     return sum(error * error for error in found) / len(found)
 
 
 def cross_validate(rows: Sequence[Case], start: Constants) -> list[float]:
-    """Errors of every row with constants fitted on the other folds; row i is in fold i mod 5."""
+    """Returns the errors of every row with constants fitted on the other folds; row i is in fold i mod 5."""
     found = [0.0] * len(rows)
     for fold in range(FOLDS):
         seen = [case for i, case in enumerate(rows) if i % FOLDS != fold]
@@ -99,7 +99,7 @@ def cross_validate(rows: Sequence[Case], start: Constants) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; see the module's docstring. Prints the constants and how good they are."""
+    """Runs the command (see the module's docstring): prints the constants and how good they are."""
     parser = argparse.ArgumentParser(prog="python -m cost_model.calibrate", description=__doc__)
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--curve", action="store_true", help="also the A100's memory bandwidth")

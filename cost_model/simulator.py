@@ -1,4 +1,4 @@
-"""Discrete events: tasks on resources, after other tasks, for so long.
+"""Simulates tasks by discrete events: tasks on resources, after other tasks, for so long.
 
 A resource does one task at a time. A stream (a rank's compute, copy or network stream) does its tasks in the order in
 which they were added; a link that ranks share takes whoever is ready first. Ranks that do the same at the same time
@@ -26,7 +26,7 @@ class Tasks:
     held_bytes: list[float] = field(default_factory=list)
 
     def add(self, resource: int, seconds: float, after: tuple[int, ...] = (), held_bytes: float = 0.0) -> int:
-        """One more task. `held_bytes`: memory its rank holds more (at its start) or less (at its end, negative)."""
+        """Adds a task. `held_bytes`: memory its rank holds more (at its start) or less (at its end, negative)."""
         self.resource.append(resource)
         self.seconds.append(seconds)
         self.after.append(after)
@@ -40,7 +40,7 @@ def pipeline_tasks(
     backward_s: Sequence[Sequence[float]],
     held_bytes: Sequence[Sequence[float]],
 ) -> Tasks:
-    """One task for each pass of a schedule of forward and backward passes, on its stage's stream.
+    """Makes one task for each pass of a schedule of forward and backward passes, on its stage's stream.
 
     Args:
         orders: each stage's passes, in order.
@@ -74,7 +74,7 @@ def pipeline_tasks(
 
 
 def one_f_one_b_ends_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> list[float]:
-    """When each stage's last pass ends under 1F1B with one chunk per stage; as `simulate` says, several times faster.
+    """Returns when each stage's last pass ends under 1F1B with one chunk each: as `simulate`, several times faster.
 
     Stage s of S does the forward pass of micro-batch m in slot s + 2m and its backward pass in slot 2S - 1 - s + 2m:
     that is its order in the schedule, and what a pass waits for was done in the slot before.
@@ -101,7 +101,7 @@ def one_f_one_b_ends_s(forward_s: Sequence[float], backward_s: Sequence[float], 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When every task ran.
+    """The start and end of every task.
 
     Attributes:
         start_s, end_s: of each task.
@@ -132,7 +132,7 @@ def simulate(tasks: Tasks, shared: frozenset[int] = frozenset()) -> Timeline:
 
 
 def _by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
-    """Start and end of every task where all resources are streams: each stream's own order is enough."""
+    """Returns start and end of every task where all resources are streams: each stream's own order is enough."""
     count, after, seconds = len(tasks.seconds), tasks.after, tasks.seconds
     start_s, end_s = [0.0] * count, [-1.0] * count
     streams: dict[int, list[int]] = {}
@@ -172,7 +172,7 @@ def _by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
 
 
 def _by_time(tasks: Tasks, shared: frozenset[int]) -> tuple[list[float], list[float]]:
-    """The same with shared resources: tasks are taken in the order of the time at which they are ready."""
+    """Returns the same with shared resources: tasks are taken in the order of the time at which they are ready."""
     count, seconds = len(tasks.seconds), tasks.seconds
     followers: list[list[int]] = [[] for _ in range(count)]
     waiting = [0] * count
@@ -208,7 +208,7 @@ def _never(task: int, count: int) -> PlanError:
 
 
 def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list[tuple[float, float]]:
-    """(second, bytes held from then on) of one rank, whose resources are `ranks`."""
+    """Returns (second, bytes held from then on) of one rank, whose resources are `ranks`."""
     own = set(ranks)
     changes = []
     for task, held in enumerate(tasks.held_bytes):
@@ -223,7 +223,7 @@ def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list
 
 
 def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], group: int) -> float:
-    """What is left of the gradients' sum after the last backward pass, where each layer's begins when its own is there.
+    """Returns what the last backward pass leaves of the gradients' sum, where each layer's begins once it is there.
 
     Chunks end one after the other, and after each the next one still has its passes for the last `group` micro-batches
     (Narayanan et al., "Efficient large-scale language model training", SC 2021, figure 4). Of the last chunk the sums

@@ -1,4 +1,4 @@
-"""``python -m whale`` is the command ``whale``."""
+"""Runs the command ``whale`` as ``python -m whale``."""
 
 from __future__ import annotations
 

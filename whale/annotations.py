@@ -1,4 +1,4 @@
-"""The scopes that a user puts around model code."""
+"""Defines the scopes that a user puts around model code."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class stage(ContextDecorator):
 
 
 class replicate(replica):
-    """``with wh.replicate(1):`` one part of a model, as the Whale paper writes it; each opening is a part of its own.
+    """A scope for one part of a model, as in the Whale paper: ``with wh.replicate(1):``; each opening is a new part.
 
     Parts of fewer devices than there are ranks are stages, in this order; a single one is the whole model, which is
     replicated. A part of all ranks has its rows divided over them.
@@ -213,7 +213,7 @@ class auto_parallel(ContextDecorator):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """It holds to the end of the run, since steps are compiled when they are called."""
+        """Leaves it on to the end of the run, since steps are compiled when they are called."""
 
 
 class pipeline(ContextDecorator):
@@ -343,20 +343,20 @@ def annotate(patterns: Mapping[str, Any]) -> None:
 def _devices(
     devices: Iterable[Any] | str | int | None, device_count: int | None
 ) -> tuple[tuple[int | str, ...] | None, int | None]:
-    """(devices, how many): a number alone says how many."""
+    """Returns (devices, how many): a number alone says how many."""
     if isinstance(devices, int):
         return None, devices
     return (None if devices is None else _flat(devices)), device_count
 
 
 def _flat(devices: Iterable[Any] | str) -> tuple[int | str, ...]:
-    """Ranks in order, or names of devices; a slice of a cluster is a list of groups of them."""
+    """Returns ranks in order, or names of devices; a slice of a cluster is a list of groups of them."""
     items = [devices] if isinstance(devices, str) else devices
     return tuple(rank for item in items for rank in ([item] if isinstance(item, (int, str)) else _flat(item)))
 
 
 def set_default_strategy(strategy: Any) -> None:
-    """How code outside of all scopes is spread: ``wh.replica()``, as it is spread anyway, or ``wh.split()``.
+    """Sets how code outside of all scopes is spread: ``wh.replica()``, as it is spread anyway, or ``wh.split()``.
 
     It holds for what is compiled from then on.
 

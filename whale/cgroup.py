@@ -1,4 +1,4 @@
-"""What the control groups around this process allow it, in version 1, version 2, or both side by side."""
+"""Reads the limits of the control groups around this process, in version 1, version 2, or both side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNLIMITED_BYTES = 1 << 60  # version 1 writes the largest number of pages
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the tightest group grants, or None without a quota.
+    """Returns the CPUs' worth of time that the tightest group grants, or None without a quota.
 
     Args:
         root: where proc and sys are, for tests.
@@ -25,12 +25,12 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """The tightest limit of memory, or None."""
+    """Returns the tightest limit of memory, or None."""
     return _smallest("memory", ("memory.max", "memory.limit_in_bytes"), _UNLIMITED_BYTES, root)
 
 
 def process_limit(root: Path = Path("/")) -> int | None:
-    """The tightest limit of processes and threads, or None."""
+    """Returns the tightest limit of processes and threads, or None."""
     return _smallest("pids", ("pids.max",), _UNLIMITED_BYTES, root)
 
 
@@ -40,7 +40,7 @@ def _smallest(controller: str, names: tuple[str, ...], unlimited: int, root: Pat
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """This process's group and those around it, in every hierarchy that may have the controller."""
+    """Yields this process's group and those around it, in every hierarchy that may have the controller."""
     own = {}  # controllers, "" for version 2 -> the group's path
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Configuration: dotted keys, one table of what is known, one order of sources.
+"""Reads the configuration: dotted keys, one table of what is known, one order of sources.
 
 A value is taken from the first source that has it: code (the dict given to `Config`), the environment
 (``WHALE_COMMUNICATION_GROUP_BYTES`` for ``communication.group_bytes``), the JSON file named by ``WHALE_CONFIG``
@@ -130,7 +130,7 @@ class Config(Mapping[str, Any]):
         return f"Config({given!r})"
 
     def but(self, values: Mapping[str, Any]) -> Config:
-        """The same with other values, as if they were set in code.
+        """Returns a copy with other values, as if they were set in code.
 
         Raises:
             ConfigError: a key is unknown, or a value has the wrong type or range.
@@ -141,22 +141,22 @@ class Config(Mapping[str, Any]):
         return found
 
     def origin(self, name: str) -> str:
-        """Where the value of a key comes from: ``code``, ``environment <variable>``, ``file <path>`` or ``default``."""
+        """Returns the source of a key's value: ``code``, ``environment <variable>``, ``file <path>`` or ``default``."""
         return self._origins[_known(name, "code").name]
 
     @property
     def zero_level(self) -> int:
-        """``zero.level`` as a number."""
+        """Returns ``zero.level`` as a number."""
         return {"v0": 1, "v1": 2}.get(self["zero.level"]) or int(self["zero.level"])
 
     @property
     def link(self) -> Link | None:
-        """The emulated link, or None."""
+        """Returns the emulated link, or None."""
         return parse_link(self["communication.emulate_link"])
 
     @property
     def mesh(self) -> dict[str, int]:
-        """``mesh`` as sizes by names."""
+        """Returns ``mesh`` as sizes by names."""
         return parse_mesh(self["mesh"])
 
     def _take(self, values: Mapping[str, Any], origin: str) -> None:
@@ -187,7 +187,7 @@ def _known(name: object, origin: str) -> Key:
 
 
 def _checked(key: Key, value: Any, origin: str) -> Any:
-    """The value in the key's own type (list -> tuple, int -> float where a float is expected)."""
+    """Checks a value and returns it in the key's own type (list -> tuple, int -> float where a float is expected)."""
 
     def wrong() -> ConfigError:
         expected = " or ".join(repr(choice) for choice in key.choices) or key.type
@@ -232,7 +232,7 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
 
 
 def _parse(key: Key, text: str) -> Any:
-    """The value that an environment variable's text stands for; text that does not fit is returned as it is."""
+    """Parses the text of an environment variable; text that does not fit is returned as it is."""
     try:
         if key.type == "int":
             return int(text)

@@ -1,4 +1,4 @@
-"""The table of configuration keys."""
+"""Lists the configuration keys, each with its type, default, allowed values and meaning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Key:
 
     @property
     def variable(self) -> str:
-        """The environment variable that sets this key."""
+        """Returns the environment variable that sets this key."""
         return "WHALE_" + self.name.upper().replace(".", "_")
 
 

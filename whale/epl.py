@@ -1,4 +1,4 @@
-"""``import whale.epl as epl``: a script written for the Easy Parallel Library runs with this line changed.
+"""Runs scripts written for the Easy Parallel Library with one line changed: ``import whale.epl as epl``.
 
 Modules such as ``epl.ir.graph`` are there under the library's names, and hold names of ``whale.frontends.epl``.
 """

@@ -1,4 +1,4 @@
-"""The errors that a user of Whale can meet.
+"""Defines the errors that a user of Whale can meet.
 
 An error is a sentence, then facts (which op, what was given, what was expected), then one next action:
 
@@ -55,7 +55,7 @@ class InstallError(WhaleError):
 
 
 def no_tensorflow(what: str) -> InstallError:
-    """The error of `what`, which cannot be had without TensorFlow."""
+    """Returns the error that `what` cannot be had without TensorFlow."""
     return InstallError(
         f"{what} needs TensorFlow",
         given=f"no TensorFlow in {sys.executable}",

@@ -1,4 +1,4 @@
-"""``import whale.horovod as hvd``: a script written for Horovod runs with this line changed.
+"""Runs scripts written for Horovod with one line changed: ``import whale.horovod as hvd``.
 
 ``whale.horovod.tensorflow``, ``.tensorflow.keras`` and ``.keras`` are there under Horovod's names, and hold names of
 ``whale.frontends.horovod``. This module has what ``horovod.tensorflow`` has, and ``callbacks`` and ``load_model`` for
@@ -81,7 +81,7 @@ sys.meta_path.append(NamedModules(_contents))
 
 
 def __getattr__(name: str) -> Any:
-    """Gives what ``horovod.tensorflow`` has, and callbacks and load_model for ``tf.keras``."""
+    """Returns what ``horovod.tensorflow`` has by that name, and callbacks and load_model for ``tf.keras``."""
     if name.startswith("__") and name != "__all__":
         raise AttributeError(name)
     held = importlib.import_module(f"{__name__}.tensorflow")

@@ -1,4 +1,4 @@
-"""Modules of other packages that are loaded otherwise than they are by themselves."""
+"""Hooks into Python's import: changes how other packages' modules load, and makes modules of names of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Load = Callable[[ModuleType], None]
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: has what other finders find be loaded by ``load(how it is loaded, module)``.
+    """A finder that changes how the modules ``names`` load: ``load(their usual load, module)`` replaces it.
 
     Attributes:
       names: of the modules.
@@ -27,7 +27,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """See importlib: the specification of one of the modules, which is loaded so; else None."""
+        """Returns the specification of one of the modules, changed to load it so; else None (see importlib)."""
         if fullname not in self.names or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -43,7 +43,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class NamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes modules that hold names of others: the layout of another library's package without a file for each module.
+    """A finder of modules that hold names of others: the layout of another library's package without a file for each.
 
     The package itself is a module whose ``__path__`` is empty.
 
@@ -57,14 +57,14 @@ class NamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """See importlib: the specification of one of the modules; else None."""
+        """Returns the specification of one of the modules; else None (see importlib)."""
         if fullname not in self.contents:
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in self.contents)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """See importlib: gives the module its names."""
+        """Gives the module its names (see importlib)."""
         module.__dict__.update(self.contents[module.__name__]())
         module.__dict__.setdefault("__all__", [name for name in vars(module) if not name.startswith("_")])
 

@@ -1,4 +1,4 @@
-"""The logger ``whale``: what Whale has to say to whoever runs a script, each record with the rank.
+"""Sets up the logger ``whale``: what Whale has to say to whoever runs a script, each record with the rank.
 
 Lines go to stderr as ``whale: text``, from the level that ``WHALE_LOG_LEVEL`` (key ``log.level``) says. They are not
 handed on to the root logger, which would print them once more; ``logging.getLogger("whale").propagate = True`` does.
@@ -20,7 +20,7 @@ log = logging.getLogger("whale")
 
 
 class _ToStderr(logging.Handler):
-    """Writes to what ``sys.stderr`` is at that moment."""
+    """A handler that writes to what ``sys.stderr`` is at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record."""
@@ -38,7 +38,7 @@ def _with_rank(record: logging.LogRecord) -> bool:
 
 
 def set_level(name: str) -> None:
-    """Records below this level, one of `LEVELS`, are dropped."""
+    """Sets the level, one of `LEVELS`, below which records are dropped."""
     log.setLevel(name.upper())
 
 

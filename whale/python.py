@@ -1,4 +1,4 @@
-"""Processes that run modules of the very Whale that starts them, in whatever folder they are started.
+"""Starts processes that run modules of the same Whale as this one, in whatever folder they are started.
 
 ``python -m`` puts the current folder first on the path. In a checkout that is another Whale than the installed one, and
 perhaps one whose op library is not built.
@@ -22,13 +22,13 @@ _WITHOUT_FOLDER = (
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """The command line that runs a module with the current folder off the path."""
+    """Returns the command line that runs a module with the current folder off the path."""
     first = ["-P", "-m"] if sys.version_info >= (3, 11) else ["-c", _WITHOUT_FOLDER]
     return [sys.executable, *first, name, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, in which other processes find the packages that it has, those of a checkout too."""
+    """Returns this process's environment, extended so that other processes find the packages of a checkout too."""
     found = dict(os.environ)
     if _HOME.name not in ("site-packages", "dist-packages"):
         rest = found.get("PYTHONPATH")
@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
 
 
 def last_lines(output: str) -> str:
-    """The end of what a process has said, in whole lines: there stands the cause."""
+    """Returns the last lines of a process's output, where the cause stands."""
     return "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
 
 

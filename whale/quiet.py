@@ -1,4 +1,4 @@
-"""What TensorFlow says on stderr whenever it starts, whatever ``TF_CPP_MIN_LOG_LEVEL`` is, and nobody needs to know."""
+"""Filters lines that TensorFlow prints whenever it starts, whatever ``TF_CPP_MIN_LOG_LEVEL`` is, and nobody needs."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ _LINE = re.compile(STARTUP)
 
 
 def others(lines: list[bytes]) -> list[bytes]:
-    """The lines that say something else."""
+    """Returns the lines that are none of these."""
     return [line for line in lines if not _LINE.search(line)]

@@ -1,4 +1,4 @@
-"""Which variables differ between ranks, from what every rank says of those that it holds."""
+"""Compares variables between ranks, from what every rank says of those that it holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def differing(said: Sequence[Said]) -> tuple[dict[str, list[int]], int]:
 
 
 def in_words(found: Mapping[str, Sequence[int]]) -> str:
-    """The first few variables and the ranks that have other values: "w on rank 1, b on ranks 1 and 3"."""
+    """Describes the first few variables and the ranks with other values: "w on rank 1, b on ranks 1 and 3"."""
     words = [
         f"{name.partition('#')[0]} on rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
         for name, ranks in found.items()

@@ -1,6 +1,6 @@
-"""What a launcher gave this process: its rank, the number of ranks, and its place on the host.
+"""Reads what a launcher gave this process: its rank, the number of ranks, and its place on the host.
 
-Understood are `whale run`, Open MPI's mpirun, MPICH-like launchers (PMI), and SLURM's srun. No TensorFlow.
+It understands `whale run`, Open MPI's mpirun, MPICH-like launchers (PMI), and SLURM's srun. It needs no TensorFlow.
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ def process_place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
 
 
 def own_descriptor(variable: str) -> int | None:
-    """The file descriptor that `whale run` has left to this process; a process that the script starts has none."""
+    """Returns the file descriptor that `whale run` left to this process; None in a process that the script starts."""
     pid, _, number = os.environ.get(variable, "").partition(":")
     return int(number) if pid == str(os.getpid()) else None
 
 
 def joins() -> int:
-    """With how many ranks the run had begun that this process joins; 0: it is there from the start."""
+    """Returns with how many ranks the run that this process joins had begun; 0: it is there from the start."""
     return int(os.environ.get(JOINS_VARIABLE, "0"))
 
 
 def restarts() -> int:
-    """How often `whale run --max-restarts` has started this run again after a fault; 0 in the first attempt."""
+    """Returns how often `whale run --max-restarts` has restarted this run after a fault; 0 in the first attempt."""
     return int(os.environ.get(RESTART_VARIABLE, "0"))
 
 
@@ -140,7 +140,7 @@ def _number(environment: Mapping[str, str], dialect: _Dialect, variable: str) ->
 
 
 def _slurm_local_size(environment: Mapping[str, str], size: int) -> int:
-    """Tasks on this node. SLURM_STEP_TASKS_PER_NODE is for example "2(x3),1": two on each of three nodes, then one."""
+    """Returns the tasks on this node; SLURM_STEP_TASKS_PER_NODE "2(x3),1" is two on each of three nodes, then one."""
     text, node = environment.get("SLURM_STEP_TASKS_PER_NODE"), environment.get("SLURM_NODEID", "0")
     if text is None:
         return size

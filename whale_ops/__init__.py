@@ -1,4 +1,4 @@
-"""Communication between ranks: collectives and point-to-point operations, as TensorFlow ops and for the host program.
+"""Communicates between ranks: collectives and point-to-point operations, as TensorFlow ops and for the host program.
 
     comm = whale_ops.mpi("run")              # this process is one rank
     comms = whale_ops.in_process("test", 4)  # this process holds four ranks
@@ -57,7 +57,7 @@ COMMUNICATING_OPS = (
 
 
 def in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> list[Communicator]:
-    """Communicators of `size` ranks that all live in this process.
+    """Returns communicators of `size` ranks that all live in this process.
 
     ``hosts`` as for `mpi`.
 
@@ -84,7 +84,7 @@ def in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> list[Commu
 
 
 def count_devices(library: str | os.PathLike[str]) -> int:
-    """How many devices a device's library finds.
+    """Returns how many devices a device's library finds.
 
     Raises:
         CommError: the library does not load, was built from other sources, or its driver has an error.
@@ -98,13 +98,13 @@ def count_devices(library: str | os.PathLike[str]) -> int:
 
 
 def _hosts(ranks: Sequence[int]) -> tuple[Any, int]:
-    """The host of each rank for the core, with their number, from the numbers of ranks of each host."""
+    """Returns the host of each rank for the core, and the number of ranks, from the numbers of ranks of each host."""
     numbers = [host for host, count in enumerate(ranks) for _ in range(count)]
     return ((ctypes.c_int32 * len(numbers))(*numbers) if numbers else None), len(numbers)
 
 
 def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> Communicator:
-    """The communicator of this process among all processes that mpirun or srun has started.
+    """Returns the communicator of this process among all processes that mpirun or srun has started.
 
     Collective: all processes make their communicators in the same order. Starts MPI if nobody else has. With
     ``share_memory`` ranks of one machine speak through memory; where they cannot, the logger ``whale`` says why, and
@@ -130,7 +130,7 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
 def survivors(
     name: str, members: Sequence[int], number: int, *, share_memory: bool = True, hosts: Sequence[int] = ()
 ) -> Communicator:
-    """A communicator of ``members`` alone, in order of ranks, when other processes of `mpi` are gone; for one of them.
+    """Returns a member's communicator of ``members`` alone, in order of ranks, when other processes of `mpi` are gone.
 
     Args:
         members: their ranks among all processes that were started, ascending.
@@ -173,7 +173,7 @@ def _connected(
 def over_sockets(
     name: str, rank: int, sockets: Sequence[int], *, share_memory: bool = True, hosts: Sequence[int] = ()
 ) -> Communicator:
-    """A communicator between processes that were not started together; for one of them, without MPI.
+    """Returns one process's communicator with processes that were not started together with it, without MPI.
 
     Args:
         rank: of this process.
@@ -245,7 +245,7 @@ def forget_streams() -> None:
 
 @functools.cache
 def ops() -> ModuleType:
-    """The TensorFlow ops (whale_all_reduce, ...), loaded on first use.
+    """Returns the TensorFlow ops (whale_all_reduce, ...), loaded on first use.
 
     Automatic control dependencies treat them as reads of the communicator, so that they run side by side.
 

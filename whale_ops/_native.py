@@ -1,4 +1,4 @@
-"""The C ABI of libwhale_core.so (core/c_api/c_api.cc) through ctypes. Works without TensorFlow."""
+"""Calls the C ABI of libwhale_core.so (core/c_api/c_api.cc) through ctypes. Works without TensorFlow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _CODES = {1: "invalid argument", 2: "aborted", 3: "cancelled", 4: "unavailable",
 
 
 class OperationStruct(ctypes.Structure):
-    """WhaleOperation of core/c_api/c_api.cc."""
+    """The struct WhaleOperation of core/c_api/c_api.cc."""
 
     _fields_ = [
         ("kind", ctypes.c_int32),
@@ -69,7 +69,7 @@ class OperationStruct(ctypes.Structure):
 
 
 def build_info() -> dict[str, Any]:
-    """What was built, from what.
+    """Returns what was built, and from what.
 
     Raises:
         CommError: nothing was built.
@@ -90,7 +90,7 @@ def build_info() -> dict[str, Any]:
 
 
 def library_path(name: str) -> Path:
-    """Path of a built library that fits the core beside it.
+    """Returns the path of a built library that fits the core beside it.
 
     Raises:
         CommError: it was not built, or from another state of the core's headers than what lies beside it.
@@ -116,7 +116,7 @@ def library_path(name: str) -> Path:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The core, with its functions' types declared. Starts no thread."""
+    """Returns the core, with its functions' types declared. Starts no thread."""
     library = ctypes.CDLL(str(library_path(build.CORE_NAME)))
     pointer, text, handles = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)
     integer, long, double = ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -197,7 +197,7 @@ def load_mpi() -> Path:
 
 
 class HostOperation:
-    """One operation of the core on host memory, under way. Keeps its buffers alive; `wait` ends it."""
+    """An operation of the core on host memory, under way. Keeps its buffers alive; `wait` ends it."""
 
     def __init__(
         self,

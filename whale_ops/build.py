@@ -63,7 +63,7 @@ TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorf
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Sources that one run of the compiler makes one object of, and the flags that they take beside their library's."""
+    """The sources that one run of the compiler makes one object of, and the flags they take beside their library's."""
 
     name: str
     sources: tuple[Path, ...]
@@ -85,22 +85,22 @@ class Target:
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """The sources of all units."""
+        """Returns the sources of all units."""
         return tuple(source for unit in self.units for source in unit.sources)
 
 
 def ops_name(tensorflow_version: str) -> str:
-    """File name of the op library for this version of TensorFlow ("2.21.0" -> "_whale_ops.2.21.so")."""
+    """Returns the file name of the op library for this version of TensorFlow ("2.21.0" -> "_whale_ops.2.21.so")."""
     return f"_whale_ops.{minor_version(tensorflow_version)}.so"
 
 
 def minor_version(version: str) -> str:
-    """`2.21` of `2.21.0`: the libraries fit all releases of a minor version."""
+    """Returns `2.21` for `2.21.0`: the libraries fit all releases of a minor version."""
     return ".".join(version.split(".")[:2])
 
 
 def supports(tensorflow_version: str) -> bool:
-    """Whether Whale works with this version of TensorFlow."""
+    """Tells whether Whale works with this version of TensorFlow."""
     oldest, given, newest = (
         tuple(map(int, minor_version(text).split(".")))
         for text in (OLDEST_TENSORFLOW, tensorflow_version, NEWEST_TENSORFLOW)
@@ -174,12 +174,12 @@ def _build_locked(folder: Path, objects: Path, verbose: bool) -> None:
 
 
 def compiler_command() -> list[str]:
-    """$CXX, or g++."""
+    """Returns the command in $CXX, or g++."""
     return shlex.split(os.environ.get("CXX", "g++"))
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command.
+    """Returns the C++ compiler's command.
 
     Raises:
         CommError: there is none.
@@ -196,7 +196,7 @@ def find_compiler() -> list[str]:
 
 
 def compiler_version(command: Sequence[str]) -> str:
-    """The first line that the compiler says about itself."""
+    """Returns the first line that the compiler says about itself."""
     return _version_text(command).partition("\n")[0]
 
 
@@ -205,7 +205,7 @@ def _version_text(command: Sequence[str]) -> str:
 
 
 def _own_flags(compiler: Sequence[str]) -> tuple[str, ...]:
-    """What only this kind of compiler is told."""
+    """Returns the flags that only this kind of compiler understands."""
     return _GCC_FLAGS if "Free Software Foundation" in _version_text(compiler) else ()
 
 
@@ -251,12 +251,12 @@ def _targets() -> Iterable[Target]:
 
 
 def sources(part: str) -> tuple[Path, ...]:
-    """What the library of a part (core, ops, loopback, cuda, mpi) is compiled from."""
+    """Returns what the library of a part (core, ops, loopback, cuda, mpi) is compiled from."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 
 def units(part: str) -> tuple[Unit, ...]:
-    """The sources of a part in units: a unit for each folder, but two for all ops, whose headers take six seconds."""
+    """Groups a part's sources in units: one for each folder, but two for all ops, whose headers take six seconds."""
     files = sources(part)
     if part == "ops":
         loops = tuple(file for file in files if any(file.match(f"ops/{pattern}") for pattern in _OPS_WITH_LOOPS))
@@ -268,7 +268,7 @@ def units(part: str) -> tuple[Unit, ...]:
 
 
 def describe() -> dict[str, Any]:
-    """The flags common to all libraries, and each library's own, as `bazel/environment.bzl` wants them."""
+    """Returns the flags common to all libraries, and each library's own, as `bazel/environment.bzl` wants them."""
     return {
         "flags": _FLAGS,
         "libraries": [
@@ -285,13 +285,13 @@ def describe() -> dict[str, Any]:
 
 
 def core_headers() -> list[Path]:
-    """The headers in the core's folders."""
+    """Returns the headers in the core's folders."""
     return sorted((PACKAGE / "core").rglob("*.h"))
 
 
 @functools.cache
 def core_digest() -> str:
-    """Digest of the core's headers: libraries, and what calls them, must be built from the same ones."""
+    """Returns a digest of the core's headers: libraries, and what calls them, must be built from the same ones."""
     return _hash(path.read_bytes() for path in core_headers())
 
 
@@ -350,7 +350,7 @@ def _compile_unit(
     unit: Unit, output: Path, target: Target, command: Sequence[str], compilers: _Compilers, progress: _Progress
 ) -> None:
     progress.step(f"{target.name}: {unit.name}")
-    # Of this process: the compiler of a build that was killed may still write its own.
+    # The file is named after this process: the compiler of a build that was killed may still write its own.
     temporary = output.with_suffix(f".{os.getpid()}.new")
     # Headers of other projects: their warnings are not ours. Ours are named by their place in the project.
     includes = [f"-iquote{PACKAGE.parent}", *(f"-isystem{folder}" for folder in target.include_folders)]
@@ -372,7 +372,7 @@ def _link(target: Target, compiler: Sequence[str], objects: Path, folder: Path) 
 
 
 class _Compilers:
-    """Compilers that run at once, which can be stopped together."""
+    """The compilers that run at once, which can be stopped together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
@@ -380,7 +380,7 @@ class _Compilers:
         self._stopped = False
 
     def run(self, command: Sequence[str], text: str = "") -> None:
-        """Runs one over what its standard input shall be.
+        """Runs a compiler with ``text`` as its standard input.
 
         Raises:
             CommError: it failed, or was stopped.
@@ -407,7 +407,7 @@ class _Compilers:
             print(errors, file=sys.stderr)
 
     def stop(self) -> None:
-        """Ends those that run; none starts after it."""
+        """Ends the compilers that run; none starts after it."""
         with self._lock:
             self._stopped = True
             for process in self._running:
@@ -416,7 +416,7 @@ class _Compilers:
 
 
 class _Progress:
-    """One line that counts what is compiled: on a terminal in its place, in a log anew now and then."""
+    """A line that counts what is compiled: on a terminal in its place, in a log anew now and then."""
 
     def __init__(self, total: int, stream: TextIO | None) -> None:
         self._total, self._stream = total, stream
@@ -425,7 +425,7 @@ class _Progress:
         self._shown_s = -_LOG_INTERVAL_S
 
     def step(self, name: str) -> None:
-        """One more has begun."""
+        """Counts a unit whose compilation has begun."""
         with self._lock:
             self._count += 1
             if self._stream is None:
@@ -438,13 +438,13 @@ class _Progress:
                 print(line, file=self._stream, flush=True)
 
     def end(self) -> None:
-        """Nothing more is compiled; what is printed next has a line of its own."""
+        """Ends the line on a terminal, once nothing more is compiled."""
         if self._stream is not None and self._stream.isatty() and self._count:
             print(file=self._stream, flush=True)
 
 
 def tensorflow_version() -> str:
-    """Version of the installed TensorFlow, without importing it.
+    """Returns the version of the installed TensorFlow, without importing it.
 
     Raises:
         CommError: none is installed, or one that is not supported.
@@ -472,7 +472,7 @@ def tensorflow_version() -> str:
 
 
 def _tensorflow_folder() -> tuple[Path, str]:
-    """TensorFlow's folder and the name of its library there, without importing it (seconds)."""
+    """Returns TensorFlow's folder and the name of its library there, without importing it (seconds)."""
     spec = importlib.util.find_spec("tensorflow")
     if spec is None or spec.origin is None:
         raise CommError(
@@ -493,7 +493,7 @@ def _tensorflow_folder() -> tuple[Path, str]:
 
 
 def find_mpi_wrapper() -> str | None:
-    """Path of the MPI compiler wrapper: $MPICC, that of this environment, or mpicc on PATH; None without any.
+    """Returns the path of the MPI compiler wrapper: $MPICC, this environment's, or mpicc on PATH; None without any.
 
     Raises:
         CommError: $MPICC cannot be run.
@@ -511,7 +511,7 @@ def find_mpi_wrapper() -> str | None:
 
 
 def _mpi_flags() -> dict[str, list[str]] | None:
-    """Flags of the MPI compiler wrapper without its absolute run-time paths, and the folders of its libraries."""
+    """Returns the MPI compiler wrapper's flags without absolute run-time paths, and its libraries' folders."""
     wrapper = find_mpi_wrapper()
     if wrapper is None:
         return None

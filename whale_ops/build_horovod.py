@@ -94,7 +94,7 @@ def leave_out_xla(sources: Path) -> None:
 
 
 def try_out() -> None:
-    """A grouped all-reduce between two processes of the installed Horovod, over MPI.
+    """Runs a grouped all-reduce between two processes of the installed Horovod, over MPI.
 
     Raises:
         CommError: no MPI, or it does not load, does not run, or sums wrongly.
@@ -106,7 +106,7 @@ def try_out() -> None:
 
 
 def _environment(jobs: int | None) -> dict[str, str]:
-    """The environment of the build; raises CommError when something that it needs is missing."""
+    """Returns the environment of the build; raises CommError when something that it needs is missing."""
     missing = [package for name, package in _NEEDED.items() if importlib.util.find_spec(name) is None]
     if missing:
         raise CommError(
@@ -144,7 +144,7 @@ def _mpi_wrapper() -> str:
 
 
 def _cmake() -> str:
-    """A CMake that accepts the project files of 2023: version 3.13 to 3.x."""
+    """Returns a CMake that accepts the project files of 2023: version 3.13 to 3.x."""
     embedded = Path(sys.executable).parent / "cmake"
     found = str(embedded) if embedded.exists() else shutil.which("cmake")
     text = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""

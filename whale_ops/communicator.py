@@ -1,4 +1,4 @@
-"""One rank's communicator: exchanges of the host program, what has been communicated, who is waited for."""
+"""Implements one rank's communicator: exchanges of the host program, counters, and who is waited for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COPIED = "device/copied "  # how keys begin of what is no exchange: copies betwe
 
 @dataclass(frozen=True, slots=True)
 class OpCounter:
-    """What one operation key has done on this rank.
+    """The counters of one operation key on this rank.
 
     Attributes:
         calls: finished invocations; of copies (`COPIED`): pieces.
@@ -61,7 +61,7 @@ class Communicator:
     """
 
     def __init__(self, name: str, handle: int) -> None:
-        """For `in_process` and `mpi`; applies WHALE_EMULATE_LINK."""
+        """Wraps a handle of the core, as `in_process`, `mpi` and the like make it; applies WHALE_EMULATE_LINK."""
         from whale_ops import _native
 
         self._native = _native
@@ -76,13 +76,13 @@ class Communicator:
 
     @property
     def handle(self) -> int:
-        """The core's handle, for `whale_ops._native`."""
+        """Returns the core's handle, for `whale_ops._native`."""
         return self._handle
 
     def allgather_bytes(
         self, key: str, data: bytes, timeout_s: float = DEFAULT_TIMEOUT_S, purpose: str = ""
     ) -> list[bytes]:
-        """The data of all ranks, in rank order; lengths may differ. ``purpose`` stands for the key in messages."""
+        """Returns all ranks' data, in rank order; lengths may differ. Messages say ``purpose`` instead of the key."""
         purpose = purpose or f"the exchange {key!r}"
         result = ctypes.c_void_p()
         self._check(
@@ -100,7 +100,7 @@ class Communicator:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         purpose: str = "",
     ) -> bytes:
-        """The root's data on every rank; the other ranks pass None. ``purpose`` stands for the key in messages."""
+        """Returns the root's data on every rank; the others pass None. Messages say ``purpose`` instead of the key."""
         purpose = purpose or f"the broadcast {key!r}"
         if (self.rank == root) != (data is not None):
             raise CommError(
@@ -135,7 +135,7 @@ class Communicator:
         self._check(self._core.whale_abort(self._handle, message.encode()))
 
     def lose(self, rank: int, what: str) -> None:
-        """Another rank is known to be gone: fails all operations of this rank, each with its own name.
+        """Fails all operations of this rank, each with its own name, because another rank is known to be gone.
 
         Nothing happens when that rank has said good-bye, or is this one.
 
@@ -145,7 +145,7 @@ class Communicator:
         self._check(self._core.whale_lose(self._handle, rank, what.encode()))
 
     def shares_tensors(self, peer: int) -> bool:
-        """Whether this rank and a peer of its machine read each other's large tensors where they lie."""
+        """Tells whether this rank and a peer of its machine read each other's large tensors where they lie."""
         return not self._core.whale_read_lent(self._handle, peer, 0, None, 0)
 
     def read_lent(self, peer: int, place: int, into: Any) -> None:
@@ -162,7 +162,7 @@ class Communicator:
         self._check(self._core.whale_read_lent(self._handle, peer, place, ctypes.addressof(memory), into.nbytes))
 
     def waits(self) -> list[Wait]:
-        """The operations of this rank that have waited for some time, tensors first, then by how long."""
+        """Returns the operations of this rank that have waited for some time, tensors first, then by how long."""
         found = self._native.take_bytes(self._core.whale_waits(self._handle))
         parts = [part.decode(errors="replace") for part in found]
         return [
@@ -185,11 +185,11 @@ class Communicator:
         return bool(all_left.value)
 
     def counters(self) -> list[OpCounter]:
-        """One entry per key and kind, sorted by key."""
+        """Returns one entry per key and kind, sorted by key."""
         return [OpCounter(**entry) for entry in self._json(self._core.whale_counters(self._handle))]
 
     def trace_start(self, descriptor: int) -> None:
-        """From now on every operation of this rank that ends is written to a file descriptor as it ends.
+        """Starts a trace: every operation of this rank is written to a file descriptor as it ends.
 
         Each event is a line in Chrome's trace format, followed by a comma: the rank is its process, its times are
         microseconds of the monotonic clock, its arguments say key, call, algorithm, bytes, and the time that went by
@@ -224,7 +224,7 @@ class Communicator:
         self._core.whale_device_close(self._handle)
 
     def set_algorithm(self, name: str) -> None:
-        """How all-reduces from now on are carried out; equal on all ranks, or they are refused as different.
+        """Sets how all-reduces are carried out from now on; equal on all ranks, or they are refused as different.
 
         Args:
             name: "auto" (the one with the least predicted time), "direct", "pairwise", "ring", "halving-doubling",
@@ -268,7 +268,7 @@ class Communicator:
 
 
 def _link_from_environment() -> tuple[float, float]:
-    """WHALE_EMULATE_LINK="latency_us=50,bandwidth_MBps=200" as seconds and bytes per second."""
+    """Parses WHALE_EMULATE_LINK="latency_us=50,bandwidth_MBps=200" to seconds and bytes per second."""
     values = {"latency_us": 0.0, "bandwidth_MBps": 0.0}
     text = os.environ.get("WHALE_EMULATE_LINK", "")
     for part in filter(None, text.split(",")):

@@ -24,7 +24,7 @@ _LIBRARY = re.compile(r"libnvrtc\.so(\.\d+)*")
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """A compiler of CUDA's for programs in memory.
+    """A compiler of CUDA programs in memory.
 
     Attributes:
         version: (12, 9).
@@ -39,7 +39,7 @@ class Nvrtc:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
 
     def target(self, architecture: int) -> str | None:
-        """What to compile for, for a GPU: "sm_86", or "compute_90" for one that came later; None for one too old.
+        """Returns what to compile for: "sm_86" for a GPU, "compute_90" for one that came later, None for one too old.
 
         Machine code fits later minor numbers of its major one. For a newer major one the driver makes it of what is
         written for virtual GPUs.
@@ -51,7 +51,7 @@ class Nvrtc:
 
 
 def open_nvrtc(path: str) -> Nvrtc | None:
-    """The NVRTC of that path or name; None where the loader finds none that loads."""
+    """Opens the NVRTC of that path or name; None where the loader finds none that loads."""
     try:
         library = ctypes.CDLL(path)
     except OSError:
@@ -67,7 +67,7 @@ def open_nvrtc(path: str) -> Nvrtc | None:
 
 
 def find_nvrtcs() -> Iterator[Nvrtc]:
-    """All that are found, in this order: loaded by this process, of this environment's packages, the loader's."""
+    """Yields the NVRTCs found, in this order: loaded by this process, of this environment's packages, the loader's."""
     seen = set()
     for path in (*_loaded(), *_packaged(), *(f"libnvrtc.so.{major}" for major in _MAJORS)):
         found = open_nvrtc(path)
@@ -86,7 +86,7 @@ def _loaded() -> list[str]:
 
 
 def package_folders(name: str) -> list[Path]:
-    """Folders of that name in NVIDIA's packages of this environment: ``cuda_nvrtc/lib``, or a pattern."""
+    """Returns folders of a name (``cuda_nvrtc/lib``), or a pattern, in NVIDIA's packages of this environment."""
     found = importlib.util.find_spec("nvidia")
     roots = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
     return [folder for root in roots for folder in sorted(root.glob(name)) if folder.is_dir()]
@@ -98,7 +98,7 @@ def _packaged() -> list[str]:
 
 
 def choose(found: Sequence[Nvrtc], architecture: int, driver: int | None = None) -> Nvrtc:
-    """The first one whose code runs on that GPU; machine code goes before what the driver compiles once more.
+    """Returns the first one whose code runs on that GPU; machine code goes before what the driver compiles once more.
 
     Args:
         architecture: 86 for the compute capability 8.6.
@@ -124,12 +124,12 @@ def choose(found: Sequence[Nvrtc], architecture: int, driver: int | None = None)
 
 
 def source_digest() -> str:
-    """Digest of what is compiled."""
+    """Returns a digest of what is compiled."""
     return hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()[:16]
 
 
 def compile_kernels(nvrtc: Nvrtc, architecture: int) -> bytes:
-    """Machine code of the kernels for that GPU; PTX, which ends with a zero, where `Nvrtc.target` names a virtual one.
+    """Compiles the kernels to machine code of that GPU, or to PTX (ends with a zero) where `Nvrtc.target` is virtual.
 
     Raises:
         CommError: they do not compile.

@@ -1,4 +1,4 @@
-"""The library for GPUs, libwhale_cuda.so (``cuda/``), and what it takes at run time: a driver, machine code, NCCL.
+"""Prepares the library for GPUs, libwhale_cuda.so (``cuda/``), at run time: finds NCCL, and loads machine code.
 
 It is built with the other libraries (build.py) by the C++ compiler alone, and finds NVIDIA's driver when it is asked
 for a GPU. Kernels are compiled for the GPU that is there (device_code.py).
@@ -18,7 +18,7 @@ _NCCL = "libnccl.so.2"
 
 
 def find_nccl() -> str | None:
-    """NCCL's library in NVIDIA's packages of this environment, or its name where the loader finds it; None: nowhere."""
+    """Returns NCCL's library in NVIDIA's packages of this environment, or its name if the loader finds it, or None."""
     for folder in package_folders("nccl/lib"):
         if (folder / _NCCL).exists():
             return str(folder / _NCCL)
@@ -51,7 +51,7 @@ def load_nccl() -> None:
 
 
 def architecture_of(library: str | os.PathLike[str], ordinal: int) -> int:
-    """The GPU's compute capability: 90 of an H100, whose is 9.0.
+    """Returns the GPU's compute capability times ten: 90 for an H100, which has 9.0.
 
     Raises:
         CommError: the library does not load, or there is no such GPU.

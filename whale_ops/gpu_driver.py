@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of this process's GPUs, asked without CUDA's runtime and without taking their memory.
+"""Asks the NVIDIA driver about this process's GPUs, without CUDA's runtime and without taking their memory.
 
 The calls are those of cuda.h that need no context; they see the GPUs that CUDA_VISIBLE_DEVICES leaves.
 """
@@ -32,7 +32,7 @@ class Gpu:
 
     @property
     def architecture(self) -> int:
-        """90 for the compute capability 9.0."""
+        """Returns 90 for the compute capability 9.0."""
         return 10 * self.capability + self.minor
 
 
@@ -52,7 +52,7 @@ class Driver:
 
 
 def look(library: str | None = None) -> Driver | None:
-    """The driver of this machine; None where none is installed.
+    """Asks the driver of this machine; None where none is installed.
 
     Args:
         library: another one than `LIBRARY`.

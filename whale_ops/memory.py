@@ -1,4 +1,4 @@
-"""Bytes that TensorFlow's allocators have given out in this process: live ones, and their peak since a reset.
+"""Reads the bytes that TensorFlow's allocators have given out in this process: live ones, and their peak since a reset.
 
 On the processor these are the figures of TensorFlow's own allocator, which serves tensors, variables and scratch memory
 of kernels in pieces of `COUNTED_FROM_BYTES` and more; smaller ones come from malloc and are counted by nobody. It keeps
@@ -22,7 +22,7 @@ GRAIN_BYTES = 256  # sizes are rounded up to a multiple of it (bfc_allocator.h: 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What the allocator of a device has given out.
+    """The bytes that the allocator of a device has given out.
 
     Attributes:
         live_bytes: at this moment.
@@ -35,7 +35,7 @@ class DeviceMemory:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The op library, for its plain functions."""
+    """Returns the op library, for its plain functions."""
     import tensorflow as tf
 
     import whale_ops
@@ -49,10 +49,10 @@ def library() -> ctypes.CDLL:
 
 
 def share_tensors() -> str:
-    """From now on TensorFlow's large tensors lie in memory that ranks of this machine can map.
+    """Puts TensorFlow's large tensors from now on in memory that ranks of this machine can map.
 
-    It is what all-reduces between ranks of one machine are fastest with: they read and write tensors where they lie.
-    To be called before the communicator is made, and before TensorFlow makes its first tensor.
+    All-reduces between ranks of one machine are fastest with it: they read and write tensors where they lie.
+    Call it before the communicator is made, and before TensorFlow makes its first tensor.
 
     Returns:
         What is in the way, in words; empty if nothing is.
@@ -64,7 +64,7 @@ def share_tensors() -> str:
 
 
 def memory(gpu: str = "") -> DeviceMemory:
-    """What this process holds on the processor, or on a GPU by its name ("GPU:0").
+    """Returns what this process holds on the processor, or on a GPU by its name ("GPU:0").
 
     Raises:
         CommError: TensorFlow's allocator keeps no figures.
@@ -86,7 +86,7 @@ def memory(gpu: str = "") -> DeviceMemory:
 
 
 def reset_peak(gpu: str = "") -> None:
-    """From now on the peak is that of what comes: it begins at the live bytes."""
+    """Resets the peak to the live bytes."""
     if gpu:
         import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""What TensorFlow multiplies matrices by on this host's processor."""
+"""Finds out by what TensorFlow multiplies matrices on this host's processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorflow.python.util import _pywrap_util_port as built
 
 @cache
 def multiplies_by_avx2(root: Path = Path("/")) -> bool:
-    """Whether oneDNN multiplies float32 here, by its kernels for AVX2.
+    """Tells whether oneDNN multiplies float32 here, by its kernels for AVX2.
 
     It is on by default on processors with AVX-512 VNNI, AVX-VNNI or newer instructions, elsewhere with
     TF_ENABLE_ONEDNN_OPTS=1; its kernels for AVX-512 want the sets F, BW, DQ and VL (cpu_isa_traits.hpp: avx512_core).

@@ -1,4 +1,4 @@
-"""What a spread costs: memory of every stage, and the step's time, by playing its schedule.
+"""Evaluates a spread: memory of every stage, and the step's time, by playing its schedule.
 
 This is the one place where a step of a described model is evaluated: for the planner's unequal stages, and for the
 equal ones of a job, whose prediction (`predict`) is a special case.
@@ -47,12 +47,12 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Whether all ranks have room."""
+        """Tells whether all ranks have room."""
         return self.lacking_bytes <= 0
 
 
 def evaluate(model: Model, machines: Machines, spread: Spread, stage_costs: StageCosts | None = None) -> Evaluation:
-    """Simulates one step.
+    """Simulates one step of a spread.
 
     Args:
         stage_costs: where a search keeps the costs of stages of this model on these machines.
@@ -96,21 +96,25 @@ def evaluate(model: Model, machines: Machines, spread: Spread, stage_costs: Stag
 
 
 def _live(spread: Spread, index: int) -> int:
-    """Chunks of micro-batches that a stage holds at its peak."""
+    """Returns the chunks of micro-batches that a stage holds at its peak."""
     return live_chunks(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches, index)
 
 
 def _sharded(
     model: Model, machines: Machines, spread: Spread, costs: Sequence[StageCost]
 ) -> tuple[list[StageCost], list[float]]:
-    """The stage's passes as they are played layer by layer, and when they have ended; nothing is left to reduce."""
+    """Plays the stage's passes layer by layer; nothing is left to reduce.
+
+    Returns:
+        (the stage's cost with these passes, when they have ended).
+    """
     found = sharded.passes(model, machines, spread)
     cost = replace(costs[0], forward_s=(found.forward_s,), backward_s=(found.backward_s,), reduce_s=0.0)
     return [cost], [found.passes_s]
 
 
 def kernels_s(model: Model, machines: Machines, spread: Spread, found: Evaluation) -> float:
-    """Of `compute_s`, seconds in which the busiest stage's kernels run: without communication that nothing hides."""
+    """Returns, of `compute_s`, the seconds in which the busiest stage's kernels run, exposed communication left out."""
     if fully_sharded(model, spread):
         return sharded.passes(model, machines, spread).compute_s
     stage = spread.stages[found.busiest]
@@ -124,7 +128,7 @@ def kernels_s(model: Model, machines: Machines, spread: Spread, found: Evaluatio
 
 
 def played(spread: Spread, found: Evaluation) -> tuple[Tasks, Timeline]:
-    """Every pass of a spread's step, by stage in the order of its schedule, and when it runs."""
+    """Returns every pass of a spread's step, by stage in the order of its schedule, and when it runs."""
     tasks = _tasks(_orders(spread), found.stages)
     return tasks, simulate(tasks)
 
@@ -140,13 +144,13 @@ def _orders(spread: Spread) -> Schedule:
 
 
 def _tasks(orders: Schedule, costs: Sequence[StageCost]) -> Tasks:
-    """One task per pass on its stage's stream, in the order of the schedule."""
+    """Makes one task per pass on its stage's stream, in the order of the schedule."""
     held = [c.held_bytes for c in costs]
     return pipeline_tasks(orders, [c.forward_s for c in costs], [c.backward_s for c in costs], held)
 
 
 def _tied_s(model: Model, machines: Machines, spread: Spread) -> float:
-    """The sum of the gradients of what the first and the last stage share."""
+    """Returns the seconds to sum the gradients of what the first and the last stage share."""
     first, last = spread.stages[0].parts[0], spread.stages[-1].parts[0]
     pool = machines.pools[first.pool]
     apart = first.pool != last.pool or spread.stages[0].ranks * (len(spread.stages) - 1) >= pool.on_host

@@ -1,8 +1,7 @@
-"""Job files: a model by hyper-parameters, how it is spread, and the software, as YAML; and what is predicted for one.
+"""Reads job files and reports predictions for them: a model by hyper-parameters, its spread, and the software, as YAML.
 
-model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200}
-plan: {tensor: 8, pipeline: 16, data: 8, micro_batch: 1, global_batch: 1536, recompute: full}
-software: megatron-2022
+model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200} plan: {tensor: 8, pipeline: 16, data:
+8, micro_batch: 1, global_batch: 1536, recompute: full} software: megatron-2022
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     software: str = "megatron-2022"
 
     def predict(self, cluster: Cluster, profile: Profile | None = None) -> Prediction:
-        """The job's step on a cluster; PlanError, ClusterError where it cannot be (see `predict.predict`)."""
+        """Predicts the job's step on a cluster; PlanError, ClusterError where it cannot be (see `predict.predict`)."""
         return predict(self.model, self.plan, stack(self.software), cluster, profile)
 
 
@@ -39,7 +38,7 @@ def read(path: str | Path) -> Job:
 
 
 def report(job: Job, cluster: Cluster, found: Prediction) -> str:
-    """What a person reads: the step's time by parts, speed, and the memory of each kind of stage."""
+    """Returns what a person reads: the step's time by parts, speed, and the memory of each kind of stage."""
     plan, model = job.plan, job.model
     useful = model.step_flops(plan.global_batch) / found.step_s / plan.ranks
     tokens = plan.global_batch * model.sequence
@@ -74,7 +73,7 @@ def _likely(cluster: Cluster, found: Prediction) -> str:
 
 
 def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:
-    """Peak FLOP/s of the devices that the stages run on, the mean over stages."""
+    """Returns the peak FLOP/s of the devices that the stages run on, the mean over stages."""
     dtype, pools = stack(job.software).dtype, Machines(cluster).pools
     each = [
         sum(pools[part.pool].device.peak_flops_per_s(dtype) * pools[part.pool].entry.share for part in stage.parts)
@@ -85,7 +84,7 @@ def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:
 
 
 def too_large(cluster: Cluster, found: Prediction) -> list[str]:
-    """A line for every stage whose ranks need more memory than their device has, and by how much."""
+    """Returns a line for every stage whose ranks need more memory than their device has, and by how much."""
     from whale.ir.plan_text import human_bytes  # loads NumPy, which a prediction does without
 
     lines, pools = [], Machines(cluster).pools
@@ -107,7 +106,7 @@ def _part(seconds: float, of: Prediction) -> str:
 
 
 def trace(found: Prediction) -> str:
-    """The timeline as a Chrome trace: one row per stage (or stream), one event per pass, microseconds."""
+    """Returns the timeline as a Chrome trace: one row per stage (or stream), one event per pass, microseconds."""
     tasks, times = found.tasks, found.timeline
     events = []
     for resource, held, start, end in zip(tasks.resource, tasks.held_bytes, times.start_s, times.end_s):

@@ -1,4 +1,4 @@
-"""What a sequence of kernels and collectives costs one rank."""
+"""Computes what a sequence of kernels and collectives costs one rank."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """The device waits for a host that launches more slowly than kernels run."""
+        """Returns the seconds of device and exposed communication, or the host's where it launches more slowly."""
         return max(self.device_s + self.exposed_s, self.host_s)
 
     def plus(self, other: Cost, times: float = 1) -> Cost:
-        """This and the other one so many times, one after the other."""
+        """Returns this cost and the other one so many times, one after the other."""
         return Cost(
             self.device_s + times * other.device_s,
             self.exposed_s + times * other.exposed_s,
@@ -40,7 +40,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank computes and communicates with, under a software stack."""
+    """The rates of one rank, and the group that it communicates in, under a software stack."""
 
     rates: Rates
     weight_rates: Rates
@@ -49,14 +49,14 @@ class Rank:
 
 
 def rank_on(device: Device, share: float, group: Group, stack: Stack, ranks: int = 1) -> Rank:
-    """The slowest of `ranks` that have a share of a device each; ClusterError if it lacks the stack's dtypes."""
+    """Returns the slowest of `ranks` with a share of a device each; ClusterError if it lacks the stack's dtypes."""
     rates = rates_of(device, stack.dtype, share, ranks)
     weight_rates = rates_of(device, stack.weights_dtype, share, ranks) if stack.weights_dtype else rates
     return Rank(rates, weight_rates, group, stack)
 
 
 def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
-    """Seconds of ops in order; a collective over products is exposed by as much as it is longer than they."""
+    """Returns the cost of ops in order; a collective over products is exposed by as much as it is longer than they."""
     stack, rates = on.stack, on.rates
     host_us = stack.backward_host_us if backward else stack.host_us
     device_s = exposed_s = launch_us = 0.0

@@ -1,4 +1,4 @@
-"""A chain of layers as the evaluation sees it: seconds and bytes of any of its ranges on one kind of rank.
+"""Defines a chain of layers as the evaluation sees it: seconds and bytes of any of its ranges on one kind of rank.
 
 A model is whatever tells these: a described transformer by formulas (`transformer_model`), or measured tables of the
 planner's.
@@ -29,14 +29,14 @@ MATRICES_OUTSIDE = 2
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What the first or the last layer of a chain has besides: its passes, and its parameters on one rank."""
+    """The passes, and the parameters on one rank, that the first or the last layer of a chain has besides."""
 
     forward: Cost = field(default_factory=Cost)
     backward: Cost = field(default_factory=Cost)
     parameters: float = 0.0
 
     def plus(self, other: Edge) -> tuple[Cost, Cost]:
-        """Both passes of this and of the other one."""
+        """Returns both passes of this and of the other one."""
         return self.forward.plus(other.forward), self.backward.plus(other.backward)
 
 
@@ -86,27 +86,27 @@ class LayerCosts:
 
     @property
     def count(self) -> int:
-        """Layers of the model."""
+        """Returns the number of the model's layers."""
         return len(self.forward_s) - 1
 
     def experts_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
-        """Parameters of experts of one rank."""
+        """Returns the parameters of experts of one rank that holds these layers."""
         return sum(self.experts[high] - self.experts[low] for low, high in ranges) if self.experts else 0.0
 
     def forward(self, low: int, high: int) -> float:
-        """Seconds of the forward pass of layers low..high-1."""
+        """Returns the seconds of the forward pass of layers low..high-1."""
         begin_s = self.begin_s if low or high < len(self.forward_s) - 1 else 0.0  # nothing to wait for
         device_s = begin_s + self.forward_s[high] - self.forward_s[low]
         return max(device_s, self.begin_host_s + self.forward_host_s[high] - self.forward_host_s[low])
 
     def backward(self, low: int, high: int) -> float:
-        """Seconds of the backward pass of layers low..high-1, what is computed again included."""
+        """Returns the seconds of the backward pass of layers low..high-1, what is computed again included."""
         begin_s = self.begin_s if low or high < len(self.backward_s) - 1 else 0.0
         device_s = begin_s + self.backward_s[high] - self.backward_s[low]
         return max(device_s, self.begin_host_s + self.backward_host_s[high] - self.backward_host_s[low])
 
     def kernels(self, low: int, high: int) -> tuple[float, float]:
-        """Seconds of `forward` and `backward` that are not communication which nothing hides, nor waits for a start."""
+        """Returns the seconds of `forward` and `backward` without exposed communication and waits for a start."""
         begin_s = self.begin_s if low or high < self.count else 0.0
         found = []
         for whole_s, seconds, exposed in (
@@ -118,7 +118,7 @@ class LayerCosts:
         return found[0], found[1]
 
     def layer(self, index: int) -> tuple[Cost, Cost]:
-        """Both passes of one layer, without what the first and the last one have besides, and without their start."""
+        """Returns both passes of one layer, without their start and what the first and the last one have besides."""
         found = []
         for sums_s, exposed, host, way in (
             (self.forward_s, self.forward_exposed_s, self.forward_host_s, "forward"),
@@ -132,13 +132,13 @@ class LayerCosts:
         return found[0], found[1]
 
     def parameters_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
-        """Parameters of one rank that holds these layers, those of experts not counted."""
+        """Returns the parameters of one rank that holds these layers, those of experts not counted."""
         own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
         whole = ranges[0][0] == 0 and ranges[-1][1] == len(self.parameters) - 1
         return own - self.twice if whole else own
 
     def layer_parameters_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
-        """Parameters of the mean one of these layers, what the first and the last one have besides not counted."""
+        """Returns the parameters of the mean layer of these, without what the first and the last one have besides."""
         own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
         if ranges[0][0] == 0:
             own -= self.edges[0].parameters
@@ -148,7 +148,7 @@ class LayerCosts:
 
 
 class Model(Protocol):
-    """What the evaluation and the planner ask of a model."""
+    """The interface of a model: what the evaluation and the planner ask of it."""
 
     name: str
     count: int
@@ -159,45 +159,45 @@ class Model(Protocol):
     def layer_costs(
         self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
     ) -> LayerCosts:
-        """The costs on ranks of a pool, of which the plan has so many; `replicas` of a stage matter to experts only."""
+        """Returns the costs on a pool's ranks; `ranks`: of the plan; `replicas` of a stage matter to experts only."""
         ...
 
     def on(self, machines: Machines) -> Model:
-        """The same model on other machines."""
+        """Returns the same model on other machines."""
         ...
 
     def tensor_degrees(self, pool: int) -> list[int]:
-        """Into how many parts a pool's ranks may divide tensors, in growing order."""
+        """Returns into how many parts a pool's ranks may divide tensors, in growing order."""
         ...
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
-        """Sizes of a rank's micro-batch that are known; None: all."""
+        """Returns the sizes of a rank's micro-batch that are known; None: all."""
         ...
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """(recompute, sequence parallel) to choose from; what computes least again comes first."""
+        """Returns the pairs (recompute, sequence parallel) to choose from; what computes least again comes first."""
         ...
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
-        """Seconds to hand a micro-batch to the stage that begins at layer `cut`; `path`: (bytes/s, step in us)."""
+        """Returns the seconds to hand a micro-batch to the stage from layer `cut` on; `path`: (bytes/s, step in us)."""
         ...
 
 
 def costs_of(
     model: Model, spread: Spread, part: Part, ranks: int, replicas: int, recompute: Recompute | None = None
 ) -> LayerCosts:
-    """The costs of layers on a part's ranks; `replicas` and `recompute` are the stage's (None: as the spread says)."""
+    """Returns the layers' costs on a part's ranks; `replicas`, `recompute`: the stage's (None: as the spread says)."""
     how = recompute or spread.recompute, spread.sequence_parallel, ranks
     return model.layer_costs(part.pool, part.tensor, part.rows, *how, replicas if model.experts else 1)
 
 
 def slowest_passes_s(costs: Sequence[LayerCosts], low: int, high: int) -> float:
-    """Seconds of both passes of layers low..high-1 on several kinds of rank, each pass on the slowest of them."""
+    """Returns the seconds of both passes of layers low..high-1, each on the slowest of several kinds of rank."""
     if len(costs) == 1:
         return costs[0].forward(low, high) + costs[0].backward(low, high)
     return max(one.forward(low, high) for one in costs) + max(one.backward(low, high) for one in costs)
 
 
 def sums(values: Iterable[float]) -> array[float]:
-    """0, and the sums of the first, the first two, ... values."""
+    """Returns 0, and the sums of the first, the first two, ... values."""
     return array("d", accumulate(values, initial=0.0))

@@ -1,4 +1,4 @@
-"""Measured tables of a model's layers, which take the place of formulas: a model can be planned without its code.
+"""Reads measured tables of a model's layers, which take the place of formulas: a model is planned without its code.
 
     layers:
       - {device: a100, tensor: 8, micro_batch: 1, forward_s: 0.0021, backward_s: 0.0064, memory_gb: 0.05}
@@ -43,7 +43,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: Annotated[list[MeasuredLayer], Meta(min_length=1)]
 
     def layer(self, device: str, tensor: int, micro_batch: int) -> MeasuredLayer:
-        """The measurement on a device (a name of the catalogue); ClusterError if there is none."""
+        """Returns the measurement on a device (a name of the catalogue); ClusterError if there is none."""
         for one in self.layers:
             if (one.device, one.tensor, one.micro_batch) == (device, tensor, micro_batch):
                 return one

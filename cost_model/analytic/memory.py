@@ -1,4 +1,4 @@
-"""Bytes that one rank holds while it trains a transformer.
+"""Computes the bytes that one rank holds while it trains a transformer.
 
 Activations: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 2.
 Optimizer and gradients: Rajbhandari et al., "ZeRO", SC 2020, section 3 (2 + 2 + 12 bytes per parameter with
@@ -42,14 +42,14 @@ class Footprint:
 
     @property
     def total_bytes(self) -> float:
-        """All of it, with what the allocator's rounding and splitting adds."""
+        """Returns the sum of all bytes, with what the allocator's rounding and splitting adds."""
         held = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         held += self.activations_bytes + self.workspace_bytes + self.communication_bytes
         return held * (1 + FRAGMENTATION) + self.base_bytes
 
 
 def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
-    """What one layer keeps of one micro-batch for its backward pass (bytes; the formulas are those of half precision).
+    """Returns what one layer keeps of one micro-batch for its backward pass (bytes; formulas for half precision).
 
     s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with
     selective recompute or fused attention; 2 s b h with full recompute.
@@ -73,7 +73,7 @@ def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
 
 
 def working_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
-    """What the layer in progress needs besides: all its activations when they are computed again, or its gradients.
+    """Returns what the layer in progress needs besides: all its activations when they are recomputed, or its gradients.
 
     These are two tensors of s b h: the gradient that came and the one that goes.
     """
@@ -86,14 +86,14 @@ def working_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
 
 
 def head_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
-    """Logits, and what the loss keeps or makes of them."""
+    """Returns the bytes of the logits, and of what the loss keeps or makes of them."""
     return stack.logit_bytes * t.sequence * p.micro_batch * t.vocabulary / p.tensor
 
 
 def state_bytes(
     parameters: float, zero: int, copies: int, optimizer_bytes: float, element_bytes: int
 ) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state of a rank, under ZeRO 0 to 3.
+    """Returns the bytes of parameters, gradients and optimizer state of a rank, under ZeRO 0 to 3.
 
     Args:
         parameters: that the rank has a part of, or holds.
@@ -111,7 +111,7 @@ def state_bytes(
 def states(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int
 ) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer's state of one rank, wherever they lie."""
+    """Returns the bytes of parameters, gradients and optimizer's state of one rank, wherever they lie."""
     dense = state_bytes(layers.parameters_of(ranges), zero, replicas, layers.state_bytes, layers.element_bytes)
     if not layers.experts:
         return dense
@@ -123,7 +123,7 @@ def states(
 def offloaded_bytes(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int, offload: Offload
 ) -> float:
-    """What one rank has in its host's memory; with the state only, gradients pass through there as well."""
+    """Returns what one rank has in its host's memory; with the state only, gradients pass through there as well."""
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
     return {"none": 0.0, "state": gradients + optimizer, "all": held + gradients + optimizer}[offload]
 
@@ -138,7 +138,7 @@ def part_memory(
     stages: int,
     offload: Offload = "none",
 ) -> Footprint:
-    """The bytes of one rank of a part.
+    """Returns the footprint of one rank of a part.
 
     Args:
         layers: costs on the part's ranks.

@@ -1,4 +1,4 @@
-"""A prediction of a job: a transformer, spread evenly, under a software stack on a cluster -> step time and memory.
+"""Predicts a job: a transformer, spread evenly, under a software stack on a cluster -> step time and memory.
 
 A job's stages are equal; its spread is evaluated like any other (`evaluate`). Ranks that do the same at the same time
 (tensor- and data-parallel ones) are simulated once, so a plan costs as much as its stages and micro-batches.
@@ -27,7 +27,7 @@ from whale.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one step takes.
+    """The prediction of one step.
 
     Attributes:
         step_s: the whole step; the next four add up to it.
@@ -53,16 +53,16 @@ class Prediction:
 
     @property
     def stages(self) -> tuple[Footprint, ...]:
-        """Memory of each stage's ranks; of unequal ones, of those that hold most."""
+        """Returns the memory of each stage's ranks; of unequal ones, of those that hold most."""
         return tuple(max(stage.memory, key=lambda one: one.total_bytes) for stage in self.evaluation.stages)
 
     @property
     def peak_bytes(self) -> float:
-        """Memory of the rank that holds most."""
+        """Returns the memory of the rank that holds most."""
         return max(stage.total_bytes for stage in self.stages)
 
     def memory_curve(self, stage: int) -> list[tuple[float, float]]:
-        """(second, bytes of activations) of a stage over the step."""
+        """Returns (second, bytes of activations) of a stage over the step."""
         return memory_curve(self.tasks, self.timeline, [stage])
 
 
@@ -99,7 +99,7 @@ def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster, profile
 
 
 def _check(t: Transformer, p: Parallel, profile: Profile | None) -> None:
-    """PlanError if the plan does not fit the model, or is one that no formula is known for."""
+    """Raises PlanError if the plan does not fit the model, or is one that no formula is known for."""
     if t.heads % p.tensor or t.hidden % p.tensor:
         raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
     if p.experts > 1 and (t.experts % p.experts or p.data % p.experts or not t.experts):
@@ -121,7 +121,7 @@ def _check(t: Transformer, p: Parallel, profile: Profile | None) -> None:
 
 
 def spread_of(layers: int, p: Parallel, machines: Machines, dtype: str) -> Spread:
-    """A job's stages on a cluster's pools: tensor-parallel ranks are neighbours, then data-parallel ones, then stages.
+    """Lays a job's stages on a cluster's pools: neighbours are tensor-parallel, then data-parallel, then stages.
 
     A tensor-parallel group whose ranks are of several kinds counts as one of the slowest of them.
 

@@ -1,12 +1,12 @@
-"""One step of fully sharded data parallelism (ZeRO-2 and -3 as in PyTorch FSDP).
+"""Simulates one step of fully sharded data parallelism (ZeRO-2 and -3 as in PyTorch FSDP).
 
 Whole layers are gathered and reduced on a network stream beside the kernels.
 
 Every micro-batch gathers each layer's parameters before its forward pass and, with ZeRO-3, again before its backward
 pass, and scatters the sum of its gradients (Zhao et al., "PyTorch FSDP", 2023, sections 3.2 and 3.3). At most
 `LAYERS_AHEAD` gathered layers wait for the kernels (the same, section 3.4, rate limiter). What lies outside the layers
-(embedding and head) is gathered first and reduced last. In stacks that do not hide it, kernels wait for all of
-that, and the network's stream is empty.
+(embedding and head) is gathered first and reduced last. In stacks that do not hide it, kernels wait for all of that,
+and the network's stream is empty.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ShardedPasses:
 
 
 def passes(model: Model, machines: Machines, spread: Spread) -> ShardedPasses:
-    """The passes of a spread of one stage, by playing up to `PLAYED` micro-batches."""
+    """Computes the passes of a spread of one stage, by playing up to `PLAYED` micro-batches."""
     stage, count = spread.stages[0], spread.micro_batches
     group = machines.data_group(members(stage.parts))
     each: list[list[ShardedUnit]] = []
@@ -84,7 +84,7 @@ def passes(model: Model, machines: Machines, spread: Spread) -> ShardedPasses:
 
 
 def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int, how: Recompute) -> list[ShardedUnit]:
-    """What is outside the layers, then each layer, on one kind of rank."""
+    """Returns what is outside the layers as a unit, then a unit for each layer, on one kind of rank."""
     first, last = one.edges
     outside = first.parameters + last.parameters - one.twice
     found = [_unit(ShardedLayer.of(model, group, rates, outside, zero, how, True), first.plus(last))]
@@ -111,7 +111,7 @@ def _unit(moves: ShardedLayer, passes: tuple[Cost, Cost]) -> ShardedUnit:
 
 
 def _slowest(units: Sequence[ShardedUnit]) -> ShardedUnit:
-    """The same layer on unequal ranks, which wait for each other in every collective."""
+    """Takes the slowest times of a layer on unequal ranks, which wait for each other in every collective."""
     if len(units) == 1:
         return units[0]
     return ShardedUnit(
@@ -124,7 +124,7 @@ def _slowest(units: Sequence[ShardedUnit]) -> ShardedUnit:
 
 
 def played_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> list[float]:
-    """When each micro-batch's last pass and reduction have ended; as `simulate` says of `tasks`, many times faster."""
+    """Returns the ends of each micro-batch's last pass and reduction: as `simulate` of `tasks`, many times faster."""
     compute_s = network_s = 0.0  # when each stream is free
     ends: list[float] = []
     used_s = [0.0] * LAYERS_AHEAD  # ends of the latest passes of layers, each of which frees a gathered layer
@@ -152,7 +152,7 @@ def played_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batche
 
 
 def tasks(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> Tasks:
-    """Passes on the compute stream, gathers and reductions on the network stream, each in the order they are issued."""
+    """Makes the tasks, in order of issue: passes on the compute stream, gathers and reductions on the network's."""
     found = Tasks()
     used: list[int] = []  # passes of layers, in order, which free a gathered layer
 

@@ -1,4 +1,4 @@
-"""A spread of a chain of layers: stages, the devices of each, and how rows, tensors and memory are divided.
+"""Defines a spread of a chain of layers: stages, the devices of each, and how rows, tensors and memory are divided.
 
 It is what the planner decides, and what a job file says of equal stages (`Parallel`). Stages may be unequal in their
 layers and devices, and the ranks of one stage in their kind and rows.
@@ -32,7 +32,7 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Devices of the part."""
+        """Returns the number of the part's devices."""
         return self.tensor * self.replicas
 
 
@@ -48,22 +48,22 @@ class Stage(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Layers of the stage, all chunks."""
+        """Returns the number of the stage's layers, all chunks."""
         return sum(high - low for low, high in self.layers)
 
     @property
     def ranks(self) -> int:
-        """Devices of the stage."""
+        """Returns the number of the stage's devices."""
         return sum(part.ranks for part in self.parts)
 
     @property
     def replicas(self) -> int:
-        """Data-parallel replicas of the stage's layers, over all parts."""
+        """Returns the number of data-parallel replicas of the stage's layers, over all parts."""
         return sum(part.replicas for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Rows of one micro-batch, over all replicas."""
+        """Returns the rows of one micro-batch, over all replicas."""
         return sum(part.replicas * part.rows for part in self.parts)
 
 
@@ -82,16 +82,16 @@ class Spread(msgspec.Struct, frozen=True):
     offload: Offload = "none"
 
     def recompute_of(self, stage: Stage) -> Recompute:
-        """What a stage computes again."""
+        """Returns what a stage computes again."""
         return stage.recompute or self.recompute
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """What each stage computes again."""
+        """Returns what each stage computes again."""
         return tuple(self.recompute_of(stage) for stage in self.stages)
 
     def recomputing(self, each: Sequence[Recompute]) -> Spread:
-        """This spread with what each stage computes again; stages like the first one say nothing of their own."""
+        """Returns this spread with each stage's recompute; stages like the first one say nothing of their own."""
         stages = tuple(
             msgspec.structs.replace(stage, recompute=None if how == each[0] else how)
             for stage, how in zip(self.stages, each)
@@ -100,16 +100,16 @@ class Spread(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> int:
-        """Ranges of layers that each stage holds: more than one where the schedule interleaves them."""
+        """Returns the number of ranges of layers that each stage holds: several where the schedule interleaves them."""
         return len(self.stages[0].layers)
 
     @property
     def ranks(self) -> int:
-        """Devices of all stages."""
+        """Returns the number of devices of all stages."""
         return sum(stage.ranks for stage in self.stages)
 
     def likely_s(self, machines: Machines, step_s: float) -> tuple[float, float]:
-        """Between which seconds nine of ten such steps lie that are predicted to take `step_s` on these machines."""
+        """Returns the seconds between which nine of ten steps lie that are predicted to take `step_s` here."""
         used = {part.pool for stage in self.stages for part in stage.parts}
         one_host = len({machines.pools[n].host.name for n in used}) == 1
         one_host = one_host and self.ranks <= max(machines.pools[n].on_host for n in used)
@@ -117,11 +117,11 @@ class Spread(msgspec.Struct, frozen=True):
 
     @property
     def batch(self) -> int:
-        """Rows of a step."""
+        """Returns the rows of a step."""
         return self.micro_batches * self.stages[0].rows
 
     def summary(self) -> str:
-        """One line: 8 stages x 12 data x 8 tensor, 2 chunks, 96 micro-batches of 2 rows, ..."""
+        """Returns one line: 8 stages x 12 data x 8 tensor, 2 chunks, 96 micro-batches of 2 rows, ..."""
         stages = self.stages
         tensors = sorted({part.tensor for stage in stages for part in stage.parts})
         datas = sorted({stage.replicas for stage in stages})
@@ -139,7 +139,7 @@ class Spread(msgspec.Struct, frozen=True):
         return text + {"none": "", "state": ", state offloaded", "all": ", weights and state offloaded"}[self.offload]
 
     def _recompute_where(self) -> list[tuple[str, str]]:
-        """What is computed again, and in which stages, if not in all."""
+        """Returns what is computed again, and in which stages, if not in all."""
         each = self.recomputes
         if len(set(each)) == 1:
             return [(each[0], "")] if each[0] != "none" else []
@@ -155,12 +155,12 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def expert_ranks(experts: int, replicas: int) -> int:
-    """Over how many of a stage's replicas a layer's experts are divided: as many as divide them evenly; 1: none."""
+    """Returns how many of a stage's replicas divide a layer's experts: as many as divide them evenly; 1: none."""
     return math.gcd(experts, replicas) if experts else 1
 
 
 def even_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Each stage's ranges of layers, [low, high) by chunk, as equal as they can be; earlier chunks get what is left.
+    """Returns each stage's ranges of layers, [low, high) by chunk, as equal as can be; earlier chunks get what is left.
 
     Chunk c of stage s is part c * stages + s of the model, as interleaved schedules want it.
 
@@ -176,7 +176,7 @@ def even_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int, 
 
 
 def live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
-    """Forward passes of chunks whose activations a stage holds at most, as `live_micro_batches` finds in the schedule.
+    """Returns the most forward passes of chunks whose activations a stage holds, as `live_micro_batches` does.
 
     1F1B holds as many micro-batches as there are stages from this one on; interleaved as Narayanan et al. (SC 2021)
     order it, whose first passes are 2 (stages - 1 - stage) + (chunks - 1) stages before the first backward pass; GPipe
@@ -192,7 +192,7 @@ def live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, sta
 
 
 def counted(count: int, name: str, plural: str = "s") -> str:
-    """1 stage, 2 stages."""
+    """Returns a count with its noun: 1 stage, 2 stages."""
     return f"{count} {name}{plural if count != 1 else ''}"
 
 

@@ -1,4 +1,4 @@
-"""Habits of training software: which kernels are fused, what is hidden behind what, what a launch costs the host.
+"""Describes training software: which kernels are fused, what is hidden behind what, what a launch costs the host.
 
 Data: hardware/stacks.yaml, each entry with its sources.
 """
@@ -84,18 +84,18 @@ class Stack(catalogue.Entry, frozen=True):
 
     @property
     def element_bytes(self) -> int:
-        """Of activations, weights and gradients."""
+        """Returns the bytes of an element of activations, weights and gradients."""
         return SIZE_BYTES[self.dtype]
 
 
 @cache
 def stacks() -> Mapping[str, Stack]:
-    """All stacks by name."""
+    """Returns all stacks by name."""
     return catalogue.table(msgspec.convert(catalogue.read("stacks.yaml"), list[Stack]))
 
 
 def stack(name: str) -> Stack:
-    """The stack of a name; ClusterError, with the nearest known one, if there is none."""
+    """Returns the stack of a name; ClusterError, with the nearest known one, if there is none."""
     found = stacks().get(name)
     if found is None:
         raise ClusterError("there is no such software stack", given=name, **catalogue.nearest(name, stacks()))

@@ -1,4 +1,4 @@
-"""Costs of stages that a search has asked for before."""
+"""Caches the costs of stages that a search has asked for before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cost_model.cluster.pools import Machines
 
 
 class StageCosts:
-    """Costs of stages, kept for a search: most spreads that it looks at differ from others in a stage or two.
+    """A cache of stages' costs for a search: most spreads that it looks at differ from others in a stage or two.
 
     Args:
         model, machines: as for `stage_cost`.
@@ -23,7 +23,7 @@ class StageCosts:
         self._passes: dict[tuple[object, ...], Passes] = {}
 
     def __call__(self, spread: Spread, index: int, live: int, ranks: int) -> StageCost:
-        """As `stage_cost`: all that it looks at is the stage, its neighbours' ranks, and the spread's settings."""
+        """Returns `stage_cost`, cached by the stage, its neighbours' ranks, and the spread's settings."""
         stages, count = spread.stages, len(spread.stages)
         stage, beside = stages[index], (stages[index - 1].parts, stages[(index + 1) % count].parts)
         own = stage, ranks, spread.recompute, spread.sequence_parallel, spread.zero, spread.offload

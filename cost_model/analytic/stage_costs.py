@@ -1,4 +1,4 @@
-"""What one stage of a spread takes: seconds of its passes, of the end of the step, and the memory of its ranks.
+"""Computes what one stage of a spread takes: seconds of its passes and of the step's end, and the memory of its ranks.
 
 Stages may be unequal, their parts of unequal devices and rows; a layer's experts lie on several replicas. The search
 asks for many stages, so a stage costs microseconds.
@@ -39,7 +39,7 @@ Passes = tuple[list[float], list[float], int]  # see `passes_of`
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage takes: seconds of its passes (per chunk, sends included), of the end of the step, and memory.
+    """The cost of one stage: seconds of its passes (per chunk, sends included), of the end of the step, and memory.
 
     Attributes:
         forward_s, backward_s: of one micro-batch, by chunk, on the slowest part.
@@ -63,7 +63,7 @@ class StageCost:
 
 
 def fully_sharded(model: Model, spread: Spread) -> bool:
-    """Whether each micro-batch gathers and reduces all layers beside its kernels: ZeRO 2 or 3 of one stage.
+    """Tells whether each micro-batch gathers and reduces all layers beside its kernels: ZeRO 2 or 3 of one stage.
 
     Such a step is played layer by layer (`sharded`); in stages, with experts and with what is offloaded, what is moved
     is counted beside the kernels of each pass.
@@ -75,7 +75,7 @@ def fully_sharded(model: Model, spread: Spread) -> bool:
 def stage_cost(
     model: Model, machines: Machines, spread: Spread, index: int, live: int, ranks: int, passes: Passes | None = None
 ) -> StageCost:
-    """The cost of stage `index`.
+    """Returns the cost of stage `index`.
 
     Args:
         live: chunks of micro-batches that its schedule holds at its peak (see `spread.live_chunks`).
@@ -94,7 +94,7 @@ def stage_cost(
     at = range(index, last + 1, count)
     sent_ahead_s = [to_next_s if i < last else 0.0 for i in at]
     sent_back_s = [to_previous_s if i > 0 else 0.0 for i in at]
-    # Of experts only those are summed that several replicas have.
+    # The gradients of experts are summed only where several replicas have these.
     summed = [own + e * (one.expert_copies > 1) for own, e, one in zip(dense, experts, costs)]
     reduce_s = reduction_s(model, machines, stage.parts, summed, spread.zero)
     if model.stack.hides_data_parallel:
@@ -120,7 +120,7 @@ def _costs_of(model: Model, spread: Spread, stage: Stage, ranks: int) -> list[La
 
 
 def _sends_s(model: Model, machines: Machines, spread: Spread, index: int) -> tuple[float, float]:
-    """Seconds of a micro-batch's send to the next stage and to the one before, each on the slowest pair of parts."""
+    """Returns the seconds of a micro-batch's send to the next stage and to the one before, each on the slowest path."""
     stages = spread.stages
     stage, sends = stages[index], [0.0, 0.0]
     ranks = stage.ranks
@@ -134,9 +134,12 @@ def _sends_s(model: Model, machines: Machines, spread: Spread, index: int) -> tu
 
 
 def passes_of(model: Model, machines: Machines, spread: Spread, stage: Stage, ranks: int) -> Passes:
-    """(forward, backward) seconds of each chunk on its slowest part, sends not included, and the limiting part.
+    """Returns the seconds of each chunk's passes on its slowest part, sends not included.
 
     They follow from the stage and the spread's settings, whatever its other stages are.
+
+    Returns:
+        (forward, backward, number of the limiting part).
     """
     costs = _costs_of(model, spread, stage, ranks)
     plain = spread.zero < 2 and spread.offload == "none" and not model.experts
@@ -158,13 +161,13 @@ def passes_of(model: Model, machines: Machines, spread: Spread, stage: Stage, ra
 
 
 def members(parts: Sequence[Part]) -> tuple[tuple[int, int, int], ...]:
-    """(pool, tensor, replicas) of parts, as `Machines.data_group` wants them."""
+    """Returns (pool, tensor, replicas) of parts, as `Machines.data_group` wants them."""
     return tuple((part.pool, part.tensor, part.replicas) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """What a stage moves in every pass, beside its kernels or between them.
+    """The communication of a stage in every pass, beside its kernels or between them.
 
     Attributes:
         data: the group of a part's replicas; None: there is one replica only.
@@ -186,7 +189,7 @@ class _Moves:
         return _Moves(model, machines, spread, stage, data, experts if ways > 1 else None)
 
     def passes_s(self, part: Part, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
-        """Seconds of both passes of layers low..high-1 with what is sent and fetched for them.
+        """Returns the seconds of both passes of layers low..high-1 with what is sent and fetched for them.
 
         Tokens go to experts and back between kernels. What is gathered or offloaded comes while the layer before
         computes, gradients go while the next one does: what takes longer counts, and one layer of the other.
@@ -217,7 +220,7 @@ class _Moves:
 
 @dataclass(frozen=True, slots=True)
 class ShardedLayer:
-    """What ZeRO 2 and 3 do for one layer beside its kernels, or before and after them, in every micro-batch.
+    """The communication of ZeRO 2 and 3 for one layer in every micro-batch, beside its kernels or around them.
 
     Attributes:
         gather_s: of its parameters, before the forward pass.
@@ -239,7 +242,10 @@ class ShardedLayer:
     def of(
         model: Model, group: Group, rates: Rates, parameters: float, zero: int, how: Recompute, outside: bool = False
     ) -> ShardedLayer:
-        """For so many parameters of one rank, over a group of replicas; `outside`: those outside the layers."""
+        """Computes the communication for so many parameters of one rank, over a group of replicas.
+
+        `outside`: they are those outside the layers.
+        """
         stack = model.stack
         tensors = (MATRICES_OUTSIDE, TENSORS_OUTSIDE) if outside else (MATRICES_PER_LAYER, TENSORS_PER_LAYER)
         matrices, all_tensors = tensors if stack.shards_tensors else (1, 1)
@@ -257,17 +263,17 @@ class ShardedLayer:
         )
 
     def forward_s(self, kernels_s: float) -> float:
-        """Seconds of the forward pass' kernels beside the collectives."""
+        """Returns the seconds of the forward pass' kernels beside the collectives."""
         return kernels_s + self.lost * min(self.gather_s, kernels_s)
 
     def backward_s(self, kernels_s: float) -> float:
-        """Seconds of the backward pass' kernels and of the copies beside the collectives."""
+        """Returns the seconds of the backward pass' kernels and of the copies beside the collectives."""
         kernels_s += self.copy_s
         return kernels_s + self.lost * min(self.again_s + self.reduce_s, kernels_s)
 
 
 def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) -> float:
-    """One all-gather or reduce-scatter of a tensor that a group's ranks divide.
+    """Returns the seconds of one all-gather or reduce-scatter of a tensor that a group's ranks divide.
 
     Where its pieces are views in a list, each is copied by a kernel of its own, which the framework launches in turn:
     that is as much for a small tensor as for a large one, and grows with the group.
@@ -280,13 +286,13 @@ def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) ->
 
 
 def rates_of_part(model: Model, machines: Machines, part: Part) -> Rates:
-    """What one device of a part does per second."""
+    """Returns the rates of one device of a part."""
     entry = machines.pools[part.pool].entry
     return rates_of(entry.device, model.stack.dtype, entry.share)
 
 
 def _first(parts: Sequence[Part], replicas: int) -> tuple[tuple[int, int, int], ...]:
-    """So many of the parts' replicas, neighbours, as members of a group."""
+    """Returns the first ``replicas`` of the parts' replicas, which are neighbours, as members of a group."""
     found, left = [], replicas
     for pool, tensor, count in members(parts):
         if taken := min(left, count):
@@ -296,12 +302,12 @@ def _first(parts: Sequence[Part], replicas: int) -> tuple[tuple[int, int, int], 
 
 
 def _beside(compute_s: float, moved_s: float, count: int) -> float:
-    """Seconds of `count` layers whose kernels and moves, so long for each, run beside each other, layer by layer."""
+    """Returns the seconds of `count` layers whose kernels and moves (each layer's seconds) run beside each other."""
     return count * max(compute_s, moved_s) + (min(compute_s, moved_s) if moved_s else 0.0)
 
 
 def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], parameters: list[float], zero: int) -> float:
-    """Seconds to sum the gradients of a stage over its replicas after the last pass; of the part that takes longest.
+    """Returns the seconds to sum a stage's gradients over its replicas after the last pass; of the slowest part.
 
     Args:
         parameters: of each part's ranks.
@@ -331,7 +337,7 @@ def _update_s(
     dense: Sequence[float],
     experts: Sequence[float],
 ) -> float:
-    """Seconds of the optimizer on the slowest part: measured, or by the memory's rate and the launches.
+    """Returns the seconds of the optimizer on the slowest part: measured, or by the memory's rate and the launches.
 
     Args:
         dense, experts: parameters of each part's ranks.
@@ -357,7 +363,10 @@ def _update_s(
 
 
 def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: int) -> float:
-    """The update in the host's memory: gradients come and weights go, unless they lie there anyway."""
+    """Returns the seconds of an update in the host's memory.
+
+    Gradients come and weights go, unless they lie there anyway.
+    """
     moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "state" else 0.0
     return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
 
@@ -365,7 +374,11 @@ def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: i
 def stage_memory(
     settings: Spread, stage: Stage, costs: Sequence[LayerCosts], live: int, stages: int
 ) -> tuple[Footprint, ...]:
-    """Bytes of a rank of each part, of a stage of so many, that holds `live` chunks of micro-batches at its peak."""
+    """Returns the bytes of a rank of each part of a stage that holds `live` chunks of micro-batches at its peak.
+
+    Args:
+        stages: how many the spread has.
+    """
     zero, offload, replicas = settings.zero, settings.offload, stage.replicas
     return tuple([
         part_memory(one, stage.layers, part, replicas, live, zero, stages, offload)
@@ -376,7 +389,7 @@ def stage_memory(
 def lacking_bytes(
     machines: Machines, settings: Spread, stage: Stage, costs: Sequence[LayerCosts], memory: Sequence[Footprint]
 ) -> float:
-    """By how much the worst part's ranks do not fit into their devices, or what they offload into their host."""
+    """Returns the bytes by which the worst part's ranks exceed their devices, or what they offload their host."""
     lacking = max([f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts)])
     if settings.offload != "none":
         for part, one in zip(stage.parts, costs):

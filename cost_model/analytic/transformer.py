@@ -1,4 +1,4 @@
-"""A decoder-only transformer by its hyper-parameters, and how a job spreads it over equal ranks."""
+"""Describes a decoder-only transformer by its hyper-parameters, and how a job spreads it over equal ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY_STEP = 128  # Megatron-LM pads the vocabulary to a multiple of it, so
 
 
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights.
+    """The hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights.
 
     `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
     `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
@@ -47,21 +47,21 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def inner(self) -> int:
-        """Width of a feed-forward network."""
+        """Returns the width of a feed-forward network."""
         return self.feed_forward or 4 * self.hidden
 
     def state_bytes_of(self, element_bytes: int) -> int:
-        """Of the optimizer per parameter: where parameters are float32 themselves, there is no copy of them."""
+        """Returns the optimizer's bytes per parameter, without a copy of it where parameters are float32 themselves."""
         return self.state_bytes - (min(COPY_BYTES, self.state_bytes) if element_bytes >= COPY_BYTES else 0)
 
     @property
     def layer_parameters(self) -> int:
-        """Weights and biases of one layer: 4 h^2 + 2 h f and the vectors; with experts, of all of them."""
+        """Counts the weights and biases of one layer: 4 h^2 + 2 h f and the vectors; with experts, of all of them."""
         return self.dense_parameters + self.expert_parameters
 
     @property
     def dense_parameters(self) -> int:
-        """Of one layer, what every token goes through; the choice of experts included."""
+        """Counts the parameters of one layer that every token goes through; the choice of experts included."""
         h, f = self.hidden, self.inner
         if self.experts:
             return 4 * h * h + 8 * h + h * self.experts
@@ -69,17 +69,17 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def expert_parameters(self) -> int:
-        """Of one layer, of all its experts."""
+        """Counts the parameters of all experts of one layer."""
         return self.experts * (2 * self.hidden * self.inner + self.hidden + self.inner)
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the table of tokens, whose weights the logits use as well."""
+        """Counts the parameters of the table of tokens, whose weights the logits use as well."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All parameters, positions and the last normalisation included."""
+        """Counts all parameters, positions and the last normalisation included."""
         return (
             self.layers * self.layer_parameters
             + self.embedding_parameters
@@ -88,7 +88,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def step_flops(self, batch: int, recompute: str = "none") -> float:
-        """FLOPs of a step as Narayanan et al. (SC 2021) count: 72 or, with full recompute, 96 B s l h^2 (...)."""
+        """Counts the FLOPs of a step as Narayanan et al. (SC 2021): 72 or, with full recompute, 96 B s l h^2 (...)."""
         b, s, layers, h, v = batch, self.sequence, self.layers, self.hidden, self.vocabulary
         if self.experts:  # the same terms, the feed-forward networks counted as they are gone through
             each = 8 * h * h + 4 * h * self.inner * self.top + 2 * h * self.experts + 4 * s * h
@@ -98,7 +98,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a transformer is spread. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
+    """A job's even spread. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
 
     tensor: Count = 1
     pipeline: Count = 1
@@ -134,16 +134,16 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ranks(self) -> int:
-        """Devices of the job."""
+        """Returns the number of the job's devices."""
         return self.tensor * self.pipeline * self.data
 
     @property
     def micro_batches(self) -> int:
-        """Of one replica in a step."""
+        """Returns the number of micro-batches of one replica in a step."""
         return self.global_batch // (self.data * self.micro_batch)
 
 
 def padded_vocabulary(words: int, tensor: int = 1) -> int:
-    """The words that a table has, so that each tensor-parallel rank has a multiple of `VOCABULARY_STEP`."""
+    """Returns the words that a table has, so that each tensor-parallel rank has a multiple of `VOCABULARY_STEP`."""
     each = VOCABULARY_STEP * tensor
     return -(-words // each) * each

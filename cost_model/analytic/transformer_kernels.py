@@ -1,4 +1,4 @@
-"""The kernels and collectives that one rank runs for one layer of a decoder-only transformer, and besides its layers.
+"""Lists the kernels and collectives of one rank, for each layer of a decoder-only transformer and besides its layers.
 
 Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h
 hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation
@@ -66,13 +66,13 @@ NORM_BACKWARD = 2.5
 
 
 def _attention_flops(t: Transformer, p: Parallel) -> float:
-    """Of one rank's heads: two products of 2 s s d each, of which a causal mask skips half."""
+    """Returns the FLOPs of one rank's heads: two products of 2 s s d each, of which a causal mask skips half."""
     heads = max(1, t.heads // p.tensor)
     return 2 * 2.0 * p.micro_batch * heads * t.sequence * t.sequence * (t.hidden // t.heads) / 2
 
 
 def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
-    """Scores, softmax, dropout, context: what selective recompute repeats."""
+    """Lists the kernels of scores, softmax, dropout, context: what selective recompute repeats."""
     e = stack.element_bytes
     b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
     heads = max(1, t.heads // p.tensor)
@@ -100,7 +100,7 @@ def _core_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 
 def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
-    """The kernels of one layer's forward pass on one rank, in order."""
+    """Lists the kernels of one layer's forward pass on one rank, in order."""
     e = stack.element_bytes
     T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
     whole = float(T * h)
@@ -131,7 +131,7 @@ def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 
 def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
-    """The kernels of one layer's backward pass on one rank, with what recompute repeats, in order."""
+    """Lists the kernels of one layer's backward pass on one rank, with what recompute repeats, in order."""
     e = stack.element_bytes
     T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
     whole = float(T * h)
@@ -181,7 +181,7 @@ def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 
 def expert_rows(t: Transformer, p: Parallel) -> tuple[int, int]:
-    """(tokens that one expert gets, experts of a rank), tokens spread evenly; without experts all tokens, and 1."""
+    """Returns (tokens of one expert, experts of a rank) if tokens spread evenly; without experts (all tokens, 1)."""
     tokens = p.micro_batch * t.sequence
     if not t.experts:
         return tokens, 1
@@ -189,7 +189,7 @@ def expert_rows(t: Transformer, p: Parallel) -> tuple[int, int]:
 
 
 def _routing(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
-    """The choice of experts, and the copies of tokens to where they are sent from and put back (each read, written)."""
+    """Lists the choice of experts, and the copies (read, write) of tokens to where they are sent from and put back."""
     e = stack.element_bytes
     if not t.experts:
         return []
@@ -199,13 +199,13 @@ def _routing(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 
 def _enter(p: Parallel, elements: float, stack: Stack) -> list[Op]:
-    """Before a column-parallel product: nothing, or the gather of the sequence."""
+    """Lists what comes before a column-parallel product: nothing, or the gather of the sequence."""
     e = stack.element_bytes
     return [Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []
 
 
 def _leave(p: Parallel, elements: float, stack: Stack) -> list[Op]:
-    """After a row-parallel product: the sum, whole or scattered over the sequence."""
+    """Lists what comes after a row-parallel product: the sum, whole or scattered over the sequence."""
     e = stack.element_bytes
     if p.tensor == 1:
         return []
@@ -213,7 +213,7 @@ def _leave(p: Parallel, elements: float, stack: Stack) -> list[Op]:
 
 
 def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
-    """The sum of a column-parallel product's input gradient, behind its weight's gradient where the stack does that."""
+    """Lists a column-parallel product's sum of input gradients, which some stacks hide behind the weight's gradient."""
     e = stack.element_bytes
     if p.tensor == 1:
         return []
@@ -222,7 +222,7 @@ def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
 
 
 def _regather(p: Parallel, elements: float, stack: Stack, product: str) -> list[Op]:
-    """With sequence parallelism a product's operand (or its output's gradient) is gathered again in the backward pass.
+    """Lists the gathers of a product's operand (or output's gradient) in a sequence-parallel backward pass.
 
     Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input,
     which only the weight's gradient needs, behind the input's gradient.
@@ -241,17 +241,17 @@ def _bias(stack: Stack, elements: float) -> list[Op]:
 
 
 def _pointwise(name: str, moved_bytes: float, stack: Stack) -> list[Op]:
-    """One fused kernel, or as many as the stack runs for the same."""
+    """Lists one fused kernel, or as many as the stack runs for the same."""
     return [Streaming(name, moved_bytes * stack.pointwise_passes, stack.pointwise_kernels)]
 
 
 def _accumulate(bytes_per_parameter: float, parameters: float) -> list[Op]:
-    """The weight's gradient added to what earlier micro-batches gave."""
+    """Lists the addition of the weight's gradient to what earlier micro-batches gave."""
     return [Streaming("accumulate", bytes_per_parameter * parameters)] if bytes_per_parameter else []
 
 
 def embedding_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
-    """Rows of the (split) table, their sum over ranks, positions, dropout."""
+    """Lists the kernels of the embedding: rows of the (split) table, their sum over ranks, positions, dropout."""
     e = stack.element_bytes
     elements = float(p.micro_batch * t.sequence * t.hidden)
     return [
@@ -262,7 +262,7 @@ def embedding_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 
 def embedding_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
-    """Gradients of rows added into a dense gradient of the table, which is zeroed first."""
+    """Lists the kernels that add gradients of rows into a dense gradient of the table, which is zeroed first."""
     e = stack.element_bytes
     elements = float(p.micro_batch * t.sequence * t.hidden)
     table = float(t.vocabulary) * t.hidden / p.tensor
@@ -273,7 +273,7 @@ def embedding_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 
 def head_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
-    """Last normalisation, logits over the (split) vocabulary, cross-entropy in float32."""
+    """Lists the head's kernels: last normalisation, logits over the (split) vocabulary, cross-entropy in float32."""
     T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     ops: list[Op] = [
@@ -291,7 +291,7 @@ def head_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 
 def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
-    """Gradients of the loss, of both operands of the logits, and of the last normalisation."""
+    """Lists the kernels of the gradients of the loss, of both operands of the logits, and of the last normalisation."""
     T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     return [
@@ -305,10 +305,10 @@ def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
 
 
 def edges_forward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
-    """The forward pass of a chunk besides its layers: the embedding of the first one, the head of the last one."""
+    """Lists a chunk's forward pass besides its layers: the embedding of the first one, the head of the last one."""
     return [*(embedding_forward(t, p, stack) if first else []), *(head_forward(t, p, stack) if last else [])]
 
 
 def edges_backward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
-    """The backward pass of a chunk besides its layers."""
+    """Lists the backward pass of a chunk besides its layers."""
     return [*(head_backward(t, p, stack) if last else []), *(embedding_backward(t, p, stack) if first else [])]

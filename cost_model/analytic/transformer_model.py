@@ -1,4 +1,4 @@
-"""A described transformer as a chain of layers, by formulas or with measured layers in their place."""
+"""Gives a described transformer as a chain of layers, by formulas or with measured layers in their place."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class TransformerModel:
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
     def on(self, machines: Machines) -> TransformerModel:
-        """The same model on other machines."""
+        """Returns the same model on other machines."""
         return TransformerModel(self.transformer, self.stack, machines, self.name, self.profile, self.expert_ranks)
 
     def of(self, transformer: Transformer) -> TransformerModel:
-        """Another model on the same machines, under the same software."""
+        """Returns another model on the same machines, under the same software."""
         return TransformerModel(transformer, self.stack, self.machines, expert_ranks=self.expert_ranks)
 
     def _layer_costs(
@@ -107,7 +107,7 @@ class TransformerModel:
         )
 
     def _edges(self, p: Parallel, on: Rank) -> tuple[Edge, Edge]:
-        """The embedding with positions, and the head, which has a copy of the embedding's weights."""
+        """Returns the embedding with positions, and the head, which has a copy of the embedding's weights."""
         t, stack = self.transformer, self.stack
         table = t.embedding_parameters / p.tensor
         first, last = (
@@ -121,17 +121,17 @@ class TransformerModel:
         return first, last
 
     def tensor_degrees(self, pool: int) -> list[int]:
-        """Powers of two that a host of the pool has devices for and that divide the heads, at most 16."""
+        """Returns the powers of two that a host of the pool has devices for and that divide the heads, at most 16."""
         t = self.transformer
         most = self.machines.pools[pool].per_host
         return [d for d in TENSOR_DEGREES if d <= most and not (t.heads % d or t.hidden % d)]
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
-        """All sizes of a micro-batch are known, by formulas."""
+        """Returns None: by formulas, all sizes of a micro-batch are known."""
         return None
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """With fused attention there is nothing that selective recompute would leave out."""
+        """Returns the choices of recompute; with fused attention the selective one would have nothing to leave out."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         if self.stack.fused_attention:
             kinds = ("none", "full")
@@ -139,7 +139,7 @@ class TransformerModel:
         return [(kind, True) for kind in kinds]
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
-        """Activations, or their gradient, of so many rows; `path`: (bytes/s, step in us) of one rank's send."""
+        """Returns the seconds to send so many rows' activations, or their gradient; `path`: (bytes/s, step in us)."""
         whole = float(self.stack.element_bytes) * rows * self.transformer.sequence * self.transformer.hidden
         if tensor == 1 or sequence_parallel:
             return point_to_point_s(whole / (tensor if sequence_parallel else 1), *path)
@@ -157,7 +157,7 @@ def _measured_bytes(measured: MeasuredLayer, formula_bytes: float) -> float:
 
 
 def _each(values: list[float], count: int) -> list[float]:
-    """A value for each of `count` layers from (a layer's, what the first and what the last one has besides)."""
+    """Returns a value for each of `count` layers from (a layer's, what the first and what the last one has besides)."""
     layer, first, last = values
     each = [layer] * count
     each[0] += first

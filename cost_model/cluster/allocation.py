@@ -1,4 +1,4 @@
-"""The hosts that a scheduler gave this job: SLURM's node list, or the workers that a Kubernetes operator names.
+"""Finds the hosts that a scheduler gave this job: SLURM's node list, or the workers that a Kubernetes operator names.
 
 Neither says what the hosts have, so all are taken to be like the one at hand.
 """
@@ -22,7 +22,7 @@ _PART = re.compile(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 
 
 def named_cluster(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
-    """What a command's ``--cluster`` says: a cluster file, or ``local``, this machine and those of the same job.
+    """Reads a command's ``--cluster``: a cluster file, or ``local``, this machine and those of the same job.
 
     Args:
         network: what is between them, where there are several.
@@ -37,7 +37,7 @@ def named_cluster(name: str, network: str | None = None, cpu_quota: float | None
 
 
 def hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the job's hosts, in its order; empty where no scheduler says so.
+    """Returns the names of the job's hosts, in its order; empty where no scheduler says so.
 
     Raises:
         ClusterError: what the scheduler says cannot be read.
@@ -51,7 +51,7 @@ def hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
-    """SLURM's short form: ``gpu[01-03,07],login`` is gpu01, gpu02, gpu03, gpu07, login."""
+    """Expands SLURM's short form: ``gpu[01-03,07],login`` is gpu01, gpu02, gpu03, gpu07, login."""
     names: list[str] = []
     at = 0
     while at < len(text):
@@ -75,7 +75,7 @@ def node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...
 
 
 def _workers(text: str) -> tuple[str, ...]:
-    """Hosts of the chief and the workers in TF_CONFIG, which Kubernetes' training operator writes."""
+    """Returns the hosts of the chief and the workers in TF_CONFIG, which Kubernetes' training operator writes."""
     try:
         cluster = json.loads(text)["cluster"]
         addresses = [address for role in ("chief", "master", "worker") for address in cluster.get(role, ())]
@@ -94,7 +94,7 @@ def _unreadable(variable: str, text: str) -> ClusterError:
 
 
 def cluster_of(local: Cluster, names: tuple[str, ...], network: str | None) -> Cluster:
-    """``local``'s one host, as often as there are names, on one network.
+    """Returns a cluster with ``local``'s one host as often as there are names, on one network.
 
     Raises:
         ClusterError: several hosts, and no type of network between them, or an unknown one.

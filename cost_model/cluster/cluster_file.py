@@ -1,4 +1,4 @@
-"""Cluster files: hosts of devices and the networks between them, as YAML.
+"""Reads and writes cluster files: hosts of devices and the networks between them, as YAML.
 
     name: lab
     networks: {fabric: {type: infiniband-hdr-200}}
@@ -36,7 +36,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Some equal devices of a host.
+    """A number of equal devices of a host.
 
     Attributes:
         type: a name of the hardware catalogue.
@@ -54,12 +54,12 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def device(self) -> Device:
-        """The catalogue's entry, with the memory that the file says."""
+        """Returns the catalogue's entry, with the memory that the file says."""
         found = catalogue.device(self.type)
         return found if self.memory_gb is None else msgspec.structs.replace(found, memory_gb=self.memory_gb)
 
     def intra_link(self) -> Link:
-        """The link over which these devices reach each other."""
+        """Returns the link over which these devices reach each other."""
         device = self.device
         return catalogue.link(self.link or device.link or device.host_link)
 
@@ -72,12 +72,12 @@ class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def network(self) -> Network:
-        """The catalogue's entry."""
+        """Returns the catalogue's entry."""
         return catalogue.network(self.type)
 
 
 class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How each of some hosts is attached to a network.
+    """The attachment of some hosts to a network.
 
     Attributes:
         nics: adapters of each host; each is beside an equal part of its devices, in their order.
@@ -90,7 +90,7 @@ class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Some equal hosts. `memory_gb`: of the host itself, where what leaves the devices may lie; None: not known."""
+    """A number of equal hosts. `memory_gb`: of each host, where offloaded data may lie; None: not known."""
 
     name: Name
     devices: Annotated[list[DeviceEntry], Meta(min_length=1)]
@@ -99,7 +99,7 @@ class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gb: Annotated[float, Meta(gt=0)] | None = None
 
     def adapter_bytes_per_s(self, network: str, ranks: int, apart: int) -> float:
-        """What an adapter can send for a ring of `ranks` of the devices, each `apart` from the next; inf: no limit.
+        """Returns what an adapter can send for a ring of `ranks` devices, each `apart` from the next; inf: no limit.
 
         A ring enters and leaves a host by the same adapter, at two of its ranks. Where no two are beside one adapter,
         it leaves from a far device.
@@ -112,7 +112,7 @@ class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All hosts and networks of a cluster, in the order of its file."""
+    """The hosts and networks of a cluster, in the order of its file."""
 
     name: Name
     hosts: Annotated[list[HostEntry], Meta(min_length=1)]
@@ -120,16 +120,16 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def device_count(self) -> int:
-        """Devices of all hosts."""
+        """Returns the number of devices of all hosts."""
         return sum(host.count * entry.count for host in self.hosts for entry in host.devices)
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of its devices: gpu, cpu."""
+        """Returns the kinds of its devices: gpu, cpu."""
         return frozenset(entry.device.kind for host in self.hosts for entry in host.devices)
 
     def path(self, one: HostEntry, other: HostEntry) -> tuple[str, NetworkEntry, int]:
-        """The fastest network between two hosts: its name, entry, and the adapters of the host that has fewer."""
+        """Returns the fastest network between two hosts: its name, its entry, the adapters of the host with fewer."""
         common = [name for name in one.networks if name in other.networks]
         if not common:
             raise ClusterError(
@@ -146,7 +146,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a cluster file."""
+    """Returns the JSON schema of a cluster file."""
     return msgspec.json.schema(Cluster)
 
 
@@ -164,7 +164,7 @@ def parse(text: str, origin: str = "<text>") -> Cluster:
 
 
 def to_yaml(cluster: Cluster) -> str:
-    """The text of a cluster file; `parse` gives the same cluster back."""
+    """Returns the text of a cluster file; `parse` gives the same cluster back."""
     return yaml.safe_dump(_plain(cluster), sort_keys=False, width=120)
 
 

@@ -1,4 +1,4 @@
-"""The local machine as a cluster of one host: its GPUs, or else its processors, as far as this process may use them."""
+"""Discovers the local machine as a cluster of one host: its GPUs, or else the processors that this process may use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,n
 
 
 def local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cluster:
-    """The machine that this process runs on.
+    """Returns the machine that this process runs on.
 
     Args:
         cpu_quota: CPUs' worth of time that control groups grant, None without a quota.
@@ -35,7 +35,7 @@ def local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cluster:
 def host_resources(
     cpu_quota: float | None = None, memory_limit_bytes: int | None = None, root: Path = Path("/")
 ) -> tuple[float, float]:
-    """(cores, bytes of memory) that this process may use: what affinity, control groups and the machine leave."""
+    """Returns (cores, bytes of memory) that affinity, control groups and the machine leave to this process."""
     logical = len(re.findall(r"^processor\s*:", (root / "proc/cpuinfo").read_text(), re.MULTILINE)) or 1
     cores = float(min(logical, len(os.sched_getaffinity(0))))
     if cpu_quota is not None:
@@ -58,7 +58,7 @@ def _ask_driver() -> str:
 
 
 def gpus(listing: str) -> list[DeviceEntry]:
-    """Entries for the driver's list: one line per GPU, its name and its memory in MiB."""
+    """Parses the driver's list: one line per GPU, its name and its memory in MiB."""
     counts = Counter(line.strip() for line in listing.splitlines() if line.strip())
     entries = []
     for line, count in counts.items():
@@ -70,7 +70,7 @@ def gpus(listing: str) -> list[DeviceEntry]:
 
 
 def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
-    """The processor sockets, with the share of them that affinity and quota leave to this process."""
+    """Returns the processor sockets, with the share of them that affinity and quota leave to this process."""
     text = (root / "proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     logical = len(re.findall(r"^processor\s*:", text, re.MULTILINE)) or 1
@@ -93,7 +93,7 @@ def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
 
 
 def _processor(model: str) -> tuple[Device, bool]:
-    """(the entry whose model number the processor's name contains, or the nearest; whether it is that processor's).
+    """Finds the entry whose model number the processor's name contains, or the nearest; and whether it is the former.
 
     Virtual machines often hide the number.
     """

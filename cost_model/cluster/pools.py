@@ -1,4 +1,4 @@
-"""A cluster as pools of equal devices, and what groups of their ranks communicate with.
+"""Divides a cluster into pools of equal devices, and says what groups of their ranks communicate with.
 
 A pool is one device entry of one host entry of a cluster file: so many hosts, each with so many equal devices. The
 ranks of a group need not be equal: stages of a plan may lie on several pools.
@@ -14,7 +14,7 @@ from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
 from cost_model.hardware import Device, catalogue
 from cost_model.kernels.collectives import Group, group
 
-# Of a host's memory, what a job may take for what its devices do not hold; the rest is the system's and the program's.
+# The part of a host's memory that a job may use for offloaded data; the rest is the system's and the program's.
 OFFLOADED_FRACTION = 0.9
 
 
@@ -33,57 +33,57 @@ class Pool:
 
     @property
     def device(self) -> Device:
-        """What one of the devices is, by the catalogue."""
+        """Returns the catalogue's entry of the devices."""
         return self.entry.device
 
     @property
     def hosts(self) -> int:
-        """Equal hosts that have such devices."""
+        """Returns the number of equal hosts that have such devices."""
         return self.host.count
 
     @property
     def per_host(self) -> int:
-        """Devices of the pool on each host."""
+        """Returns the number of the pool's devices on each host."""
         return self.entry.count
 
     @property
     def on_host(self) -> int:
-        """All devices of such a host, those of other pools as well."""
+        """Returns the number of all devices of such a host, those of other pools as well."""
         return sum(e.count for e in self.host.devices)
 
     @property
     def devices(self) -> int:
-        """Devices of the pool on all hosts."""
+        """Returns the number of the pool's devices on all hosts."""
         return self.hosts * self.per_host
 
     @property
     def memory_bytes(self) -> float:
-        """Of one device, as far as the job may use it."""
+        """Returns the memory of one device, as far as the job may use it."""
         return self.device.memory_bytes * self.entry.share
 
     @property
     def host_bytes(self) -> float:
-        """Memory of the host that one device's part of what is offloaded may take; 0 where it is not known."""
+        """Returns the host memory that one device's part of what is offloaded may take; 0 where it is not known."""
         return OFFLOADED_FRACTION * 1e9 * (self.host.memory_gb or 0.0) / self.on_host
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Between a device and its host's memory."""
+        """Returns the bytes per second between a device and its host's memory."""
         return catalogue.link(self.device.host_link).bytes_per_s
 
     @property
     def name(self) -> str:
-        """Host and device, and the share of the device where it is not all of it."""
+        """Returns host and device, and the share of the device where it is not all of it."""
         share = "" if self.entry.share == 1.0 else f" x {self.entry.share:g}"
         return f"{self.host.name}/{self.device.name}{share}"
 
     def tensor_groups(self, tensor: int) -> int:
-        """Groups of `tensor` devices of one host each."""
+        """Returns the number of groups of `tensor` devices of one host each."""
         return self.hosts * (self.per_host // tensor)
 
 
 class Machines:
-    """The pools of a cluster, and its groups (remembered: plans ask for the same ones again and again)."""
+    """The pools of a cluster, and a cache of its groups (plans ask for the same ones again and again)."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -96,11 +96,11 @@ class Machines:
 
     @property
     def devices(self) -> int:
-        """Devices of all pools."""
+        """Returns the number of devices of all pools."""
         return sum(pool.devices for pool in self.pools)
 
     def _tensor_group(self, number: int, tensor: int) -> Group:
-        """Ranks of one pool that divide tensors: neighbours, on as few hosts as have so many."""
+        """Returns the group of ranks of one pool that divide tensors: neighbours, on as few hosts as have so many."""
         pool = self.pools[number]
         link, together = pool.entry.intra_link(), min(tensor, pool.on_host)
         if together == tensor or not pool.host.networks:
@@ -111,7 +111,7 @@ class Machines:
         return group(tensor, together, link, entry.network, nics, beside, entry.oversubscription, adapter)
 
     def _data_group(self, members: tuple[tuple[int, int, int], ...]) -> Group:
-        """The group of one part of the parameters: (pool, tensor, replicas) of the stage's ranks.
+        """Returns the group of one part of the parameters: (pool, tensor, replicas) of the stage's ranks.
 
         Ranks of one such group are `tensor` apart, and all groups of a host communicate at once.
         """
@@ -134,7 +134,7 @@ class Machines:
         return min(found, key=lambda one: one.ring_bytes_per_s)
 
     def _together(self, host: str, members: tuple[tuple[int, int, int], ...]) -> int:
-        """Ranks of a data group that lie on one host of a kind: of each pool there as many as a host has room for."""
+        """Counts the ranks of a data group on one host of a kind: of each pool as many as a host has room for."""
         replicas: dict[int, int] = {}
         tensors: dict[int, int] = {}
         for number, tensor, count in members:
@@ -144,7 +144,7 @@ class Machines:
         return sum(min(n, max(1, self.pools[k].per_host // tensors[k])) for k, n in replicas.items())
 
     def _pair(self, one: int, other: int, apart: bool) -> Group:
-        """A rank of one pool and one of another, on other hosts if `apart`; all of a host's devices have a partner."""
+        """Returns the group of one rank of each pool, on two hosts if `apart`; all devices of a host have a partner."""
         first, second = self.pools[one], self.pools[other]
         link = first.entry.intra_link()
         if not first.host.networks or (one == other and first.hosts == 1) or not apart:
@@ -153,7 +153,7 @@ class Machines:
         return group(2, 1, link, entry.network, nics, first.on_host, entry.oversubscription)
 
     def _send_path(self, one: int, other: int, ranks: int) -> tuple[float, float]:
-        """(bytes/s, step in us) of one rank's send from a stage of `ranks` ranks in a pool to a stage in another."""
+        """Returns (bytes/s, step in us) of one rank's send from a stage of `ranks` ranks to a stage in another pool."""
         first, second = self.pools[one], self.pools[other]
         same_host = first.host.name == second.host.name
         inside = same_host and (ranks < first.on_host or first.hosts == 1)

@@ -1,4 +1,4 @@
-"""On which devices of a cluster the ranks of a job lie.
+"""Tells on which devices of a cluster the ranks of a job lie.
 
 Ranks are numbered over the cluster's hosts in the order of its file, and over a host's devices in the order of its
 entry, as launchers do.
@@ -11,7 +11,7 @@ from whale.errors import ClusterError
 
 
 def pool_runs(machines: Machines, ranks: int) -> list[tuple[int, int, int]]:
-    """(first rank, end, number of the pool) of each run of equal devices on one host, until all ranks have a device.
+    """Returns (first rank, end, pool's number) of each run of equal devices on one host, until all ranks have a device.
 
     Raises:
         ClusterError: the cluster has fewer devices.

@@ -1,4 +1,4 @@
-"""YAML files that people write: every mistake is a ClusterError with line and key."""
+"""Reads YAML files that people write: every mistake is a ClusterError with line and key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_ALIASES = 1000
 
 
 def text(path: str | Path, what: str) -> str:
-    """The text of a file; `what` names its kind in errors."""
+    """Returns the text of a file; `what` names its kind in errors."""
     try:
         with open(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -52,7 +52,7 @@ def refuse_depth(text: str, origin: str, what: str) -> None:
 
 
 class File:
-    """The text of a YAML file and where each of its keys stands."""
+    """The text of a YAML file, with the place of each of its keys."""
 
     def __init__(self, text: str, origin: str, what: str) -> None:
         self.origin, self.what = origin, what
@@ -69,7 +69,7 @@ class File:
             raise ClusterError(f"the {what} cannot be read", given=f"{origin}: {error}") from None
 
     def decode(self, kind: type[T]) -> T:
-        """The file's content as a struct."""
+        """Decodes the file's content as a struct."""
         try:
             return msgspec.convert(self.data, kind)
         except msgspec.ValidationError as error:
@@ -81,7 +81,7 @@ class File:
             raise ClusterError(f"the {self.what} cannot be read", given=f"{self.origin}: {error}") from None
 
     def error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
-        """An error about the value that keys lead to, or the nearest one around it that the file has."""
+        """Returns an error about the value that keys lead to, or the nearest one around it that the file has."""
         node: Any = self.tree
         known: list[str | int] = []
         for key in keys:
@@ -106,13 +106,13 @@ class File:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """The names of all fields of a struct and of those in it."""
+    """Returns the names of all fields of a struct and of those in it."""
     parts = msgspec.json.schema(kind)["$defs"].values()
     return {name: None for part in parts for name in part.get("properties", ())}
 
 
 def _keys(path: str) -> list[str | int]:
-    """`$.hosts[0].devices[1]` as a list of keys; a key of a free mapping reads `[...]` there."""
+    """Returns `$.hosts[0].devices[1]` as a list of keys; a key of a free mapping reads `[...]` there."""
     keys: list[str | int] = []
     for name, index in re.findall(r"\.([A-Za-z_]\w*)|\[([^\]]*)\]", path):
         keys.append(name or (int(index) if index.isdigit() else index))

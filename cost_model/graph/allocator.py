@@ -1,4 +1,4 @@
-"""TensorFlow's best-fit allocator with coalescing, as far as sizes go (xla/tsl/framework/bfc_allocator.cc).
+"""Simulates TensorFlow's best-fit allocator with coalescing, as far as sizes go (xla/tsl/framework/bfc_allocator.cc).
 
 It takes the smallest free piece that is large enough, and splits it only if it is at least twice as large as asked for
 (or 128 MiB larger): so a tensor may occupy nearly twice its bytes. Memory comes from the system in regions, each twice
@@ -36,7 +36,7 @@ class Allocator:
         self._free: list[tuple[int, int]] = []  # (bytes, piece), sorted
 
     def take(self, size: int, kind: int = 0) -> int:
-        """A piece of at least so many bytes."""
+        """Takes a piece of at least so many bytes and returns its number."""
         at = bisect_left(self._free, (size, -1))
         if at == len(self._free):
             grown = False
@@ -64,7 +64,7 @@ class Allocator:
         return piece
 
     def lend(self, size: int) -> None:
-        """Bytes of kind 0 in many pieces, of which only the sum is known; given back by lending as much less."""
+        """Takes bytes of kind 0 in many pieces, of which only the sum is known; given back by lending as much less."""
         self.live_bytes += size
         self._live[0] += size
         self._more(size)
@@ -76,13 +76,13 @@ class Allocator:
             self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
 
     def become(self, piece: int, kind: int) -> None:
-        """A piece that is used is of another kind from now on."""
+        """Changes the kind of a piece that is used."""
         self._live[self._kind[piece]] -= self._sizes[piece]
         self._live[kind] += self._sizes[piece]
         self._kind[piece] = kind
 
     def forget_peak(self) -> None:
-        """From now on the peaks are those of what comes."""
+        """Starts the peaks anew: from now on they are those of what comes."""
         self.peak_asked_bytes = self._asked_bytes
         self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
 
@@ -110,7 +110,7 @@ class Allocator:
         return len(self._sizes) - 1
 
     def _merge(self, one: int, other: int, free: bool = True) -> None:
-        """`other`, which lies behind `one`, becomes a part of it; what was in the list of free pieces leaves it."""
+        """Merges `other`, which lies behind `one`, into it; what was in the list of free pieces leaves it."""
         gone = other if free else one
         del self._free[bisect_left(self._free, (self._sizes[gone], gone))]
         self._sizes[one] += self._sizes[other]

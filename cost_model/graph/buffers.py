@@ -1,4 +1,4 @@
-"""Which memory a node's results lie in: an operand's, new memory, or none.
+"""Tells which memory a node's results lie in: an operand's, new memory, or none.
 
 What kernels do is TensorFlow's: a view shares its operand's buffer; a pointwise kernel writes into an operand that
 nobody else will read (`forward_input_or_allocate_output`); a variable that is still being read is copied before it is
@@ -45,7 +45,7 @@ _ROWS_OF_VARIABLES = READS_ROWS | SCATTERS | APPLIES_ROWS
 
 
 def copied_reads(program: Program) -> frozenset[str]:
-    """The reads of variables that are copies, but for those whose value nobody takes: no optimised graph has them."""
+    """Returns the reads of variables that are copies, but for unused ones, which no optimised graph has."""
     handles = {n.inputs[0].node for n in program.nodes if n.op in _ROWS_OF_VARIABLES}
     fetched = {r.node for r in program.outputs}
     return frozenset(
@@ -58,7 +58,7 @@ def copied_reads(program: Program) -> frozenset[str]:
 
 
 def forwarded(node: Node, result: int) -> tuple[int, ...]:
-    """Operands whose buffer a result may take over."""
+    """Returns the operands whose buffer a result may take over."""
     if node.op == "WhaleAllReduce":
         return (result + 1,)  # the communicator comes first
     if node.op == "AddN":
@@ -69,7 +69,7 @@ def forwarded(node: Node, result: int) -> tuple[int, ...]:
 
 
 def _unread(lines: Sequence[str], result: int) -> tuple[int, ...]:
-    """Tensors that arithmetic on elements reads no more once a result's first element is written."""
+    """Returns the tensors that arithmetic on elements no longer reads once a result's first element is written."""
     read: dict[str, int] = {}
     written = -1
     for i, line in enumerate(lines):
@@ -81,7 +81,7 @@ def _unread(lines: Sequence[str], result: int) -> tuple[int, ...]:
 
 
 def is_row_view(program: Program, node: Node) -> bool:
-    """Whether a cut takes whole rows of dimension 0, which lie side by side."""
+    """Tells whether a cut takes whole rows of dimension 0, which lie side by side."""
     if node.op not in ROW_VIEWS:
         return False
     whole = program.type_of(node.inputs[1 if node.op == "Split" else 0]).shape

@@ -1,7 +1,7 @@
-"""The cores of a host and the threads that share them, in slices of time, as Linux does it.
+"""Simulates the cores of a host and the threads that share them, in slices of time, as Linux does it.
 
-A thread that wakes up takes a free core. Where none is free it waits behind the others that wait: a running thread
-goes on until it has nothing to do or its slice is over, which for those that compute is a tick of the clock. An urgent
+A thread that wakes up takes a free core. Where none is free it waits behind the others that wait: a running thread goes
+on until it has nothing to do or its slice is over, which for those that compute is a tick of the clock. An urgent
 thread (one that has asked for short slices, as the engine of whale_ops does) takes a computing one's core.
 """
 
@@ -31,7 +31,7 @@ class Clock:
         heapq.heappush(self._events, (self.now_s + seconds, self._count, call))
 
     def ahead(self, seconds: float) -> bool:
-        """Goes so many seconds on if nothing else happens before, or then: as `after` and `play` would."""
+        """Advances, as `after` and `play` would, if nothing else happens before, or then; tells whether it did."""
         then_s = self.now_s + seconds
         if self._events and self._events[0][0] <= then_s:
             return False
@@ -47,7 +47,7 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Thread:
-    """What competes for a core. ``next_job`` gives it something to do, or None: then it sleeps until it is woken."""
+    """A thread that competes for a core. ``next_job`` gives it a job, or None: then it sleeps until it is woken."""
 
     next_job: Callable[[], Job | None]
     urgent: bool = False
@@ -61,7 +61,7 @@ class Thread:
 
 @dataclass(slots=True)
 class Host:
-    """Cores (a part of one makes all slower), and who runs on them or waits."""
+    """The cores of a host (a part of one makes all slower), and the threads that run on them or wait."""
 
     clock: Clock
     cores: float
@@ -73,16 +73,16 @@ class Host:
 
     def __post_init__(self) -> None:
         self._most = math.ceil(self.cores)
-        # Of a thread on a core, in parts of a whole core: a quota is shared by the cores that it is spread over.
+        # The speed of a thread on a core, as a part of a whole core's: a quota is shared by its cores.
         self.speed = self.cores / self._most
 
     @property
     def full(self) -> bool:
-        """Whether every core has a thread."""
+        """Tells whether every core has a thread."""
         return len(self.running) >= self._most
 
     def wake(self, thread: Thread) -> None:
-        """The thread has something to do."""
+        """Wakes a thread that has something to do."""
         if not thread.asleep:
             return
         thread.asleep = False
@@ -106,7 +106,7 @@ class Host:
             self.clock.after(until_s, partial(self._turn_over, thread, thread.turn))
 
     def _until(self, thread: Thread) -> float | None:
-        """Seconds of the thread's next turn on its core; None: it has nothing to do, and sleeps."""
+        """Returns the seconds of the thread's next turn on its core; None: it has nothing to do, and sleeps."""
         now_s = self.clock.now_s
         if thread.done is None:
             job = thread.next_job()

@@ -1,4 +1,4 @@
-"""A rank's program as its executor sees it: numbers in place of names."""
+"""Describes a rank's program as its executor sees it: numbers in place of names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAY_BE_FUSED = _FUSED_ACTIVATIONS | {BIAS}  # what a product in front may comput
 
 @dataclass(slots=True)
 class Steps:
-    """What a rank does in a step, as far as it takes time: nodes by their place in the program.
+    """The work of a rank in a step, as far as it takes time: nodes by their place in the program.
 
     Attributes:
         program: whose nodes these are.
@@ -41,13 +41,13 @@ class Steps:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes, in the order in which they are numbered."""
+        """Returns the nodes, in the order in which they are numbered."""
         return self.program.nodes
 
 
 @dataclass(slots=True)
 class Graph(Steps):
-    """The same with the memory that it takes; results (outputs of nodes) are numbered through.
+    """The steps with the memory that they take; results (outputs of nodes) are numbered through.
 
     Attributes:
         operands, results: numbers of what it reads, an entry per operand, and of what it yields.
@@ -74,7 +74,7 @@ class Graph(Steps):
 
 
 def steps_of(program: Program, rank: int, size: int, strict: bool = True) -> Steps:
-    """What ``rank`` of ``size`` runs; loops are written out.
+    """Returns what ``rank`` of ``size`` runs, with loops written out.
 
     Args:
         strict: else branches, and loops whose turns are not known, are nodes like others.
@@ -111,7 +111,7 @@ def _steps(program: Program, rank: int, size: int, copied: Collection[str]) -> S
 def graph_of(
     program: Program, rank: int, size: int, allocated: Callable[[int], int] = int, strict: bool = True
 ) -> Graph:
-    """The graph of what ``rank`` of ``size`` runs; loops are written out.
+    """Returns the graph of what ``rank`` of ``size`` runs, with loops written out.
 
     Args:
         allocated: bytes that the device's allocator takes for a tensor of so many bytes.
@@ -175,18 +175,18 @@ def graph_of(
 
 
 def copying(read: Node) -> Work:
-    """What a read of a variable does that is a copy (see buffers.copied_reads)."""
+    """Returns the work of a read of a variable that is a copy (see buffers.copied_reads)."""
     size = float(sum(t.bytes for t in read.outputs))
     return Work(0.0, size, size, 1)
 
 
 def _leaves_host(node: Node) -> bool:
-    """Whether it is a copy from the host's memory, and its result takes the device's."""
+    """Tells whether the node is a copy from the host's memory, whose result takes the device's."""
     return node.op == "WhaleOffload" and not node.attrs["to_host"]
 
 
 def _fused(program: Program) -> list[bool]:
-    """Biases, and activations behind them, that TensorFlow's optimiser lets the product in front add itself."""
+    """Marks biases, and activations behind them, that TensorFlow's optimiser lets the product in front compute."""
     fused: dict[str, bool] = {}
     fetched = {r.node for r in program.outputs}
 

@@ -1,4 +1,4 @@
-"""Live bytes of one rank, node by node: what results take, share, take over and give back."""
+"""Simulates the live bytes of one rank, node by node: what results take, share, take over and give back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What memory is for, as numbers below `count`: of each result, of variables by handle node, of the rest."""
+    """The kinds of memory, as numbers below `count`: of each result, of variables by handle node, of the rest."""
 
     count: int
     results: Sequence[int]
@@ -24,12 +24,15 @@ class Kinds:
 
 
 def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int]) -> tuple[int, int, int]:
-    """(most bytes during a step, bytes between steps, most bytes that were asked for at a time) of a rank.
+    """Returns the most bytes that a rank holds during a step.
 
     Args:
         orders: in which it starts and ends its nodes in steps one after the other, over and over; in each a node where
             it starts, its complement (~node) where it has ended.
         scratch_bytes: memory of each node while it runs.
+
+    Returns:
+        (most bytes during a step, bytes between steps, most bytes that were asked for at a time).
     """
     nothing = Kinds(1, [0] * len(graph.sizes), dict.fromkeys(graph.variable_bytes, 0), 0)
     allocator = Allocator()
@@ -46,7 +49,7 @@ def peaks(
     calls: Collection[int] = (),
     allocator: Allocator | None = None,
 ) -> tuple[list[int], int]:
-    """(bytes by kind at the moment when they are most, bytes between steps); scratch memory is of the kind 0.
+    """Returns (bytes by kind at the moment when they are most, bytes between steps); scratch memory is of the kind 0.
 
     Args:
         calls: nodes whose scratch memory is that of many nodes.
@@ -85,7 +88,7 @@ def peaks(
 
 
 def live_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int]) -> list[int]:
-    """Bytes that a rank holds after each event of a step that is not its first one (see ``peak_bytes``)."""
+    """Returns the bytes that a rank holds after each event of a step that is not its first one (see ``peak_bytes``)."""
     allocator = Allocator()
     variables = {handle: _Owner(allocator, size, 1) for handle, size in graph.variable_bytes.items()}
     for size in filter(None, graph.resident_sizes):
@@ -111,7 +114,7 @@ def live_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int])
 
 
 class _Owner:
-    """Memory that results share: given back when nobody refers to it any more."""
+    """Memory that results share; it is given back when nobody refers to it any more."""
 
     __slots__ = ("_allocator", "piece", "references")
 
@@ -121,7 +124,7 @@ class _Owner:
         self.references = references
 
     def become(self, kind: int) -> None:
-        """What lies there is of another kind from now on."""
+        """Changes the kind of what lies there."""
         if self.piece >= 0:
             self._allocator.become(self.piece, kind)
 
@@ -133,7 +136,10 @@ class _Owner:
 
 
 class _Memory:
-    """One step. Readers of a result refer to its memory until they have run; the caller refers to what it fetches."""
+    """The memory of one step.
+
+    Readers of a result refer to its memory until they have run; the caller refers to what it fetches.
+    """
 
     def __init__(self, graph: Graph, allocator: Allocator, variables: dict[str, _Owner], kinds: Kinds) -> None:
         self._graph, self._allocator, self._variables, self._kinds = graph, allocator, variables, kinds
@@ -142,7 +148,7 @@ class _Memory:
         self._readers = graph.readers
 
     def begin(self, node: int) -> None:
-        """The node starts: its results get memory."""
+        """Starts a node: its results get memory."""
         g = self._graph
         op = g.nodes[node].op
         results = g.results[node]
@@ -181,7 +187,7 @@ class _Memory:
                 self._change(ref.node)
 
     def end(self, node: int) -> None:
-        """The node has ended: what nobody will read any more is given back."""
+        """Ends a node: what nobody will read any more is given back."""
         g = self._graph
         for mine in g.results[node]:
             self._owner[mine].references += self._readers[mine]
@@ -191,12 +197,12 @@ class _Memory:
             self._owner[r].drop()
 
     def close(self) -> None:
-        """The caller gives back what it has fetched."""
+        """Ends the step: the caller gives back what it has fetched."""
         for r in self._graph.fetched:
             self._owner[r].drop()
 
     def _change(self, name: str) -> None:
-        """A variable in place, first copied where somebody still reads it; nothing where it is no variable's handle."""
+        """Changes a variable in place, first copied where somebody still reads it; does nothing for other nodes."""
         owner = self._variables.get(name)
         if owner is not None and owner.references > 1:
             size, kind = self._graph.variable_bytes[name], self._kinds.variables[name]

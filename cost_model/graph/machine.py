@@ -1,9 +1,8 @@
-"""What ranks run on: measured machines, described clusters, and ranks of which a few figures are known.
+"""Models what ranks run on: measured machines, described clusters, and ranks of which a few figures are known.
 
-measured_machine   a host that `whale profile` measured, operation by operation
-cluster_machine    the devices of a cluster file, by the catalogue's formulas
-cluster_rates      the same in a few figures each
-rated_machine      ranks that were measured for a moment (`Rates`)
+measured_machine   a host that `whale profile` measured, operation by operation cluster_machine    the devices of a
+cluster file, by the catalogue's formulas cluster_rates      the same in a few figures each rated_machine      ranks
+that were measured for a moment (`Rates`)
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ GRAIN_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the ranks run on.
+    """The machine that the ranks run on: it prices their operations and exchanges.
 
     Attributes:
         operations: of each rank, (seconds, scratch bytes) of a node with its work.
@@ -56,14 +55,14 @@ class Machine:
             )
 
     def allocated(self, size: int) -> int:
-        """Bytes that the allocator gives for a tensor."""
+        """Returns the bytes that the allocator gives for a tensor."""
         return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size and size >= self.counted_from_bytes else 0
 
 
 def measured_machine(
     table: MachineProfile, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0
 ) -> Machine:
-    """So many ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`.
+    """Returns ``ranks`` ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`.
 
     Where it has GPUs the ranks take turns with them, as ``wh.init`` deals them out.
     """
@@ -86,7 +85,7 @@ def measured_machine(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What an exchange takes that moves next to nothing, and bytes that a rank sends and receives in a second."""
+    """The seconds of an exchange of next to nothing, and the bytes that a rank sends and receives in a second."""
 
     exchange_s: float
     bytes_per_s: float
@@ -94,7 +93,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one rank does per second while all ranks work, and what an exchange takes between them.
+    """The work that one rank does per second while all ranks work, and what an exchange takes between them.
 
     Attributes:
         start_s: seconds of an operation that does next to nothing; exchange_s: the same of an exchange.
@@ -114,14 +113,14 @@ class Rates:
     devices: Link | None = None
 
     def link(self, through: str) -> Link:
-        """What carries exchanges: devices, or the host where ``through`` is ""."""
+        """Returns what carries exchanges: devices, or the host where ``through`` is ""."""
         if through and self.devices is not None:
             return self.devices
         return Link(self.exchange_s, self.exchanged_bytes_per_s)
 
 
 def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) -> Machine:
-    """Ranks of which nothing is known but a few figures each: a roofline for operations, bytes for exchanges."""
+    """Returns ranks that are known by a few figures each: a roofline for operations, bytes for exchanges."""
 
     def operation_of(one: Rates) -> Callable[[Program, Node, Work], tuple[float, int]]:
         def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
@@ -130,7 +129,7 @@ def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) ->
         return operation
 
     def exchange_s(what: Exchange) -> float:
-        # What a rank sends of it; of what goes one way, all.
+        # The bytes that a rank sends: its part of the tensor, or all of it where it goes one way.
         one_way = what.kind in ("point_to_point", "broadcast")
         sent_bytes = what.tensor_bytes if one_way else what.logical_bytes
         links = (rates[r].link(what.through) for r in what.ranks)
@@ -146,7 +145,7 @@ def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) ->
 
 
 def cluster_machine(cluster: Cluster) -> Machine:
-    """The devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
+    """Returns the devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
     devices = _devices(cluster)
 
     def exchange_s(what: Exchange) -> float:
@@ -177,7 +176,7 @@ def cluster_machine(cluster: Cluster) -> Machine:
 
 
 def cluster_rates(cluster: Cluster, dtype: str = "float32") -> list[Rates]:
-    """What each device of a cluster does at best, in the order of its file; of exchanges, what they take of it.
+    """Returns what each device of a cluster does at best, in the order of its file; of exchanges, what they take of it.
 
     Args:
         dtype: of the operands of products.
@@ -200,7 +199,7 @@ def cluster_rates(cluster: Cluster, dtype: str = "float32") -> list[Rates]:
 
 
 def _devices(cluster: Cluster) -> list[tuple[int, HostEntry, DeviceEntry]]:
-    """(number of its host, the host, the entry) of each device, in the order of the file."""
+    """Returns (number of its host, the host, the entry) of each device, in the order of the file."""
     found: list[tuple[int, HostEntry, DeviceEntry]] = []
     number = 0
     for host in cluster.hosts:
@@ -211,7 +210,7 @@ def _devices(cluster: Cluster) -> list[tuple[int, HostEntry, DeviceEntry]]:
 
 
 def _catalogued(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[float, int]]:
-    """Seconds of a node by the roofline of a catalogued device."""
+    """Returns a function that prices a node by the roofline of a catalogued device."""
     device = entry.device
     known = {}
 

@@ -1,4 +1,4 @@
-"""What was measured on a machine: operations, exchanges between its ranks, whole steps. A JSON file.
+"""Keeps what was measured on a machine: operations, exchanges between its ranks, whole steps. A JSON file.
 
 `whale profile` writes it. Operations are found by their signature; one that was not measured is taken to be as fast as
 the nearest one of its type, in proportion to its work.
@@ -30,7 +30,7 @@ Amount = Annotated[float, Meta(ge=0)]
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One operation alone on a core: seconds, and memory beside its results."""
+    """The measurement of one operation alone on a core: seconds, and memory beside its results."""
 
     signature: str
     op: str
@@ -113,14 +113,14 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = FORMAT_VERSION
 
     def merged(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> MachineProfile:
-        """With further measurements, which take the place of older ones of the same name."""
+        """Returns the profile with further measurements, which take the place of older ones of the same name."""
         found = {o.signature: o for o in (*self.operations, *operations)}
         named = {(s.program, s.copies): s for s in (*self.steps, *steps)}
         return msgspec.structs.replace(self, operations=list(found.values()), steps=list(named.values()))
 
 
 def default_path() -> Path:
-    """Where `whale profile` keeps what it measured, unless it is told another file."""
+    """Returns where `whale profile` keeps what it measured, unless it is told another file."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whale" / "profile.json"
 
 
@@ -154,7 +154,7 @@ def write(table: MachineProfile, path: str | Path) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Finds before anything is measured whether the file can be written; its folder is made where there is none.
+    """Checks, before anything is measured, that the file can be written; its folder is made where there is none.
 
     Raises:
         ClusterError: it cannot.
@@ -175,10 +175,14 @@ def check_writable(path: str | Path) -> None:
 
 
 class Measured:
-    """Seconds of operations and exchanges by a table."""
+    """Prices operations and exchanges by a table."""
 
     def __init__(self, table: MachineProfile, marks: Sequence[str] = (), ranks: int = 1) -> None:
-        """`marks`: fingerprints that the program's own step may have been measured under; the first that was counts."""
+        """Takes a table of measurements.
+
+        Args:
+            marks: fingerprints that the program's own step may have been measured under; the first that was counts.
+        """
         self.table = table
         self._exact = {o.signature: o for o in table.operations}
         self._by_op: dict[str, list[Operation]] = {}
@@ -196,7 +200,7 @@ class Measured:
         self.context = step.seconds / step.predicted_s if step else 1.0
 
     def operation(self, program: Program, node: Node, does: Work) -> tuple[float, int]:
-        """(seconds, scratch bytes) of a node alone on a core, as it runs within a step."""
+        """Returns (seconds, scratch bytes) of a node alone on a core, as it runs within a step."""
         if not does.kernels:
             return 0.0, 0
         found = self._exact.get(signature(program, node))
@@ -221,12 +225,12 @@ class Measured:
         return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
 
     def _alike(self, op: str) -> list[Operation]:
-        """Products of matrices, where the op is one."""
+        """Returns the measured products of matrices, where the op is one."""
         products = MATMULS | EINSUMS
         return [one for one in self.table.operations if one.op in products] if op in products else []
 
     def exchange_s(self, what: Exchange) -> float:
-        """Seconds of work that an exchange is for each of its ranks.
+        """Returns the seconds of work that an exchange is for each of its ranks.
 
         Where ranks compute on GPUs, what the host exchanges is copied to it before and back behind.
 
@@ -261,12 +265,12 @@ class Measured:
 
 
 def _slowest_s(copies: Sequence[Copies], size: float) -> float:
-    """Seconds of the slowest of some copies of so many bytes; 0 where there are none."""
+    """Returns the seconds of the slowest of some copies of so many bytes; 0 where there are none."""
     return max((_interpolated(one.samples, size) for one in copies), default=0.0)
 
 
 def _interpolated(samples: list[tuple[float, float]], size: float) -> float:
-    """Between two samples along the straight line; beyond the last in proportion to its slope."""
+    """Interpolates between two samples along the straight line; beyond the last in proportion to its slope."""
     if size <= samples[0][0] or len(samples) == 1:
         return samples[0][1]
     upper = next((i for i, (at, _) in enumerate(samples) if at >= size), len(samples) - 1)

@@ -1,9 +1,9 @@
-"""What one rank holds at the fullest moment of a step, and for what: its own program, played without the others.
+"""Predicts what one rank holds at the fullest moment of a step, and for what: its own program, played without others.
 
-The play is that of `execute`, with seconds that are only good enough for an order: exchanges are nodes like
-others, as long as their bytes. What a call of a function holds inside is found once for each function, and is scratch
-memory of its calls; so 64 micro-batches take no longer than two. Loops are written out; the body of one whose turns
-are not known counts as one turn of it.
+The play is that of `simulate`, with seconds that are only good enough for an order: exchanges are nodes like others, as
+long as their bytes. What a call of a function holds inside is found once for each function, and is scratch memory of
+its calls; so 64 micro-batches take no longer than two. Loops are written out; the body of one whose turns are not known
+counts as one turn of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whale.ir.program import Node, Program, Ref, function_refs
 # A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.
 _FLOPS_PER_S, _BYTES_PER_S, _EXCHANGED_BYTES_PER_S, _NODE_S = 5e10, 8e9, 2e9, 1e-6
 _THREADS = 2
-# Of a step that takes minutes on such a core, no more turns of two threads on one core are looked at than these.
+# At most so many turns of two threads on one core are simulated of a step, which may take minutes on such a core.
 _MOST_SLICES = 4000
 _STEPS_OF_A_CALL = 2
 
@@ -32,7 +32,7 @@ KindsOf = Callable[[Program], tuple[Mapping[Ref, int], Mapping[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of one rank.
+    """The bytes of one rank.
 
     Attributes:
         at_peak: by kind, at the moment of a step when they are most together.
@@ -44,7 +44,7 @@ class Held:
 
     @property
     def peak_bytes(self) -> int:
-        """All kinds together."""
+        """Returns the bytes at the peak, all kinds together."""
         return sum(self.at_peak)
 
 
@@ -57,7 +57,7 @@ def held(
     resident: int,
     counted_from_bytes: int = 0,
 ) -> Held:
-    """What ``rank`` of ``size`` holds while it runs ``program``.
+    """Returns what ``rank`` of ``size`` holds while it runs ``program``.
 
     Args:
         kinds: how many there are; ``resident``: that of inputs and of what communication keeps.
@@ -73,7 +73,7 @@ def held(
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """What a call of a function takes: seconds, bytes beside its results, and results that are arguments."""
+    """The cost of a call of a function: seconds, bytes beside its results, and results that are arguments."""
 
     seconds: float
     scratch_bytes: int

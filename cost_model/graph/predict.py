@@ -1,4 +1,4 @@
-"""Step time and memory of a captured program under a plan: from the programs that its ranks run."""
+"""Predicts step time and memory of a captured program under a plan, from the programs that its ranks run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAYS, VARIES = 40, 0.65  # further plays of a step, and how much the logarithm 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a step takes on one rank.
+    """The result of a step on one rank.
 
     Attributes:
         end_s: when its last node ends.
@@ -59,12 +59,12 @@ class Timeline:
     held: tuple[tuple[float, int], ...]
 
     def busy_s(self, exchange: bool) -> float:
-        """Seconds during which at least one exchange, or kernel, runs."""
+        """Returns the seconds during which at least one exchange, or kernel, runs."""
         return covered_s((span.start_s, span.end_s) for span in self.spans if span.exchange is exchange)
 
 
 def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of some intervals."""
+    """Returns the seconds that lie in at least one of some intervals."""
     covered, last = 0.0, float("-inf")
     for start_s, end_s in sorted(intervals):
         if end_s > last:
@@ -75,7 +75,7 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CapturedPrediction:
-    """What one step takes.
+    """The prediction of one step.
 
     Attributes:
         step_s: on the slowest rank.
@@ -91,14 +91,14 @@ class CapturedPrediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that holds most."""
+        """Returns the bytes of the rank that holds most."""
         return max(rank.peak_bytes for rank in self.ranks)
 
 
 def predict_ranks(
     programs: Sequence[Program], machine: Machine, with_timelines: bool = False, plays: int = PLAYS
 ) -> CapturedPrediction:
-    """One step of ranks that run ``programs`` (see whale.partition.spmd), rank i the i-th: its time and its memory.
+    """Predicts time and memory of one step of ranks that run ``programs`` (see whale.partition.spmd), rank i the i-th.
 
     Args:
         plays: how many more orders of a step are played for its memory; its time is that of the first.
@@ -147,7 +147,7 @@ def predict_ranks(
 
 
 def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -> float:
-    """Seconds of a step of ``size`` ranks, by the play of some of them that stand for the others; no memory.
+    """Predicts the seconds of a step of ``size`` ranks, by the play of some that stand for the others; no memory.
 
     Args:
         programs: rank -> what it runs. Branches, and loops whose turns are not known, count as one turn.
@@ -164,7 +164,7 @@ def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -
 def what_if_seconds(
     programs: Sequence[Program], machine: Machine, exchanges: Sequence[float], paces: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Seconds of a step where exchanges, and ranks, are so many times as fast: for each of `exchanges`, all `paces`.
+    """Predicts a step where exchanges, and ranks, are so many times as fast: for each of `exchanges`, all `paces`.
 
     Args:
         paces: of each rank, how many times as fast its kernels are.
@@ -187,8 +187,10 @@ def _faster(machine: Machine, times: float, what: Exchange) -> float:
 
 
 def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Machine]) -> list[float]:
-    """Seconds of all that ``rank`` of ``size`` does in a step, one after the other, waiting for nobody, on each of
-    ``machines``."""
+    """Returns the seconds of all that ``rank`` of ``size`` does in a step, on each of ``machines``.
+
+    It does one thing after the other, and waits for nobody.
+    """
     steps = steps_of(program, rank, size, strict=False)
     return [
         sum(_seconds(steps, _prices(steps, one, rank))) + sum(map(one.exchange_s, steps.exchanges.values()))
@@ -197,7 +199,7 @@ def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Mach
 
 
 def _priced(program: Program, rank: int, size: int, machine: Machine) -> tuple[Graph, list[float], list[int]]:
-    """What ``rank`` of ``size`` runs, with the seconds and the scratch bytes of each node."""
+    """Returns what ``rank`` of ``size`` runs, with the seconds and the scratch bytes of each node."""
     graph = graph_of(program, rank, size, machine.allocated)
     prices = _prices(graph, machine, rank)
     scratch = [machine.allocated(one[1]) for one in prices]
@@ -207,7 +209,7 @@ def _priced(program: Program, rank: int, size: int, machine: Machine) -> tuple[G
 
 
 def _prices(steps: Steps, machine: Machine, rank: int) -> list[tuple[float, int]]:
-    """Seconds and scratch bytes of each node but of exchanges."""
+    """Returns the seconds and scratch bytes of each node but of exchanges."""
     price = machine.operations[rank]
     return [
         (0.0, 0) if i in steps.exchanges or not does.kernels else price(steps.program, node, does)

@@ -1,4 +1,4 @@
-"""The name under which the measurement of an operation is kept: op, types, and what else its time depends on."""
+"""Names an operation for its measurement: by op, types, and what else its time depends on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LARGEST_CONSTANT = 8  # elements; larger ones are data
 
 
 def dtype_of(text: str) -> str:
-    """The dtype of the first result of an operation, by its signature."""
+    """Returns the dtype of the first result of an operation, by its signature."""
     return text.partition(") -> ")[2].partition("[")[0]
 
 
 def signature(program: Program, node: Node) -> str:
-    """Equal for operations that take equal time: op, operands' and results' types, attributes, small constants."""
+    """Names operations that take equal time alike: op, operands' and results' types, attributes, small constants."""
     operands = []
     for ref in node.inputs:
         t = program.type_of(ref)

@@ -1,4 +1,4 @@
-"""Discrete events over the ranks' programs: executor threads, engines, the cores that they share, exchanges, memory.
+"""Simulates the ranks' programs by discrete events: executor threads, engines, the cores that they share, exchanges.
 
 Each rank has executor threads as TensorFlow has them (core/common_runtime/executor.cc): a thread goes on with the short
 kernels that its last one has made ready, keeps one longer kernel for itself, and puts the others on its stack; a thread
@@ -24,7 +24,7 @@ SHORT_S = 2.5e-6  # kOpIsExpensiveThresholdCycles: 8,000
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a step took on one rank.
+    """The result of a played step on one rank.
 
     Attributes:
         end_s: when its last node ended.
@@ -42,7 +42,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How ranks share what they run on.
+    """The hosts and cores that ranks share, and how.
 
     Attributes:
         hosts: of each rank, the number of its host; a GPU is a host of its own with one core.
@@ -150,7 +150,7 @@ class _Run:
         ]
 
     def _next(self, rank: _Rank, thread: int) -> Job | None:
-        """What a thread does now: it runs what takes no time at once, then one kernel, or nothing."""
+        """Runs what takes no time at once, and returns the thread's next kernel; None: there is nothing."""
         inline, stack = rank.inline[thread], rank.stacks[thread]
         while True:
             if inline:
@@ -172,7 +172,7 @@ class _Run:
                 self._follow(rank, thread, node)
 
     def _ended(self, rank: _Rank, node: int) -> list[int]:
-        """A node has ended: its followers that wait for nobody else."""
+        """Ends a node and returns its followers that wait for nobody else."""
         rank.order.append(~node)
         rank.order_s.append(self.clock.now_s)
         rank.left -= 1
@@ -185,7 +185,7 @@ class _Run:
         return ready
 
     def _follow(self, rank: _Rank, thread: int, node: int) -> None:
-        """An executor's thread deals out what follows its node."""
+        """Deals out, on an executor's thread, what follows its node."""
         inline, stack = rank.inline[thread], rank.stacks[thread]
         kept, pushed = -1, 0
         for other in self._ended(rank, node):
@@ -205,14 +205,14 @@ class _Run:
         self._wake(rank, pushed)
 
     def _wake(self, rank: _Rank, count: int) -> None:
-        """A sleeping thread for each of so many nodes."""
+        """Wakes a sleeping thread for each of so many nodes."""
         if not count:
             return
         for thread in [t for t in rank.threads if t.asleep][:count]:
             rank.host.wake(thread)
 
     def _meet(self, rank: _Rank, node: int) -> None:
-        """An exchange starts on one rank; the last one to come starts it for all."""
+        """Starts an exchange on one rank; the last one to come starts it for all."""
         what = rank.graph.exchanges[node]
         number = rank.met[what.key]  # micro-batches use one key after the other
         rank.met[what.key] += 1
@@ -233,7 +233,7 @@ class _Run:
             announce()
 
     def _submit(self, rank: _Rank, seconds: float, done: Callable[[], None]) -> None:
-        """Work for a rank's engine, which one after the other does."""
+        """Gives work to a rank's engine, which does one thing after the other."""
         if not self.sharing.exchanges_compute:
             self.clock.after(seconds, done)
             return
@@ -243,7 +243,7 @@ class _Run:
             self.clock.after(delay_s, partial(rank.host.wake, rank.engine))
 
     def _exchanged(self, rank: _Rank, node: int) -> None:
-        """The engine hands what follows an exchange to the executor's threads, piece by piece."""
+        """Ends an exchange: the engine hands what follows it to the executor's threads, piece by piece."""
         ready = self._ended(rank, node)
         rank.stacks[0].extend(ready)
         self._wake(rank, len(ready))

@@ -1,4 +1,4 @@
-"""What one communication op of a rank's program moves and holds, from its node alone.
+"""Computes what one communication op of a rank's program moves and holds, from its node alone.
 
 Counts are those of whale_ops' counters (see whale.ir.exchanged_bytes), so a run can be compared with them exactly.
 """
@@ -41,12 +41,12 @@ class Exchange:
 
     @property
     def is_packed(self) -> bool:
-        """Whether what is sent has to be laid out in one piece first, or what comes in several."""
+        """Tells whether what is sent has to be laid out in one piece first, or what comes in several."""
         return bool(self.staging_bytes or self.scratch_bytes)
 
 
 def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
-    """What a communication op of ``rank`` moves, of ``size`` ranks; ``inputs`` are its operands' local types."""
+    """Returns what a communication op of ``rank`` of ``size`` moves; ``inputs`` are its operands' local types."""
     found = _moved(node, inputs, rank, size)
     return replace(found, through=node.attrs[THROUGH]) if THROUGH in node.attrs else found
 

@@ -1,4 +1,4 @@
-"""Programs with their loops written out, to be played: a body's nodes as often as they run.
+"""Unrolls the loops of programs, to be played: a body's nodes as often as they run.
 
 A list of tensors is what it is to TensorFlow, references: what stacks up in it lies where the bodies have made it, and
 lives until the last one reads it. So time and memory of loops follow from the same play as everything else.
@@ -37,7 +37,7 @@ _Value = Ref | _List
 
 
 class _NotFollowed(Exception):
-    """Says of which node of a loop the play does not know what it does."""
+    """Raised with the reason why the play cannot follow a node of a loop."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Graph:
 
 
 def unrolled(program: Program, strict: bool = True) -> Program:
-    """``program`` without loops; itself where it has none.
+    """Returns ``program`` without loops; itself where it has none.
 
     Args:
         strict: else branches stay, and a program stays as it is where one of its loops cannot be written out.
@@ -128,7 +128,7 @@ class _Unroller:
             self._keep(graph, node)
 
     def _keep(self, graph: _Graph, node: Node) -> None:
-        """A node like any other."""
+        """Keeps a node that is no different from any other."""
         operands = []
         for ref in node.inputs:
             value = graph.values[ref]
@@ -154,7 +154,7 @@ class _Unroller:
         return Ref(made)
 
     def _constant(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> None:
-        """Of a loop, what is the same in every turn is there once: TensorFlow's optimiser folds it."""
+        """Writes what is the same in every turn of a loop down once, as TensorFlow's optimiser folds it."""
         key = f"{graph.program.name}/{node.name}"
         if key not in self.constants:
             alone = replace(graph, after=(), waited={})
@@ -204,7 +204,7 @@ class _Unroller:
         return (value.node,) if isinstance(value, Ref) else ()
 
     def _on_items(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> None:
-        """A sum of lists, or a list of zeros."""
+        """Writes a sum of lists, or a list of zeros, down item by item."""
         lists = [one for one in given if isinstance(one, _List)]
         if len(lists) < len(given) or len({len(one.items) for one in lists}) != 1:
             raise _NotFollowed(f"{node.op} takes lists of unequal length")
@@ -222,7 +222,7 @@ class _Unroller:
         graph.waited.setdefault(node.name, ())
 
     def _list(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> _Value:
-        """What an operation on lists gives; popping also gives the item, which is noted here."""
+        """Returns what an operation on lists gives; notes the item that popping gives besides."""
         if node.op == "EmptyTensorList":
             return _List(())
         if node.op == "TensorListReserve":
@@ -274,7 +274,7 @@ class _Unroller:
         return at
 
     def _handed_on(self, graph: _Graph, node: Node, item: _Value) -> Ref:
-        """The item of a list that a node puts there; it lies where it lay."""
+        """Writes down the item that a node puts into a list; it lies where it lay."""
         if isinstance(item, _List):
             raise _NotFollowed(f"{node.op}: lists in lists")
         return self._moved(graph, node, item)
@@ -286,7 +286,7 @@ class _Unroller:
         return found
 
     def _taken(self, graph: _Graph, node: Node, item: Ref | None, kind: TensorType) -> Ref:
-        """The item of a list that a node hands out."""
+        """Writes down the item of a list that a node hands out."""
         if item is None:
             return self._zeros(graph, node, kind, node.name)
         return self._moved(graph, node, item)

@@ -26,7 +26,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class LOADER(_Base):  # type: ignore[misc]
-    """Takes numbers as JSON writes them, too: 4e-06 is one, where YAML 1.1 asks for a point."""
+    """Reads numbers as JSON writes them, too: 4e-06 is one, where YAML 1.1 asks for a point."""
 
 
 LOADER.add_implicit_resolver(
@@ -35,18 +35,18 @@ LOADER.add_implicit_resolver(
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all entries of the catalogue have: a name, and by field where its figure comes from."""
+    """The fields that all entries of the catalogue have: a name, and by field where its figure comes from."""
 
     name: str
     sources: dict[str, str]
 
     def source(self, field: str) -> str | None:
-        """Where the figure of a field comes from, or None."""
+        """Returns where the figure of a field comes from, or None."""
         return next((text for key, text in self.sources.items() if field in key.split(",")), None)
 
 
 class Efficiency(Entry, frozen=True):
-    """What kernels reach of a device's peaks; compute.py has the formulas that use these."""
+    """The part of a device's peaks that kernels reach; compute.py has the formulas that use these."""
 
     matmul_fraction: Fraction
     matmul_fill_k: Annotated[float, Meta(ge=0)]
@@ -85,16 +85,16 @@ class Device(Entry, frozen=True):
 
     @property
     def memory_bytes(self) -> float:
-        """Size of the device's memory."""
+        """Returns the size of the device's memory."""
         return self.memory_gb * 1e9
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Bandwidth of the device's memory, as its data sheet says."""
+        """Returns the bandwidth of the device's memory, as its data sheet says."""
         return self.memory_gb_per_s * 1e9
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Dense FLOP/s with operands of a dtype; ClusterError if the device has no such arithmetic."""
+        """Returns the dense FLOP/s with operands of a dtype; ClusterError if the device has no such arithmetic."""
         peak = self.peak_tflops.get(dtype)
         if peak is None:
             raise ClusterError(
@@ -125,7 +125,7 @@ class Link(Entry, frozen=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """What large messages reach, one device and direction."""
+        """Returns what large messages reach, one device and direction."""
         return self.gb_per_s * self.fraction * 1e9
 
 
@@ -138,7 +138,7 @@ class Network(Entry, frozen=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """What large messages reach, one adapter and direction."""
+        """Returns what large messages reach, one adapter and direction."""
         return self.gb_per_s * self.fraction * 1e9
 
 
@@ -151,12 +151,12 @@ E = TypeVar("E", bound=Entry)
 
 
 def read(name: str) -> Any:
-    """What a data file of this folder says."""
+    """Reads a data file of this folder."""
     return yaml.load((FOLDER / name).read_text(), Loader=LOADER)
 
 
 def table(entries: list[E]) -> Mapping[str, E]:
-    """Entries under their names and aliases, which must differ."""
+    """Returns the entries under their names and aliases, which must differ."""
     found: dict[str, E] = {}
     for entry in entries:
         for name in (entry.name, *getattr(entry, "aliases", ())):
@@ -168,13 +168,13 @@ def table(entries: list[E]) -> Mapping[str, E]:
 
 @cache
 def devices() -> Mapping[str, Device]:
-    """All devices, under their names and aliases."""
+    """Returns all devices, under their names and aliases."""
     return table(msgspec.convert(read("devices.yaml"), list[Device]))
 
 
 @cache
 def efficiencies() -> Mapping[str, Efficiency]:
-    """All efficiency curves by name."""
+    """Returns all efficiency curves by name."""
     return table(msgspec.convert(read("efficiency.yaml"), list[Efficiency]))
 
 
@@ -185,28 +185,28 @@ def _links() -> _Links:
 
 @cache
 def links() -> Mapping[str, Link]:
-    """All links between devices of one host, by name."""
+    """Returns all links between devices of one host, by name."""
     return table(_links().links)
 
 
 @cache
 def networks() -> Mapping[str, Network]:
-    """All networks between hosts, by name."""
+    """Returns all networks between hosts, by name."""
     return table(_links().networks)
 
 
 def device(name: str) -> Device:
-    """The device of a name or alias; upper case, spaces and underscores do not matter."""
+    """Returns the device of a name or alias; upper case, spaces and underscores do not matter."""
     return _find("device", name, devices())
 
 
 def link(name: str) -> Link:
-    """The link of a name inside a host; ClusterError, with the nearest known one, if there is none."""
+    """Returns the link of a name inside a host; ClusterError, with the nearest known one, if there is none."""
     return _find("link", name, links())
 
 
 def network(name: str) -> Network:
-    """The network of a name between hosts; ClusterError, with the nearest known one, if there is none."""
+    """Returns the network of a name between hosts; ClusterError, with the nearest known one, if there is none."""
     return _find("network", name, networks())
 
 
@@ -218,7 +218,7 @@ def _find(kind: str, name: str, known: Mapping[str, E]) -> E:
 
 
 def nearest(name: str, known: Mapping[str, Any]) -> dict[str, str]:
-    """The facts of an error about an unknown name: the nearest known one, or all of them."""
+    """Returns the facts of an error about an unknown name: the nearest known one, or all of them."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     if close:
         return {"expected": close[0], "action": f"write {close[0]} if that is what you mean"}

@@ -1,4 +1,4 @@
-"""Seconds of communication between devices: alpha-beta models by algorithm, topology and concurrency.
+"""Computes the seconds of collectives between devices: alpha-beta models by algorithm, topology and concurrency.
 
 Names: p ranks, of which `per_host` share a host; T bytes is the whole tensor (all-reduce: each rank's tensor;
 all-gather: the result; reduce-scatter: the operand). Steps and protocols follow NCCL's own model (NCCL,
@@ -26,7 +26,7 @@ SWITCH_RANKS = 4  # at least so many for the switch to be used; fewer exchange a
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that communicate, and what they have for it.
+    """The ranks that communicate, and what they have for it.
 
     Attributes:
         size: ranks in the group.
@@ -49,12 +49,13 @@ class Group:
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the ranks lie."""
+        """Returns on how many hosts the ranks lie."""
         return -(-self.size // self.per_host)
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bus bandwidth of rings: each rank sends and receives so much; the host's adapters carry the ring once."""
+        """Returns the bus bandwidth of rings: what each rank sends and receives; a host's adapters carry the ring
+        once."""
         inside = self.link_bytes_per_s if self.per_host > 1 else math.inf
         between = self.host_bytes_per_s if self.hosts > 1 else math.inf
         return min(inside, between)
@@ -70,7 +71,7 @@ def group(
     oversubscription: float = 1.0,
     adapter_bytes_per_s: float = math.inf,
 ) -> Group:
-    """A group of `size` ranks, `per_host` on each host, of which `groups_per_host` communicate at the same time.
+    """Returns a group of `size` ranks, `per_host` on each host, where `groups_per_host` communicate at once.
 
     `adapter_bytes_per_s`: what an adapter can take of the ranks' memory, where that is less than it can send.
     """
@@ -82,7 +83,7 @@ def group(
 
 
 def _steps_s(group: Group, protocol: str, rounds: int) -> float:
-    """Latency of `rounds` walks around the ring: so many steps between hosts, the others inside."""
+    """Returns the latency of `rounds` walks around the ring: so many steps between hosts, the others inside."""
     total = rounds * (group.size - 1)
     between = rounds * (group.hosts - 1)
     inside_us = getattr(group.link_steps, protocol)
@@ -97,7 +98,7 @@ def _ring_s(group: Group, sent_bytes: float, rounds: int, bytes_per_s: float) ->
 
 
 def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Reduce-scatter and all-gather around a ring: 2 (p-1) steps, each rank sends 2 (p-1)/p T."""
+    """Returns the seconds of a ring's reduce-scatter and all-gather: 2 (p-1) steps, each rank sends 2 (p-1)/p T."""
     p = group.size
     if p == 1:
         return 0.0
@@ -105,7 +106,10 @@ def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """All-reduce where the switch adds (NVLink SHARP), faster than a ring by a measured factor; infinite: it cannot."""
+    """Returns the seconds where the switch adds (NVLink SHARP), by a measured factor less than a ring's.
+
+    Infinite: it cannot.
+    """
     if group.hosts > 1 or group.in_network_reduction == 1.0 or group.size < SWITCH_RANKS:
         return math.inf
     p = group.size
@@ -115,7 +119,7 @@ def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def tree_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Double binary trees between hosts, chains inside: 2 (log2 hosts + per_host - 1) steps."""
+    """Returns the seconds of double binary trees between hosts, chains inside: 2 (log2 hosts + per_host - 1) steps."""
     if group.hosts == 1:
         return math.inf
     p = group.size
@@ -130,7 +134,10 @@ def tree_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def halving_doubling_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Recursive halving and doubling: 2 log2 p steps; the first pairs cross the slowest link with half of it."""
+    """Returns the seconds of recursive halving and doubling: 2 log2 p steps.
+
+    The first pairs cross the slowest link with half of it.
+    """
     p = group.size
     if p == 1:
         return 0.0
@@ -142,7 +149,7 @@ def halving_doubling_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def hierarchical_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Reduce-scatter inside each host, all-reduce of the pieces between hosts, all-gather inside."""
+    """Returns the seconds of reduce-scatter inside hosts, all-reduce of the pieces between hosts, all-gather inside."""
     if group.hosts == 1 or group.per_host == 1:
         return math.inf
     inside = Group(group.per_host, group.per_host, group.link_bytes_per_s, group.link_steps)
@@ -168,30 +175,30 @@ NCCL_ALGORITHMS = ("ring", "tree", "switch")
 
 
 def all_reduce_s(group: Group, tensor_bytes: float, algorithms: tuple[str, ...] = NCCL_ALGORITHMS) -> float:
-    """The fastest of the algorithms that a library has, as its own tuning would pick."""
+    """Returns the seconds of the fastest of the algorithms that a library has, as its own tuning would pick."""
     if group.size == 1:
         return 0.0
     return min(ALL_REDUCE[name](group, tensor_bytes) for name in algorithms)
 
 
 def all_gather_s(group: Group, tensor_bytes: float) -> float:
-    """Ring: p-1 steps, each rank sends (p-1)/p T, where T is the gathered tensor."""
+    """Returns the seconds of a ring: p-1 steps, each rank sends (p-1)/p T, where T is the gathered tensor."""
     p = group.size
     return 0.0 if p == 1 else _ring_s(group, (p - 1) / p * tensor_bytes, 1, group.ring_bytes_per_s)
 
 
 def reduce_scatter_s(group: Group, tensor_bytes: float) -> float:
-    """Ring: p-1 steps, each rank sends (p-1)/p T, where T is the tensor before."""
+    """Returns the seconds of a ring: p-1 steps, each rank sends (p-1)/p T, where T is the tensor before."""
     return all_gather_s(group, tensor_bytes)
 
 
 def broadcast_s(group: Group, tensor_bytes: float) -> float:
-    """Pipelined ring: T over the slowest link, and one walk of latency."""
+    """Returns the seconds of a pipelined ring: T over the slowest link, and one walk of latency."""
     return 0.0 if group.size == 1 else _ring_s(group, tensor_bytes, 1, group.ring_bytes_per_s)
 
 
 def all_to_all_s(group: Group, tensor_bytes: float) -> float:
-    """Every rank sends 1/p of its T bytes to every other: inside the host and between hosts at the same time."""
+    """Returns the seconds for every rank to send 1/p of its T bytes to every other, in and between hosts at once."""
     p = group.size
     if p == 1:
         return 0.0
@@ -201,7 +208,7 @@ def all_to_all_s(group: Group, tensor_bytes: float) -> float:
 
 
 def point_to_point_s(sent_bytes: float, bytes_per_s: float, step_us: float) -> float:
-    """One message: its latency and its bytes."""
+    """Returns the seconds of one message: its latency and its bytes."""
     return START_S + step_us * 1e-6 + sent_bytes / bytes_per_s
 
 

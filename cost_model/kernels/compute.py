@@ -1,4 +1,4 @@
-"""Seconds of one kernel on one device: roofline with curves of size.
+"""Computes the seconds of one kernel on one device: roofline with curves of size.
 
 A matrix product is computed in tiles of its result, one per multiprocessor at a time, so the last wave of tiles may
 leave multiprocessors idle, and a tile has a start and an end outside its main loop; see NVIDIA, "Matrix Multiplication
@@ -29,7 +29,7 @@ SIZE_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one device (or a share of it) does per second; made once per device and dtype."""
+    """The rates per second of one device (or a share of it); made once per device and dtype."""
 
     units: int
     matmul_flops_per_s: float
@@ -43,7 +43,7 @@ class Rates:
 
 @lru_cache(maxsize=1024)
 def slowest_of(ranks: int, variation: float) -> float:
-    """How much longer the slowest of so many equal devices computes than the mean one; the others wait for it.
+    """Returns how much longer the slowest of so many equal devices computes than the mean one; the others wait for it.
 
     The mean of the largest of n normal values, by Blom's approximation (G. Blom, "Statistical estimates and transformed
     beta-variables", 1958).
@@ -54,7 +54,7 @@ def slowest_of(ranks: int, variation: float) -> float:
 
 
 def rates_of(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> Rates:
-    """The rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many."""
+    """Returns the rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many."""
     curve: Efficiency = efficiencies()[device.efficiency]
     peak = device.peak_flops_per_s(dtype) / slowest_of(ranks, curve.variation)
     fraction = (curve.float8_fraction if dtype == "float8" else None) or curve.matmul_fraction
@@ -71,13 +71,13 @@ def rates_of(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> 
 
 
 def matmul_flops(m: int, n: int, k: int, batch: int = 1) -> float:
-    """Multiply-adds of [m, k] x [k, n], counted as two operations, `batch` times."""
+    """Counts the multiply-adds of [m, k] x [k, n], as two operations each, `batch` times."""
     return 2.0 * m * n * k * batch
 
 
 @lru_cache(maxsize=65536)
 def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
-    """Seconds of `batch` products [m, k] x [k, n]: the fastest of the tiles and splits, but not faster than memory."""
+    """Returns the seconds of `batch` products [m, k] x [k, n] by the fastest tiles and splits; memory is the limit."""
     per_unit = on.matmul_flops_per_s / on.units
     e = on.element_bytes
     best = float("inf")
@@ -97,17 +97,20 @@ def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
 
 
 def streaming_s(on: Rates, moved_bytes: float) -> float:
-    """Seconds of a kernel that reads and writes so many bytes once (pointwise, normalisation, reduction, update)."""
+    """Returns the seconds of a kernel that moves so many bytes once (pointwise, normalisation, reduction, update)."""
     return moved_bytes / on.memory_bytes_per_s + on.kernel_s
 
 
 def attention_s(on: Rates, flops: float, sequence: int) -> float:
-    """Seconds of fused attention; its efficiency grows with the sequence (Dao, "FlashAttention-2", 2023, figure 4)."""
+    """Returns the seconds of fused attention.
+
+    Its efficiency grows with the sequence (Dao, "FlashAttention-2", 2023, figure 4).
+    """
     return flops / (on.attention_flops_per_s * sequence / (sequence + on.attention_ramp)) + on.kernel_s
 
 
 def update_bytes(optimizer: str, parameter_bytes: int = 4) -> float:
-    """Bytes read and written per parameter by one fused update in one precision: gradient, parameter, and the state.
+    """Counts the bytes per parameter that one fused update in one precision reads and writes, state included.
 
     SGD reads gradient and parameter and writes the parameter; momentum and Adam also read and write one and two states.
     """
@@ -116,5 +119,5 @@ def update_bytes(optimizer: str, parameter_bytes: int = 4) -> float:
 
 
 def load_s(sample_bytes: float, samples: int, bytes_per_s: float, work_s: float, workers: int) -> float:
-    """Seconds to load a batch: read from storage, or prepared by so many workers, whichever is slower."""
+    """Returns the seconds to load a batch: read from storage, or prepared by so many workers, whichever is slower."""
     return max(sample_bytes * samples / bytes_per_s, work_s * samples / max(1, workers))

@@ -1,4 +1,4 @@
-"""FLOPs of matrix products, einsums and convolutions."""
+"""Counts the FLOPs of matrix products, einsums and convolutions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whale.ir.values import TensorType
 
 
 def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
-    """FLOPs of a matrix product or convolution (2 per multiply-add), 0 for any other op."""
+    """Counts the FLOPs of a matrix product or convolution (2 per multiply-add), 0 for any other op."""
     op = node.op
     if op in MATMULS:
         shape = inputs[0].shape

@@ -1,7 +1,6 @@
-"""Memory of a GPU that no tensor gets: what TensorFlow leaves to CUDA and its libraries, and NCCL's buffers.
+"""Computes the memory of a GPU that no tensor gets: what TensorFlow leaves to CUDA and its libraries, NCCL's buffers.
 
-tensorflow_bytes   left by TensorFlow's allocator
-nccl_bytes         taken by NCCL for connections between ranks
+tensorflow_bytes   left by TensorFlow's allocator nccl_bytes         taken by NCCL for connections between ranks
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ _CONNECTIONS = 3  # that a channel receives through: its ring's, and from a tree
 
 
 def tensorflow_bytes(memory_bytes: float, capability: int) -> int:
-    """What TensorFlow's allocator leaves of a GPU: for CUDA's context, workspaces of its libraries, compiled kernels.
+    """Returns what TensorFlow's allocator leaves of a GPU: for CUDA's context, library workspaces, compiled kernels.
 
-    As TensorFlow's own `MinSystemMemory` has it (tensorflow/core/common_runtime/gpu/gpu_device.cc), which holds
-    whether its memory grows or not.
+    As TensorFlow's own `MinSystemMemory` has it (tensorflow/core/common_runtime/gpu/gpu_device.cc), which holds whether
+    its memory grows or not.
 
     Args:
         capability: the major number of the GPU's compute capability.
@@ -42,7 +41,7 @@ def tensorflow_bytes(memory_bytes: float, capability: int) -> int:
 
 
 def nccl_bytes(groups: int, peers: int, environment: Mapping[str, str]) -> int:
-    """What NCCL takes of a rank's GPU, by its defaults or what the environment says; some more with NVLink SHARP.
+    """Returns what NCCL takes of a rank's GPU, by its defaults or the environment; some more with NVLink SHARP.
 
     A connection has the buffers of all three protocols at the receiving end and some flags at the other one, both
     rounded up: 10 MiB and 2 MiB, as NVIDIA/nccl issue 1685 lists them (sizes: `computeBuffSizes` in src/init.cc,

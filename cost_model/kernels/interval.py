@@ -1,4 +1,4 @@
-"""Between which seconds a step lies that was predicted: as far apart as measured and predicted steps were.
+"""Returns an interval around a predicted step: as wide as measured and predicted steps were apart.
 
 Factors are order statistics of measured / predicted, so that 90 % of measurements lie between them and as many below as
 above; `tests/cost_model/test_interval.py` finds them again in the tables. They say nothing of what no table has.
@@ -18,12 +18,12 @@ OWN_RUNS = (0.58, 1.337)
 
 
 def interval_s(step_s: float, factors: tuple[float, float]) -> tuple[float, float]:
-    """The shortest and the longest step that is likely."""
+    """Returns the shortest and the longest step that is likely."""
     return step_s * factors[0], step_s * factors[1]
 
 
 def calibrated(ratios: Sequence[float]) -> tuple[float, float]:
-    """Factors of measured / predicted between which the next one lies with a probability of `PART`."""
+    """Returns the factors of measured / predicted between which the next one lies with a probability of `PART`."""
     ordered, count = sorted(ratios), len(ratios)
     below = (1 - PART) / 2 * (count + 1)
     low = max(0, math.floor(below) - 1)

@@ -1,4 +1,4 @@
-"""How often the bodies of loops run, where that follows from the program: counters that begin and end with constants.
+"""Counts how often the bodies of loops run, where that follows from the program: counters from constant to constant.
 
 What a condition depends on is computed turn by turn, on its own: integers and truth values, by the few ops that count.
 """
@@ -39,14 +39,14 @@ Values = dict[Ref, int]  # scalars that are known; truth values are 0 and 1
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How often a loop's body runs, and which of the body's arguments (by number) are known constants."""
+    """The number of times that a loop's body runs, and the body's arguments (by number) that are known constants."""
 
     count: int
     arguments: Mapping[int, int]
 
 
 def turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[int, int]) -> dict[str, Turns]:
-    """Of the loops of a graph, those whose number of turns is known.
+    """Returns the turns of those loops of a graph whose number of turns is known.
 
     Args:
         arguments: values of the graph's own inputs that are known, by number.
@@ -73,13 +73,13 @@ def turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[i
 
 
 def executions(program: Program) -> Counter[str]:
-    """How often a step runs each function of a program; a loop whose turns are not known counts as one turn."""
+    """Counts how often a step runs each function of a program; a loop whose turns are not known counts as one turn."""
     if not program.functions:
         return Counter()
     known: dict[tuple[str, tuple[tuple[int, int], ...]], Counter[str]] = {}
 
     def inside(name: str, arguments: Mapping[int, int]) -> Counter[str]:
-        """What one run of a function runs, for the values of its arguments that are known."""
+        """Counts what one run of a function runs, for the values of its arguments that are known."""
         key = name, tuple(sorted(arguments.items()))
         if key not in known:  # micro-batches call the same functions
             known[key] = within(program.functions[name], arguments)
@@ -103,20 +103,20 @@ def executions(program: Program) -> Counter[str]:
 
 
 def function_of(node: Node, key: str, functions: Mapping[str, Program]) -> Program | None:
-    """The function that an attribute of a node names, if the program has it."""
+    """Returns the function that an attribute of a node names, if the program has it."""
     value = node.attrs.get(key)
     return functions.get(value.name) if isinstance(value, Func) else None
 
 
 def _counts(node: Node) -> bool:
-    """Whether a node makes one integer or truth value of others."""
+    """Tells whether a node makes one integer or truth value of others."""
     if len(node.outputs) != 1 or node.outputs[0].dtype not in _COUNTING or node.outputs[0].shape != ():
         return False
     return node.op == "Const" or node.op in _OPS
 
 
 def evaluate(node: Node, known: Values) -> bool:
-    """Computes a node whose operands are known, if it is one that counts; whether it could."""
+    """Computes a node whose operands are known, if it is one that counts; tells whether it could."""
     if not _counts(node) or any(ref not in known for ref in node.inputs):
         return False
     if node.op == "Const":
@@ -127,7 +127,7 @@ def evaluate(node: Node, known: Values) -> bool:
 
 
 def _passed_on(body: Program, argument: int) -> bool:
-    """Whether a loop variable keeps its value."""
+    """Tells whether a loop variable keeps its value."""
     ref = body.outputs[argument]
     while body.by_name[ref.node].op in IDENTITIES:
         ref = body.by_name[ref.node].inputs[0]
@@ -135,7 +135,7 @@ def _passed_on(body: Program, argument: int) -> bool:
 
 
 def _ended(condition: Program, body: Program, start: Mapping[int, int]) -> tuple[int, dict[int, int]] | None:
-    """(turns, last values of the loop variables that can be followed); None where the turns are not known."""
+    """Counts a loop's turns; returns (turns, last values of variables that can be followed), None: not known."""
     test, asked = _needed(condition, condition.outputs)
     # The loop of the gradient runs as often as another counter of this one says.
     followed = {i for i in start if _followed(body, {i}, start)}
@@ -158,7 +158,7 @@ def _ended(condition: Program, body: Program, start: Mapping[int, int]) -> tuple
 
 
 def _followed(body: Program, variables: set[int], start: Mapping[int, int]) -> bool:
-    """Whether loop variables change by counting only, from values that are known."""
+    """Tells whether loop variables change by counting only, from values that are known."""
     while True:
         nodes, read = _needed(body, [body.outputs[i] for i in variables])
         if not read <= start.keys() or not all(map(_counts, nodes)):
@@ -169,7 +169,7 @@ def _followed(body: Program, variables: set[int], start: Mapping[int, int]) -> b
 
 
 def _needed(graph: Program, refs: Iterable[Ref]) -> tuple[list[Node], set[int]]:
-    """The nodes that results depend on, in order, and the numbers of the arguments."""
+    """Returns the nodes that results depend on, in order, and the numbers of the arguments."""
     number = {name: i for i, name in enumerate(graph.inputs)}
     names: set[str] = set()
     todo = [ref.node for ref in refs]

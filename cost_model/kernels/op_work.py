@@ -1,4 +1,4 @@
-"""FLOPs, bytes and kernels of one node. One table per family of op types; a type is in one of them.
+"""Counts the FLOPs, bytes and kernels of one node. One table per family of op types; a type is in one of them.
 
 FLOPs: an addition, a multiplication, a comparison is one; a transcendental function counts as the polynomial that Eigen
 evaluates for it. Bytes: every operand is read and every result written once, except where a kernel touches less (a
@@ -37,7 +37,7 @@ from whale.ir.values import TensorType, item_bytes
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a node does: FLOPs, bytes read and written, launches (0: nothing runs, or only on the host)."""
+    """The work of a node: FLOPs, bytes read and written, launches (0: nothing runs, or only on the host)."""
 
     flops: float = 0.0
     read_bytes: float = 0.0
@@ -46,7 +46,7 @@ class Work:
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes read from memory and written to it."""
+        """Returns the bytes read from memory and written to it."""
         return self.read_bytes + self.written_bytes
 
 
@@ -106,7 +106,7 @@ _PARTS = LOOKUPS | {"Slice", "StridedSlice", "TensorArrayReadV3"}
 _FILLS = "Fill Range OneHot Tile BroadcastTo"
 # The last operand is written into a list.
 _PUSHES = "TensorArrayWriteV3"
-# What moves or mixes what is there, however it is drawn.
+# Ops that move or mix what is there, whatever they draw.
 _SHUFFLES = frozenset(
     """RandomShuffle StatelessShuffle RandomIndexShuffle RandomCrop SampleDistortedBoundingBox
     SampleDistortedBoundingBoxV2 StatelessSampleDistortedBoundingBox""".split()
@@ -270,12 +270,12 @@ def _cudnn_rnn(node: Node, inputs: Inputs) -> Work:
 
 
 def _program_flops(node: Node) -> float:
-    """Of each element, what the program of a fused operation does."""
+    """Counts the FLOPs of a fused operation's program for each element."""
     return float(sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"]))
 
 
 def _fused_update(node: Node, inputs: Inputs) -> Work:
-    """Many variables by one operation: its program once for each element; variables are read and written."""
+    """Counts an update of many variables: its program once for each element; variables are read and written."""
     elements = sum(math.prod(shape.dims or ()) for shape in node.attrs["shapes"])
     each = item_bytes(str(node.attrs["T"]))
     variables = node.attrs["H"] * elements / len(node.attrs["shapes"])
@@ -285,7 +285,7 @@ def _fused_update(node: Node, inputs: Inputs) -> Work:
 
 
 def _fused_elementwise(node: Node, inputs: Inputs) -> Work:
-    """Arithmetic on elements by one operation: its program once for each element."""
+    """Counts fused elementwise arithmetic: its program once for each element."""
     elements = math.prod(node.attrs["shape"].dims or ())
     read, written = (sum(float(one.bytes) for one in some) for some in (inputs, node.outputs))
     return Work(_program_flops(node) * elements, read, written, 1)
@@ -322,12 +322,12 @@ _TABLE: dict[str, Formula] = {
 
 
 def covered(op: str) -> bool:
-    """Whether an op type has a formula of its own."""
+    """Tells whether an op type has a formula of its own."""
     return op in _TABLE
 
 
 def work(node: Node, inputs: Inputs) -> Work:
-    """What a node does; a type without a formula reads its operands, writes its results, one FLOP per element."""
+    """Returns a node's work; an op without a formula reads its operands, writes its results, one FLOP per element."""
     formula = _TABLE.get(node.op)
     if formula is not None:
         return formula(node, inputs)
@@ -335,7 +335,7 @@ def work(node: Node, inputs: Inputs) -> Work:
 
 
 def program_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
-    """Every node and what it does, those of called functions as often as they run.
+    """Yields every node and what it does, those of called functions as often as they run.
 
     Args:
         trips: how often the bodies of loops run whose number of turns does not follow from the program.

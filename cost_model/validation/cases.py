@@ -1,4 +1,4 @@
-"""A row of a published table as a case: what ran, on what, and the seconds that were measured."""
+"""Turns rows of published tables into cases: what ran, on what, and the seconds that were measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Case:
     cluster: str
 
     def predict(self) -> Prediction:
-        """What the cost model says of the run."""
+        """Returns what the cost model says of the run."""
         return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster))
 
 
@@ -52,12 +52,12 @@ class Published:
 
 @cache
 def published_cluster(name: str) -> Cluster:
-    """A cluster that rows were measured on, by the name of its file in clusters/."""
+    """Returns a cluster that rows were measured on, by the name of its file in clusters/."""
     return cluster.read(FOLDER / "clusters" / f"{name}.yaml")
 
 
 def _megatron_row(row: Mapping[str, str]) -> Division:
-    """The division of work in the columns that the tables of Megatron-LM have; the older ones have no ``seqpar``."""
+    """Reads the division of work from columns of Megatron-LM's tables; the older ones have no ``seqpar``."""
     return Division(
         sizes=tuple(_number(row[name]) for name in ("tp", "pp", "dp", "vpp", "mbs")),
         devices=_number(row["gpus"]),
@@ -69,7 +69,8 @@ def _megatron_row(row: Mapping[str, str]) -> Division:
 
 
 def _megatron(row: Mapping[str, str]) -> Case:
-    """Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table 1."""
+    """Reads a row of Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table
+    1."""
     model, division = _model(row), _megatron_row(row)
     parallel, assumed = completed(division, model, "megatron-2021", published_cluster("selene"))
     # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh).
@@ -87,7 +88,8 @@ def _megatron(row: Mapping[str, str]) -> Case:
 
 
 def _korthikanti(row: Mapping[str, str]) -> Case:
-    """Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 5."""
+    """Reads a row of Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table
+    5."""
     model = _model(row)
     parallel, assumed = completed(_megatron_row(row), model, "megatron-2022", published_cluster("selene"))
     label = f"{row['model']} {_plan(parallel)}{assumed}"
@@ -95,7 +97,7 @@ def _korthikanti(row: Mapping[str, str]) -> Case:
 
 
 def _megatron_zero(row: Mapping[str, str]) -> Case:
-    """The same paper, table 2: models without model parallelism under ZeRO 3 (DeepSpeed's, of that year)."""
+    """Reads a row of table 2 of SC 2021: models without model parallelism under ZeRO 3 (DeepSpeed's, of that year)."""
     model = _model(row)
     parallel, assumed = completed(_megatron_row(row), model, "megatron-2021", published_cluster("selene"))
     label = f"{row['params_B']}B {_plan(parallel)} ZeRO {parallel.zero}{assumed}"
@@ -108,12 +110,12 @@ def _model(row: Mapping[str, str]) -> Transformer:
 
 
 def _number(text: str) -> int | None:
-    """None: the field is blank."""
+    """Parses a number; None: the field is blank."""
     return int(text) if text.strip() else None
 
 
 def _recompute(text: str) -> Recompute:
-    """`Parallel` refuses what is none."""
+    """Parses a kind of recompute, "none" where blank; `Parallel` refuses what is none."""
     return cast(Recompute, text.strip().lower() or "none")
 
 
@@ -136,15 +138,15 @@ def _vtrain(row: Mapping[str, str], recompute: Recompute, software: str, where: 
 
 
 def _vtrain_single(row: Mapping[str, str]) -> Case:
-    """Bang et al., "vTrain", MICRO 2024, validation on one host; without recompute."""
+    """Reads a row of Bang et al., "vTrain", MICRO 2024, validation on one host; without recompute."""
     return _vtrain(row, "none", "megatron-vtrain", "vtrain-single")
 
 
 def _vtrain_multi(row: Mapping[str, str]) -> Case:
-    """The same, validation on 64 to 512 GPUs; with full recompute (the plans would not fit otherwise).
+    """Reads a row of the same, validation on 64 to 512 GPUs; with full recompute (the plans would not fit otherwise).
 
-    They ran Megatron-DeepSpeed (data/README.md of github.com/VIA-Research/vTrain);
-    its kernels are taken as those of Megatron-LM.
+    They ran Megatron-DeepSpeed (data/README.md of github.com/VIA-Research/vTrain); its kernels are taken as those of
+    Megatron-LM.
     """
     return _vtrain(row, "full", "megatron-2021", "vtrain-multi")
 
@@ -165,7 +167,7 @@ MPT_VOCABULARY = 50368
 
 
 def _mosaic(row: Mapping[str, str]) -> Case:
-    """MosaicML llm-foundry, scripts/train/benchmarking, throughput tables (FSDP)."""
+    """Reads a row of MosaicML llm-foundry, scripts/train/benchmarking, throughput tables (FSDP)."""
     name = row["Model"].strip().lower()
     if name not in MPT:
         raise ProgramError("the row's model is not one of MosaicML's", given=row["Model"], expected=", ".join(MPT))
@@ -209,7 +211,7 @@ SETS = (
 
 
 def read(path: Path) -> tuple[Published, list[Case]]:
-    """The table that a file's columns belong to, and its rows; ProgramError names the line of a row that is none."""
+    """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row."""
     with path.open(newline="") as file:
         rows = csv.DictReader(file)
         columns = set(rows.fieldnames or ())

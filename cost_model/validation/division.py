@@ -1,4 +1,4 @@
-"""A published row's division of work, of which a part may not be published: the best legal one is assumed, and said."""
+"""Completes a published row's division of work: of what is not published the best legal choice is assumed, and said."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_CHUNKS, MOST_ROWS = 8, 64
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What a row says; None: its field is blank.
+    """The division of work that a row gives; None: its field is blank.
 
     Attributes:
         sizes: tensor, pipeline, data, chunks of a stage, rows of a micro-batch.
@@ -37,7 +37,7 @@ class Division:
 
 
 def completed(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Parallel, str]:
-    """The division, and text that says what of it was assumed (empty: nothing).
+    """Returns the division, and text that says what of it was assumed (empty: nothing).
 
     Raises:
         PlanError: nothing that fits into memory completes the row.
@@ -83,7 +83,7 @@ def _parallel(row: Division, sizes: tuple[int | None, ...]) -> Parallel:
 
 
 def _legal(row: Division, model: Transformer) -> Iterator[tuple[int, ...]]:
-    """All sizes that a row leaves open: those that divide its devices, the layers, the heads and the batch."""
+    """Yields all sizes that a row leaves open: those that divide its devices, the layers, the heads and the batch."""
     tensors, pipelines, datas, chunks, rows = row.sizes
 
     def choices(known: int | None, of: range | tuple[int, ...]) -> tuple[int, ...]:

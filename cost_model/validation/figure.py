@@ -1,4 +1,4 @@
-"""The figure of the docs: predicted against measured seconds, one dot per row."""
+"""Draws the figure of the docs: predicted against measured seconds, one dot per row."""
 
 from __future__ import annotations
 

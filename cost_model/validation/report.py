@@ -1,4 +1,4 @@
-"""Errors of predictions as text: a line per row, then one line per table."""
+"""Reports errors of predictions as text: a line per row, then one line per table."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from whale.errors import ProgramError, WhaleError
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case and what was predicted for it."""
+    """A case with what was predicted for it."""
 
     case: Case
     predicted_s: float
 
     @property
     def error(self) -> float:
-        """Relative: 0.05 means that the prediction is 5 % too long."""
+        """Returns the relative error: 0.05 means that the prediction is 5 % too long."""
         return self.predicted_s / self.case.measured_s - 1
 
 
 def results(cases: Sequence[Case]) -> list[Result]:
-    """Predictions of all cases; the error of one that cannot be says which."""
+    """Predicts all cases; the error of one that cannot be predicted says which."""
     found = []
     for case in cases:
         try:
@@ -34,17 +34,17 @@ def results(cases: Sequence[Case]) -> list[Result]:
 
 
 def mape(found: Sequence[Result]) -> float:
-    """Mean of the errors' absolute values."""
+    """Returns the mean of the errors' absolute values."""
     return sum(abs(one.error) for one in found) / len(found)
 
 
 def maximum(found: Sequence[Result]) -> float:
-    """The largest of the errors' absolute values."""
+    """Returns the largest of the errors' absolute values."""
     return max(abs(one.error) for one in found)
 
 
 def kendall_tau(found: Sequence[Result]) -> float:
-    """Kendall's tau-b between predicted and measured order."""
+    """Returns Kendall's tau-b between predicted and measured order."""
     agree = differ = tied_x = tied_y = 0
     for i, one in enumerate(found):
         for other in found[:i]:
@@ -65,7 +65,7 @@ def kendall_tau(found: Sequence[Result]) -> float:
 
 
 def by_size(found: Sequence[Result]) -> dict[str, list[Result]]:
-    """Rows by size of the model, among which plans are ranked."""
+    """Groups rows by size of the model, among which plans are ranked."""
     groups: dict[str, list[Result]] = {}
     for one in found:
         groups.setdefault(one.case.size, []).append(one)
@@ -73,13 +73,13 @@ def by_size(found: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def choice_loss(found: Sequence[Result]) -> float:
-    """By how much the plan that is predicted best is slower than the one measured best."""
+    """Returns by how much the plan that is predicted best is slower than the one measured best."""
     chosen = min(found, key=lambda one: one.predicted_s)
     return chosen.case.measured_s / min(one.case.measured_s for one in found) - 1
 
 
 def table(title: str, found: Sequence[Result]) -> str:
-    """One line per row: what ran, seconds measured and predicted, error in percent."""
+    """Returns one line per row: what ran, seconds measured and predicted, error in percent."""
     width = max(len(one.case.label) for one in found)
     lines = [title, f"  {'row':{width}}  measured s  predicted s  error %"]
     for one in found:
@@ -91,7 +91,7 @@ def table(title: str, found: Sequence[Result]) -> str:
 
 
 def summary(table: Published, found: Sequence[Result]) -> str:
-    """One line: MAPE and maximum in percent; for tables of plans also Kendall's tau and the choice's loss by size."""
+    """Returns one line: MAPE and maximum in percent; of plans also Kendall's tau and the choice's loss, by size."""
     text = f"{table.name}: {len(found)} rows, MAPE {100 * mape(found):.2f} %, maximum {100 * maximum(found):.2f} %"
     if table.ranked:
         groups = {size: group for size, group in by_size(found).items() if len(group) > 2}
@@ -102,7 +102,7 @@ def summary(table: Published, found: Sequence[Result]) -> str:
 
 
 def page(rows: str, lines: str) -> str:
-    """The docs' page with all rows."""
+    """Returns the docs' page with all rows."""
     return (
         "# Predicted and published step times\n\n"
         "Written by `python -m cost_model.validation --out docs`; [the cost model](guides/cost_model.md) explains. A\n"

@@ -21,6 +21,7 @@ from whale.ir.plan import Plan
 __all__ = ["double", "ranks"]
 
 
+@pytest.mark.long
 def test_changed_plans_are_refused_or_train_as_one_device(ranks: Callable[..., None], tmp_path: Path) -> None:
     counts = judged(150, seed=25)
     assert counts.problems == []

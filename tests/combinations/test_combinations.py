@@ -51,7 +51,11 @@ SAMPLE = [
 LAZY = {"table", "growing table", "hot table"}  # their optimizers are those of Keras 3
 
 
-@pytest.mark.parametrize("names", SAMPLE, ids=" + ".join)
+# Half of the sample decides with every change.
+_MARKED = [pytest.param(names, marks=[pytest.mark.long] if i % 2 else []) for i, names in enumerate(SAMPLE)]
+
+
+@pytest.mark.parametrize("names", _MARKED, ids=" + ".join)
 def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
     if LAZY & set(names) and tf.__version__ < "2.16":
         pytest.skip("lazy optimizers are those of Keras 3")

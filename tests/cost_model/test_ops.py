@@ -11,7 +11,7 @@ from cost_model.kernels.op_work import Work, covered, program_work, work
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func, TensorType
 
-INVENTORY = Path(__file__).resolve().parents[1] / "rules" / "op_inventory.csv"
+INVENTORY = Path(__file__).resolve().parents[1] / "sharding_rules" / "op_inventory.csv"
 
 
 def f32(*shape: int) -> TensorType:

@@ -15,8 +15,8 @@ from tests.oracle.pool import Pool
     ("case", "optimizer", "shares", "scope"),
     [
         pytest.param("mlp", "adam", "5,3", "replica", marks=pytest.mark.core),
-        pytest.param("mlp_metrics", "sgd", "4,0,4", "replica"),
-        pytest.param("convnet", "sgd", "even,even,even", "replica"),
+        pytest.param("mlp_metrics", "sgd", "4,0,4", "replica", marks=pytest.mark.long),
+        pytest.param("convnet", "sgd", "even,even,even", "replica", marks=pytest.mark.long),
         pytest.param("tf1_mlp", "adam", "2,6", "zero", marks=pytest.mark.core),
         pytest.param("embedding", "adam", "even,even,even", "split", marks=pytest.mark.core),
         pytest.param("convnet", "adam", "even,even,even,even", "split:2"),

@@ -9,9 +9,9 @@ from tests.launcher.helpers import Launcher
 STEP = """
 import os, signal, sys
 import numpy as np, tensorflow as tf, whale as wh
-from whale.planner.graph_search import team, ways
+from whale.planner.graph_search import strategies, team
 
-ways.LEAST_BYTES = 1
+strategies.LEAST_BYTES = 1
 wh.init({"auto_parallel": True})
 predicted = team.predicted
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.launcher.helpers import Launcher
+from tests.launcher.helpers import PATIENT, Launcher
 
 # A step over the weights `w` of a linear model; the batch has 8 rows.
 STEP = """
@@ -253,6 +253,7 @@ print("went on")
 
 
 def test_rank_that_is_killed_before_it_sends_first_values(launcher: Launcher) -> None:
+    launcher.settings = PATIENT
     _, said = fails(
         launcher,
         STEP

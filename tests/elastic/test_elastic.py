@@ -22,8 +22,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         Case("zero3+save+large", 3, "0:1:slow,9:0:stop,111:2:copy"),
         Case("zero3+hosts", 4, "5:2:host"),
         Case("fit", 2, "2:1:kill,8:0:join"),
-        Case("arrays", 3, "2:1:kill,2:0:move,7:2:join,9:2:kill"),
-        Case("stages+shard", 3, "3:1:copy,5:0:join,5:2:grow"),
+        pytest.param(Case("arrays", 3, "2:1:kill,2:0:move,7:2:join,9:2:kill"), marks=pytest.mark.long),
+        pytest.param(Case("stages+shard", 3, "3:1:copy,5:0:join,5:2:grow"), marks=pytest.mark.long),
     ],
     ids=str,
 )

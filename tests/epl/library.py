@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from typing import Any
@@ -102,7 +103,7 @@ def saver(epl: Any, rows: Rows, runs: int) -> Result:
     """A first model is saved; a second one with three layers begins with its one, under other names."""
     loader = getattr(epl, "ShardingLoader", None)
     if loader is None:
-        from whale.epl.runtime.saver import ShardingLoader as loader
+        loader = importlib.import_module("whale.epl.runtime.saver").ShardingLoader
     epl.init()
     epl.set_default_strategy(epl.replicate(1))
     folder = tempfile.mkdtemp(dir=os.environ["EPL_TEST_FOLDER"])

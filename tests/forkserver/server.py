@@ -284,6 +284,7 @@ def _run(arguments: list[str]) -> None:
         sys.argv = [arguments[1], *arguments[2:]]
         if own_folder_first:
             sys.path.insert(0, os.getcwd())
+        sys.modules.pop(arguments[1], None)  # it is run anew
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.argv = ["-c", *arguments[2:]]

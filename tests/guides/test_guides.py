@@ -9,6 +9,7 @@ import pytest
 from tests.guides.table import NEEDS, alone, compared, names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["transformer_translation"])
 def test_a_program_equals_itself_alone(name: str, tmp_path: Path) -> None:
     assert alone(name, tmp_path) == ""

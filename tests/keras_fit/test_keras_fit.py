@@ -26,6 +26,14 @@ PLANS = {
 }
 
 
+_MARKS = {
+    ("keras", "replica"): pytest.mark.core,
+    ("keras", "auto"): pytest.mark.long,
+    ("keras", "zero"): pytest.mark.long,
+    ("keras", "split"): pytest.mark.long,
+}
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder with what plain Keras gives, by flavour."""
@@ -43,7 +51,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.mark.parametrize(
     "flavour, plan",
     [
-        pytest.param(flavour, plan, marks=[pytest.mark.core] if (flavour, plan) == ("keras", "replica") else [])
+        pytest.param(flavour, plan, marks=_MARKS.get((flavour, plan), []))
         for flavour, plans in PLANS.items()
         for plan in plans
     ],

@@ -12,6 +12,8 @@ from tests.oracle.pool import Pool, flavours
 from tests.zoo.catalogue import CASES, case_named
 
 SEED = 20240517
+# One run of so many decides with every change; the others, and the whole matrix, are long draws.
+SHORT = 20
 
 # With the Keras that is not TensorFlow's default, and with the oldest TensorFlow, what differs from the default: other
 # optimizers, fused batch norm, recurrent layers as functions, v1 layers.
@@ -34,7 +36,11 @@ def sample() -> Sequence[object]:
     for flavour in others:
         runs += [run for run in all_runs(cases, flavour, (Spread(2, (5, 3)),)) if run.dtype == "float64"]
     marked = [pytest.param(run, id=str(run), marks=pytest.mark.core) for run in core]
-    return marked + [pytest.param(run, id=str(run)) for run in runs if run not in core]
+    others_of_sample = [run for run in runs if run not in core]
+    return marked + [
+        pytest.param(run, id=str(run), marks=[pytest.mark.long] if index % SHORT else [])
+        for index, run in enumerate(others_of_sample)
+    ]
 
 
 @pytest.mark.parametrize("run", sample())

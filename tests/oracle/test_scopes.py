@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.draws import one_of
 from tests.oracle.compare import compare
 from tests.oracle.matrix import Run, Spread
 from tests.oracle.pool import Pool, flavours
@@ -84,7 +85,7 @@ def scopes() -> Sequence[object]:
     return found
 
 
-@pytest.mark.parametrize("run", scopes())
+@pytest.mark.parametrize("run", one_of(2, scopes()))
 def test_runs_as_one_device(pool: Pool, run: Run) -> None:
     outcome = compare(pool, run)
     assert not outcome.problems(run), (run, outcome)

@@ -60,11 +60,21 @@ def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
     ("fixed", "stages", "mesh"),
     [
         (["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
-        (["stages=2", "chunks=2", "data=2", "tensor=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
-        (["stages=4", "data=2", "tensor=1", "micro_batches=4", "zero=0"], 4, {}),
+        pytest.param(
+            ["stages=2", "chunks=2", "data=2", "tensor=2", "micro_batches=4", "zero=0"],
+            2,
+            {"data": 2, "tensor": 2},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(["stages=4", "data=2", "tensor=1", "micro_batches=4", "zero=0"], 4, {}, marks=pytest.mark.long),
         (["stages=1", "tensor=4", "data=2", "micro_batches=1", "zero=0"], 0, {"data": 2, "tensor": 4}),
         (["stages=1", "tensor=1", "data=8", "micro_batches=2", "zero=3"], 0, {}),
-        (["stages=2", "tensor=1", "data=4", "micro_batches=2", "recompute=full", "zero=1"], 2, {}),
+        pytest.param(
+            ["stages=2", "tensor=1", "data=4", "micro_batches=2", "recompute=full", "zero=1"],
+            2,
+            {},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["stages-data-tensor", "interleaved", "stages", "data-tensor", "zero-3", "recompute"],
 )

@@ -1,1 +1,1 @@
-"""From TensorFlow graphs and traced functions to programs, and from a program's nodes back to protos."""
+"""Captures TensorFlow graphs and traced functions as programs, and encodes a program's nodes as protos again."""

@@ -1,4 +1,4 @@
-"""Attributes of a NodeDef as plain values, decoded when they are looked at."""
+"""Decodes the attributes of a NodeDef to plain values, when they are first read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from whale.ir.program import AGAIN, ALL_FINITE, BACKWARD, CHECKPOINT, UNSCALED, WIDE
 from whale.ir.values import DType, Func, Shape, SharedAttrs, Tensor
 
-SCOPE_ATTR = "_whale_scope"  # of nodes and of variables (as Python objects): the path of the scope they were made under
+SCOPE_ATTR = "_whale_scope"  # on nodes and variables (as Python objects): the path of the scope they were made under
 _SMALL_BYTES = 64
 # The attributes that TensorFlow adds on its own say nothing about what a node computes, except these.
 _KEPT_INTERNAL = frozenset(
@@ -24,7 +24,7 @@ _KEPT_INTERNAL = frozenset(
 
 @cache
 def dtype_name(enum: int) -> str:
-    """Name of a DataType enum: 1 -> ``float32``; reference types end with ``_ref``."""
+    """Returns the name of a DataType enum: 1 -> ``float32``; reference types end with ``_ref``."""
     return tf.dtypes.as_dtype(enum).name
 
 
@@ -35,14 +35,14 @@ def dtype_enum(name: str) -> int:
 
 
 def decode_shape(proto: Any) -> Shape:
-    """A TensorShapeProto as a Shape (a size of -1 is None)."""
+    """Decodes a TensorShapeProto to a Shape (a size of -1 becomes None)."""
     if proto.unknown_rank:
         return Shape(None)
     return Shape(tuple(None if d.size < 0 else d.size for d in proto.dim))
 
 
 def decode_tensor(proto: Any) -> Tensor:
-    """A TensorProto as a Tensor; compressed protos (one value for all elements) are expanded."""
+    """Decodes a TensorProto to a Tensor; compressed protos (one value for all elements) are expanded."""
     name = dtype_name(proto.dtype)
     shape = tuple(d.size for d in proto.tensor_shape.dim)
     count = int(np.prod(shape, dtype=np.int64))
@@ -57,7 +57,7 @@ def decode_tensor(proto: Any) -> Tensor:
 
 
 def decode_text(raw: bytes) -> str | bytes:
-    """Text as str when it is valid UTF-8, else the bytes."""
+    """Decodes text to str when it is valid UTF-8, and returns the bytes otherwise."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -65,7 +65,7 @@ def decode_text(raw: bytes) -> str | bytes:
 
 
 def decode_func(proto: Any) -> Func:
-    """A NameAttrList as a Func."""
+    """Decodes a NameAttrList to a Func."""
     return Func(proto.name, {k: decode(v) for k, v in proto.attr.items() if not k.startswith("_")})
 
 
@@ -82,7 +82,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(value: Any) -> Any:
-    """An AttrValue proto as a plain value (see whale.ir.values); an empty list is ``()``, an unset value None."""
+    """Decodes an AttrValue proto to a plain value (see whale.ir.values); an empty list is ``()``, one unset is None."""
     # A graph of thousands of nodes has some dozens of types, shapes and small constants.
     return _decoded_small(value.SerializeToString()) if value.ByteSize() <= _SMALL_BYTES else _decoded(value)
 
@@ -104,7 +104,8 @@ def _decoded(value: Any) -> Any:
 
 
 class NodeAttrs(Mapping[str, Any]):
-    """The attributes of ``node_def``, decoded when the first of them is looked at; large values, when they are.
+    """The attributes of ``node_def``, decoded when the first of them is read; each large value is decoded when it is
+    read.
 
     Internal attributes (leading underscore) that do not change what the node computes are left out. The NodeDef is
     shared with the graph it came from: nobody writes to it. Nodes with equal attributes share what is decoded.
@@ -118,7 +119,7 @@ class NodeAttrs(Mapping[str, Any]):
 
     @property
     def shared(self) -> SharedAttrs | None:
-        """What nodes with equal attributes have in common; None: a value is large, and the node's own."""
+        """Returns the attributes object that equal nodes share; None where a value is large and stays with its node."""
         known = self._all()
         return None if known.large else known
 
@@ -133,7 +134,7 @@ class NodeAttrs(Mapping[str, Any]):
         return key in (self._known or self._all())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of an attribute that the node may lack."""
+        """Returns the value of an attribute, or ``default`` when the node lacks it."""
         value = (self._known or self._all()).get(key, default)
         return self[key] if value is _LARGE else value
 
@@ -157,7 +158,7 @@ _LARGE = object()  # stands for a value that is not decoded yet
 
 
 def _known_of(node_def: Any) -> SharedAttrs:
-    """The attributes of a node, which are kept; passes go through those of all nodes many times."""
+    """Returns a node's decoded attributes; they are cached, since passes read those of all nodes many times."""
     items = [
         (key, value.SerializeToString() if value.ByteSize() <= _SMALL_BYTES else None)
         for key, value in node_def.attr.items()

@@ -1,4 +1,4 @@
-"""Function bodies as graphs whose tensors have the shapes that the caller passes."""
+"""Turns function bodies into graphs whose tensors have the shapes that the caller passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Body:
 
 
 def body_graph(caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None) -> Body:
-    """The body of function ``name``, typed for ``arguments`` (None: as the function itself says).
+    """Returns the body of function ``name``, typed for ``arguments`` (None: for the types that the function declares).
 
     The graph that the function was traced as is used when it is at least as specific; otherwise the body is imported
     again, so that TensorFlow's shape functions see the caller's shapes.
@@ -73,7 +73,7 @@ def _at_least(own: tf.TensorShape, given: tf.TensorShape) -> bool:
 
 
 def _from_traced(traced: func_graph.FuncGraph, function_def: Any) -> Body | None:
-    """The traced graph as a Body, or None when its names are not those of ``function_def``."""
+    """Wraps the traced graph as a Body; returns None when its node names are not those of ``function_def``."""
     arguments = {a.name: t for a, t in zip(function_def.signature.input_arg, traced.inputs)}
     graph_def = traced.as_graph_def()
     op_types = {n.name: n.op for n in graph_def.node}
@@ -93,7 +93,7 @@ def _from_traced(traced: func_graph.FuncGraph, function_def: Any) -> Body | None
 
 
 def _output_range(op: tf.Operation) -> dict[str, int]:
-    """Number of the first output of each output argument."""
+    """Maps each output argument to the number of its first output."""
     first: dict[str, int] = {}
     count = 0
     node_def = op.node_def
@@ -109,7 +109,7 @@ def _output_range(op: tf.Operation) -> dict[str, int]:
 
 
 def settled_graph(graph_def: Any) -> tf.Graph:
-    """``graph_def`` imported into a graph of its own, its loops and branches as static as their inputs allow.
+    """Imports ``graph_def`` into a new graph, with loops and branches as static as their inputs allow.
 
     Writes to ``graph_def`` (see ``whale.capture.loops``).
     """
@@ -174,7 +174,7 @@ def _imported(
 
 
 def _callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
-    """Functions that the nodes of ``graph_def`` call, and those that these call."""
+    """Lists the functions that the nodes of ``graph_def`` call, directly or through others."""
     found: dict[str, None] = {}
     todo = [graph_def.node]
     while todo:

@@ -1,4 +1,4 @@
-"""What a capture yields: the program, and what ties it to the user's objects."""
+"""The result of a capture: the program, and what ties it to the user's objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CapturedVariable:
 
 @dataclass(frozen=True)
 class Traced:
-    """What ties a program to the user's objects.
+    """The ties between a program and the user's objects.
 
     Attributes:
       inputs: Placeholder nodes that take the caller's tensors, in flat order.
@@ -50,7 +50,9 @@ class Traced:
     fed: tuple[str, ...] = ()
 
     def pack_outputs(self, tensors: Sequence[tf.Tensor]) -> Any:
-        """The user's return structure with ``tensors`` (in the order of ``program.outputs``) as its tensors."""
+        """Packs ``tensors`` (in the order of ``program.outputs``) into the structure that the user's function
+        returned.
+        """
         leaves = tf.nest.flatten(self.structured_outputs, expand_composites=True)
         values = iter(tensors)
         filled = [next(values) if isinstance(leaf, tf.Tensor) else leaf for leaf in leaves]

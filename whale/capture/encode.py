@@ -1,4 +1,4 @@
-"""Programs as TensorFlow protos: nodes as NodeDefs, programs as GraphDefs, bodies as FunctionDefs."""
+"""Encodes programs as TensorFlow protos: nodes as NodeDefs, programs as GraphDefs, bodies as FunctionDefs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _LIST_FIELD = {"string": "s", "int": "i", "float": "f", "bool": "b", "type": "ty
 
 @cache
 def attr_types(op: str) -> Mapping[str, str]:
-    """Attribute name -> type (``int``, ``list(type)``, ...) of an op type; empty when it is not registered."""
+    """Maps an op type's attribute names to their types (``int``, ``list(type)``, ...); empty for an unregistered op."""
     op_def = op_def_registry.get(op)
     return {a.name: a.type for a in op_def.attr} if op_def is not None else {}
 
 
 def encode_tensor(value: Tensor) -> Any:
-    """A Tensor as a TensorProto."""
+    """Encodes a Tensor as a TensorProto."""
     proto = tensor_pb2.TensorProto(dtype=dtype_enum(value.dtype))
     for size in value.shape:
         proto.tensor_shape.dim.add(size=size)
@@ -47,12 +47,12 @@ def encode_tensor(value: Tensor) -> Any:
 
 
 def encode_shape(dims: tuple[int | None, ...] | None) -> Any:
-    """Dimensions as a TensorShapeProto."""
+    """Encodes dimensions as a TensorShapeProto."""
     return tf.TensorShape(dims).as_proto()
 
 
 def _field(value: Any, kind: str) -> tuple[str, Any]:
-    """(field of AttrValue, value for it); ``kind`` is the op's attribute type, or "" when the op does not say."""
+    """Returns (field of AttrValue, value for it); ``kind`` is the op's attribute type, or "" when the op has none."""
     if isinstance(value, DType) or kind == "type":
         return "type", dtype_enum(str(value))
     if isinstance(value, (bool, np.bool_)):
@@ -83,7 +83,7 @@ def _field(value: Any, kind: str) -> tuple[str, Any]:
 
 
 def encode(value: Any, kind: str = "") -> Any:
-    """A plain value as an AttrValue proto.
+    """Encodes a plain value as an AttrValue proto.
 
     Args:
       value: as in whale.ir.values; None is an unset value.
@@ -110,7 +110,7 @@ def encode(value: Any, kind: str = "") -> Any:
 
 
 def to_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, Any] | None = None) -> Any:
-    """The NodeDef that computes ``node`` under another name and on other operands; on no device, or on the host's.
+    """Encodes ``node`` as a NodeDef with another name and other operands, without a device or on the host's.
 
     Args:
       inputs: operands as GraphDefs spell them (``a``, ``a:1``), then controls (``^a``).
@@ -141,12 +141,12 @@ def to_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, A
 
 
 def operand_text(ref: Ref) -> str:
-    """``ref`` as a GraphDef spells it."""
+    """Returns ``ref`` as a GraphDef spells it."""
     return ref.node if ref.index == 0 else f"{ref.node}:{ref.index}"
 
 
 def to_graph_def(program: Program) -> Any:
-    """``program`` as a GraphDef with its functions in the library; names stay."""
+    """Encodes ``program`` as a GraphDef with its functions in the library; node names stay."""
     graph_def = graph_pb2.GraphDef()
     graph_def.versions.producer = versions.GRAPH_DEF_VERSION
     graph_def.versions.min_consumer = versions.GRAPH_DEF_VERSION_MIN_CONSUMER
@@ -158,7 +158,7 @@ def to_graph_def(program: Program) -> Any:
 
 
 def to_function_def(program: Program, name: str) -> Any:
-    """``program`` as a FunctionDef: its inputs are the arguments, its outputs the results, its effects always run.
+    """Encodes ``program`` as a FunctionDef: inputs become arguments, outputs results, and its effects always run.
 
     Node names stay; arguments and results are called ``arg_0``, ``result_0``, ... Functions that it calls are not
     included.
@@ -203,7 +203,7 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def _output_texts(node: Node) -> list[str]:
-    """``output argument:index`` of each output, as FunctionDefs spell it.
+    """Returns ``output argument:index`` for each output, as FunctionDefs spell it.
 
     Raises:
       ProgramError: the op type is not registered.

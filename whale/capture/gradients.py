@@ -1,4 +1,4 @@
-"""Gradient nodes join the scope of the forward op that they differentiate.
+"""Puts gradient nodes into the scope of the forward op that they differentiate.
 
 TensorFlow calls one Python function per differentiated op: ``backprop._gradient_function`` for tapes,
 ``gradients_util._MaybeCompile`` for tf.gradients. What a tape does not differentiate op by op (``tf.custom_gradient``,
@@ -28,7 +28,8 @@ from whale.ir.program import BACKWARD
 
 @contextmanager
 def gradient_scopes(marked: bool = False) -> Iterator[None]:
-    """While active, gradient nodes carry the scope of their forward op. Restores what was there; may be nested.
+    """Gives gradient nodes the scope of their forward op while active; restores TensorFlow's functions, and may be
+    nested.
 
     Args:
       marked: they carry the mark of gradient nodes as well.
@@ -83,19 +84,21 @@ def _entered(scope: Any, marked: bool) -> Any:
 
 
 def _scope_of(op: tf.Operation) -> Any:
-    """The scope attribute (an AttrValue) of ``op``, or None."""
+    """Returns the scope attribute (an AttrValue) of ``op``, or None."""
     node_def = op.node_def
     return node_def.attr[SCOPE_ATTR] if SCOPE_ATTR in node_def.attr else None
 
 
 def scope_of(op: tf.Operation) -> str:
-    """The path of the scope that ``op`` was built in."""
+    """Returns the path of the scope that ``op`` was built in; "" without one."""
     found = _scope_of(op)
     return "" if found is None else str(found.s.decode())
 
 
 def _scope_of_call(op_name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """The scope of the op of type ``op_name`` with these operands; what backward does not need is None."""
+    """Returns the scope of the op of type ``op_name`` with these operands; those that its gradient does not need are
+    None.
+    """
     for output in outputs or ():
         if _is_graph_tensor(output) and output.op.type == op_name:
             return _scope_of(output.op)

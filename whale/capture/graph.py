@@ -1,4 +1,4 @@
-"""A TensorFlow graph as a Program."""
+"""Reads a TensorFlow graph into a Program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PURE_READS = READS | {"Placeholder", "VarHandleOp"}
 
 @cache
 def op_facts(op: str) -> tuple[bool, tuple[str, ...]] | None:
-    """(is stateful, names of its attributes that hold functions) of an op type; None when it is not registered."""
+    """Returns (is stateful, names of attributes that hold functions) of an op type; None when it is not registered."""
     op_def = op_def_registry.get(op)
     if op_def is None:
         return None
@@ -41,7 +41,7 @@ def program_from_graph(
     effects: Sequence[tf.Operation],
     types: Mapping[Ref, TensorType] | None = None,
 ) -> Program:
-    """The part of ``graph`` that ``outputs`` and ``effects`` need, as a Program.
+    """Reads the part of ``graph`` that ``outputs`` and ``effects`` need into a Program.
 
     Args:
       name: the program's name.
@@ -95,7 +95,7 @@ class _Builder:
         effects: Sequence[str],
         types: Mapping[Ref, TensorType],
     ) -> Program:
-        """One graph as a program; the functions that it calls are added to ``self.functions``."""
+        """Reads one graph into a program; adds the functions that it calls to ``self.functions``."""
         defs = {n.name: n for n in graph_def.node}
         effects = [e for e in effects if defs[e].op not in PURE_READS]
         operands = _operands(defs, [*(r.node for r in outputs), *effects, *inputs])
@@ -144,7 +144,7 @@ class _Builder:
     def _call(
         self, graph: tf.Graph, node_def: Any, op: tf.Operation, attrs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, Any], bool, bool]:
-        """(op type, attributes, stateful, does more than compute) of a node that refers to functions."""
+        """Returns (op type, attributes, stateful, has effects) of a node that refers to functions."""
         op_type = node_def.op
         facts = op_facts(op_type)
         if facts is None:
@@ -169,7 +169,7 @@ class _Builder:
         return op_type, {**attrs, **renamed} if renamed else attrs, facts[0], acts
 
     def _legacy_call(self, node_def: Any) -> tuple[str, Mapping[str, Any], tuple[bool, tuple[str, ...]]]:
-        """A node whose op type is a function's name, as the call op that means the same."""
+        """Returns the equivalent call op for a node whose op type is a function's name."""
         function = self.library.get(node_def.op)
         if function is None:
             raise CaptureError(
@@ -222,7 +222,7 @@ class _Builder:
         return unique
 
     def reachable_functions(self, program: Program) -> dict[str, Program]:
-        """The functions that ``program`` calls, directly or through others."""
+        """Returns the functions that ``program`` calls, directly or through others."""
         found: dict[str, Program] = {}
         todo = [program] if self.functions else []
         while todo:
@@ -242,7 +242,7 @@ _LEGACY = ("",)
 
 
 def _arguments(op: tf.Operation, op_type: str) -> list[tf.Tensor] | None:
-    """The tensors that a call op passes to its functions; None when the op does not say (datasets)."""
+    """Returns the tensors that a call op passes to its functions; None when the op does not say (datasets)."""
     if op_type in CALLS:
         return list(op.inputs)
     if op_type in LOOPS:
@@ -263,7 +263,7 @@ def _no_value(placeholder: str, inputs: Sequence[str]) -> CaptureError:
 
 
 def _with_operations(graph: tf.Graph, graph_def: Any) -> Iterator[tuple[Any, tf.Operation]]:
-    """NodeDefs with their operations."""
+    """Pairs each NodeDef with its operation."""
     operations = graph.get_operations()
     defs = graph_def.node
     # Both list the nodes in order of creation. A node that only one of them has would shift all that follow.
@@ -277,7 +277,7 @@ def _samples(count: int) -> list[int]:
 
 
 def _operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
-    """(data operands, control operands) of every node that ``roots`` need."""
+    """Returns (data operands, control operands) of every node that ``roots`` need."""
     found: dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]] = {}
     refs_of: dict[str, Ref] = {}
     stack = list(roots)
@@ -306,7 +306,7 @@ def _operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[
 
 
 def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """``nodes`` in order of creation, but each after what it needs (control edges may have been added later).
+    """Sorts ``nodes`` by creation, but each after what it needs (control edges may have been added later).
 
     Raises:
       CaptureError: the nodes form a cycle.
@@ -345,7 +345,7 @@ def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
 
 def _without_dead(program: Program) -> Program:
-    """Without the nodes that only dropped effects needed (whale.ir.program.prune would decode every attribute)."""
+    """Removes nodes that only dropped effects needed (whale.ir.program.prune would decode every attribute)."""
     by_name = program.by_name
     needed: set[str] = set()
     stack = [r.node for r in program.outputs] + list(program.effects) + list(program.inputs)

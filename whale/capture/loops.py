@@ -1,4 +1,4 @@
-"""Importing a graph so that the outputs of its loops and branches are as static as their inputs allow."""
+"""Imports a graph so that the outputs of its loops and branches are as static as their inputs allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Results = Callable[[tf.Graph, str, list[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 def import_settled(graph_def: Any, imported: Callable[[], tf.Graph], results: Results) -> tf.Graph:
-    """The graph that ``imported`` makes of ``graph_def``, once the shapes written into it have settled.
+    """Imports ``graph_def`` by ``imported`` until the shapes written into it have settled, and returns the graph.
 
     Loops and branches record the shapes that their outputs had when they were built; with other placeholders these are
     too loose. Each loop is first taken to keep the shapes of its inputs. Where the body, typed so, returns another
@@ -69,7 +69,7 @@ def _dims(shapes: Sequence[tf.TensorShape]) -> list[Any]:
 def _kept_by_loop(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
-    """The shapes of the loop's outputs, loosened where one turn of the body does not keep them."""
+    """Returns the shapes of the loop's outputs, loosened where one iteration of the body does not keep them."""
     arguments = [i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs, strict=True)]
     returned = results(graph, node.attr["body"].func.name, arguments)
     kept = []
@@ -82,7 +82,7 @@ def _kept_by_loop(
 def _agreed_by_branches(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
-    """The shapes of the branch node's outputs that all its alternatives return."""
+    """Returns the shapes on which all alternatives of a branch node agree, for each of its outputs."""
     if "branches" in node.attr:
         names = [f.name for f in node.attr["branches"].list.func]
     else:
@@ -98,6 +98,6 @@ def _agreed_by_branches(
 
 
 def _with_recorded(shape: tf.TensorShape | None, recorded: tf.TensorShape) -> tf.TensorShape:
-    """What the node was built with holds in any case."""
+    """Merges a shape with the one that the node was built with, which holds in any case, if they are compatible."""
     shape = tf.TensorShape(None) if shape is None else shape
     return shape.merge_with(recorded) if shape.is_compatible_with(recorded) else shape

@@ -1,4 +1,4 @@
-"""Static types of a program that was changed since TensorFlow inferred them."""
+"""Infers the static types of a program again after it was changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whale.ir.values import Func, TensorType
 
 
 def is_loose(program: Program) -> bool:
-    """Whether a branch takes values of unknown sizes out of optionals.
+    """Tells whether a branch takes values of unknown sizes out of optionals.
 
     An optional records the sizes that its value had when the graph was built; with other inputs these are too loose.
     """
@@ -27,7 +27,7 @@ def is_loose(program: Program) -> bool:
 
 
 def retype(program: Program) -> Program:
-    """``program`` with the types that TensorFlow infers for it as it is now; types that were static stay so."""
+    """Returns ``program`` with the types that TensorFlow now infers for it; types that were static stay so."""
     renamed = _with_plain_names(program)
     graph_def = to_graph_def(renamed)
     graph = settled_graph(graph_def)
@@ -55,7 +55,7 @@ def retype(program: Program) -> Program:
 
 
 def _with_plain_names(program: Program) -> Program:
-    """Functions with names that a library accepts."""
+    """Renames functions to names that a function library accepts."""
     names = {old: f"body_{i}" for i, old in enumerate(program.functions)}
 
     def of_value(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Losses are scaled before they are differentiated, and gradients unscaled, while a step is traced.
+"""Scales losses before they are differentiated, and unscales gradients, while a step is traced.
 
 Micikevicius et al., "Mixed precision training", ICLR 2018, section 3.2. Gradients are linear in what a tape or
 tf.gradients begins with: times the scale there and divided by it at the end, every program computes what it did, and
@@ -48,7 +48,7 @@ class LossScale:
             self.good_steps = tf.Variable(0, dtype=tf.int32, trainable=False, name="whale_good_steps")
 
     def read(self) -> tf.Tensor:
-        """The scale, as an operand."""
+        """Reads the scale as an operand."""
         return self.scale.read_value()
 
     @tf.autograph.experimental.do_not_convert
@@ -71,7 +71,7 @@ class LossScale:
 
 @dataclass
 class FedScale:
-    """The scale of the losses of graphs of version 1: numbers that every rank keeps, since all are told the same.
+    """The loss scale of version 1 graphs: plain numbers, which every rank keeps alike since all get the same answers.
 
     Attributes:
       scale, good_steps: as those of ``LossScale``.
@@ -82,7 +82,7 @@ class FedScale:
     good_steps: int = 0
 
     def read(self) -> tf.Tensor:
-        """The operand of the graph that is being built, or of that which it is a function of."""
+        """Returns the placeholder of the scale, made on first use in the outermost graph that is being built."""
         with tf.init_scope(), tf.compat.v1.name_scope(""):
             graph = tf.compat.v1.get_default_graph()
             try:
@@ -97,11 +97,13 @@ class FedScale:
 
     @staticmethod
     def answer(scale: tf.Operation) -> tf.Tensor:
-        """Whether all gradients are finite, in the graph that holds the operand ``scale``."""
+        """Returns the tensor that tells whether all gradients are finite, in the graph that holds the operand
+        ``scale``.
+        """
         return scale.graph.get_tensor_by_name(f"{scale.name}{_FINITE}:0")
 
     def after(self, finite: bool) -> None:
-        """A step has found all gradients finite, or not."""
+        """Adapts the scale after a step whose gradients were all finite, or were not."""
         is_last = self.good_steps + 1 >= self.growth_steps
         self.good_steps = self.good_steps + 1 if finite and not is_last else 0
         if not finite:
@@ -115,7 +117,7 @@ Gradients = Callable[..., Any]
 
 @contextmanager
 def scaled_losses(by: LossScale) -> Iterator[None]:
-    """While active, gradients are computed of scaled losses. Not to be nested."""
+    """Computes gradients from scaled losses while active; not to be nested."""
     of_tape, of_graph = tf.GradientTape.gradient, gradients_util._GradientsHelper
 
     @tf.autograph.experimental.do_not_convert
@@ -143,7 +145,7 @@ def scaled_tape(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """``GradientTape.gradient``, which ``gradient`` is, of scaled losses."""
+    """Calls ``gradient``, which is ``GradientTape.gradient``, with scaled losses and unscales its results."""
     targets = tf.nest.flatten(target)
     given = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
     seeds = [_seed(t, g, by) for t, g in zip(targets, given)]
@@ -153,7 +155,7 @@ def scaled_tape(
 def scaled_gradients(
     by: LossScale | FedScale, gradient: Gradients, ys: Any, xs: Any, grad_ys: Any = None, *rest: Any, **named: Any
 ) -> Any:
-    """``tf.gradients``, which ``gradient`` is, of scaled losses."""
+    """Calls ``gradient``, which is ``tf.gradients``, with scaled losses and unscales its results."""
     targets = ys if isinstance(ys, (list, tuple)) else [ys]
     given = grad_ys if isinstance(grad_ys, (list, tuple)) else [grad_ys] * len(targets)
     seeds = [_seed(t, g, by) for t, g in zip(targets, given)]

@@ -1,4 +1,6 @@
-"""What a step can be called with: a rank's rows of a tensor whose whole is spread over the ranks, and iterators."""
+"""Arguments of a step other than plain tensors: a rank's rows of a tensor that is sharded over the ranks, and
+iterators.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from tensorflow.python.data.ops import iterator_ops
 
 from whale.errors import ProgramError
 
-# What draws the batches of the step that is being traced.
+# The object that draws the batches of the step that is being traced.
 drawing: contextvars.ContextVar[Drawing | None] = contextvars.ContextVar("drawing", default=None)
 
 
@@ -49,11 +51,11 @@ class ShardedTensor:
 
     @property
     def dtype(self) -> tf.DType:
-        """The element type, of the rows here as of the whole."""
+        """Returns the element type, which the local rows and the whole tensor share."""
         return self.local.dtype
 
     def _shape_tuple(self) -> tuple[Any, ...]:
-        """What tells it from tensors and parts of other shapes, where an eager tensor gives its shape."""
+        """Returns a key that tells it from tensors and parts of other shapes, where an eager tensor gives its shape."""
         return self._key
 
     def __repr__(self) -> str:
@@ -82,14 +84,16 @@ for _name in _OPERATORS.split():
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether it is an iterator of the script, outside of all graphs, that a step can take batches of."""
+    """Tells whether ``value`` is an iterator outside of all graphs, of which a step can take batches."""
     if isinstance(value, iterator_ops.OwnedIterator):
         return isinstance(value._iterator_resource, tf.__internal__.EagerTensor)
     return bool(getattr(value, "_whale_iterator", False))
 
 
 def read_inside(iterator: Any) -> ProgramError:
-    """Of a step that reads an iterator where nothing can be drawn for it, beside what was."""
+    """Returns the error for a step that reads an iterator where no batch can be drawn for it: in a loop, branch or
+    function.
+    """
     return ProgramError(
         "a step reads an iterator inside a loop, a branch or a function",
         given=repr(iterator),
@@ -99,7 +103,7 @@ def read_inside(iterator: Any) -> ProgramError:
 
 
 class Drawing:
-    """The batches that a step takes of iterators while it is traced: inputs of its program.
+    """The batches that a step takes from iterators while it is traced, as inputs of its program.
 
     Inside a loop, a branch or a function of the step nothing is drawn for it: there an iterator is read as TensorFlow
     reads it, by every rank.
@@ -124,20 +128,20 @@ class Drawing:
 
     @property
     def tensors(self) -> list[Any]:
-        """The values of ``inputs``."""
+        """Returns the values of ``inputs``."""
         return [t for batch in self.batches for t in tf.nest.flatten(batch, expand_composites=True)]
 
     def again(self) -> Drawing:
-        """For another trace of the same step with the same batches."""
+        """Returns a Drawing for another trace of the same step with the same batches."""
         return Drawing(self._draw, self.batches)
 
     def enter(self) -> None:
-        """The graph at hand is that of the step."""
+        """Notes the current graph as that of the step."""
         self._graph = tf.compat.v1.get_default_graph()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While active, iterators that are read in the step's graph are read here."""
+        """Sends reads of iterators in the step's graph to ``take`` while active."""
         usual = iterator_ops.OwnedIterator._next_internal
 
         def of_step(iterator: Any) -> Any:
@@ -153,7 +157,8 @@ class Drawing:
             iterator_ops.OwnedIterator._next_internal = usual
 
     def take(self, iterator: Any, usual: Callable[[], Any] | None = None) -> Any:
-        """The next batch of an iterator, in the graph of the step.
+        """Returns the next batch of an iterator: placeholders in the step's own graph; inside its loops, what ``usual``
+        reads.
 
         Args:
           usual: reads it in the graph at hand; None: there is no such form.

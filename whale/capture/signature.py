@@ -1,6 +1,7 @@
-"""A call's arguments: tensors, whose shapes a trace is made for, and Python values, which are part of the trace.
+"""Takes a call's arguments apart into tensors, whose shapes a trace is made for, and Python values, which the trace
+bakes in.
 
-And what a tf.function says about how it is traced: its keywords.
+It also reads the keywords with which a tf.function is traced.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Arguments:
     leaves: tuple[Any, ...]
 
     def rebuild(self, tensors: Sequence[tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of the same call with other tensors."""
+        """Returns (args, kwargs) of the same call with other tensors."""
         filled = []
         for leaf in self.leaves:
             if not isinstance(leaf, _Slot):
@@ -62,9 +63,9 @@ class Arguments:
 
 
 def tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Keywords with which tf.function would trace another function like ``fn``; none for a Python function.
+    """Returns the keywords with which tf.function would trace another function like ``fn``; none for a Python function.
 
-    Those that change what is computed, or how: the others say what TensorFlow keeps of a trace.
+    Only keywords that change what is computed, or how, are among them; the others say what TensorFlow keeps of a trace.
     """
     if not hasattr(fn, "python_function"):
         return {}
@@ -83,7 +84,7 @@ def take_apart(
     signature: Sequence[Any] | None = None,
     draws: bool = False,
 ) -> Arguments:
-    """The arguments of ``fn(*args, **kwargs)``.
+    """Takes apart the arguments of ``fn(*args, **kwargs)``.
 
     tf.Tensor, NumPy arrays and scalars, TensorSpecs, ShardedTensors and the parts of composite tensors are tensors.
     Everything else, variables included, is a value of the trace.
@@ -161,7 +162,7 @@ def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op:
 
 
 def _cast(value: Any, wanted: Any, path: str) -> Any:
-    """``value``, a structure, as tensors of the specs in ``wanted``, which has its form."""
+    """Casts ``value``, a structure, to tensors of the specs in ``wanted``, which has the same structure."""
     try:
         leaves = nest.flatten_up_to(wanted, value, check_types=False)
     except (TypeError, ValueError) as error:
@@ -196,7 +197,7 @@ def _does_not_fit(path: str, given: object, expected: object) -> CaptureError:
 
 
 def _paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bound: Any) -> list[tuple[str, Any]]:
-    """(readable path, leaf) in the order of tf.nest.flatten((positional, keywords))."""
+    """Returns (readable path, leaf) pairs in the order of tf.nest.flatten((positional, keywords))."""
     found: list[tuple[str, Any]] = []
     variadic = [n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_POSITIONAL]
     for i, value in enumerate(positional):
@@ -208,7 +209,7 @@ def _paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bo
 
 
 def named_leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    """(readable path, leaf) in the order of tf.nest.flatten."""
+    """Returns (readable path, leaf) pairs in the order of tf.nest.flatten."""
     flat = tf.nest.flatten(value)
     if len(flat) == 1 and flat[0] is value:
         return [(name, value)]
@@ -220,7 +221,7 @@ def named_leaves(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def distinct_names(labels: list[str]) -> tuple[str, ...]:
-    """Identifiers for paths, each another."""
+    """Turns paths into identifiers that all differ."""
     seen: set[str] = set()
     result = []
     for label in labels:
@@ -255,7 +256,7 @@ def _tensor_key(value: Any) -> Hashable:
 
 
 class _Same:
-    """Compares an unhashable object by identity, and keeps it alive so that its id stays its own."""
+    """A wrapper that compares an unhashable object by identity, and keeps it alive so that its id stays its own."""
 
     __slots__ = ("value",)
 

@@ -1,4 +1,4 @@
-"""What a session's fetches need of a v1 graph, as a Program, typed for the shapes that are fed."""
+"""Captures what a session's fetches need of a v1 graph as a Program, typed for the shapes that are fed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BEGINS = frozenset({"MakeIterator"})
 def capture_graph(
     graph: tf.Graph, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Mapping[tf.Tensor, Sequence[int]]
 ) -> Captured:
-    """One capture of ``graph``; for several fetches of one graph keep a ``GraphCapture``."""
+    """Captures ``graph`` once; for several fetches of one graph keep a ``GraphCapture``."""
     return GraphCapture(graph).capture(fetches, feeds)
 
 
@@ -72,7 +72,7 @@ class GraphCapture:
         self._typed: list[_Typed] = []
 
     def sources(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> list[Source]:
-        """The operations behind ``fetches`` that bring data in and can run before everything else.
+        """Finds the operations behind ``fetches`` that bring data in and can run before everything else.
 
         Iterators, dequeues and Python functions that depend on nothing but feeds and constants. What they yield has
         a size that only a run knows; once it is there, it can be fed like the user's own batch.
@@ -87,7 +87,7 @@ class GraphCapture:
     def behind(
         self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor], types: Collection[str]
     ) -> list[tf.Operation]:
-        """The operations behind ``fetches`` of some types."""
+        """Finds the operations behind ``fetches`` that are of the given types."""
         self._read()
         tensors = [f.name for f in fetches if isinstance(f, tf.Tensor)]
         operations = [f.name for f in fetches if isinstance(f, tf.Operation)]
@@ -95,7 +95,7 @@ class GraphCapture:
         return [self.graph.get_operation_by_name(name) for name in needed if self._defs[name].op in types]
 
     def _source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
-        """The operation as a source; None when it has to wait for other work, or yields what cannot be fed."""
+        """Returns the operation as a Source; None when it has to wait for other work, or yields what cannot be fed."""
         operation = self.graph.get_operation_by_name(name)
         outputs = operation.outputs
         if not outputs or any(t.name in fed or t.dtype in (tf.resource, tf.variant) for t in outputs):
@@ -110,7 +110,7 @@ class GraphCapture:
         feeds: Mapping[tf.Tensor, Sequence[int]],
         done: Collection[str] = (),
     ) -> Captured:
-        """The part of the graph that ``fetches`` need.
+        """Captures the part of the graph that ``fetches`` need.
 
         Args:
           fetches: tensors become the program's outputs, operations its effects.
@@ -187,7 +187,7 @@ class GraphCapture:
             self._typed.clear()
 
     def _with_forward_scopes(self, program: Program) -> Program:
-        """Gradients belong to the scope of what they differentiate, wherever they were built."""
+        """Puts gradients into the scope of what they differentiate, wherever they were built."""
         nodes = []
         for node in program.nodes:
             op = self._operation(node.name)
@@ -233,7 +233,7 @@ class GraphCapture:
                 )
 
     def _variables(self, nodes: Sequence[str]) -> list[CapturedVariable]:
-        """The variables of these VarHandleOps; the shared name is what makes two handles one variable."""
+        """Returns the variables of these VarHandleOps; handles with one shared name are one variable."""
         known = {}
         for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES):
             known.update({v.handle.op.name: v for v in self.graph.get_collection(key) if hasattr(v, "handle")})
@@ -252,7 +252,7 @@ class GraphCapture:
         return str(decode(attrs["dtype"])), decode(attrs["shape"]).dims
 
     def _find(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _Typed:
-        """A typed graph that covers ``needed``, made when there is none."""
+        """Finds a typed graph that covers ``needed``, or makes one."""
         names = frozenset(needed)
         for typed in self._typed:
             # A feed of the cached part that is missing here would be read as a placeholder there.
@@ -265,7 +265,7 @@ class GraphCapture:
         return made
 
     def _as_it_is(self, fed: Mapping[str, Dims]) -> _Typed | None:
-        """The graph itself when it was built for exactly these feeds."""
+        """Returns the graph itself when it was built for exactly these feeds, else None."""
         found = {}
         for name, shape in fed.items():
             tensor = self.graph.get_tensor_by_name(name)
@@ -275,7 +275,7 @@ class GraphCapture:
         return _Typed(self.graph, found, frozenset(self._defs), {})
 
     def _specialised(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _Typed:
-        """The needed part imported with static placeholders, so that shapes are inferred from them."""
+        """Imports the needed part with static placeholders, so that shapes are inferred from them."""
         graph_def = graph_pb2.GraphDef()
         graph_def.versions.CopyFrom(self._graph_def.versions)
         graph_def.library.CopyFrom(self._graph_def.library)
@@ -305,7 +305,7 @@ class GraphCapture:
         return _Typed(graph, placeholders, frozenset(needed), self._told(graph, included))
 
     def _told(self, graph: tf.Graph, names: set[str]) -> dict[Ref, TensorType]:
-        """Shapes that only the original graph knows, because the user set them."""
+        """Returns the static types that only the original graph knows, because the user set its shapes."""
         better: dict[Ref, TensorType] = {}
         for name in names:
             op = graph.get_operation_by_name(name)
@@ -321,13 +321,13 @@ class GraphCapture:
 
 
 def _only_computes(operation: tf.Operation) -> bool:
-    """Whether the operation has no state, or only looks a resource up."""
+    """Tells whether the operation has no state, or only looks a resource up."""
     outputs = operation.outputs
     return not operation.op_def.is_stateful or (bool(outputs) and all(t.dtype == tf.resource for t in outputs))
 
 
 def _plain(tensor: str) -> str:
-    """A tensor's name as a NodeDef's input spells it: ``a:0`` is ``a``."""
+    """Spells a tensor's name as the input of a NodeDef: ``a:0`` is ``a``."""
     return tensor[:-2] if tensor.endswith(":0") else tensor
 
 
@@ -357,7 +357,9 @@ def _needed(
     fed: Mapping[str, Any],
     done: Collection[str] = (),
 ) -> tuple[list[str], set[str]]:
-    """(nodes that run, fed tensors that are read) for these fetches; ``done`` nodes have run, their outputs are fed."""
+    """Returns (nodes that run, fed tensors that are read) for these fetches; ``done`` nodes have run, their outputs are
+    fed.
+    """
     plain = {_plain(name): name for name in fed}
     reached: set[str] = set()
     found: dict[str, None] = {}

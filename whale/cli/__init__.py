@@ -1,4 +1,4 @@
-"""The command ``whale``: a verb parses its arguments and calls the part that does the work.
+"""Implements the command ``whale``: a verb parses its arguments and calls the part that does the work.
 
 A file per verb, but for those that read a saved plan (show, explain, diff, check, trace, html): they are in ``show``.
 """
@@ -38,7 +38,7 @@ VERBS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command."""
+    """Returns the parser of the whole command."""
     top = Parser(
         prog="whale",
         description="Runs a training program written for one device over many unequal ones.",

@@ -1,4 +1,4 @@
-"""whale cluster: an example of a cluster file, or what one says."""
+"""Implements `whale cluster`: prints an example of a cluster file, or what a given one says."""
 
 from __future__ import annotations
 

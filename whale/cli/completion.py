@@ -1,4 +1,4 @@
-"""whale completion: a script by which a shell completes the command's verbs, options and files."""
+"""Implements `whale completion`: prints a script by which a shell completes verbs, options and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""whale doctor: looks for what stops or slows a run here."""
+"""Implements `whale doctor`: looks for what stops or slows a run here."""
 
 from __future__ import annotations
 

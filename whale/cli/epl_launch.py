@@ -1,4 +1,4 @@
-"""epl-launch: starts a script of the Easy Parallel Library on every rank, as ``whale run`` does."""
+"""Implements `epl-launch`: starts a script of the Easy Parallel Library on every rank, as ``whale run`` does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOGS_VARIABLE, _SCRIPT_VARIABLE = "EPL_LAUNCH_LOGS", "EPL_LAUNCH_SCRIPT"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     found = argparse.ArgumentParser(
         prog="epl-launch", description="Starts a script of the Easy Parallel Library on every rank."
     )
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(given: argparse.Namespace) -> Options:
-    """What ``whale run`` is asked for; the environment gets what the ranks are to know."""
+    """Translates the arguments to options of ``whale run``; the environment gets what the ranks need to know."""
     if given.num_workers < 1 or given.gpu_per_worker < 1:
         raise ClusterError(
             "there is nothing to start",

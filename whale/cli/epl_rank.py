@@ -1,4 +1,4 @@
-"""What ``epl-launch`` starts on a rank: the script takes the place of this process, or its output goes to a file."""
+"""Replaces a rank's process by the script that ``epl-launch`` was given; with --log_dir its output goes to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verb was given, checked before anything slow is imported: numbers, files to read, files to write."""
+"""Checks the arguments of a verb before anything slow is imported: numbers, files to read, files to write."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _END_S = 5.0
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are one sentence and where to read on; the exit code is 2."""
+    """An argument parser that answers mistakes with one sentence and where to read on; the exit code is 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends with what is wrong."""
+        """Prints what is wrong and ends the process."""
         self.exit(2, f"{self.prog}: {message}\n  next: see `{self.prog} --help`\n")
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
+    """Parses a whole number above 0, for argparse."""
     if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A time in seconds above 0, for argparse."""
+    """Parses a time in seconds above 0, for argparse."""
     try:
         found = float(text)
     except ValueError:
@@ -51,7 +51,7 @@ def seconds(text: str) -> float:
 
 
 def readable(*paths: object) -> None:
-    """Refuses files that are not there, among those that are given.
+    """Refuses paths at which there is no file that can be read; None is skipped.
 
     Raises:
         PlanError: names the first.
@@ -74,7 +74,7 @@ def readable(*paths: object) -> None:
 
 
 def writable(path: object, option: str = "-o") -> None:
-    """Refuses a place where no file can be written, before the work whose result goes there.
+    """Refuses a path at which no file can be written, before the work whose result goes there.
 
     Raises:
         PlanError: says why.
@@ -131,7 +131,7 @@ def without_startup_lines(verbose: bool = False) -> Iterator[None]:
 
 @contextmanager
 def searching(what: str, every_s: float = 1.0) -> Iterator[Callable[[], None]]:
-    """A line on a terminal while something takes its time, with the seconds; gone when it is done.
+    """Shows a line with the seconds on a terminal while something takes its time; it is gone when that is done.
 
     Yields: what ends it before, for who has something to say inside.
     """

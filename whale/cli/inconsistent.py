@@ -1,4 +1,4 @@
-"""Files that contradict themselves: an error with their names, where code that trusts them would end in a traceback."""
+"""Reports files that contradict themselves: an error with their names, not a traceback of code that trusts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CONTRADICTIONS = (LookupError, ValueError, TypeError, ArithmeticError, Attribut
 
 @contextmanager
 def refused_if_inconsistent(*paths: object) -> Iterator[None]:
-    """What a file says is each checked where it is read; that it does not fit together, only where it is used.
+    """Turns an unexpected error inside into a PlanError about the files, whose parts are valid but do not fit together.
 
     Raises:
         PlanError: something inside goes wrong that no error of Whale's explains.

@@ -1,4 +1,4 @@
-"""whale plan: shows how a script would be spread, or plans a model by its description or by measured tables."""
+"""Implements `whale plan`: plans a script, or a model from its description or from measured tables."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_to(verbs: Any) -> None:
 
 
 def _add_of_scripts(verb: argparse.ArgumentParser) -> None:
-    """Adds what a script's plan takes, before the script or right behind it."""
+    """Adds the options of a script's plan, which stand before the script or right behind it."""
     verb.add_argument(
         "-np",
         dest="ranks",
@@ -163,7 +163,7 @@ def _described(given: argparse.Namespace) -> int:
 
 
 def _captured(given: argparse.Namespace) -> int:
-    """A described model whose step is planned as a script's is."""
+    """Plans the step of a described model as a script's step is planned."""
     for option, value in (("--offers", given.offers), ("--set", given.fixed), ("--advise", given.advise)):
         if value:
             raise PlanError("this is for described transformers", given=f"{option} with {given.describe}")
@@ -176,7 +176,7 @@ def _captured(given: argparse.Namespace) -> int:
 
 
 def _model(given: argparse.Namespace) -> tuple[Transformer | None, LayerProfile | None, int]:
-    """The model by description or by tables, and the global batch."""
+    """Returns the model by description, the model by tables, and the global batch."""
     from whale.planner import ask
     from whale.planner.analytic_search import layer_profiles as tables
 

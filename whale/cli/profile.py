@@ -1,4 +1,4 @@
-"""whale profile: measures this machine, or a script's operations on it."""
+"""Implements `whale profile`: measures this machine, or a script's operations on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""whale run: starts a script on every rank."""
+"""Implements `whale run`: starts a script on every rank."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def call(given: argparse.Namespace) -> int:
 
 
 def _drop_python(given: argparse.Namespace) -> None:
-    """Takes `whale run -np 2 python train.py`, as mpirun and horovodrun want it, for the same without python."""
+    """Drops `python` from `whale run -np 2 python train.py`, as mpirun and horovodrun want it."""
     name = os.path.basename(given.script)
     if given.as_module or not re.fullmatch(r"python(3(\.\d+)?)?", name) or not given.arguments:
         return

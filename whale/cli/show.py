@@ -1,4 +1,4 @@
-"""whale show, explain, diff, check, trace and html: a saved plan on the screen, questioned, compared, drawn."""
+"""Implements whale show, explain, diff, check, trace and html: prints, questions, compares or draws a saved plan."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def _html(given: argparse.Namespace) -> int:
 
 
 def _to_be_drawn(given: argparse.Namespace) -> PlanFile | bytes:
-    """A described model's plan, or the text of a script's; what cannot be read or written is told first."""
+    """Returns a described model's plan, or the text of a script's; reports first what cannot be read or written."""
     from whale.planner.report import planfile
 
     data = _bytes(given.plan)
@@ -296,7 +296,7 @@ def _to_be_drawn(given: argparse.Namespace) -> PlanFile | bytes:
 
 
 def _replayed(given: argparse.Namespace, data: bytes, with_sliders: bool = False) -> Drawn:
-    """A script's plan, played again."""
+    """Captures a plan's script again and simulates its step under the plan."""
     from cost_model.graph.machine_profile import default_path, read
 
     _captured(data, given.plan)

@@ -1,4 +1,4 @@
-"""whale simulate: predicts a job's step time and memory on a cluster, or a model's on a machine that was measured.
+"""Implements `whale simulate`: predicts a job's step time and memory on a cluster, or a model's on a measured machine.
 
 On a cluster it needs no TensorFlow and no devices.
 """

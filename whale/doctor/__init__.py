@@ -1,4 +1,4 @@
-"""`whale doctor`: looks at an environment for what stops or slows a run, and says what to do about it.
+"""Implements `whale doctor`: looks for what stops or slows a run in an environment, and says what to do about it.
 
 software.py   Python, TensorFlow, Keras, NumPy, op library, compiler, MPI, Horovod; imports none of them
 machine.py    CPUs and their quotas (whale.cgroup), memory, shared memory, limits, temporary folder

@@ -1,4 +1,4 @@
-"""What one look found."""
+"""Defines what one check of `whale doctor` reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Status = Literal["ok", "none", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one look found.
+    """The result of one check.
 
     Attributes:
         name: what was looked at.
@@ -29,7 +29,7 @@ class Finding:
 
 
 def output_of(command: Sequence[str]) -> str | None:
-    """What a command prints, or None if it cannot be run, fails, or does not end within `COMMAND_TIMEOUT_S`."""
+    """Returns what a command prints, or None if it does not run, fails, or does not end within `COMMAND_TIMEOUT_S`."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False

@@ -1,4 +1,4 @@
-"""GPUs: what the driver says, which exchanges they can have, and what is missing for them."""
+"""Checks GPUs: what the driver says, which exchanges they can have, and what is missing for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
-    """Everything about GPUs; one line where there are none."""
+    """Yields the findings about GPUs; one where there are none."""
     yield gpus(driver)
     if driver is None or not driver.gpus:
         return
@@ -30,7 +30,7 @@ def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
 
 
 def gpus(driver: gpu_driver.Driver | None) -> Finding:
-    """NVIDIA GPUs and their driver. What TensorFlow makes of them shows in a run."""
+    """Reports NVIDIA GPUs and their driver. What TensorFlow makes of them shows in a run."""
     listed = shutil.which("nvidia-smi") is not None
     if driver is None and not listed:
         return Finding("GPUs", "none", "no driver of NVIDIA")
@@ -47,7 +47,7 @@ def gpus(driver: gpu_driver.Driver | None) -> Finding:
 
 
 def peers(driver: gpu_driver.Driver) -> Finding:
-    """Which GPUs read each other's memory."""
+    """Reports which GPUs can read each other's memory."""
     count = len(driver.gpus)
     if count == 1:
         return Finding("GPUs' peer access", "none", "one GPU: ranks that share it exchange through cuda-ipc")
@@ -61,7 +61,7 @@ def peers(driver: gpu_driver.Driver) -> Finding:
 
 
 def library(driver: gpu_driver.Driver) -> Finding:
-    """Whether the library for exchanges between GPUs is there, is of these sources, and runs with this driver."""
+    """Checks that the library for exchanges between GPUs is built, of these sources, and runs with this driver."""
     path = device_library.PATH
     builds = "python -m whale_ops.build"
     if not path.exists():
@@ -77,7 +77,7 @@ def library(driver: gpu_driver.Driver) -> Finding:
 
 
 def kernels(driver: gpu_driver.Driver) -> Finding:
-    """Whether there is a compiler for the kernels of every GPU."""
+    """Checks that there is a compiler for the kernels of every GPU."""
     found, used = [*device_code.find_nvrtcs()], []
     for gpu in driver.gpus:
         try:
@@ -88,7 +88,7 @@ def kernels(driver: gpu_driver.Driver) -> Finding:
 
 
 def nccl() -> Finding:
-    """The package of NCCL."""
+    """Reports the installed NCCL."""
     for name in _NCCL_PACKAGES:
         try:
             return Finding("NCCL", "ok", f"{name} {importlib.metadata.version(name)}")
@@ -100,7 +100,7 @@ def nccl() -> Finding:
 
 
 def mpi() -> Iterator[Finding]:
-    """Whether MPI knows GPUs' memory, which nothing here asks of it."""
+    """Reports whether MPI was built for GPUs' memory, which nothing here needs."""
     try:
         program = Path(find_mpirun())
     except WhaleError:

@@ -1,4 +1,4 @@
-"""The machine: CPUs, memory, limits."""
+"""Checks the machine: CPUs, memory, limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SOCKET_PATH = 60  # PMIx adds up to some 45 characters to a folder; a socket's 
 
 
 def look() -> Iterator[Finding]:
-    """Everything about the machine, in the order in which it is read."""
+    """Yields the findings about the machine, in the order in which they are read."""
     yield system()
     yield cpus()
     yield quota(cgroup.cpu_quota(), usable_cpus())
@@ -35,18 +35,18 @@ def look() -> Iterator[Finding]:
 
 
 def usable_cpus() -> int:
-    """The number of CPUs that this process may run on."""
+    """Returns the number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def system() -> Finding:
-    """The operating system."""
+    """Reports the operating system."""
     libc = " ".join(platform.libc_ver())
     return Finding("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {libc}")
 
 
 def cpus(root: Path = Path("/")) -> Finding:
-    """Sockets, cores and instruction sets, from proc."""
+    """Reports sockets, cores and instruction sets, from /proc."""
     cores: set[tuple[str, str]] = set()
     model, flags, socket, threads = platform.machine(), "", "0", 0
     for line in (root / "proc/cpuinfo").read_text().splitlines():
@@ -72,7 +72,7 @@ def cpus(root: Path = Path("/")) -> Finding:
 
 
 def quota(granted: float | None, usable: int) -> Finding:
-    """The CPU quota, as control groups set it."""
+    """Reports the CPU quota that control groups set."""
     if granted is None:
         return Finding("CPU quota", "ok", "none")
     text = f"{granted:.2g} CPUs' worth of time"
@@ -83,7 +83,7 @@ def quota(granted: float | None, usable: int) -> Finding:
 
 
 def memory(root: Path = Path("/")) -> Finding:
-    """Memory of the machine and what the control groups leave of it."""
+    """Reports the machine's memory and what the control groups leave of it."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     known_bytes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines}
     limit_bytes = cgroup.memory_limit_bytes(root)
@@ -99,7 +99,7 @@ def memory(root: Path = Path("/")) -> Finding:
 
 
 def shared_memory(folder: str = "/dev/shm") -> Finding:
-    """Where MPI's processes exchange data inside a host."""
+    """Checks the folder through which MPI's processes exchange data inside a host."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         action = f"mount a tmpfs at {folder}, writable for you; without it ranks talk through slower ways or not at all"
         return Finding(folder, "problem", "missing or not writable", action)
@@ -112,7 +112,7 @@ def shared_memory(folder: str = "/dev/shm") -> Finding:
 
 
 def limits() -> Iterator[Finding]:
-    """The limits of this shell that a run meets."""
+    """Yields findings about the limits of this shell that a run meets."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield _limit("open files", files, _OPEN_FILES, "ulimit -n 4096")
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -136,7 +136,7 @@ def _limit(name: str, value: int, least: int, action: str) -> Finding:
 
 
 def temporary_folder() -> Finding:
-    """Where mpirun keeps its sockets and files."""
+    """Checks the folder where mpirun keeps its sockets and files."""
     folder = tempfile.gettempdir()
     space = shutil.disk_usage(folder)
     text = f"{folder}, free {human_bytes(space.free)}"

@@ -1,4 +1,4 @@
-"""What `whale doctor` prints."""
+"""Prints the findings of `whale doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STYLES = {"ok": "green", "none": "dim", "warning": "yellow", "problem": "bold r
 
 
 def main(*, as_json: bool, with_trial: bool, timeout_s: float) -> int:
-    """Looks at everything and prints it.
+    """Runs all checks and prints their findings.
 
     Args:
         as_json: print one JSON object instead of tables.

@@ -1,4 +1,4 @@
-"""The software: nothing is imported that takes time or can crash; versions come from the packages' metadata."""
+"""Checks the software by the packages' metadata: nothing is imported that takes time or can crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEPENDENCIES = ("msgspec", "numpy")
 
 
 def look() -> Iterator[Finding]:
-    """Everything about the software, in the order in which it builds on each other."""
+    """Yields the findings about the software, in the order in which it builds on each other."""
     yield Finding("Python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield Finding("Whale", "ok", f"{whale.__version__} at {Path(whale.__file__).parent}")
     yield from dependencies()
@@ -39,7 +39,7 @@ def look() -> Iterator[Finding]:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed package, or None."""
+    """Returns the version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -47,7 +47,7 @@ def installed(name: str) -> str | None:
 
 
 def dependencies() -> Iterator[Finding]:
-    """The packages that Whale itself needs."""
+    """Reports the packages that Whale itself needs."""
     for name in _DEPENDENCIES:
         version = installed(name)
         if version is None:
@@ -57,7 +57,7 @@ def dependencies() -> Iterator[Finding]:
 
 
 def tensorflow() -> tuple[str | None, Finding]:
-    """The version of TensorFlow, None without a supported one, and what is to be said about it."""
+    """Returns the version of TensorFlow (None without a supported one) and the finding about it."""
     found = {name: version for name in build.TENSORFLOW_NAMES if (version := installed(name)) is not None}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     supported = f"TensorFlow {build.OLDEST_TENSORFLOW} to {build.NEWEST_TENSORFLOW}"
@@ -78,7 +78,7 @@ def tensorflow() -> tuple[str | None, Finding]:
 
 
 def keras(tensorflow_version: str | None) -> Iterator[Finding]:
-    """Keras 3 and Keras 2 (tf_keras), and which of them `tf.keras` is."""
+    """Reports the versions of Keras 3 and Keras 2 (tf_keras), and checks that `tf.keras` can be used."""
     versions = [f"{name} {version}" for name in ("keras", "tf_keras") if (version := installed(name)) is not None]
     text = ", ".join(versions) or "not installed"
     legacy = os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
@@ -108,7 +108,7 @@ def _keras_backend() -> str:
 
 
 def op_library(tensorflow_version: str | None) -> Finding:
-    """Whether the op library fits its TensorFlow and its own parts."""
+    """Checks that the op library fits its TensorFlow and its own parts."""
     rebuild = f"run {sys.executable} -m whale_ops.build, or install Whale again"
     try:
         info = _native.build_info()
@@ -130,7 +130,7 @@ def op_library(tensorflow_version: str | None) -> Finding:
 
 
 def compiler(*, needed: bool) -> Finding:
-    """The C++ compiler, which only building needs."""
+    """Checks the C++ compiler, which only building needs."""
     command = build.compiler_command()
     status: Status = "problem" if needed else "warning"
     advice = f"install g++ {_OLDEST_GCC} or newer (Debian, Ubuntu: apt install g++), or name a compiler by CXX"
@@ -148,7 +148,7 @@ def compiler(*, needed: bool) -> Finding:
 
 
 def mpi() -> Iterator[Finding]:
-    """The mpirun that `whale run` starts, whether it survives a rank's death, and what the transport compiles with."""
+    """Checks the mpirun that `whale run` starts, and reports whether it survives a rank's death."""
     try:
         program = find_mpirun()
     except WhaleError as error:
@@ -166,7 +166,7 @@ def mpi() -> Iterator[Finding]:
 
 
 def horovod() -> Finding:
-    """Horovod, which only `communication.backend="horovod"` needs."""
+    """Reports Horovod, which only `communication.backend="horovod"` needs."""
     version = installed("horovod")
     spec = importlib.util.find_spec("horovod") if version else None
     if version is None or spec is None or spec.origin is None:

@@ -1,4 +1,4 @@
-"""A run of two processes: starts, reduces, trains one step, and must agree with one process."""
+"""Tries a run of two processes, which starts, reduces, trains one step, and must agree with one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _again() -> str:
 
 
 def _run(line: list[str], environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
-    """The exit code, or None if the time ran out, and the output. No process is left, however this one ends."""
+    """Returns the exit code, or None if the time ran out, and the output. No process is left, however this one ends."""
     with _stop_as_exception():
         process = subprocess.Popen(
             line,
@@ -102,14 +102,14 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def _end_with_parent() -> None:
-    """In `whale run`, before it starts: a SIGTERM when this process dies, even by SIGKILL."""
+    """Asks the kernel, in `whale run` before it starts, for a SIGTERM when this process dies, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
 def _stop_as_exception() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like Ctrl-C, so that what was started is ended."""
+    """Makes SIGTERM and SIGHUP unwind like Ctrl-C, so that what was started is ended."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,1 +1,1 @@
-"""Programs written for other interfaces than ``wh.function`` and ``wh.Session``, brought to the engine as they are."""
+"""Runs programs written for other interfaces than ``wh.function`` and ``wh.Session`` unchanged on the engine."""

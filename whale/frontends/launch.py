@@ -1,4 +1,4 @@
-"""``wh.launch``: calls a function on every rank of a new run, from a script or a notebook.
+"""Implements ``wh.launch``: calls a function on every rank of a new run, from a script or a notebook.
 
 python -m whale.frontends.launch FOLDER        one rank: reads the call there, leaves what it returned there
 """
@@ -63,7 +63,7 @@ def launch(
 def launch_pickled(
     call: bytes, np: int, hosts: str | None, threads: int | None, verbose: bool, max_restarts: int = 0
 ) -> list[Any]:
-    """As `launch`, of a call that `pickled` has made."""
+    """Does what `launch` does with a call that `pickled` has made."""
     with tempfile.TemporaryDirectory(prefix="whale_launch_") as folder:
         Path(folder, _CALL).write_bytes(call)
         where = parse_hosts(hosts) if hosts is not None else ()
@@ -90,7 +90,7 @@ def launch_pickled(
 
 
 def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """A call, functions by value and with their sources, which AutoGraph reads on the ranks.
+    """Pickles a call, with functions by value and with their sources, which AutoGraph reads on the ranks.
 
     Raises:
       InstallError: cloudpickle is not installed.
@@ -119,13 +119,13 @@ def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _code_of(make: Callable[..., types.CodeType], args: Sequence[Any], name: str, lines: list[str]) -> types.CodeType:
-    """A function's code, whose source is found here as well: cells of notebooks have no file."""
+    """Returns a function's code, whose source is found here as well: cells of notebooks have no file."""
     linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
     return make(*args).replace(co_filename=name)
 
 
 def main() -> None:
-    """One rank."""
+    """Runs one rank: reads the call, makes it, and leaves what it returned."""
     folder = Path(sys.argv[1])
     fn, args, kwargs = pickle.loads((folder / _CALL).read_bytes())  # written by the user who started this
     result = pack(fn(*args, **kwargs))

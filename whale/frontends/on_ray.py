@@ -1,4 +1,4 @@
-"""``whale.ray.run``: calls a function on every rank of a run whose processes are placed by a Ray cluster."""
+"""Implements ``whale.ray.run``: calls a function on every rank of a run whose processes a Ray cluster places."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(
 
 
 def _hosts(ray: Any, nodes: Mapping[int, str], np: int) -> str | None:
-    """``address:ranks,...`` of the nodes that hold the group, the first one's first; None where there is one."""
+    """Returns ``address:ranks,...`` of the nodes that hold the group, in order of ranks; None where there is one."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     counts = Counter(addresses[nodes[bundle]] for bundle in range(np))
     return None if len(counts) == 1 else ",".join(f"{address}:{count}" for address, count in counts.items())

@@ -1,4 +1,4 @@
-"""``wh.init`` as scripts call it: a run begins, and the programs of other interfaces find it."""
+"""Implements ``wh.init`` as scripts call it: a run begins, and the programs of other interfaces find it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 def _installs_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
-    """``begin`` with what Keras's and TensorFlow 1's programs need after it; its arguments and doc string stay."""
+    """Wraps ``begin``, so that Keras' and TensorFlow 1's programs find the run; its arguments and docstring stay."""
 
     @functools.wraps(begin)
     def begin_and_install(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -1,4 +1,4 @@
-"""Changes of other packages' modules, made once they are imported."""
+"""Changes other packages' modules once they are imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whale.imports import Finder, Load
 
 
 def when_imported(names: Collection[str], change: Callable[[ModuleType], None]) -> None:
-    """Has modules of these names changed: now those that are loaded, others when they are. Safe to repeat."""
+    """Changes modules of these names: now those that are loaded, others when they are. Safe to repeat."""
 
     def load_and_change(load: Load, module: ModuleType) -> None:
         load(module)

@@ -1,4 +1,7 @@
-"""Passes over large graphs make many small objects and no cycles; Python's collector would only walk them again."""
+"""Switches Python's cyclic garbage collector off during passes over large graphs.
+
+Such passes make many small objects and no cycles; the collector would only walk them again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """The cyclic collector is off inside, and as before afterwards.
+    """Switches the cyclic collector off inside the block, and restores it afterwards.
 
     What was made inside is of the oldest generation then, as if it had lived through collections. Else the first ones
     afterwards would walk all of it: a second for the graph of a step of 12,000 operations.

@@ -1,11 +1,11 @@
-"""How a tensor goes from one stage group to another, between meshes of any axes.
+"""Computes how a tensor is sent from one stage group to another, between meshes of any axes.
 
 Where both have the same mesh, a rank receives what the rank of its coordinates sends. Else every rank holds a block of
 the tensor, given by spans of its dimensions, and receives what other blocks have in common with its own. A partial sum
 is scattered before it is sent. What the receiving ranks want whole, or as a partial sum, is sent to each in part and
 gathered there, so that each byte crosses once; what is small is sent to each of them as it is.
 
-  sent_as, received_as    how a tensor lies when it is sent, and how when it has arrived
+  sent_as, received_as    a tensor's placement when it is sent, and when it has arrived
   block_of                what one rank holds of it
   parts                   what each receiving rank gets of which sender
 """
@@ -24,7 +24,9 @@ _LEAST_BYTES = 1 << 12  # below, another message costs more than the bytes that 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is held of one dimension: ``count`` positions from ``first`` of each of ``blocks`` runs of ``run``."""
+    """The indices of one dimension that a rank holds: ``count`` from ``first`` on, in each of ``blocks`` runs of
+    ``run``.
+    """
 
     blocks: int
     run: int
@@ -33,18 +35,19 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the dimension is held."""
+        """Tells whether all of the dimension is held."""
         return self.count == self.run
 
     @property
     def size(self) -> int:
-        """Positions that are held."""
+        """Returns the number of indices that are held."""
         return self.blocks * self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank at position ``sender`` of its mesh sends to one at ``receiver`` of another one.
+    """The part of a tensor that the rank at position ``sender`` of its mesh sends to the one at ``receiver`` of another
+    mesh.
 
     Attributes:
       spans: of the whole tensor, by dimension; None: all that the sender holds.
@@ -57,12 +60,12 @@ class Part:
     cut: tuple[tuple[int, int, int, int], ...] = ()
 
     def shape(self, shape: Dims | None) -> Dims | None:
-        """Its shape, given the sender's own."""
+        """Returns the part's shape, given the sender's own."""
         return shape if self.spans is None else tuple(s.size for s in self.spans)
 
 
 def sent_as(t: TensorType, made: Placement, size: int, rows: int | None) -> Placement:
-    """How a tensor lies over one axis of the senders' mesh when it is sent to another mesh.
+    """Returns a tensor's placement over one axis of the senders' mesh when it is sent to another mesh.
 
     Args:
       t: its type on the ranks of one coordinate of the axes before.
@@ -77,14 +80,14 @@ def sent_as(t: TensorType, made: Placement, size: int, rows: int | None) -> Plac
 
 
 def received_as(t: TensorType, wanted: Placement, size: int, rows: int | None) -> Placement:
-    """How a tensor lies over one axis of the receivers' mesh when it has arrived (see ``sent_as``)."""
+    """Returns a tensor's placement over one axis of the receivers' mesh when it has arrived (see ``sent_as``)."""
     if not t.is_static:
         return FIRST if wanted == FIRST else B
     return wanted if isinstance(wanted, Split) or wanted == FIRST else _in_parts(t, size, rows)
 
 
 def _in_parts(t: TensorType, size: int, rows: int | None) -> Placement:
-    """Cut along its largest dimension, if that is worth it."""
+    """Splits a tensor along its largest dimension if it is large enough; replicates it otherwise."""
     shape = static_shape(t)
     dims = [d for d, n in enumerate(shape) if d != rows and n >= size]
     if size == 1 or t.bytes < _LEAST_BYTES or not dims:
@@ -94,7 +97,7 @@ def _in_parts(t: TensorType, size: int, rows: int | None) -> Placement:
 
 
 def local_type(t: TensorType, placements: Sequence[Placement], at: Sequence[int]) -> TensorType:
-    """A tensor's type on the ranks with these first coordinates."""
+    """Returns a tensor's type on the ranks with these first coordinates."""
     shape = t.shape
     for placement, coordinate in zip(placements, at):
         shape = local_shape(shape, placement, coordinate)
@@ -102,7 +105,7 @@ def local_type(t: TensorType, placements: Sequence[Placement], at: Sequence[int]
 
 
 def block_of(shape: Sequence[int], placements: Sequence[Placement], at: Sequence[int]) -> tuple[Span, ...] | None:
-    """What the rank at these coordinates holds of a tensor; None where it holds nothing.
+    """Returns the block of a tensor that the rank at these coordinates holds; None where it holds nothing.
 
     Args:
       placements: over each axis of its mesh, of what the axes before have left.
@@ -129,7 +132,7 @@ def _within(held: Span, p: Split, coordinate: int) -> Span:
 
 
 def can_cross(have: Sequence[Span], want: Sequence[Span]) -> bool:
-    """Whether what two blocks have in common is a block: they see no dimension in unlike runs."""
+    """Tells whether the intersection of two blocks is a block: they see no dimension in unlike runs."""
     return all(
         (a.blocks, a.run) == (b.blocks, b.run) or (a.blocks == 1 and a.is_whole) or (b.blocks == 1 and b.is_whole)
         for a, b in zip(have, want)
@@ -139,7 +142,7 @@ def can_cross(have: Sequence[Span], want: Sequence[Span]) -> bool:
 def parts(
     makers: Sequence[tuple[Span, ...] | None], readers: Sequence[tuple[Span, ...] | None], reader: int
 ) -> list[Part]:
-    """What the rank at position ``reader`` is sent, in the order of its blocks.
+    """Lists what the rank at position ``reader`` is sent, in the order of its blocks.
 
     Args:
       makers, readers: what each position of the two meshes holds, or is to hold.
@@ -161,7 +164,7 @@ def parts(
 
 
 def _common(a: Span, b: Span) -> Span | None:
-    """What two spans of one dimension have in common; None: nothing."""
+    """Intersects two spans of one dimension; None when they have nothing in common."""
     if a.blocks == 1 and a.is_whole:
         return b
     if b.blocks == 1 and b.is_whole:
@@ -180,10 +183,10 @@ def _cut(have: Sequence[Span], common: Sequence[Span | None]) -> tuple[tuple[int
 
 
 def all_coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Coordinates of all positions of a mesh, in order."""
+    """Lists the coordinates of all positions of a mesh, in order."""
     return list(product(*(range(n) for n in sizes)))
 
 
 def in_runs_of(shape: tuple[int, ...], dim: int, blocks: int) -> tuple[int, ...]:
-    """``shape`` with dimension ``dim`` seen as (runs, run)."""
+    """Returns ``shape`` with dimension ``dim`` reshaped to (runs, run)."""
     return (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])

@@ -54,7 +54,7 @@ class Emitter:
         return Ref(name)
 
     def part(self, name: str, what: str) -> str:
-        """The name of a part of what is added as ``name``: not NAME/shape, as a node's own operands are called."""
+        """Names a part of what is added as ``name``; never NAME/shape, as a node's own operands are called."""
         return f"{name}/{self.prefix}_{what}"
 
     def const(self, name: str, value: np.ndarray) -> Ref:
@@ -63,7 +63,7 @@ class Emitter:
         return Ref(name)
 
     def communicator(self) -> Ref:
-        """The handle that every communication op of this graph takes first."""
+        """Returns the handle that every communication op of this graph takes first."""
         self.communicates = True
         if COMMUNICATOR not in self.nodes:
             attrs = {"communicator": self.comm, "rank": self.rank}
@@ -80,7 +80,7 @@ class Emitter:
     # -- local forms
 
     def fill(self, name: str, like: Ref, t: TensorType, op: str) -> Ref:
-        """A tensor of the type of ``like`` that holds the identity of reduction ``op``."""
+        """Adds a tensor of the type of ``like`` that holds the identity of reduction ``op``."""
         scalar = self.const(self.part(name, "value"), np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
         if t.is_static:
             dims = self.const(self.part(name, "dims"), np.array(t.shape, np.int32))
@@ -95,14 +95,14 @@ class Emitter:
         return self.add(name, "Fill", (dims, scalar), {"T": DType(t.dtype), "index_type": DType("int32")}, (t,))
 
     def weighted(self, name: str, source: Ref, t: TensorType, weight: float) -> Ref:
-        """``source`` times ``weight``; zeros, whatever ``source`` holds, where that is 0."""
+        """Multiplies ``source`` by ``weight``; yields zeros where that is 0, whatever ``source`` holds."""
         if weight == 0:
             return self.fill(name, source, t, "sum")
         factor = self.const(self.part(name, "weight"), np.array(weight, numpy_dtype(t.dtype)))
         return self.add(name, "Mul", (source, factor), {"T": DType(t.dtype)}, (t,))
 
     def cut(self, name: str, source: Ref, t: TensorType, target: Split) -> Ref:
-        """This rank's slice of a tensor that every rank has."""
+        """Slices this rank's part out of a replicated tensor."""
         if target.sizes[self.rank] == target.run:
             return source
         rank_of_tensor = len(t.shape or ())
@@ -114,7 +114,7 @@ class Emitter:
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
     def pad(self, name: str, source: Ref, t: TensorType, layout: Split, op: str) -> Ref:
-        """This rank's slice put at its place in a whole tensor of identities of ``op``."""
+        """Pads this rank's slice to a tensor of the whole shape, filled with the identity of ``op`` elsewhere."""
         paddings = np.zeros((len(t.shape or ()), 2), np.int32)
         before = layout.offset(self.rank)
         paddings[layout.dim] = before, layout.run - before - layout.sizes[self.rank]
@@ -161,12 +161,12 @@ class Emitter:
     # -- communication
 
     def all_gather(self, name: str, source: Ref, t: TensorType, layout: Split, key: str) -> Ref:
-        """The whole tensor, of type ``t``, on every rank, from slices that lie as ``layout`` says."""
+        """Gathers slices that are split as ``layout`` to the whole tensor, of type ``t``, on every rank."""
         attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes}
         return self.comm_op(name, "WhaleAllGather", (source,), t, attrs, (t,))
 
     def all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], r: Reshard, key: str) -> Ref:
-        """Reduces tensors together, as ``r`` (or the group that it belongs to) says; the first result."""
+        """Reduces tensors together, as ``r`` (or the group that it belongs to) says, and returns the first result."""
         assert isinstance(r.source, Partial), r
         op = r.source.op
         if r.backend == "horovod":
@@ -177,7 +177,7 @@ class Emitter:
         return self.comm_op(name, "WhaleAllReduce", sources, types[0], attrs, types)
 
     def _horovod_all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType]) -> Ref:
-        """Sums through Horovod, whose ranks meet under the node's name."""
+        """Sums tensors through Horovod, whose ranks meet under the node's name."""
         self.communicates = True
         dtype = DType(types[0].dtype)
         # Horovod's op is no stateful one: where all its operands are constants (a rank without rows), TensorFlow runs
@@ -195,7 +195,8 @@ class Emitter:
         return self.add(name, HOROVOD_ALL_REDUCE, (first, *sources[1:]), attrs, types)
 
     def scatter(self, name: str, source: Ref | None, t: TensorType, target: Split, key: str) -> Ref:
-        """The first rank's tensor, cut: an all-to-all in which only the first rank has anything to send.
+        """Splits the first rank's tensor over the ranks, by an all-to-all in which only the first rank has anything to
+        send.
 
         ``source`` is None on the other ranks, which contribute a share of size zero of another dimension.
         """
@@ -220,7 +221,7 @@ class Emitter:
         return self.reshape(self.part(name, "as_vector"), got, t.dtype, mine[:1]) if len(shape) == 1 else got
 
     def rows(self, name: str, source: Ref, t: TensorType, dim: int, start: int, count: int) -> Ref:
-        """``count`` positions of dimension ``dim`` of a local tensor, from ``start``."""
+        """Slices ``count`` indices of dimension ``dim`` out of a local tensor, from ``start``."""
         begin, size = np.zeros(len(t.shape or ()), np.int32), np.full(len(t.shape or ()), -1, np.int32)
         begin[dim], size[dim] = start, count
         operands = (source, self.const(self.part(name, "begin"), begin), self.const(self.part(name, "size"), size))
@@ -229,5 +230,5 @@ class Emitter:
 
 
 def with_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
-    """The shape of ``t`` with another size of one dimension."""
+    """Returns the shape of ``t`` with another size of one dimension."""
     return tuple(size if d == dim else n for d, n in enumerate(t.shape or ()))

@@ -1,4 +1,4 @@
-"""How many bytes an exchange has to move between ranks, whatever carries them.
+"""Computes the bytes that a communication op has to move between ranks, whatever carries them.
 
 These are the logical bytes of plans, of predictions and of whale_ops' counters (its `logical_bytes`).
 
@@ -19,7 +19,8 @@ EXPECTED = "_whale_expected_bytes"  # attribute of an exchange of rows: what thi
 
 
 def collective_bytes(op: str, tensor_bytes: int, ranks: int) -> int:
-    """Bytes that all of ``ranks`` send in a collective over a tensor of ``tensor_bytes``, however it is divided.
+    """Returns the bytes that all of ``ranks`` send in a collective over a tensor of ``tensor_bytes``, however it is
+    divided.
 
     2(p-1)T for an all-reduce; (p-1)T for an all-gather, a reduce-scatter or a broadcast: every rank but one has to get
     each element, or its part of the sum of it.
@@ -28,12 +29,12 @@ def collective_bytes(op: str, tensor_bytes: int, ranks: int) -> int:
 
 
 def bytes_on_wire(tensor_bytes: int, dtype: str, wire_dtype: str) -> int:
-    """Bytes of a tensor that are sent as ``wire_dtype``; "": as they are."""
+    """Returns the bytes of a tensor that is sent as ``wire_dtype``; with "", its own bytes."""
     return tensor_bytes // item_bytes(dtype) * item_bytes(wire_dtype) if wire_dtype else tensor_bytes
 
 
 def operand_bytes(node: Node, inputs: Sequence[TensorType]) -> int:
-    """Bytes of the tensors that a rank hands to an exchange, as they are sent.
+    """Returns the bytes of the tensors that a rank hands to a communication op, as they are sent.
 
     Args:
       inputs: the operands' types on this rank.
@@ -43,7 +44,7 @@ def operand_bytes(node: Node, inputs: Sequence[TensorType]) -> int:
 
 
 def rank_bytes(node: Node, inputs: Sequence[TensorType], place: int, ranks: int) -> int:
-    """Bytes that one rank sends in an exchange: its part, so that the parts of all ranks are ``collective_bytes``.
+    """Returns the bytes that one rank sends in a communication op; the ranks' bytes add up to ``collective_bytes``.
 
     Args:
       inputs: the operands' types on this rank.
@@ -57,7 +58,7 @@ def rank_bytes(node: Node, inputs: Sequence[TensorType], place: int, ranks: int)
     if node.op in ALL_REDUCES:
         total = collective_bytes(node.op, sent, ranks)
         return total // ranks + (place < total % ranks)
-    if node.op == "WhaleAllGather":  # what it has goes to all others
+    if node.op == "WhaleAllGather":  # its part goes to all others
         return collective_bytes(node.op, sent, ranks)
     if node.op == "WhaleReduceScatter":  # all others' parts of what it keeps
         return collective_bytes(node.op, node.outputs[0].bytes, ranks)

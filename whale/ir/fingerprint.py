@@ -1,4 +1,4 @@
-"""Fingerprints: equal on ranks that run the same thing, and able to name the first node that differs."""
+"""Fingerprints of programs: equal on ranks that run the same thing, and able to name the first node that differs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KNOWN = "_fingerprint"  # beside what ``cached_property`` keeps there
 
 
 def _feed(value: Any) -> bytes:
-    """A byte form of an attribute value that tells different values apart."""
+    """Encodes an attribute value as bytes that tell different values apart."""
     if isinstance(value, Tensor):
         data = value.data if isinstance(value.data, bytes) else repr(value.data).encode()
         return b"T" + value.dtype.encode() + repr(value.shape).encode() + data
@@ -34,7 +34,7 @@ def _feed(value: Any) -> bytes:
 
 
 def node_digest(node: Node, known: dict[int, str]) -> bytes:
-    """Eight bytes that identify a node: name, op, operands, control edges, attributes, types.
+    """Digests a node's name, op, operands, control edges, attributes and types to eight bytes.
 
     Args:
       known: texts of types that were met before, by the number of the object, which has to outlive it.
@@ -55,7 +55,7 @@ def _tuple_text(items: list[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _of_shared(attrs: SharedAttrs, own: str) -> bytes:
-    """A program of thousands of nodes has some dozens of combinations of attributes."""
+    """Digests attributes that nodes share, once: a program of thousands of nodes has some dozens of combinations."""
     return _attrs(attrs, own)
 
 
@@ -64,7 +64,7 @@ def _attrs(attrs: Mapping[str, Any], own: str = "") -> bytes:
 
 
 def fingerprint(program: Program) -> str:
-    """Hex digest of the whole program: nodes in order, inputs, variables, fetches, effects, functions.
+    """Returns a hex digest of the whole program: nodes in order, inputs, variables, fetches, effects, functions.
 
     It is computed once for each program, and asked for by ranks that compare, plans and tables.
     """
@@ -88,8 +88,9 @@ def _update(h: Any, program: Program) -> None:
 
 
 def node_digests(program: Program) -> list[tuple[str, bytes]]:
-    """(what, digest) for each node in canonical order, then what goes in and out, then functions: equal programs and no
-    others have equal lists."""
+    """Returns (what, digest) for each node in canonical order, then for inputs and outputs, then for functions; exactly
+    equal programs have equal lists.
+    """
     known: dict[int, str] = {}
     rows = [(f"{n.name} ({n.op})", node_digest(n, known)) for n in program.nodes]
     rows += [(f"variable {v.name}", _digest(v.node, str(v.type))) for v in program.variables]

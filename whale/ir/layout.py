@@ -1,4 +1,4 @@
-"""How a tensor lies over a mesh: per mesh axis ``S(d)``, ``B``, ``P(op)``, ``O`` (first rank only) or ``own``.
+"""Placements of a tensor over a mesh: per mesh axis ``S(d)``, ``B``, ``P(op)``, ``O`` (first rank only) or ``own``.
 
 Rules and passes work on one mesh axis at a time, with a ``Placement``; a ``Layout`` is a tuple of them, one per axis.
 """
@@ -32,12 +32,12 @@ class Split:
     """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (or 0).
 
     With ``blocks`` > 1 the dimension is that many runs of ``sum(sizes)`` indices, and a coordinate holds its part of
-    every run, in order: so lies the batch in two batches put behind each other, or inside a flattened (time, batch).
+    every run, in order: as the batch is in two concatenated batches, or inside a flattened (time, batch).
 
     With ``halo`` a coordinate also holds that many indices before and after its own, as far as there are any: what a
-    window over a divided dimension needs. Only operands lie so; who has no indices of its own has no others either.
+    window over a divided dimension needs. Only operands have one; a rank without own indices has no others either.
 
-    What takes a look at every coordinate is computed once for each split: a program has few, and asks often.
+    Properties over all coordinates are computed once for each split: a program has few splits, and asks often.
     """
 
     dim: int
@@ -54,32 +54,32 @@ class Split:
 
     @cached_property
     def run(self) -> int:
-        """Indices of one run."""
+        """Returns the number of indices of one run."""
         return sum(self.sizes)
 
     @cached_property
     def smallest(self) -> int:
-        """Size of the smallest part."""
+        """Returns the size of the smallest part."""
         return min(self.sizes, default=0)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each coordinate begins within a run."""
+        """Returns where each coordinate's part begins within a run."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
     @cached_property
     def holders(self) -> frozenset[int]:
-        """Coordinates that hold something."""
+        """Returns the coordinates whose part is not empty."""
         return frozenset(i for i, size in enumerate(self.sizes) if size)
 
     @cached_property
     def largest(self) -> int:
-        """Size of the largest part."""
+        """Returns the size of the largest part."""
         return max(self.sizes, default=0)
 
     @cached_property
     def label(self) -> str:
-        """``str(self)``, with a digest in place of many sizes: for names and keys."""
+        """Returns ``str(self)``, with a digest in place of many sizes, for names and keys."""
         if len(self.sizes) <= _MOST_NAMED:
             return str(self)
         sizes = blake2b(repr(self.sizes).encode(), digest_size=8).hexdigest()
@@ -87,32 +87,32 @@ class Split:
 
     @cached_property
     def plain(self) -> Split:
-        """The same without halo."""
+        """Returns the same split without halo."""
         return self if self.halo == (0, 0) else split(self.dim, self.sizes, self.blocks)
 
     @property
     def extent(self) -> int:
-        """Size of the whole dimension."""
+        """Returns the size of the whole dimension."""
         return self.blocks * self.run
 
     def local(self, coordinate: int) -> int:
-        """Size of the dimension on ``coordinate``."""
+        """Returns the size of the dimension on ``coordinate``."""
         first, end = self.span(coordinate)
         return self.blocks * (end - first)
 
     def offset(self, coordinate: int) -> int:
-        """Where ``coordinate`` begins within a run."""
+        """Returns where the part of ``coordinate`` begins within a run."""
         return self.starts[coordinate]
 
     def span(self, coordinate: int) -> tuple[int, int]:
-        """The indices of a run that ``coordinate`` holds: the first, and one past the last."""
+        """Returns the indices of a run that ``coordinate`` holds: the first, and one past the last."""
         first, size = self.starts[coordinate], self.sizes[coordinate]
         if not size:
             return first, first
         return max(0, first - self.halo[0]), min(self.run, first + size + self.halo[1])
 
     def indices(self, coordinate: int) -> np.ndarray:
-        """The indices of the dimension that ``coordinate`` holds, in its local order."""
+        """Returns the indices of the dimension that ``coordinate`` holds, in its local order."""
         run = np.arange(*self.span(coordinate))
         return (np.arange(self.blocks)[:, None] * self.run + run).reshape(-1)
 
@@ -124,7 +124,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Every coordinate holds the whole tensor."""
+    """The replicated placement: every coordinate holds the whole tensor."""
 
     def __str__(self) -> str:
         return "B"
@@ -132,7 +132,9 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every coordinate holds a tensor of the whole shape; the value is their elementwise ``op``."""
+    """The partial placement: every coordinate holds a tensor of the whole shape; the value is their elementwise
+    ``op``.
+    """
 
     op: str = "sum"
 
@@ -161,7 +163,7 @@ class PerRank:
         return f"own[{','.join(map(str, self.rows))}]"
 
     def share(self, coordinate: int) -> float:
-        """The weight of ``coordinate`` in the average."""
+        """Returns the weight of ``coordinate`` in the average."""
         return self.rows[coordinate] / sum(self.rows)
 
 
@@ -193,19 +195,20 @@ class Strategy:
 
 @lru_cache(maxsize=65536)
 def split(dim: int, sizes: tuple[int, ...], blocks: int = 1, halo: tuple[int, int] = (0, 0)) -> Split:
-    """The one object for this split (equal placements are identical, which makes comparing them cheap)."""
+    """Returns the one object for this split (equal placements are identical, which makes comparing them cheap)."""
     return Split(dim, sizes, blocks, halo)
 
 
 def even_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """``size`` cut into ``parts`` as evenly as integers allow, larger parts first: 7 over 2 is (4, 3)."""
+    """Divides ``size`` into ``parts`` as evenly as integers allow, larger parts first: 7 over 2 is (4, 3)."""
     base, extra = divmod(size, parts)
     return tuple(base + (i < extra) for i in range(parts))
 
 
 @lru_cache(maxsize=1024)
 def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """``size`` cut in proportion to ``weights``, of which one is positive: ``weights`` themselves if that is their sum.
+    """Divides ``size`` in proportion to ``weights``, of which one is positive; returns ``weights`` if that is their
+    sum.
 
     Sainte-Laguë's method: each next unit goes where it is needed most, so no part of a smaller ``size`` is larger.
     """
@@ -220,13 +223,13 @@ def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def times_of(sizes: tuple[int, ...], rows: tuple[int, ...]) -> int:
-    """By which number all of ``rows`` are multiplied in ``sizes``; 0 where there is none, or nothing."""
+    """Returns the number that all of ``rows`` are multiplied by in ``sizes``; 0 where there is none, or nothing."""
     times = sum(sizes) // (sum(rows) or 1)
     return times if tuple(times * n for n in rows) == sizes else 0
 
 
 def identity_value(op: str, dtype: str) -> object:
-    """The element that changes nothing under ``op``: what a coordinate with nothing to add contributes.
+    """Returns the element that changes nothing under ``op``, which a coordinate with nothing to add contributes.
 
     Raises:
       ValueError: ``op`` is not one of sum, max, min, prod.
@@ -250,7 +253,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, coordinate: int) -
 @overload
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None: ...
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None:
-    """Shape that ``coordinate`` holds of a tensor of global ``shape``."""
+    """Returns the shape that ``coordinate`` holds of a tensor of global ``shape``."""
     if shape is None or not isinstance(placement, Split):
         return shape
     return shape[: placement.dim] + (placement.local(coordinate),) + shape[placement.dim + 1 :]
@@ -279,7 +282,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int) -> int:
-    """Logical bytes that a change of layout moves in total over one axis of ``size`` ranks, p.
+    """Returns the logical bytes that a reshard moves in total over one axis of ``size`` ranks, p.
 
         S -> B                    (p-1) T     all-gather
         P -> S                    (p-1) T     reduce-scatter
@@ -315,17 +318,17 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
 
 
 def label(placement: Placement) -> str:
-    """A short text that tells the placements of one tensor apart."""
+    """Returns a short text that tells the placements of one tensor apart."""
     return placement.label if isinstance(placement, Split) else str(placement)
 
 
 def in_runs(placement: Placement) -> bool:
-    """Whether it is a split of a dimension that consists of several runs."""
+    """Tells whether a placement splits a dimension that consists of several runs."""
     return isinstance(placement, Split) and placement.blocks > 1
 
 
 def _staying(source: Placement, target: Placement) -> int:
-    """How many positions of the split dimensions each coordinate holds in both forms, added up."""
+    """Counts the positions of the split dimensions that each coordinate holds before and after, added up."""
     if isinstance(source, Split) and isinstance(target, Split):
         if source.dim == target.dim:
             return sum(_overlap(source, target, i) for i in range(len(source.sizes)))
@@ -335,7 +338,7 @@ def _staying(source: Placement, target: Placement) -> int:
 
 
 def _positions(source: Placement, target: Placement) -> int:
-    """How many positions the split dimensions have; 1 when they are empty."""
+    """Counts the positions of the split dimensions; 1 when they are empty."""
     count = 1
     for cut in {p.dim: p for p in (source, target) if isinstance(p, Split)}.values():
         count *= cut.run

@@ -1,4 +1,4 @@
-"""Ranks in a grid of named axes, and variables that lie over several of them: cut over one after the other.
+"""Meshes: ranks in a grid of named axes, and variables sharded over several axes, cut over one after the other.
 
 Axis, Mesh     the grid
 chain          the plans of all axes
@@ -44,11 +44,11 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where a rank is, one number per axis."""
+        """Returns a rank's coordinates, one number per axis."""
         return coordinates_of(self.ranks.index(rank), [a.size for a in self.axes])
 
     def along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` in the coordinates of some axes only, itself included, in order."""
+        """Lists the ranks that differ from ``rank`` in the coordinates of these axes only, itself included."""
         first, offsets = self.ranks.index(rank), [0]
         position, step = first, len(self.ranks)
         for axis in self.axes:
@@ -59,7 +59,7 @@ class Mesh:
         return tuple(self.ranks[first + offset] for offset in offsets)
 
     def with_last(self, *axes: str) -> tuple[int, ...]:
-        """All ranks; those that differ in the coordinates of these axes only are next to each other, in their order."""
+        """Orders all ranks so that those that differ in these axes only are next to each other, in the axes' order."""
 
         def key(rank: int) -> tuple[list[int], list[int]]:
             at = dict(zip((a.name for a in self.axes), self.coordinates(rank)))
@@ -69,7 +69,7 @@ class Mesh:
 
 
 def coordinates_of(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Coordinates of a position in a grid, the last one running fastest."""
+    """Returns the coordinates of a position in a grid, the last one running fastest."""
     found: list[int] = []
     for size in reversed(sizes):
         position, coordinate = divmod(position, size)
@@ -78,12 +78,12 @@ def coordinates_of(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def format_axes(axes: Sequence[Axis]) -> str:
-    """``data=2,tensor=4``, as the configuration has it."""
+    """Formats axes as the configuration spells them: ``data=2,tensor=4``."""
     return ",".join(map(str, axes))
 
 
 def chain(plan: Plan) -> Iterator[Plan]:
-    """The plans of all axes, outermost first."""
+    """Yields the plans of all axes, outermost first."""
     found: Plan | None = plan
     while found is not None:
         yield found
@@ -91,12 +91,12 @@ def chain(plan: Plan) -> Iterator[Plan]:
 
 
 def mesh_of(plan: Plan, ranks: Sequence[int]) -> Mesh:
-    """The mesh that a plan's axes make of ranks."""
+    """Returns the mesh that a plan's axes make of ranks."""
     return Mesh(tuple(Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))), tuple(ranks))
 
 
 def moved_along(plan: Plan) -> list[int]:
-    """Logical bytes that one step moves along each axis, in all its groups together, outermost first."""
+    """Returns the logical bytes that one step moves along each axis, in all its groups together, outermost first."""
     own = plan.own_bytes
     if plan.inner is None:
         return [own]
@@ -121,7 +121,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The parts of a variable that lies over some axes; without axes, one part that everybody holds.
+    """The parts of a variable that is sharded over some axes; without axes, one part that everybody holds.
 
     Tiles are numbered by their coordinates along the axes, those of the last one running fastest.
 
@@ -140,20 +140,20 @@ class Tiles:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many parts each axis makes."""
+        """Returns the number of parts along each axis."""
         return tuple(len(cut.sizes) for cut in self.cuts)
 
     @property
     def count(self) -> int:
-        """The number of tiles."""
+        """Returns the number of tiles."""
         return prod(self.sizes)
 
     def along(self, axis: str) -> Split | None:
-        """The cut over one axis; None: it does not divide."""
+        """Returns the cut over one axis; None when that does not divide the variable."""
         return dict(zip(self.axes, self.cuts)).get(axis)
 
     def cuts_at(self, at: Sequence[int]) -> tuple[Split, ...]:
-        """The cuts at the coordinates of a tile: what is left of a dimension may be less than at the first ones."""
+        """Returns the cuts at a tile's coordinates, where less of a dimension may be left than at the first ones."""
         found: list[Split] = []
         left: dict[int, int] = {}
         for cut, coordinate in zip(self.cuts, at):
@@ -162,7 +162,7 @@ class Tiles:
         return tuple(found)
 
     def local_shape(self, shape: Sequence[int], place: int) -> tuple[int, ...]:
-        """The shape of a tile."""
+        """Returns the shape of a tile."""
         found = list(shape)
         at = coordinates_of(place, self.sizes)
         for cut, coordinate in zip(self.cuts_at(at), at):
@@ -170,7 +170,7 @@ class Tiles:
         return tuple(found)
 
     def regions(self, shape: Sequence[int], place: int) -> Iterator[Region]:
-        """The rectangles that a tile consists of; those without elements are left out."""
+        """Yields the rectangles that a tile consists of; those without elements are left out."""
         at = coordinates_of(place, self.sizes)
         spans = block_of(shape, self.cuts_at(at), at)
         if spans is None or any(s.count == 0 for s in spans):
@@ -182,12 +182,14 @@ class Tiles:
 
 
 def one_axis(cut: Split) -> Tiles:
-    """The tiles of a variable that one axis divides, whose name does not matter."""
+    """Returns the tiles of a variable that a single axis divides, whose name does not matter."""
     return Tiles(("",), (cut,))
 
 
 def tiles_of(plan: Plan) -> dict[str, Tiles]:
-    """How the variables lie that the axes of a plan divide, by handle node; of stages, each over its own group's."""
+    """Returns the tiles of the variables that the axes of a plan divide, by handle node; in a pipeline, over the axes
+    of each stage group.
+    """
     found: dict[str, Tiles] = {}
     for other in reversed(plan.others):
         found.update(tiles_of(other))
@@ -201,5 +203,5 @@ def tiles_of(plan: Plan) -> dict[str, Tiles]:
 
 
 def cut_of(cut: Split, extent: int) -> Split:
-    """``cut``, made for the first coordinates of earlier axes, where a dimension has ``extent`` indices."""
+    """Adapts ``cut``, made for the first coordinates of earlier axes, to a dimension of ``extent`` indices."""
     return cut if cut.extent == extent else split(cut.dim, even_sizes(extent, len(cut.sizes)))

@@ -1,4 +1,4 @@
-"""What an op is: named sets of op types (traits), which passes, lowering, runtime and cost model ask.
+"""Named sets of op types (traits), which passes, lowering, runtime and cost model ask what an op is.
 
 A fact about op types stands here once. Who means less or more than a trait holds says so where it does, with the
 reason: ``VIEWS | {"Cast"}  # because ...``. What is known of one op only (its rule, its formula, its kernel) stands
@@ -49,9 +49,9 @@ HAS_BODIES = LOOPS | BRANCHES
 CALLS = _named("PartitionedCall StatefulPartitionedCall WhaleCall")
 # They run a function for every element of a dataset: what a loop over a dataset becomes in a traced function.
 DATASET_LOOPS = _named("ReduceDataset ScanDataset")
-# What loops and branches are made of in TensorFlow 1.
+# The ops that make up loops and branches in TensorFlow 1.
 FRAMES = _named("Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration")
-# What nodes run, and how often, depends on them: they are laid out with their bodies or frames, not by a rule.
+# These decide which nodes run, and how often: they are laid out with their bodies or frames, not by a rule.
 CONTROL_FLOW = HAS_BODIES | CALLS | FRAMES | _named("For ControlTrigger")
 
 # -- operands handed on
@@ -89,7 +89,7 @@ APPLIES = _each("ResourceApply", f"{_DENSE_OPTIMIZERS} AdamWithAmsgrad KerasMome
 APPLIES_ROWS = _each("ResourceSparseApply", f"{_OPTIMIZERS} KerasMomentum")
 # Rows or elements of a variable (operand 0) are changed, by their numbers.
 SCATTERS = _each("ResourceScatter", _SCATTERS)
-# Those that change each row by itself, where a number is there once.
+# Scatters that change each row by itself, where each row number occurs once.
 ROW_SCATTERS = _each("ResourceScatter", "Add Sub Update")
 # The state of a random generator, which is a variable (operand 0), goes on.
 ADVANCES = _named(
@@ -140,7 +140,7 @@ DRAWS = _named(
 )
 # They draw from the stream that a key and a counter name, by the element's place: a part can be drawn by itself.
 STREAM_DRAWS = _named("StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2")
-# What they draw follows from their operands.
+# Their draws follow from their operands alone.
 STATELESS_DRAWS = STREAM_DRAWS | _named(
     "RandomIndexShuffle StatelessMultinomial StatelessParameterizedTruncatedNormal StatelessRandomBinomial "
     "StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomNormal StatelessRandomPoisson StatelessRandomUniform "
@@ -173,5 +173,5 @@ SOFTMAXES = _named("Softmax LogSoftmax")
 # The loss (result 0) and the logits' gradient (result 1), of the whole vocabulary at once.
 CROSS_ENTROPIES = _named("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits WhaleSparseCrossEntropy")
 # Dimensions (operand 1) are reduced away.
-FOLDS = _named("Sum Prod Max Min")  # of no numbers these make what changes nothing; a mean of none is no number
+FOLDS = _named("Sum Prod Max Min")  # without elements these yield their identity; a mean without elements is NaN
 REDUCTIONS = FOLDS | _named("Mean All Any")

@@ -85,7 +85,7 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True)
 class PredictedRank:
-    """What a step takes on a rank: its end, kernels and exchanges in seconds, bytes at most and between steps."""
+    """A rank's predicted step: its end, kernels and communication in seconds, peak bytes and bytes between steps."""
 
     end_s: float
     compute_s: float
@@ -96,7 +96,7 @@ class PredictedRank:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a step is predicted to take, and on what: a cluster by the catalogue, or a machine that was measured."""
+    """The prediction for a step, and the hardware it is for: a cluster of the catalogue, or a measured machine."""
 
     where: str
     step_s: float
@@ -119,7 +119,7 @@ class Plan:
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
       exceptions: what the run computes otherwise than one device, in words.
       variables: handle nodes of variables that the axis divides between steps, with how (see ``ir.mesh.tiles_of``).
-      offloaded: handle nodes of variables that lie in the host's memory, beside an accelerator.
+      offloaded: handle nodes of variables that are kept in the host's memory, beside an accelerator.
       expanded: composite nodes that the plan speaks of in their decomposed form.
       inner: on a mesh of more axes, the plan of the next one, for what this axis' first coordinate runs.
       repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group that has it whole.
@@ -172,45 +172,49 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks run it."""
+        """Returns how many ranks run the plan."""
         if self.stage_groups:
             return sum(len(group.ranks) for group in self.stage_groups)
         return self.mesh_size
 
     @property
     def mesh_size(self) -> int:
-        """How many ranks its axes have together; in stages, those of a stage group."""
+        """Returns how many ranks the axes have together; in a pipeline, those of a stage group."""
         return self.size if self.inner is None else self.size * self.inner.mesh_size
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that one step moves along the plan's own axis; of rows that are exchanged, what is expected."""
+        """Returns the bytes that a step moves along the plan's own axis; for exchanged rows of tables, the expected
+        ones.
+        """
         return sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards) + sum(self.routed.values())
 
     @property
     def logical_bytes(self) -> int:
-        """Bytes that one step moves between ranks, in total (a reshard inside a loop is counted once)."""
+        """Returns the bytes that a step moves between ranks in total (a reshard inside a loop is counted once)."""
         return self.own_bytes + self.inner_bytes + sum(e.bytes for e in self.edges)
 
     def of(self, group: StageGroup) -> Plan:
-        """The plan that a stage group keeps to."""
+        """Returns the plan that a stage group runs."""
         return (self, *self.others)[group.plan]
 
     @property
     def split_flops_fraction(self) -> float:
-        """Share of the FLOPs of matrix products and convolutions that are divided over the ranks; 1.0 without any."""
+        """Returns the share of the FLOPs of matrix products and convolutions that is divided over the ranks; 1.0
+        without any.
+        """
         if self.inner is not None and self.inner.split_flops_fraction < 1.0:
             return min(self.inner.split_flops_fraction, self.split_flops / self.total_flops if self.total_flops else 1)
         return self.split_flops / self.total_flops if self.total_flops else 1.0
 
     @cached_property
     def reshard_of(self) -> dict[tuple[str, Ref, Placement], Reshard]:
-        """The change of layout that gives a tensor of a graph in a placement; none where it lies so already."""
+        """Maps (graph, tensor, placement) to the reshard that yields it, where one is needed."""
         return {(r.graph, r.ref, r.target): r for r in self.reshards if r.source != r.target}
 
     @cached_property
     def groups(self) -> dict[int, tuple[Reshard, ...]]:
-        """Fused collectives: group number -> its members in order."""
+        """Maps the number of each fused collective to its members, in order."""
         table: dict[int, list[Reshard]] = {}
         for r in self.reshards:
             if r.group >= 0:
@@ -219,15 +223,15 @@ class Plan:
 
     @cached_property
     def place_in_group(self) -> dict[tuple[int, str], int]:
-        """(group, key) -> at which place of the group's collective the reshard of this key travels."""
+        """Maps (group, key) to the position of the reshard of this key in the group's collective."""
         return {(g, member.key): i for g, members in self.groups.items() for i, member in enumerate(members)}
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON (see ``load_plan``)."""
+        """Writes the plan as JSON (see ``load_plan``)."""
         Path(path).write_bytes(msgspec.json.format(self.to_json(), indent=1))
 
     def to_json(self) -> bytes:
-        """The plan as one JSON object, which ``plan_from_json`` reads; equal strategies are written once."""
+        """Encodes the plan as one JSON object, which ``plan_from_json`` reads; equal strategies are written once."""
         table: dict[Strategy, int] = {}
         graphs = {
             graph: {name: table.setdefault(s, len(table)) for name, s in nodes.items()}
@@ -314,8 +318,8 @@ class _File(msgspec.Struct):
     micro_batches: int = 1
     offloaded: list[str] = []
     updates: tuple[int, int] = (0, 0)
-    backends: dict[str, str] = {}  # of the reshards that are not Whale's own
-    wire_dtypes: dict[str, str] = {}  # of those that are rounded before they are sent
+    backends: dict[str, str] = {}  # reshards that are not Whale's own
+    wire_dtypes: dict[str, str] = {}  # reshards that are rounded before they are sent
     script: list[str] = []
     choice: str = ""
     predicted: Predicted | None = None
@@ -389,7 +393,7 @@ class _Head(msgspec.Struct):
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan that ``Plan.save`` wrote.
+    """Reads a plan that ``Plan.save`` wrote.
 
     Raises:
       FileNotFoundError: no such file.

@@ -1,4 +1,4 @@
-"""What differs between two plans of captured programs."""
+"""Compares two plans of captured programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS = 12  # operations, variables, and changes of layout listed at most
 
 
 def diff_plans(one: Plan, other: Plan) -> str:
-    """Ranks, batch, stages, layouts and what moves, as far as they differ."""
+    """Lists how ranks, batch, stages, layouts and communication of two plans differ."""
     facts = [
         ("program", one.program, other.program),
         ("ranks", _ranks(one), _ranks(other)),

@@ -1,4 +1,4 @@
-"""Operations of a saved plan: a table of all, and what is known of some without the program."""
+"""Explains operations of a saved plan: a table of all, and what the plan alone says of some."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_OPS = 5  # explained at a time
 
 
 def find_ops(plan: Plan, pattern: str) -> list[str]:
-    """Names of the plan's nodes that match a pattern (`*` and `?` as in file names), or else contain it.
+    """Finds the plan's nodes whose names match a pattern (`*` and `?` as in file names), or else contain it.
 
     A pattern is of the whole name, or of what follows a scope's name: `dense*MatMul` is `model/dense_1/MatMul` as well.
 
@@ -35,7 +35,9 @@ def find_ops(plan: Plan, pattern: str) -> list[str]:
 
 
 def op_table(plan: Plan) -> list[str]:
-    """A row for each operation: its layout, the bytes that its operands' and results' changes of layout move, why."""
+    """Returns a row for each operation: its layout, the bytes that resharding its operands and results moves, its
+    origin.
+    """
     moved: dict[str, int] = {}
     for r in plan.reshards:
         if not r.graph:
@@ -49,7 +51,7 @@ def op_table(plan: Plan) -> list[str]:
 
 
 def explained_of_plan(plan: Plan, pattern: str) -> list[str]:
-    """What a saved plan says of the operations that a pattern names.
+    """Describes what a saved plan decides for the operations that a pattern names.
 
     Raises:
         PlanError: there is none.
@@ -64,12 +66,12 @@ def explained_of_plan(plan: Plan, pattern: str) -> list[str]:
 
 
 def layout_of(s: Strategy) -> str:
-    """A strategy as text."""
+    """Formats a strategy as text."""
     return "first rank only" if s.once else str(s)
 
 
 def decided(plan: Plan, name: str, node: Node | None) -> list[str]:
-    """An operation's layout, and what moves for it; of its operands only with the node."""
+    """Describes an operation's layout and the reshards of its results, and of its operands if ``node`` is given."""
     s = plan.strategies[""][name]
     lines = [f"  layout   {layout_of(s)}   ({s.why})"]
     read = set(node.inputs) if node is not None else set()

@@ -1,4 +1,4 @@
-"""A plan as text for people: one screen."""
+"""Formats a plan as text for people: one screen."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from whale.ir.mesh import mesh_of, moved_along
 from whale.ir.plan import Plan, Predicted, Reshard, TaskGraph
 from whale.ir.schedule import format_schedule, schedule
 
-# Who carries out a reduction instead of Whale's own exchange, in words.
+# Backends that carry out a reduction instead of Whale, in words.
 _THROUGH = {"horovod": "through Horovod"}
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Formats bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -25,7 +25,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_flops(count: float) -> str:
-    """1500 -> '1.50 kFLOP'."""
+    """Formats FLOPs: 1500 -> '1.50 kFLOP'."""
     for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.2f} {unit}"
@@ -34,7 +34,7 @@ def human_flops(count: float) -> str:
 
 
 def human_seconds(value: float) -> str:
-    """Seconds as a person reads them: 123 s, 1.23 s, 123.4 ms."""
+    """Formats seconds as a person reads them: 123 s, 1.23 s, 123.4 ms."""
     if value >= 100:
         return f"{value:.0f} s"
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
@@ -51,7 +51,7 @@ def _verb(r: Reshard) -> str:
 
 
 def format_plan(plan: Plan, rows: int = 12) -> str:
-    """One screen: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
+    """Formats a plan: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
     out = [f"Plan for {plan.program}: {plan.ranks} rank{'s' * (plan.ranks != 1)}{_ways(plan)}"]
     if plan.inner is None and not plan.stage_groups:
         out[0] += f" ({', '.join(plan.devices)})"
@@ -101,7 +101,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         + "".join(f"; {n} of the tensors {_THROUGH[b]}" for b, n in backends.items() if b in _THROUGH)
     )
     out += _traffic(plan, moving, rows)
-    if plan.predicted is None:  # else one figure for memory: what a play of the step holds at most
+    if plan.predicted is None:  # else there is one figure for memory: the peak of the simulated step
         out += _memory(plan)
     if plan.exceptions:
         out.append("Not as on one device")
@@ -128,7 +128,7 @@ Plan._repr_html_ = _shown  # type: ignore[attr-defined]
 
 
 def _ways(plan: Plan) -> str:
-    """How many ranks each way of spreading has: ``: 2 stages x 2 replicas``; of one rank nothing."""
+    """Formats how many ranks each kind of parallelism has: ``: 2 stages x 2 replicas``; empty for one rank."""
     groups = plan.stage_groups
     sizes = sorted({len(group.ranks) for group in groups}) or [plan.mesh_size]
     found = [f"{len(groups)} stages"] if groups else []
@@ -156,14 +156,14 @@ _MEANINGS = {
 
 
 def _legend(layouts: Counter[str]) -> list[str]:
-    """What the layouts' letters mean, of those that occur."""
+    """Explains the letters of the layouts that occur."""
     first = {layout[0] for layout in layouts}
     said = [text for letter, text in _MEANINGS.items() if letter in first]
     return [f"         {'; '.join(said)}"] if said else []
 
 
 def _where(plan: Plan, graph: TaskGraph) -> str:
-    """The ranks of a task graph; along an axis with others inside, its coordinates."""
+    """Formats the ranks of a task graph; along an axis with others inside, its coordinates."""
     numbers = list(graph.devices)
     if plan.stage_groups or plan.inner is None:
         return f"ranks {numbers}" if numbers else "the ranks that need it"
@@ -171,7 +171,7 @@ def _where(plan: Plan, graph: TaskGraph) -> str:
 
 
 def _mesh(plan: Plan, rows: int = 4) -> list[str]:
-    """The axes: which ranks communicate along each, and how much they move in a step."""
+    """Formats the axes: which ranks communicate along each, and how much they move in a step."""
     groups = plan.stage_groups
     plans = (plan, *plan.others)
     alike = len(plans) == 1
@@ -203,7 +203,7 @@ def _mesh(plan: Plan, rows: int = 4) -> list[str]:
 
 
 def _predicted(plan: Plan, found: Predicted) -> list[str]:
-    """Step time by ranks, rows per second, what bounds it, and one line to end."""
+    """Formats the predicted step time by rank, rows per second, what bounds it, and one line to end."""
     out = step_lines(found)
     sizes = [b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Split)]
     if sizes and plan.inner is None:
@@ -224,7 +224,7 @@ def _predicted(plan: Plan, found: Predicted) -> list[str]:
 
 
 def step_lines(found: Predicted) -> list[str]:
-    """The step's time, and what each rank does in it."""
+    """Formats the predicted time of a step, and what each rank does in it."""
     out = [f"Predicted on {found.where}: {1e3 * found.step_s:.1f} ms a step"]
     if found.likely_s is not None:
         low_s, high_s = found.likely_s
@@ -239,7 +239,7 @@ def step_lines(found: Predicted) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    """The rank that takes most, and the others where they differ."""
+    """Formats the memory of the rank that takes most, and of the others where they differ."""
     if not plan.memory:
         return []
     totals = [sum(row) for row in zip(*plan.memory.values())]
@@ -255,7 +255,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _stages(plan: Plan) -> list[str]:
-    """Which ranks run which stages, and what travels between them."""
+    """Formats which ranks run which stages, and what travels between them."""
     ranks = sorted({len(group.ranks) for group in plan.stage_groups})
     many = " and ".join(map(str, ranks))
     out = [f"Stages over {len(plan.stage_groups)} groups of {many} rank{'s' * (ranks != [1])}"]
@@ -299,5 +299,5 @@ def _change(r: Reshard) -> str:
 
 
 def _shortened(name: str, limit: int = 44) -> str:
-    """The end of a long name, which tells more than its beginning."""
+    """Shortens a long name to its end, which tells more than its beginning."""
     return name if len(name) <= limit else "..." + name[3 - limit :]

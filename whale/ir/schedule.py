@@ -1,4 +1,4 @@
-"""Pipeline schedules: a pure function from (stages, chunks, micro-batches) to the order of phases on each device.
+"""Pipeline schedules: pure functions from (stages, chunks, micro-batches) to the order of phases on each device.
 
 Chunk ``c`` of device ``s`` holds the model's part ``c * stages + s``. A phase is the forward pass (F) of one chunk for
 one micro-batch, or its backward pass (B). ZB-H1 takes the backward pass apart: B are the gradients of the chunk's
@@ -24,7 +24,7 @@ NAMES = ("gpipe", "1f1b", "zb-h1")
 
 
 class Kind(IntEnum):
-    """What a phase computes."""
+    """The kinds of phases, by what they compute."""
 
     F = 0
     B = 1
@@ -47,13 +47,15 @@ Schedule = list[Row]
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards in reverse (Huang et al., "GPipe", 2019)."""
+    """Schedules all forwards, then all backwards in reverse (Huang et al., "GPipe", 2019)."""
     forwards = [Phase(0, m, Kind.F) for m in range(micro_batches)]
     return [forwards + [Phase(0, m, Kind.B) for m in reversed(range(micro_batches))] for _ in range(stages)]
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """Forwards until the pipeline is full, then one forward and one backward in turn (Narayanan et al., SC 2021)."""
+    """Schedules forwards until the pipeline is full, then one forward and one backward in turn (Narayanan et al., SC
+    2021).
+    """
     rows: Schedule = []
     for stage in range(stages):
         warm = min(stages - 1 - stage, micro_batches)
@@ -65,10 +67,10 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """1F1B in which every stage holds several chunks of layers (Narayanan et al., SC 2021, section 2.2).
+    """Schedules 1F1B in which every stage holds several chunks of layers (Narayanan et al., SC 2021, section 2.2).
 
-    There they are multiples of the stages, in groups of as many. Other numbers go in groups that are as even as can be,
-    with at least as many micro-batches as there are stages; a group takes no longer for it.
+    In the paper micro-batches are a multiple of the stages, in groups of as many. Here other numbers go in groups that
+    are as even as can be, with at least as many micro-batches as there are stages; a group takes no longer for it.
     """
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)
@@ -93,7 +95,7 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
 
 
 def zb_h1(stages: int, micro_batches: int) -> Schedule:
-    """1F1B whose weight gradients fill the bubbles, in the memory of 1F1B (Qi et al., "Zero bubble pipeline
+    """Schedules 1F1B whose weight gradients fill the bubbles, in the memory of 1F1B (Qi et al., "Zero bubble pipeline
     parallelism", ICLR 2024, section 3.1).
 
     Device ``i`` begins its weight gradients ``i`` backward passes late: they are what it has to do when the last
@@ -114,7 +116,7 @@ def zb_h1(stages: int, micro_batches: int) -> Schedule:
 
 
 def schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """The schedule of a name: gpipe, 1f1b (interleaved when there are several chunks) or zb-h1.
+    """Returns the schedule of a name: gpipe, 1f1b (interleaved when there are several chunks) or zb-h1.
 
     Raises:
       PlanError: there is none of that name, or none for so many chunks.
@@ -133,7 +135,7 @@ def schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedul
 
 
 def dependencies(rows: Schedule) -> Iterator[tuple[tuple[int, Phase], tuple[int, Phase]]]:
-    """(earlier, later) for all (device, phase) that need another one's result."""
+    """Yields (earlier, later) for all (device, phase) that need another one's result."""
     stages = len(rows)
     last = stages * (1 + max((phase.chunk for row in rows for phase in row), default=0)) - 1
     for stage, row in enumerate(rows):
@@ -160,7 +162,7 @@ def play(
     weights_s: float = 1.0,
     credits: Mapping[tuple[int, int], int] | None = None,
 ) -> dict[tuple[int, Phase], float]:
-    """When each (device, phase) ends, with passes of one length on every device and free sends.
+    """Simulates a schedule and returns when each (device, phase) ends, with equal passes on all devices and free sends.
 
     Args:
       backward_s: of B; with ``weights_s`` in it where the schedule has no W.
@@ -176,7 +178,7 @@ def play(
         needs.setdefault(later, []).append(earlier)
         if earlier[0] != later[0]:
             readers[earlier] = later
-    taken: dict[tuple[int, int], list[tuple[int, Phase]]] = {}  # what crosses an edge, in the order of its readers
+    taken: dict[tuple[int, int], list[tuple[int, Phase]]] = {}  # results on an edge, in the order of their readers
     for stage, row in enumerate(rows):
         for phase in row:
             for earlier in needs.get((stage, phase), ()):
@@ -220,7 +222,7 @@ def play(
 
 
 def bubble_s(name: str, stages: int, chunks: int, forward_s: float, backward_s: float, weights_s: float = 0.0) -> float:
-    """Seconds that a device idles in a step with free sends (the papers named at the schedules).
+    """Returns the seconds that a device idles in a step with free sends (the papers named at the schedules).
 
     Args:
       backward_s: the whole backward pass of all of a device's chunks; ``forward_s`` their forward pass.
@@ -232,20 +234,20 @@ def bubble_s(name: str, stages: int, chunks: int, forward_s: float, backward_s: 
 
 
 def bubble_fraction(stages: int, chunks: int, micro_batches: int) -> float:
-    """Idle time over busy time of GPipe and 1F1B with free sends: (p - 1) / (v m) (Narayanan et al., SC 2021)."""
+    """Returns idle over busy time of GPipe and 1F1B with free sends: (p - 1) / (v m) (Narayanan et al., SC 2021)."""
     return (stages - 1) / (chunks * micro_batches)
 
 
 def live_micro_batches(row: Sequence[Phase]) -> int:
-    """Largest number of (chunk, micro-batch) whose forward pass has run and whose last backward one has not."""
+    """Returns the most (chunk, micro-batch) pairs whose forward pass has run and whose last backward pass has not."""
     last = Kind.W if any(phase.kind is Kind.W for phase in row) else Kind.B
     steps = {Kind.F: 1, last: -1}
     return max(accumulate(steps.get(phase.kind, 0) for phase in row), default=0)
 
 
 def credits(rows: Schedule) -> dict[tuple[int, int], int]:
-    """(sending device, receiving device) -> results that must be able to wait there, so that no sender waits for room
-    in a run with equal passes. With these the schedule ends, however long its passes are.
+    """Returns (sending device, receiving device) -> results that must be able to wait there, so that no sender waits
+    for room in a run with equal passes. With these the schedule ends, however long its passes are.
     """
     end = play(rows)
     length = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0}
@@ -256,13 +258,13 @@ def credits(rows: Schedule) -> dict[tuple[int, int], int]:
             moves += [(end[earlier], 1), (end[later] - length[later[1].kind], -1)]
     found = {}
     for edge, moves in events.items():
-        # What is taken at the moment at which it comes waits for that moment.
+        # A result that is taken at the moment at which it comes waits for that moment.
         found[edge] = max(accumulate(step for _, step in sorted(moves, key=lambda move: (move[0], -move[1]))))
     return found
 
 
 def format_schedule(rows: Schedule) -> str:
-    """One row per device: ``0  F0 F1 B0 W0``; chunks above 0 are written ``F0.1``."""
+    """Formats one row per device: ``0  F0 F1 B0 W0``; chunks above 0 are written ``F0.1``."""
     width = len(str(len(rows) - 1))
     return "".join(f"{stage:>{width}}  {' '.join(map(str, row))}\n" for stage, row in enumerate(rows))
 

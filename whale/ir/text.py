@@ -1,4 +1,4 @@
-"""The text form of programs: ``parse_program(format_program(p)) == p``."""
+"""Prints and parses programs: ``parse_program(format_program(p)) == p``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _READABLE_ELEMENTS = 16
 
 
 def format_program(program: Program) -> str:
-    """The program, one line per node (see ``parse_program``)."""
+    """Formats the program, one line per node (see ``parse_program``)."""
     lines: list[str] = []
     _print_graph(program, "program", lines)
     for name, body in program.functions.items():
@@ -43,7 +43,7 @@ def _print_graph(program: Program, head: str, lines: list[str]) -> None:
 
 
 def format_node(node: Node) -> str:
-    """``name = Op(operands) ^control {attributes} : types @scope !``; ``!`` marks a stateful op."""
+    """Formats a node: ``name = Op(operands) ^control {attributes} : types @scope !``; ``!`` marks a stateful op."""
     text = f"{_word(node.name)} = {_word(node.op)}({', '.join(map(_ref, node.inputs))})"
     text += "".join(f" ^{_word(c)}" for c in node.controls)
     if node.attrs:
@@ -72,7 +72,7 @@ def _type(t: TensorType) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Text of an attribute value; raises TypeError for what is no attribute value."""
+    """Formats an attribute value; raises TypeError for other values."""
     if isinstance(value, (bool, int)):
         return repr(value)
     if isinstance(value, float):

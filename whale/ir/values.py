@@ -26,12 +26,16 @@ FLOATING = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", 
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element; 0 for dtypes that have no fixed size or cannot be sent (string, resource, variant)."""
+    """Returns the bytes of one element; 0 for dtypes that have no fixed size or cannot be sent (string, resource,
+    variant).
+    """
     return _ITEM_BYTES.get(dtype, 0)
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """NumPy's dtype of that name; ``bfloat16`` and the 8-bit floats come from ml_dtypes, which TensorFlow brings."""
+    """Returns NumPy's dtype of that name; ``bfloat16`` and the 8-bit floats come from ml_dtypes, which TensorFlow
+    brings.
+    """
     try:
         return np.dtype(dtype)
     except TypeError:
@@ -66,14 +70,14 @@ class Tensor:
 
     @staticmethod
     def of(array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """The constant with the elements of ``array``."""
+        """Makes the constant with the elements of ``array``."""
         if array.dtype.kind in "OSU":
             items = tuple(x if isinstance(x, bytes) else str(x).encode() for x in array.reshape(-1).tolist())
             return Tensor("string", tuple(array.shape), items)
         return Tensor(dtype or array.dtype.name, tuple(array.shape), np.ascontiguousarray(array).tobytes())
 
     def numpy(self) -> np.ndarray:
-        """The elements as a NumPy array of ``shape`` (read-only; object dtype for strings)."""
+        """Returns the elements as a NumPy array of ``shape`` (read-only; object dtype for strings)."""
         if self.dtype == "string":
             return np.array(self.data, dtype=object).reshape(self.shape)
         return np.frombuffer(self.data, numpy_dtype(self.dtype)).reshape(self.shape)
@@ -88,7 +92,8 @@ class Func:
 
 
 class SharedAttrs(dict[str, Any]):
-    """Attributes that several nodes share, equal to themselves alone: what is made of them is found by them.
+    """Attributes that several nodes share, compared by identity, so that what is derived from them can be cached by
+    object.
 
     Attributes:
       large: they have a value that is looked at late, and belong to one node.
@@ -116,12 +121,12 @@ class TensorType:
 
     @property
     def is_static(self) -> bool:
-        """Whether the rank and all sizes are known."""
+        """Tells whether the rank and all sizes are known."""
         return self.shape is not None and None not in self.shape
 
     @property
     def elements(self) -> int:
-        """Number of elements; unknown dimensions count as 1, an unknown rank as 1 element."""
+        """Returns the number of elements; unknown dimensions count as 1, an unknown rank as 1 element."""
         count = 1
         for size in self.shape or ():
             count *= 1 if size is None else size
@@ -129,7 +134,7 @@ class TensorType:
 
     @property
     def bytes(self) -> int:
-        """Of its elements; 0 for what has no size of its own (strings, resources, variants)."""
+        """Returns the bytes of the elements; 0 for those without a size of their own (strings, resources, variants)."""
         return self.elements * item_bytes(self.dtype)
 
     def __str__(self) -> str:
@@ -139,7 +144,7 @@ class TensorType:
 
 
 def static_shape(t: TensorType) -> tuple[int, ...]:
-    """The sizes of ``t``, for what cannot do without.
+    """Returns the sizes of ``t``, for callers that cannot do without.
 
     Raises:
       ProgramError: the rank or a size is unknown.
@@ -155,7 +160,7 @@ def static_shape(t: TensorType) -> tuple[int, ...]:
 
 
 def in_groups(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: int) -> list[list[_T]]:
-    """``items`` in their order, in groups of at most so many bytes together; a larger one is a group of its own."""
+    """Groups ``items``, in their order, into groups of at most so many bytes; a larger item is a group of its own."""
     groups: list[list[_T]] = []
     used = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Kernels of ours in place of TensorFlow's that take longer on processors, in what one rank runs."""
+"""Replaces kernels of TensorFlow that are slow on processors by Whale's own, in what one rank runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEPTHWISE = "WhaleDepthwiseFilterGradient"
 
 
 def with_own_kernels(program: Program) -> Program:
-    """``program`` of one rank, and its functions, with operations of whale_ops in place of some of TensorFlow's."""
+    """Replaces some of TensorFlow's operations, in one rank's program and its functions, by those of whale_ops."""
     return in_other_graphs(program, _with_own)
 
 
@@ -22,7 +22,7 @@ def _with_own(program: Program) -> Program:
 
 
 def _own(program: Program, node: Node) -> Node:
-    """What does as ``node`` does: itself, where there is nothing better."""
+    """Returns what computes the same as ``node``: the node itself, where there is nothing better."""
     if node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
         return node
     if node.op == "SparseSoftmaxCrossEntropyWithLogits":
@@ -31,14 +31,17 @@ def _own(program: Program, node: Node) -> Node:
 
 
 def _cross_entropy(program: Program, node: Node) -> Node:
-    """In three passes over each row, where TensorFlow's takes five over all; of float64 TensorFlow's is as good."""
+    """Replaces the cross entropy of float32; in float64 TensorFlow's kernel is as good.
+
+    Ours goes over each row three times, where TensorFlow's goes over all rows five times.
+    """
     if program.type_of(node.inputs[0]).dtype != "float32":
         return node
     return replace(node, op=CROSS_ENTROPY, attrs={"Tlabels": node.attrs["Tlabels"], **marks(node)})
 
 
 def _depthwise(program: Program, node: Node) -> Node:
-    """Of the gradient of a depthwise filter: oneDNN's kernel takes 1 to 5 ms for images of 2 x 2."""
+    """Replaces the gradient of a depthwise filter: oneDNN's kernel takes 1 to 5 ms for images of 2 x 2."""
     image, _, gradient = node.inputs
     types = [program.type_of(image), program.type_of(gradient), node.outputs[0]]
     attrs = node.attrs

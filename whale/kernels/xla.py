@@ -1,5 +1,7 @@
-"""What XLA compiles: nodes that only it can run on the CPU, each the call of a function that is compiled with local
-shapes, and the functions of a program that are left to it."""
+"""Leaves to XLA what only it can run on the CPU: such nodes become calls of functions compiled with local shapes.
+
+Passes over the other graphs of a program leave the functions that XLA compiles as they are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from whale.ir.values import DType, Func
 
 
 def compile_marked(program: Program) -> Program:
-    """``program`` (one rank's) with every marked node (passes.normalise.compiled) in a compiled function of its own."""
+    """Puts every marked node (passes.normalize.compiled) of one rank's program into a compiled function of its own."""
     functions: dict[str, Program] = {}
     main = _in_functions(program, "", functions)
     bodies = {name: _in_functions(body, name, functions) for name, body in program.functions.items()}
@@ -19,7 +21,7 @@ def compile_marked(program: Program) -> Program:
 
 
 def in_other_graphs(program: Program, change: Callable[[Program], Program]) -> Program:
-    """``program`` and its functions, changed each; those that XLA compiles, which knows no kernel of ours, are left."""
+    """Changes ``program`` and its functions each; those that XLA compiles, which knows no kernel of ours, are left."""
     if not program.functions:
         return change(program)
     compiled = _compiled(program)
@@ -28,7 +30,7 @@ def in_other_graphs(program: Program, change: Callable[[Program], Program]) -> P
 
 
 def _compiled(program: Program) -> set[str]:
-    """The functions that XLA compiles, with those that they call."""
+    """Returns the functions that XLA compiles, with those that they call."""
     graphs = (program, *program.functions.values())
     todo = [func.name for one in graphs for n in one.nodes if n.attrs.get(COMPILED) for _, func in function_refs(n)]
     found: set[str] = set()
@@ -41,7 +43,7 @@ def _compiled(program: Program) -> set[str]:
 
 
 def _in_functions(program: Program, graph: str, functions: dict[str, Program]) -> Program:
-    """One graph with calls; the functions called are added to ``functions``."""
+    """Replaces the marked nodes of one graph by calls; adds the functions called to ``functions``."""
     if not any(map(_is_marked, program.nodes)):
         return program
     nodes = []
@@ -58,7 +60,7 @@ def _is_marked(node: Node) -> bool:
 
 
 def _call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
-    """(the call in place of ``node``, the function); constants go along, since XLA has to know shapes it is given."""
+    """Returns the call in place of ``node``, and the function; constants go along, since XLA has to know shapes."""
     nodes: dict[str, Node] = {}
     passed: dict[Ref, Ref] = {}
     operands = []

@@ -13,7 +13,7 @@ from whale.launcher.run import run
 
 
 def measure(plan: str, script: Sequence[str], ranks: int, steps: int, profile: str) -> tuple[bytes, list[bytes]]:
-    """Some steps of a script on so many ranks of this host.
+    """Runs some steps of a script on that many ranks of this host and returns the prediction and the measurements.
 
     Args:
         plan: the plan's file.

@@ -1,4 +1,4 @@
-"""How much a rank's clock is ahead of the launcher's: both count from the start of their own machine."""
+"""Measures how far a rank's clock is ahead of the launcher's: each counts from the start of its own machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SAMPLES = 8  # as many as NTP's clock filter keeps; with two questions a second
 
 
 def identity() -> str:
-    """Equal for processes that read the same monotonic clock: of one start of a machine, in one time namespace."""
+    """Returns a text that is equal for processes that read the same monotonic clock (one boot, one time namespace)."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
     except OSError:
@@ -35,21 +35,21 @@ class Clock:
 
     @property
     def offset_ns(self) -> int | None:
-        """What to take away from a time of the other process to have one of this; None before the first answer."""
+        """Returns what to subtract from the other process's times to get this one's; None before the first answer."""
         if self.is_ours:
             return 0
         return min(self._samples)[1] if self._samples else None
 
     def add(self, asked_ns: int, received_ns: int, answered_ns: int, heard_ns: int) -> None:
-        """An answer: asked and heard in this process's time, received and answered in the other's."""
+        """Records an answer: asked and heard in this process's time, received and answered in the other's."""
         round_trip_ns = (heard_ns - asked_ns) - (answered_ns - received_ns)
         self._samples.append((round_trip_ns, (received_ns - asked_ns + answered_ns - heard_ns) // 2))
 
     @property
     def is_known(self) -> bool:
-        """Whether there are as many answers as it takes to choose one."""
+        """Tells whether enough answers have come to choose one."""
         return self.is_ours or len(self._samples) == _SAMPLES
 
     def is_due(self, now_ns: int, every_s: float) -> bool:
-        """Whether it is time to ask again."""
+        """Tells whether it is time to ask again."""
         return not self.is_ours and now_ns - self.asked_ns >= every_s * 1e9

@@ -1,4 +1,4 @@
-"""A worker's connection with the launcher."""
+"""Connects a worker to the launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AGAIN_S = 0.1
 
 
 def connect(token: str) -> socket.socket:
-    """A connection that the launcher has welcomed.
+    """Connects to the launcher and returns the connection once the launcher has welcomed it.
 
     The token is sent at once, since the launcher does not keep connections for long that have not shown it. When many
     come at a time it may close even this one before the token is there: then this rank tries again.

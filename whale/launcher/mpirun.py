@@ -1,4 +1,4 @@
-"""The command and environment that start the ranks through Open MPI's mpirun."""
+"""Builds the command and environment that start the ranks through Open MPI's mpirun."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether this is the host on which the launcher runs."""
+        """Tells whether this is the host on which the launcher runs."""
         return self.name in (*_LOCAL_NAMES, socket.gethostname())
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `whale run` was asked for.
+    """The options of `whale run`.
 
     Attributes:
         ranks: number of ranks.
@@ -105,12 +105,12 @@ class Options:
 
     @property
     def is_local(self) -> bool:
-        """Whether all ranks run on this host."""
+        """Tells whether all ranks run on this host."""
         return all(host.is_local for host in self.hosts)
 
     @property
     def apart(self) -> bool:
-        """Whether each host's ranks have an mpirun of their own."""
+        """Tells whether each host's ranks have an mpirun of their own."""
         return self.hosts_from is not None and len(self.hosts) > 1 and self.ranks > self.hosts[0].slots
 
 
@@ -160,7 +160,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def check(options: Options) -> None:
-    """Refuses what can be seen to fail before a process is started.
+    """Refuses what is sure to fail, before a process is started.
 
     Raises:
         ClusterError: no rank, too few slots, threads < 1, or a script that does not exist.
@@ -212,7 +212,7 @@ def check(options: Options) -> None:
 
 
 def find_mpirun() -> str:
-    """The mpirun that pip installed with this Python, else Open MPI's from PATH.
+    """Returns the mpirun that pip installed with this Python, else Open MPI's from PATH.
 
     Raises:
         ClusterError: there is none, or that on PATH is not Open MPI.
@@ -239,7 +239,7 @@ def find_mpirun() -> str:
 
 
 def command(options: Options, mpirun: str, environment: Mapping[str, str]) -> list[str]:
-    """The command line that starts one worker per rank."""
+    """Returns the command line that starts one worker per rank."""
     line = [mpirun, "-np", str(options.ranks), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     if options.hosts:
         line += ["--host", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
@@ -267,7 +267,7 @@ class Start:
 
 
 def starts(options: Options, mpirun: str, environment: dict[str, str]) -> list[Start]:
-    """The mpiruns that start a run: one, or one for each host where the run can go on without a host.
+    """Returns the mpiruns that start a run: one, or one for each host where the run can go on without a host.
 
     An mpirun ends all of its ranks when it loses a host.
     """
@@ -286,7 +286,7 @@ def starts(options: Options, mpirun: str, environment: dict[str, str]) -> list[S
 
 
 def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
-    """The options of a run that starts again, and the hosts that it goes without: mpirun can start no process there.
+    """Returns the options of a run that starts again, and the hosts left out, on which mpirun can start no process.
 
     Raises:
         ClusterError: the hosts that are left hold fewer ranks than the run may have.
@@ -321,7 +321,7 @@ def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str
 
 @contextmanager
 def loopback(options: Options) -> Iterator[str | None]:
-    """The library with which mpirun listens on loopback only, while the run goes on; None with other hosts.
+    """Yields the library that makes mpirun listen on loopback only, while the run goes on; None with other hosts.
 
     Raises:
         CommError: it is not built.
@@ -335,7 +335,7 @@ def loopback(options: Options) -> Iterator[str | None]:
 
 
 def draw_hash_seed(environment: Mapping[str, str] = os.environ) -> str:
-    """Draws what PYTHONHASHSEED is on all ranks of a run, so that sets of text have one order; the user's value if any.
+    """Draws the PYTHONHASHSEED of all ranks of a run, so that sets of text have one order; the user's value if any.
 
     It is another one for each run, as in processes without it: nobody who sends a program its keys knows their hashes.
     """
@@ -345,7 +345,7 @@ def draw_hash_seed(environment: Mapping[str, str] = os.environ) -> str:
 def environment(
     options: Options, address: str, token: str, restarts: int, library: str | None = None, hash_seed: str = ""
 ) -> dict[str, str]:
-    """The environment of mpirun and, through it, of the workers; ``library`` is that of `loopback`.
+    """Returns the environment of mpirun and, through it, of the workers; ``library`` is that of `loopback`.
 
     Args:
         hash_seed: what `draw_hash_seed` gave the run, of which this may be a restart.
@@ -392,7 +392,7 @@ def environment(
 
 
 def listen_address(options: Options) -> str:
-    """The address at which workers reach this process: loopback, or that of the network towards the other hosts.
+    """Returns the address at which workers reach this process: loopback, or this host's towards the other hosts.
 
     Raises:
         ClusterError: another host has no address.

@@ -1,4 +1,4 @@
-"""Messages of protocol buffers, encoded by hand: the launcher has neither TensorFlow nor its messages."""
+"""Encodes protocol buffer messages by hand: the launcher has neither TensorFlow nor its messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # kinds of fields on the wire
 
 
 def varint(value: int) -> bytes:
-    """A whole number that is not negative, seven bits a byte."""
+    """Encodes a whole number that is not negative, seven bits a byte."""
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)
@@ -15,20 +15,20 @@ def varint(value: int) -> bytes:
 
 
 def field(number: int, kind: int, payload: bytes) -> bytes:
-    """A field, whose payload is encoded as its kind wants it."""
+    """Encodes a field, whose payload is encoded already as its wire type wants it."""
     return varint(number << 3 | kind) + payload
 
 
 def number(at: int, value: int) -> bytes:
-    """A field that is a whole number, 0 or more."""
+    """Encodes a field that is a whole number, 0 or more."""
     return field(at, VARINT, varint(value))
 
 
 def message(number: int, payload: bytes) -> bytes:
-    """A field that is a message, or bytes."""
+    """Encodes a field that is a message, or bytes."""
     return field(number, BYTES, varint(len(payload)) + payload)
 
 
 def string(number: int, content: str) -> bytes:
-    """A field that is a text."""
+    """Encodes a field that is a text."""
     return message(number, content.encode(errors="replace"))

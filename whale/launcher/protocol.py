@@ -1,4 +1,4 @@
-"""What goes between launcher and worker: the run's token as it is, WELCOME back, then frames both ways.
+"""Defines what launcher and worker send: the run's token as it is, WELCOME back, then frames both ways.
 
 A frame is one byte of kind, four bytes of payload length (big endian), payload. The launcher looks at nothing of a
 connection before the token has come and was compared (job/door.py).
@@ -37,7 +37,7 @@ TOTAL_VARIABLE = "WHALE_LAUNCHER_TOTAL"
 
 
 class Kind(enum.IntEnum):
-    """What a frame says. The payload is JSON, but for STDOUT, STDERR and TRACE, where it is the bytes written."""
+    """The kinds of frames. The payload is JSON, but for STDOUT, STDERR and TRACE, where it is the bytes written."""
 
     HELLO = 1  # worker: `Hello`
     STDOUT = 2  # worker
@@ -65,7 +65,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """How a script failed, as script.py reports it."""
+    """A script's failure, as script.py reports it."""
 
     type: str
     message: str
@@ -74,14 +74,14 @@ class Raised(msgspec.Struct, frozen=True):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How a script's process ended: its exit code, and the signal that killed it or 0."""
+    """The end of a script's process: its exit code, and the signal that killed it or 0."""
 
     code: int
     signal: int
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """Whether a script's process is stopped."""
+    """The message that a script's process was stopped, or goes on."""
 
     stopped: bool
 
@@ -103,14 +103,14 @@ class Stall(TypedDict):
 
 
 class End(TypedDict):
-    """How a rank's run ended: what it trained alone, and what its variables hold, as whale/replicas.py compares it."""
+    """The end of a rank's run: what it trained alone, and what its variables hold, as whale/replicas.py compares it."""
 
     alone: str
     held: dict[str, tuple[int, bool]]
 
 
 class Counter(TypedDict):
-    """What a rank has communicated under one key."""
+    """The communication of a rank under one key."""
 
     key: str
     kind: str
@@ -122,7 +122,7 @@ class Counter(TypedDict):
 
 
 class Progress(TypedDict):
-    """What a rank's process has done since its ``wh.init``: calls and seconds by program, and sums over exchanges.
+    """The work of a rank's process since its ``wh.init``: calls and seconds by program, and sums over exchanges.
 
     ``begun_ns`` tells one ``wh.init`` from another.
     """
@@ -165,7 +165,7 @@ _Message = TypeVar("_Message")
 
 
 def unpack(payload: bytes, message: type[_Message]) -> _Message:
-    """The message that a frame's payload holds.
+    """Decodes the message in a frame's payload.
 
     Raises:
         ValueError: it holds none of that kind.
@@ -177,13 +177,13 @@ def unpack(payload: bytes, message: type[_Message]) -> _Message:
 
 
 def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:
-    """One frame as bytes."""
+    """Encodes one frame."""
     data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
     return _HEADER.pack(kind, len(data)) + data
 
 
 class Unpacker:
-    """Collects received bytes and returns the frames that are complete.
+    """The decoder that collects received bytes and returns the frames that are complete.
 
     Args:
         first_bytes: the longest payload of the first frame.
@@ -198,7 +198,7 @@ class Unpacker:
         self._first_bytes = first_bytes
 
     def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
-        """The frames that ``data`` completes.
+        """Returns the frames that ``data`` completes.
 
         Raises:
             ValueError: the bytes are no frames, or a frame is longer than the limit.

@@ -1,4 +1,4 @@
-"""`whale run`: starts the ranks, and starts them again after a failure as often as was asked."""
+"""Implements `whale run`: starts the ranks, and starts them again after a failure as often as was asked."""
 
 from __future__ import annotations
 

@@ -50,13 +50,13 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
 
 
 def _without_collections(load: Load, module: ModuleType) -> None:
-    """Loads TensorFlow: its 3,000 modules leave no cycles that are worth a fifth of the time."""
+    """Loads TensorFlow without garbage collection: its 3,000 modules leave no cycles worth a fifth of the time."""
     with no_garbage_collection():
         load(module)
 
 
 def _exit_code(end: SystemExit, report: int) -> int:
-    """The exit code Python gives to a SystemExit: None is 0, a number is itself, anything else is printed and is 1."""
+    """Returns Python's exit code of a SystemExit: 0 for None, a number itself, 1 for anything else, which it prints."""
     sys.stdout.flush()
     if end.code is None:
         return 0
@@ -79,7 +79,7 @@ def _send(report: int, kind: type[BaseException] | None, message: str, text: str
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback as text without the frames that started the script; "" if a hook of the user's has printed it."""
+    """Formats the traceback without the frames that started the script; "" if a hook of the user's has printed it."""
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next

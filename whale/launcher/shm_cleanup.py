@@ -1,4 +1,4 @@
-"""The folder in memory where MPI shares segments between the ranks of one host: one for each run.
+"""Manages the folder in memory where MPI shares segments between a host's ranks: one for each run.
 
 Workers remove it at their end, and the launcher after them. Who is killed together with both leaves it; the next run
 on the host removes it. Whether somebody uses a folder says a lock that its workers and their scripts hold as long as
@@ -18,7 +18,7 @@ _PREFIX = "whale-"
 
 
 def folder_of(token: str) -> str:
-    """Where the ranks of a run share memory; the name must not give the token away."""
+    """Returns the folder where the ranks of a run share memory; its name must not give the token away."""
     return f"{MEMORY}/{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()[:16]}"
 
 

@@ -1,4 +1,4 @@
-"""The process that mpirun starts for a rank: forks the script, relays its output, reports its end.
+"""Runs the process that mpirun starts for a rank: it forks the script, relays its output, reports its end.
 
     python -m whale.launcher.worker [-m] script [arguments ...]
 
@@ -126,12 +126,12 @@ def main() -> None:
 
 
 def _secret(token: str) -> str:
-    """By which the ranks of a run know each other; nobody finds the token by it."""
+    """Returns the secret by which the ranks of a run know each other; the token cannot be derived from it."""
     return hashlib.sha256(f"{token} between ranks".encode()).hexdigest()[:TOKEN_BYTES]
 
 
 def default_threads(local_size: int) -> int:
-    """Threads for one rank: this host's usable cores divided by the ranks on it, at least one."""
+    """Returns the threads for one rank: this host's usable cores divided by the ranks on it, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
@@ -154,7 +154,7 @@ def _set_environment(environment: MutableMapping[str, str], place: ProcessPlace)
 
 
 def thread_variables(threads: int) -> Mapping[str, int]:
-    """The environment variables that give a rank ``threads`` threads for computing.
+    """Returns the environment variables that give a rank ``threads`` threads for computing.
 
     Inter-op threads are two at least: while a rank waits for others at one place of its graph, it computes at
     another, and a rank with more to do takes the core of one that waits (figures are in

@@ -1,4 +1,4 @@
-"""What a worker does once its script runs: the script's output and words to the launcher, the launcher's to the script.
+"""Relays between a running script and the launcher, in a worker: the script's output and messages, and the launcher's.
 
 Twice a second it tells the launcher that it runs. That says nothing of the script, which may compute for as long as it
 likes; whether the script's process is stopped, the kernel tells its parent, and the worker the launcher.
@@ -25,7 +25,7 @@ _STREAMS = (Kind.STDOUT, Kind.STDERR)
 
 
 def trace_pipe() -> tuple[int, int]:
-    """A pipe into which the script writes without ever waiting, and from which the worker reads now and then."""
+    """Makes a pipe that the script writes to without ever blocking, and that the worker reads now and then."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -37,7 +37,7 @@ def trace_pipe() -> tuple[int, int]:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the kernel takes a process apart, whose descriptors are closed while much memory is still given back."""
+    """Tells whether the kernel tears a process down: its descriptors are closed, much of its memory not yet freed."""
     with open(f"/proc/{pid}/stat") as stat:
         return bool(int(stat.read().rpartition(")")[2].split()[6]) & _PF_EXITING)
 
@@ -70,7 +70,7 @@ class Relay:
             os.set_blocking(reader, False)
 
     def run(self) -> None:
-        """Until the launcher closes the connection, or it breaks; then nothing of the script runs any more."""
+        """Relays until the launcher closes the connection, or it breaks; then nothing of the script runs any more."""
         wake, wake_writer = os.pipe()
         os.set_blocking(wake_writer, False)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
@@ -117,7 +117,7 @@ class Relay:
             self._connection.sendall(pack(Kind.HEARTBEAT, {}))
 
     def _finish(self, status: int) -> None:
-        """After the script's end: ends what it left behind, sends all that the pipes hold, then the exit status."""
+        """Ends, after the script, what it left behind, sends all that the pipes hold, then the exit status."""
         self._kill(signal.SIGKILL)
         self._running = False
         for reader in (self._control.fileno(), self._stdout, self._stderr, self._report):
@@ -128,7 +128,7 @@ class Relay:
         self._connection.sendall(pack(Kind.EXIT, exit_status))
 
     def _read(self, reader: int) -> bool:
-        """Relays what a pipe holds now. False when it holds nothing or was closed."""
+        """Relays what a pipe holds now. Returns False when it holds nothing or was closed."""
         try:
             data = os.read(reader, _READ_BYTES)
         except BlockingIOError:
@@ -158,14 +158,14 @@ class Relay:
             pass
 
     def _relay_report(self) -> None:
-        # What the script printed before it failed stands before the failure.
+        # The output from before the failure is shown before the failure.
         for reader in (self._stdout, self._stderr):
             self._drain(reader)
         self._connection.sendall(pack(Kind.FAILURE, json.loads(self._reported)))
         self._reported = b""
 
     def _relay_trace(self) -> None:
-        """Passes on what the trace's pipe holds. Nobody is woken up when something is written to it."""
+        """Passes on what the trace's pipe holds. Writing to that pipe wakes nobody up."""
         if self._trace is None:
             return
         try:
@@ -176,7 +176,7 @@ class Relay:
             self._connection.sendall(pack(Kind.TRACE, data))
 
     def _obey(self) -> bool:
-        """Handles what the launcher sent. False when it has closed the connection."""
+        """Handles what the launcher sent. Returns False when it has closed the connection."""
         data = self._connection.recv(_READ_BYTES)
         received_ns = time.monotonic_ns()
         for kind, payload in self._unpacker.feed(data):
@@ -205,7 +205,7 @@ class Relay:
             pass
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """mpirun ends this rank: the script is told, and has a moment unless the launcher is gone.
+        """Handles mpirun ending this rank: the script is told, and has a moment unless the launcher is gone.
 
         mpirun kills this process after a second; the script's children would then be nobody's.
         """

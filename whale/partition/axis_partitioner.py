@@ -1,7 +1,8 @@
-"""Programs axis by axis: what the ranks of equal first coordinates run, and the plan of the axis after.
+"""Partitions a program over several mesh axes, one axis after the other: program -> program.
 
-Groups of equal first coordinates run almost the same program. The first coordinate alone has nodes that run once, and
-groups may have unequal rows; so the plan of the first coordinates is the model, by which those of others are made.
+The result is what the ranks with equal first coordinates run, and the plan of the next axis. Groups with different
+first coordinates run almost the same program: only the first coordinate has the nodes that run once, and groups may
+have unequal rows. The plan made for the first coordinates is therefore the model for the plans of the others.
 """
 
 from __future__ import annotations
@@ -31,16 +32,15 @@ from whale.passes.settings import PlanSettings
 
 
 def prefix_of(level: int) -> str:
-    """What the names of nodes begin with that lowering for an axis adds."""
+    """Returns the prefix of the names of the nodes that lowering for the axis number ``level`` adds."""
     return "whale" if level == 0 else f"whale/axis_{level}"
 
 
 class AxisPartitioner:
     """Partitions a program over the axes of a mesh, one after the other.
 
-    It gives what ranks of equal first coordinates run, and the plan of the axis after.
-
-    Coordinates are a tuple with one number for each axis that the program is lowered for already.
+    It gives the program of the ranks with equal first coordinates, and the plan of the axis after these. Coordinates
+    (``at``) are a tuple with one number for each axis that the program is lowered for already.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class AxisPartitioner:
         rows: Sequence[BatchInput],
         models: Sequence[Plan] = (),
     ):
-        """
+        """Takes a program and the mesh axes; nothing is planned or lowered yet.
+
         Args:
           rows: the batch inputs with the rows of every rank; or of every group of ranks along the last axes, which
             have the same rows.
@@ -68,16 +69,16 @@ class AxisPartitioner:
 
     @property
     def sizes(self) -> list[int]:
-        """The extents of the axes."""
+        """Returns the number of coordinates of each axis."""
         return [a.size for a in self.axes]
 
     @property
     def row_axes(self) -> int:
-        """How many axes, from the first, divide rows of the batch; those after them have the same rows."""
+        """Returns how many axes, from the first on, divide the batch's rows; along later ones ranks have the same."""
         return axes_with_rows(self.sizes, prod(self.sizes) // self.shared)
 
     def made(self) -> Plan:
-        """The plans of all axes, each the ``inner`` one of that before."""
+        """Makes the plans of all axes, each as the ``inner`` one of the axis before; returns the outermost."""
         found: Plan | None = None
         for level in reversed(range(len(self.axes))):
             first = (0,) * level
@@ -94,7 +95,7 @@ class AxisPartitioner:
         return found
 
     def divided(self) -> dict[str, frozenset[int]]:
-        """Dimensions of variables that the axes divide, by handle node; the plans of the first coordinates say it."""
+        """Returns the dimensions of variables that the axes divide, by handle node (at the first coordinates)."""
         found: dict[str, set[int]] = {}
         for level in range(len(self.axes)):
             for name, placement in self.plan((0,) * level).variables.items():
@@ -103,14 +104,14 @@ class AxisPartitioner:
         return {name: frozenset(dims) for name, dims in found.items()}
 
     def program(self, at: tuple[int, ...]) -> Program:
-        """What the ranks with these first coordinates run."""
+        """Returns the program that the ranks with these first coordinates run, its nodes in their scopes."""
         if at not in self._programs:
             scopes = self.expanded(at[:-1]).by_name
             self._programs[at] = _in_scopes(self.lowered(at), {name: node.scope for name, node in scopes.items()})
         return self._programs[at]
 
     def lowered(self, at: tuple[int, ...]) -> Program:
-        """What the ranks with these coordinates run, the exchanges of the last axis marked as along it."""
+        """Lowers the program for these coordinates, and marks the exchanges along their last axis with its name."""
         *before, coordinate = at
         level, outer, axis = len(before), tuple(before), self.axes[len(before)].name
         plan = replace(self.plan(outer), micro_batches=self.settings.time.micro_batches)
@@ -120,9 +121,9 @@ class AxisPartitioner:
         return join_sums(lowered, self._joined(outer), axis)
 
     def _joined(self, at: tuple[int, ...]) -> dict[str, tuple[Reshard, Node]]:
-        """Sums along earlier axes that are one with those along the axis after ``at`` (see ``sums_to_join``).
+        """Finds the sums along earlier axes that become one with those along the next axis (see ``sums_to_join``).
 
-        Those of the first coordinates, so that all ranks agree.
+        The answer is that of the first coordinates wherever ranks run the same but for values, so that all agree.
         """
         at = at if self.is_like_first(at) else (0,) * len(at)
         if at not in self._sums:
@@ -131,26 +132,29 @@ class AxisPartitioner:
         return self._sums[at]
 
     def all_compute(self) -> bool:
-        """Whether no ranks have constants where others compute: scopes on other ranks, or groups without rows."""
+        """Tells whether every rank computes: no scopes on some ranks only, and no groups without rows.
+
+        Ranks that compute nothing have constants in the place of results.
+        """
         depth = len(self.axes) - (self.settings.time.micro_batches == 1)  # how much smaller than all ranks groups are
         counts = [max(1, prod(self.sizes[level:]) // self.shared) for level in range(1, depth + 1)]
         rows = [sum(sizes_of(b)[i : i + n]) for b in self.rows for n in counts for i in range(0, len(sizes_of(b)), n)]
         return all(rows) and not named_ranks(self._programs[()])
 
     def _all_add(self, level: int) -> bool:
-        """Whether each coordinate of the axes before has something of what is summed along these."""
+        """Tells whether each coordinate of the axes before ``level`` has a non-empty share of all sums along them."""
         outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
         adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
         return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Split))
 
     def expanded(self, at: tuple[int, ...]) -> Program:
-        """``program`` as the plan of the next axis speaks of it."""
+        """Returns ``program(at)`` with the composite ops expanded that the next axis's plan needs expanded."""
         if at not in self._expanded:
             self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self.settings_at(at))
         return self._expanded[at]
 
     def plan(self, at: tuple[int, ...]) -> Plan:
-        """The plan of the axis after these coordinates."""
+        """Returns the plan of the axis after these coordinates, making it at the first call."""
         if at not in self._plans:
             level, settings = len(at), self.settings_at(at)
             if any(at):
@@ -165,22 +169,22 @@ class AxisPartitioner:
         return self._plans[at]
 
     def seen(self, program: Program, level: int) -> Program:
-        """A program as an axis sees it, by the number of the axis."""
+        """Returns the program as the axis number ``level`` sees it."""
         return seen_along(program, self.axes[level].name, self.axes)
 
     def position(self, at: tuple[int, ...]) -> int:
-        """Position in the mesh of the first rank with these coordinates."""
+        """Returns the position in the mesh of the first rank with these coordinates."""
         return sum(c * prod(self.sizes[i + 1 :]) for i, c in enumerate(at))
 
     def _completed(self, at: tuple[int, ...], settings: PlanSettings) -> Plan:
-        """The model's plan for what ranks with other coordinates run."""
+        """Adapts the model plan, that of the first coordinates, to the program of the ranks at other coordinates."""
         level = len(at)
         model = self.plan((0,) * level)
         if self.is_like_first(at):
             return replace(model, batch_inputs=settings.batch.inputs or ())
         program = self.seen(self.program(at), level)
         model = _of_parts_here(model, program)
-        # What the first coordinates have nothing to exchange for, the others have to take alike: whole.
+        # Where the first coordinates exchange nothing, the others all have to do alike: they take whole tensors.
         known = model.strategies[""]
         whole = {
             n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "alike in every group")
@@ -196,7 +200,7 @@ class AxisPartitioner:
         return found
 
     def _refuse_unlike(self, name: str, mine: Strategy, first: Strategy, at: tuple[int, ...]) -> None:
-        """Raises PlanError where groups would join unlike parts of a tensor."""
+        """Raises PlanError where groups of ranks would exchange a tensor of which they hold unlike parts."""
         if not same_kind(mine, first):
             raise PlanError(
                 "groups of ranks would exchange a tensor of which they hold unlike parts",
@@ -207,7 +211,10 @@ class AxisPartitioner:
             )
 
     def settings_at(self, at: tuple[int, ...]) -> PlanSettings:
-        """For the axis after these coordinates. Within a group, statistics and random numbers are the group's."""
+        """Returns the settings for planning the axis after these coordinates.
+
+        Within a group of ranks, statistics and random numbers are those of the group.
+        """
         level, sizes = len(at), self.sizes
         last = level == len(sizes) - 1
         known = known_along(self.settings.split.tiles, self.axes[level].name)
@@ -243,18 +250,18 @@ class AxisPartitioner:
         return self.settings.but(**changes)
 
     def _of_ranks(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:
-        """The batch inputs with the rows of each rank that has these first coordinates."""
+        """Returns the batch inputs with the rows of each rank that has these first coordinates."""
         if len(at) >= self.row_axes:
             return ()
         first, count = self.position(at) // self.shared, prod(self.sizes[len(at) :]) // self.shared
         return tuple(replace(b, placement=with_sizes(b, sizes_of(b)[first : first + count])) for b in self.rows)
 
     def has_rows_of_first(self, at: tuple[int, ...]) -> bool:
-        """Whether the ranks with these first coordinates have as many rows as those with the first ones."""
+        """Tells whether the ranks with these first coordinates have as many rows as those with the first ones."""
         return [sizes_of(b) for b in self._of_ranks(at)] == [sizes_of(b) for b in self._of_ranks((0,) * len(at))]
 
     def is_like_first(self, at: tuple[int, ...]) -> bool:
-        """Whether what ranks with these coordinates run differs from what the first ones run in values only."""
+        """Tells whether the ranks with these coordinates run the same as the first ones, but for values."""
         if at not in self._alike:
             self._alike[at] = not any(at) or (self.has_rows_of_first(at) and self._runs_as_first(at))
         return self._alike[at]
@@ -265,12 +272,12 @@ class AxisPartitioner:
         return surely or is_alike(self.program(at), self.program(first))
 
     def with_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
-        """``lowered``, what the rank at ``at`` runs, that takes whole batches, of which it cuts its group's rows.
+        """Makes ``lowered``, the program of the rank at ``at``, take whole batches and cut its group's rows of them.
 
-        The last axis that divides rows cuts those of a coordinate by itself.
+        The last axis that divides rows cuts a coordinate's rows by itself.
 
         Args:
-          program: whose inputs are whole.
+          program: the program whose inputs are whole.
         """
         outer = at[: self.row_axes - 1]
         for b in self.rows:
@@ -281,12 +288,16 @@ class AxisPartitioner:
         return lowered
 
     def _groups(self, at: tuple[int, ...]) -> list[range]:
-        """Positions of the ranks at each coordinate of the axis after ``at``."""
+        """Returns the mesh positions of the ranks at each coordinate of the axis after ``at``."""
         first, count = self.position(at), prod(self.sizes[len(at) + 1 :])
         return [range(first + c * count, first + (c + 1) * count) for c in range(self.sizes[len(at)])]
 
     def _classes(self, at: tuple[int, ...]) -> list[tuple[int, int]]:
-        """(coordinate, how many are like it) of the axis after ``at``: the first one, and others by their rows."""
+        """Groups the coordinates of the axis after ``at`` into the first one, and the others by their rows.
+
+        Returns:
+          (a coordinate, how many coordinates are like it) for each class.
+        """
         found: dict[tuple, list[int]] = {}
         for c, group in enumerate(self._groups(at)):
             rows = tuple(tuple(sizes_of(b)[i // self.shared] for i in group) for b in self.rows)
@@ -294,7 +305,7 @@ class AxisPartitioner:
         return [(members[0], len(members)) for members in found.values()]
 
     def _bytes(self, at: tuple[int, ...]) -> int:
-        """What moves along the axes after these coordinates, in logical bytes."""
+        """Returns the logical bytes that move along the axes after these coordinates."""
         if len(at) == len(self.axes):
             return 0
         plan = self.plan(at)
@@ -306,12 +317,12 @@ class AxisPartitioner:
         return own + sum(n * self._bytes((*at, c)) for c, n in self._classes(at))
 
     def _counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
-        """Keys of sums that are one with those along earlier axes, and so take place in the first group of these."""
+        """Returns the keys of sums joined with those along earlier axes, which are counted in their first group."""
         here = {a.name for a, c in zip(self.axes, at) if c}
         return {r.key for r, node in self._joined((0,) * len(at)).values() if here.intersection(axes_of_sum(node))}
 
     def _repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
-        """Key of a change of layout -> how often it takes place: once in each group that has the whole tensor."""
+        """Counts how often each reshard takes place, by its key: once in each group that has the whole tensor."""
         found: dict[str, int] = dict.fromkeys((r.key for r in plan.reshards if r.bytes), 1)
         below = at
         for level in range(len(at) + 1, len(self.axes)):
@@ -321,7 +332,7 @@ class AxisPartitioner:
         return found
 
     def _moved_whole(self, at: tuple[int, ...], keys: Collection[str]) -> set[str]:
-        """Of the exchanges of an earlier axis, those that the next axis does not divide."""
+        """Returns those of the exchanges ``keys`` of an earlier axis that the next axis does not divide."""
         strategies, program = self.plan(at).strategies, self.expanded(at)
         found = set()
         for graph, body in (("", program), *program.functions.items()):
@@ -336,7 +347,7 @@ class AxisPartitioner:
 
 
 def partitioner_of(program: Program, plan: Plan, settings: PlanSettings) -> AxisPartitioner:
-    """What a plan of several axes, or of one, says of a normalised program."""
+    """Returns the partitioner of a normalised program under a plan of one axis or several."""
     axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))]
     handles = [v.node for v in program.variables]
     models = []
@@ -348,30 +359,30 @@ def partitioner_of(program: Program, plan: Plan, settings: PlanSettings) -> Axis
 
 
 def sizes_of(b: BatchInput) -> tuple[int, ...]:
-    """The rows of each rank."""
+    """Returns the rows of each rank."""
     assert isinstance(b.placement, Split)
     return b.placement.sizes
 
 
 def with_sizes(b: BatchInput, sizes: tuple[int, ...]) -> Split:
-    """The batch input's placement with other rows."""
+    """Returns the batch input's placement with other numbers of rows."""
     assert isinstance(b.placement, Split)
     return split(b.placement.dim, sizes, b.placement.blocks)
 
 
 def summed(b: BatchInput, group: int) -> Split:
-    """The rows of each group of so many ranks."""
+    """Returns the batch input's placement over groups of ``group`` ranks: the rows of each group."""
     sizes = sizes_of(b)
     return with_sizes(b, tuple(sum(sizes[i : i + group]) for i in range(0, len(sizes), group)))
 
 
 def axes_with_rows(sizes: Sequence[int], groups: int) -> int:
-    """How many of the first axes have so many coordinates in all: each of them has rows of its own."""
+    """Counts the first axes that together have ``groups`` coordinates: each coordinate of them has rows of its own."""
     return next(n for n in range(len(sizes) + 1) if prod(sizes[:n]) >= groups)
 
 
 def _of_parts_here(model: Plan, program: Program) -> Plan:
-    """``model`` with variables cut as their parts here can be, which may be smaller than at the first coordinates."""
+    """Returns ``model`` with variables cut to their sizes in ``program``, which may be smaller than the first ones."""
     cuts: dict[str, Placement] = {}
     for name, p in model.variables.items():
         shape = program.variable_of[name].type.shape if name in program.variable_of else None
@@ -390,7 +401,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _in_scopes(lowered: Program, known: Mapping[str, str]) -> Program:
-    """``lowered`` whose nodes have the scopes that they had; what lowering added is in that of what it moves."""
+    """Gives the nodes of ``lowered`` the scopes that they had; a node that lowering added gets that of its operand."""
     scope: dict[str, str] = {}
     for node in lowered.nodes:
         found = [scope[r.node] for r in node.inputs if scope[r.node]]

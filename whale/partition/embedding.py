@@ -1,6 +1,7 @@
-"""Rows of tables exchanged by their ids (``whale.sharding_rules.embedding``), as nodes: tables travel together.
+"""Exchanges rows of embedding tables by their ids (``whale.sharding_rules.embedding``); tables travel together.
 
-What does not depend on each other goes in one exchange: the ids of all lookups, their rows, and what is added to rows.
+All lookups that do not depend on each other share their exchanges: one for the ids of all of them, one for the rows
+that come back, one for what is added to rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _Ids = tuple[Ref, Placement, tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class _Together:
-    """One exchange to be: what each table puts into it.
+    """One exchange in the making, with what each table puts into it.
 
     Attributes:
       name: of the node; op: its type.
@@ -63,11 +64,11 @@ class RowExchanges:
             self._place(program.by_name[name])
 
     def emit(self, node: Node, route: Route, local: Node, get: Get, moved: int) -> None:
-        """The nodes that read or add to rows.
+        """Emits the nodes that read rows or add to them.
 
         Args:
           node: of the program; local: on this rank, with whole ids.
-          get: gives a tensor as it lies so on this rank.
+          get: gives a tensor in a placement on this rank.
           moved: bytes that all ranks together are expected to send.
         """
         e, ids = self.emitter, self.program.type_of(node.inputs[route.ids])
@@ -96,7 +97,7 @@ class RowExchanges:
             e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
 
     def _read(self, node: Node, route: Route, local: Node, asked: Ref, some: TensorType, ids: str) -> Ref:
-        """This rank's rows that were asked for: of a variable, or of a tensor."""
+        """Emits the read of this rank's rows that were asked for, of a variable or of a tensor."""
         e, name = self.emitter, f"{node.name}/{self.emitter.prefix}"
         if node.op == "ResourceGather":
             read = replace(local, name=f"{name}_read", inputs=(local.inputs[0], asked), outputs=(some,))
@@ -120,7 +121,7 @@ class RowExchanges:
         return e.add(f"{name}_read", "GatherV2", (table, asked, first), kinds, (some,))
 
     def _add_up(self, node: Node, route: Route, local: Node, asked: Ref, sums: Ref, ids: str) -> None:
-        """This rank's rows of a table that is the result: the sums of what came for each, zeros where nothing came."""
+        """Emits this rank's rows of a resulting table: the sums of what came for each row, zeros where nothing came."""
         e, found = self.emitter, local.outputs[0]
         name, row = f"{node.name}/{e.prefix}", (node.outputs[0].shape or ())[max(1, len(route.strides)) :]
         kinds = {"T": DType(found.dtype), "Tindices": DType(ids), "Tnumsegments": DType("int32")}
@@ -139,7 +140,7 @@ class RowExchanges:
             self._turned(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
 
     def _given_size(self, name: str, node: Node, local: Node, at: int) -> Ref:
-        """One size of the shape that a scatter is given last, as an int32."""
+        """Emits one size, as an int32, of the shape that is a scatter's last operand."""
         e, t = self.emitter, self.program.type_of(node.inputs[-1])
         one = e.pick(name, local.inputs[-1], t.dtype, at)
         if t.dtype == "int32":
@@ -148,7 +149,11 @@ class RowExchanges:
         return e.add(f"{name}_int32", "Cast", (one,), kinds, (TensorType("int32", ()),))
 
     def _counted(self, name: str, numbers: Ref, route: Route, size: Ref, dtype: str) -> tuple[Ref, Ref]:
-        """(numbers of this rank's rows, how many it has) where one size is ``size``, and not what strides are of."""
+        """Converts row numbers to the strides that hold when one size, known only in the step, is ``size``.
+
+        Returns:
+          (the numbers of this rank's rows, how many rows it has).
+        """
         e, inner, kind = self.emitter, route.strides[route.unknown or 0], {"T": DType(dtype)}
         outer = min(n for n in route.strides if n > inner)
         some, one = TensorType(dtype, (None,)), TensorType(dtype, ())
@@ -172,7 +177,7 @@ class RowExchanges:
         return counted, rows
 
     def _turned(self, name: str, source: Ref, t: TensorType, dim: int, to: int) -> Ref:
-        """``source``, of type ``t``, with one dimension at another place."""
+        """Transposes ``source``, of type ``t``, so that dimension ``dim`` is at place ``to``."""
         order = list(range(len(t.shape or ())))
         order.insert(to, order.pop(dim))
         perm = self.emitter.const(f"{name}/perm", np.array(order, np.int32))
@@ -181,7 +186,7 @@ class RowExchanges:
         return self.emitter.add(name, "Transpose", (source, perm), kinds, (TensorType(t.dtype, shape),))
 
     def finish(self) -> None:
-        """Emits the exchanges, once it is known what travels together."""
+        """Emits the exchanges, once it is known which tables travel together."""
         e = self.emitter
         for (_, _, dtype), one in self.together.items():
             # Operand by operand, and result by result, all tables.
@@ -200,7 +205,7 @@ class RowExchanges:
         return (*self._origin(node.inputs[route.ids], strategy.inputs[route.ids]), route.starts, route.strides)
 
     def _place(self, node: Node) -> None:
-        """Gives the node's ids a place among those that travel together, unless they have one."""
+        """Reserves a place for the node's ids among those that travel together, unless they have one."""
         key = self._key(node)
         if key not in self.places:
             one = self._of("ids", "WhaleRouteIds", node, self.program.type_of(key[0]).dtype)
@@ -209,7 +214,7 @@ class RowExchanges:
             one.starts += key[2]
 
     def _send_ids(self, key: _Ids, together: _Together, place: int, get: Get, expected: int) -> int:
-        """Adds the ids to what travels, when they are needed first; how many there are on this rank."""
+        """Adds the ids to what travels, at their first use, and returns how many there are on this rank."""
         ref, placement, _, strides = key
         e, t = self.emitter, self.program.type_of(ref)
         assert isinstance(placement, Split), placement
@@ -224,7 +229,7 @@ class RowExchanges:
         return count
 
     def _numbers(self, name: str, ids: Ref, dtype: str, count: int, strides: tuple[int, ...]) -> Ref:
-        """The numbers of rows, one after the other, of ids that may have columns."""
+        """Emits the row numbers, as one vector, of ids that may have several columns."""
         e, kind = self.emitter, {"T": DType(dtype)}
         if not strides:
             return e.reshape(name, ids, dtype, (count,))
@@ -251,13 +256,13 @@ class RowExchanges:
         results: tuple[TensorType, ...],
         sent: int,
     ) -> Ref:
-        """Adds a table to what travels together; its result."""
+        """Adds a table to an exchange and returns the table's result."""
         one = self._of(word, op, node, dtype)
         one.tables.append((operands, results, sent))
         return Ref(one.name, len(one.tables) - 1)
 
     def _origin(self, ref: Ref, placement: Placement) -> tuple[Ref, Placement]:
-        """The tensor of which ``ref`` is a view with the same elements on each rank, in the same order."""
+        """Follows views back to the tensor that has the same elements as ``ref`` on each rank, in the same order."""
         while isinstance(placement, Split) and placement.dim == 0 and placement.blocks == 1:
             made = self.program.by_name[ref.node]
             if made.op not in IDENTITIES | RESHAPES or not made.inputs:
@@ -273,10 +278,10 @@ class RowExchanges:
 
 
 def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of_rows: TensorType) -> Ref:
-    """What ``WhaleSumsById`` is on a rank: node ``name`` has each id once; the sums of the rows that belong to each.
+    """Emits ``WhaleSumsById`` on a rank: node ``name`` has each id once; returns the sums of the rows of each id.
 
     Args:
-      ids, rows: the ranks' own, of these types.
+      ids, rows: the rank's own, of these types.
     """
     each = TensorType("int32", of_ids.shape)
     kinds = {"T": DType(of_ids.dtype), "out_idx": DType("int32")}
@@ -289,14 +294,14 @@ def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of
 
 
 def sums_of(e: Emitter, name: str) -> str:
-    """The node that has the sums of ``WhaleSumsById`` on a rank."""
+    """Returns the name of the node that has the sums of ``WhaleSumsById`` on a rank."""
     return f"{name}/{e.prefix}_sums"
 
 
 def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str) -> dict[str, int]:
-    """Nodes that exchange rows -> how many such nodes lie behind each other before it, itself left out.
+    """Returns, for each node that exchanges rows, how many such nodes it has to wait for, one behind the other.
 
-    Those of one level do not wait for each other, by way of sums that travel together neither.
+    Nodes of one level do not wait for each other, nor for sums that travel together with what another one waits for.
     """
     routed = [n for n in program.nodes if _is_routed(program, n, strategies[n.name], plan.size)]
     if not routed:
@@ -304,7 +309,7 @@ def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, gr
     names, found = {n.name for n in routed}, dict[str, int]()
 
     def behind(name: str) -> list[str]:
-        """What a node, or sums that travel together, waits for."""
+        """Returns the nodes, and groups of sums that travel together, that a node or such a group waits for."""
         if name.startswith(_GROUP):
             return [m.ref.node for m in plan.groups[int(name[len(_GROUP) :])]]
         node = program.by_name[name]
@@ -335,7 +340,7 @@ def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> 
 
 
 def without_owners(node: Node) -> Node:
-    """The node without the mark by which its rows could lie with owners along this axis."""
+    """Returns the node without the mark that lets its rows lie with owners along this axis."""
     if OWNED not in node.attrs:
         return node
     return replace(node, attrs={name: value for name, value in node.attrs.items() if name != OWNED})

@@ -1,7 +1,7 @@
-"""Sums over all ranks that a step over several axes, or in stages, has carried out by Horovod.
+"""Hands sums over all ranks to Horovod, where a step runs over several mesh axes or in stages.
 
-These connect all ranks, so the sums of some ranks stay with Whale. Plans of one axis say by themselves who carries out
-what (``whale.passes.resharding``).
+Horovod connects all ranks, so sums over some of them stay with Whale. Plans of one axis decide by themselves who
+carries out what (``whale.passes.resharding``).
 
   give_to_horovod   a rank's program in which Horovod carries out what it can
 """
@@ -22,10 +22,10 @@ from whale.passes.resharding.horovod import HOROVOD_DTYPES
 
 
 def give_to_horovod(program: Program, rank: int, size: int, comm: str) -> Program:
-    """A rank's program in which Horovod carries out sums over all ranks.
+    """Lets Horovod carry out a rank program's sums over all ranks.
 
-    It gets gradients: what they wait for is the same on all ranks, and little waits for them. What is in loops,
-    branches and micro-batches stays with Whale.
+    It gets the gradients: what they wait for is the same on all ranks, and little waits for them. Sums in loops,
+    branches and micro-batches stay with Whale.
     """
     emitter = Emitter(rank, size, comm)
     moved: dict[Ref, Ref] = {}

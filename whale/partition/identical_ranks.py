@@ -1,4 +1,4 @@
-"""Whether a coordinate of an axis runs what the first one runs, but for values."""
+"""Tells whether a coordinate of an axis runs the same program as the first one, but for values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from whale.sharding_rules.nn.attention import RINGS
 
 
 def surely_as_first(program: Program, plan: Plan) -> bool:
-    """Whether ``partition_for_rank`` gives every coordinate the same nodes, of the same types, as the plan alone says.
+    """Tells, from the plan alone, whether ``partition_for_rank`` gives every coordinate the same nodes and types.
 
-    So it is where each has as much of every tensor as the others, and nothing is done by one for all. Where it is not
-    sure, programs that are lowered tell (``is_alike``).
+    That is so where each has as much of every tensor as the others, and none does something for all. Where the plan
+    does not settle it, comparing the lowered programs does (``is_alike``).
 
     Args:
       program: the expanded one that ``plan`` is of.
@@ -42,7 +42,7 @@ def _is_even(p: Placement) -> bool:
 
 
 def is_alike(one: Program, other: Program) -> bool:
-    """Whether what two coordinates run differs in values only, and not in what there is, and of which types."""
+    """Tells whether the programs of two coordinates differ in values only, not in their nodes or types."""
     if one.functions.keys() != other.functions.keys() or len(one.nodes) != len(other.nodes):
         return False
     if [v.type for v in one.variables] != [v.type for v in other.variables]:

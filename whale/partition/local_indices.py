@@ -1,4 +1,4 @@
-"""Indices into a dimension of which a rank holds a part (whale.sharding_rules.base.Window), as nodes."""
+"""Emits the nodes that turn indices into a split dimension into a rank's own (``whale.sharding_rules.base.Window``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whale.sharding_rules.base import BLOCKS, Window
 
 
 def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
-    """Replaces, in ``inputs``, the indices by the rank's own, and zeroes the operand that is masked.
+    """Replaces the indices in ``inputs`` by the rank's own, and zeroes the operand that is masked.
 
     Args:
       types: of the operands on this rank.
@@ -46,8 +46,11 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
 
 
 def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
-    """The same for indices of several columns; what has rows of its own loses those that fall elsewhere, or keeps what
-    is there (elements alone, whose flags have their shape)."""
+    """Does the same for indices of several columns.
+
+    Operands with rows of their own lose those that fall elsewhere. Where there are elements alone, whose flags have
+    their shape, those that fall elsewhere keep the old value.
+    """
     source, t = inputs[window.indices], types[window.indices]
     shape = static_shape(t)
     *lead, columns = shape
@@ -96,7 +99,7 @@ def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: 
 def emit_zeroed(
     e: Emitter, name: str, window: Window, values: Ref, t: TensorType, inside: Ref, indices: TensorType
 ) -> Ref:
-    """``values``, of type ``t``, with zeros where the index falls elsewhere."""
+    """Emits ``values``, of type ``t``, with zeros where the index falls elsewhere."""
     flags = static_shape(indices)
     shape = (1,) * window.at + flags + (1,) * (len(static_shape(t)) - window.at - len(flags))
     flag = inside if shape == flags else e.reshape(f"{name}/whale_inside", inside, "bool", shape)

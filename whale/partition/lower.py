@@ -1,9 +1,9 @@
-"""The plan of a program over ranks, and what each of them runs under it: one way for runs, dry runs and predictions.
+"""Plans a program and lowers it to what each rank runs: one way for runs, dry runs and predictions.
 
-make_any_plan      the plan of a normalised program: over one group of ranks, groups of them, or stages
-lower_ranks        what ranks run under a plan: local shapes, exchanges, micro-batches, offloaded variables
-planned_ranks      both, for a program that is only asked about; first_ranks: of a program as it was captured
-shown_ranks        what the ranks of a plan run, for what is told of it; with_memory: the plan with their bytes
+make_any_plan      plans a normalised program: over one group of ranks, groups of them, or stages lower_ranks
+gives what ranks run under a plan: local shapes, exchanges, micro-batches, offloaded variables planned_ranks      does
+both, for a program that is only asked about; first_ranks: for a program as it was captured shown_ranks        gives the
+ranks' programs that reports speak of; with_memory: the plan with their bytes
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def lower_ranks(
     what: str = "",
     expanded: Program | None = None,
 ) -> list[Program]:
-    """Makes what ``ranks`` run under a plan: local shapes, exchanges, micro-batches where there are any.
+    """Makes the programs that ``ranks`` run under a plan: local shapes, exchanges, micro-batches where there are any.
 
     Args:
       program: normalised.
@@ -104,7 +104,7 @@ def lower_ranks(
 
 
 def _along_axes(plan: Plan, rank: int) -> list[tuple[int, ...]]:
-    """The ranks with which one communicates along each axis of its mesh, or several: the more axes, the earlier."""
+    """Lists the groups of ranks with which one communicates along axes of its mesh; those along most axes first."""
     group = next((group for group in plan.stage_groups if rank in group.ranks), None)
     mesh = mesh_of(plan.of(group), group.ranks) if group is not None else mesh_of(plan, range(plan.mesh_size))
     names = [axis.name for axis in mesh.axes]
@@ -112,7 +112,7 @@ def _along_axes(plan: Plan, rank: int) -> list[tuple[int, ...]]:
 
 
 def planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]) -> list[Program]:
-    """What ``ranks`` would run of a normalised program that is planned in this process alone.
+    """Plans a normalised program in this process alone and returns what ``ranks`` would run.
 
     Raises:
       PlanError: it cannot be spread so.
@@ -121,7 +121,7 @@ def planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]
 
 
 def first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]:
-    """What the first ranks would run of a program as it was captured, by rank.
+    """Plans a program as it was captured and returns what its first ranks would run, by rank.
 
     Raises:
       PlanError: it cannot be spread so.
@@ -131,13 +131,13 @@ def first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]
 
 
 def shown_ranks(program: Program, plan: Plan, settings: PlanSettings) -> list[Program]:
-    """What the ranks of a plan run; of many ranks, the first ones."""
+    """Lowers the ranks that reports speak of: all of them, or the first ones where there are many."""
     with no_garbage_collection():
         return substitute_kernels(lower_ranks(program, plan, settings, _shown(settings)), settings)
 
 
 def with_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> Plan:
-    """``plan`` with the bytes that its ranks will hold, and with how many of the first one's writes are done together.
+    """Adds to ``plan`` the bytes that its ranks will hold, and how many of the first one's writes are done together.
 
     Args:
       ranks: what they run (``shown_ranks``).

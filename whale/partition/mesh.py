@@ -1,4 +1,4 @@
-"""Programs over a mesh of any number of axes: each axis is planned and lowered like the only one, program -> program.
+"""Plans and lowers a program over a mesh of any number of axes, one axis at a time: program -> program.
 
 A rule says what one axis may do, and several axes do it one after the other. The program is planned and lowered for the
 outermost axis; what the ranks of one coordinate then run is a program again, with local shapes and communication ops,
@@ -34,7 +34,7 @@ from whale.passes.settings import PlanSettings
 
 
 def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
-    """The plan of a normalised program over the axes that make a difference to it.
+    """Plans a normalised program over the axes that make a difference to it.
 
     Args:
       first: of other plans of the program over one axis, which may have other split scopes.
@@ -55,7 +55,7 @@ def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts |
 
 
 def _over_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
-    """The plan of a normalised program of which all ranks are on one axis."""
+    """Plans a normalised program whose ranks are all on one axis."""
     seen = seen_along(program, axis.name)
     settings = _without_rows(seen, settings)
     known = known_along(settings.split.tiles, axis.name, alone=True)
@@ -66,7 +66,7 @@ def _over_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: 
 def lower_mesh(
     program: Program, plan: Plan, settings: PlanSettings, ranks: Sequence[int], comm: str, what: str
 ) -> list[Program]:
-    """What each of ``ranks`` runs under a plan of several axes."""
+    """Lowers a program under a plan of several axes to what each of ``ranks`` runs."""
     levels, mesh = partitioner_of(program, plan, settings), mesh_of(plan, range(plan.mesh_size))
     found = []
     for rank in ranks:
@@ -78,10 +78,10 @@ def lower_mesh(
 
 
 def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
-    """``axes`` without the last ones over which the program divides tensors wherever it reads an input.
+    """Returns ``axes`` without the last ones over which the program divides tensors wherever it reads an input.
 
-    All ranks along such an axis have the same rows, as in Megatron-LM: what stands outside of the scopes is computed by
-    each of them, and a batch needs no rows for every rank.
+    All ranks along such an axis have the same rows, as in Megatron-LM: each of them computes what stands outside of the
+    scopes, and a batch needs no rows for every rank.
     """
     arrives = {n.scope for n in program.nodes if any(r.node in program.inputs for r in n.inputs)}
     count = len(axes)
@@ -91,9 +91,10 @@ def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
 
 
 def _without_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
-    """Settings by which the only axis divides no rows, where every input is read as a sequence that it divides.
+    """Returns settings by which the only axis divides no rows, where it divides every input as a sequence.
 
-    A batch of long sequences may have one row only. Micro-batches are cut from rows, and unequal shares are of rows.
+    A batch of long sequences may have one row only. Where micro-batches, which are cut from rows, or unequal shares of
+    rows are asked for, the settings stay as they are.
 
     Args:
       seen: the program as that axis sees it.
@@ -107,7 +108,7 @@ def _without_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
 
 
 def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
-    """Whether ranks need rows of others in each micro-batch: for scopes on some of them, or on an axis of rows."""
+    """Tells whether ranks need rows of others in each micro-batch: for scopes on some ranks, or on an axis of rows."""
     axes = axes_of(program, settings)
     of_rows = [axis.name for axis in _that_divide_rows(program, axes) if axis.size > 1]
     return bool(of_rows and named_ranks(program)) or any(
@@ -116,9 +117,9 @@ def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
 
 
 def in_even_micro_batches(program: Program, settings: PlanSettings) -> PlanSettings:
-    """Settings by which all micro-batches have as many rows, and a rank as many of each: so many as asked, or more.
+    """Returns settings by which all micro-batches have equally many rows: as many micro-batches as asked, or more.
 
-    What ranks exchange of the rows of a micro-batch they then exchange in one way for all of them.
+    Each rank then has as many rows of every micro-batch, and exchanges them in the same way for all of them.
     """
     asked = settings.batch.inputs
     rows = gcd(*(sum(sizes_of(b)) for b in (batch_of(program, settings) if asked is None else asked)))
@@ -127,7 +128,7 @@ def in_even_micro_batches(program: Program, settings: PlanSettings) -> PlanSetti
 
 
 def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
-    """Settings by which each rank has the same rows of each micro-batch, or none.
+    """Returns settings by which each rank has the same number of rows of each micro-batch, or none.
 
     Args:
       axes: those that divide rows.
@@ -144,7 +145,7 @@ def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequenc
 
 
 def _of_one(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
-    """``b`` with the rows that each rank has of one of ``count`` micro-batches, in runs of one each."""
+    """Returns ``b`` with the rows that each rank has of one of ``count`` micro-batches, in ``count`` runs."""
     assert isinstance(b.placement, Split)
     rows = sum(sizes_of(b)) // count
     of_ranks = _one_at_least(rows, sizes_of(b)) if shared else _nested(rows, sizes)
@@ -152,9 +153,9 @@ def _of_one(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> Ba
 
 
 def _one_at_least(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """``rows`` in the proportion of the shares, as near as whole rows come, and one for each that has a share.
+    """Divides ``rows`` in proportion to the shares, in whole rows, at least one for each rank that has a share.
 
-    Where there are fewer rows than shares, some have none.
+    Where there are fewer rows than shares, some ranks have none.
     """
     some = [min(share, 1) for share in shares]
     if rows < sum(some):
@@ -167,7 +168,7 @@ def _one_at_least(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
-    """The batch inputs with the rows of all ranks: as the user shares them, or evenly over each axis in turn.
+    """Returns the batch inputs with the rows of all ranks: as the user shares them, or evenly over each axis in turn.
 
     Args:
       sizes: of the axes that divide rows; ranks along the others have the same.
@@ -185,7 +186,7 @@ def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tup
 
 
 def _nested(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each rank: over the first axis as even as can be, then those of each part over the next."""
+    """Divides rows over the ranks: as evenly as can be over the first axis, then each part over the next one."""
     if not sizes:
         return (rows,)
     return tuple(n for part in even_sizes(rows, sizes[0]) for n in _nested(part, sizes[1:]))

@@ -1,4 +1,4 @@
-"""Which ranks a rank's program talks to, under which keys, and which rows of a batch it takes."""
+"""Maps a partitioned program to a rank of the mesh: its peers, the keys of its exchanges, its rows of a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _on_all_graphs(program: Program, change: Callable[[Node], Node]) -> Program:
 
 
 def mark_axis(program: Program, axis: str) -> Program:
-    """``program`` whose exchanges that are new are along ``axis``."""
+    """Marks the exchanges of ``program`` that no axis is marked on yet as being along ``axis``."""
 
     def of_node(node: Node) -> Node:
         if node.op not in EXCHANGES or AXIS in node.attrs:
@@ -34,7 +34,7 @@ def mark_axis(program: Program, axis: str) -> Program:
 
 
 def map_to_ranks(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
-    """``rank``'s program with ranks in its communication ops, and keys that are those of one group's."""
+    """Puts the ranks of ``rank``'s groups, and keys of each group's own, into its program's communication ops."""
     groups: dict[object, tuple[int, ...]] = {axis.name: mesh.along(rank, axis.name) for axis in mesh.axes}
 
     def of_node(node: Node) -> Node:
@@ -56,7 +56,7 @@ def map_to_ranks(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
 
 
 def with_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> Program:
-    """A rank's program that first compares with the others what they are about to run."""
+    """Makes a rank's program first compare with the other ranks what they are about to run."""
     attrs = {"communicator": comm, "rank": rank}
     handle = lowered.by_name.get(COMMUNICATOR)
     nodes = list(lowered.nodes)
@@ -68,7 +68,7 @@ def with_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> 
 
 
 def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Split, group: int) -> Program:
-    """``program`` that takes the whole batch input ``b`` and cuts the rows of its group.
+    """Makes ``program`` take the whole batch input ``b`` and cut the rows of its group.
 
     Args:
       groups: how the rows lie over all groups; ``group``: which one it is.

@@ -1,4 +1,4 @@
-"""One change of layout on one rank, from the form that the rank has to the one that is wanted."""
+"""Emits the nodes that change the layout of a tensor on one rank, from the form that it has to the one wanted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from whale.sharding_rules.structure.communication import RUNS
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Parts of a tensor of a global type that come to lie otherwise along a dimension; nodes begin with ``name``."""
+    """The move of a tensor's parts to other sizes or halos along a dimension; its nodes' names begin with ``name``."""
 
     name: str
     source: Ref
@@ -41,17 +41,17 @@ class Move:
     want: Split
 
     def common(self, owner: int, to: int) -> tuple[int, int]:
-        """What a rank has that another one wants: the first position, and one past the last."""
+        """Returns the positions that rank ``owner`` has and rank ``to`` wants: the first, and one past the last."""
         mine, theirs = self.have.span(owner), self.want.span(to)
         return max(mine[0], theirs[0]), min(mine[1], theirs[1])
 
     def piece(self, count: int) -> TensorType:
-        """The type of so many positions."""
+        """Returns the type of a piece of ``count`` positions."""
         return TensorType(self.type.dtype, with_size(self.type, self.have.dim, count))
 
 
 def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
-    """Nodes of one reshard on one rank; the tensor in its new form, None where this rank does not have it.
+    """Emits one reshard on one rank; returns the tensor in its new form, None where this rank does not have it.
 
     Args:
       t: global type of the tensor.
@@ -120,7 +120,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
 
 
 def _scattered_rounded(e: Emitter, name: str, local: Ref, t: TensorType, want: Split, r: Reshard) -> Ref:
-    """A sum of which each rank gets its part: parts are rounded to 16 bits, sent to their rank, and added there."""
+    """Emits a reduce-scatter in 16 bits: parts are rounded, sent to their rank, and added there."""
     shape, wire = static_shape(t), r.wire_dtype
     to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False, ROUNDS: True}
     rounded = e.add(f"{name}/rounded", "Cast", (local,), to_wire, (TensorType(wire, shape),))
@@ -144,7 +144,7 @@ def _scattered_rounded(e: Emitter, name: str, local: Ref, t: TensorType, want: S
 
 
 def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
-    """A change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
+    """Emits a change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
     have, want = r.source, r.target
     if isinstance(have, Split) and isinstance(want, Split) and have.dim == want.dim:
         whole = emit_reshard(e, replace(r, target=B), t, source)
@@ -197,7 +197,7 @@ def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorT
 def emit_fused(
     e: Emitter, name: str, members: Sequence[Reshard], sources: Sequence[Ref], types: Sequence[TensorType]
 ) -> None:
-    """Changes of several tensors that travel together; ``fused_result`` says where each is then."""
+    """Emits the changes of several tensors that travel together; ``fused_result`` says where each is then."""
     if isinstance(members[0].source, Partial):
         e.all_reduce(name, sources, types, members[0], name)
         return
@@ -213,9 +213,9 @@ def emit_fused(
 
 
 def move_shares(e: Emitter, name: str, key: str, moves: Sequence[Move]) -> list[Ref]:
-    """Shares of one dimension under other sizes, or with neighbours' indices: each rank gets what it lacks.
+    """Changes the sizes or halos of shares along one dimension: each rank gets what it lacks.
 
-    What a rank sends another one of all tensors, which are of one type, is one message.
+    What a rank sends to another one of all tensors, which are of one type, is one message.
     """
     for peer in range(e.size):
         sent = [(m, m.common(e.rank, peer)) for m in moves if peer != e.rank]
@@ -252,7 +252,7 @@ def _slice(e: Emitter, name: str, m: Move, low: int, high: int) -> Ref:
 
 
 def _packed(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Ref:
-    """Tensors behind each other, as one vector."""
+    """Packs tensors one behind the other into one vector."""
     flat = [e.reshape(f"{name}/flat_{i}", p, t.dtype, (t.elements,)) for i, (p, t) in enumerate(pieces)]
     operands = (*flat, e.const(e.part(name, "axis"), np.array(0, np.int32)))
     dtype = pieces[0][1].dtype
@@ -261,7 +261,7 @@ def _packed(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> 
 
 
 def _unpacked(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shapes: Sequence[TensorType]) -> list[Ref]:
-    """The tensors of ``_packed``."""
+    """Splits a vector of ``_packed`` into its tensors again."""
     found, first = [], 0
     for name, shape in zip(names, shapes):
         flat = e.rows(f"{name}/flat", vector, t, 0, first, shape.elements)
@@ -271,7 +271,7 @@ def _unpacked(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shap
 
 
 def _joined(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
-    """What a rank has of a tensor, of what it kept and got."""
+    """Joins the pieces of a tensor that a rank kept and received."""
     out = TensorType(m.type.dtype, local_shape(m.type.shape, m.want, e.rank))
     if not pieces:
         return e.const(m.name, np.zeros(static_shape(out), numpy_dtype(out.dtype)))
@@ -283,19 +283,19 @@ def _joined(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
 
 
 def fused_result(prefix: str, r: Reshard, place: int) -> Ref:
-    """The tensor of ``r`` in its new form, where it travels at a place of a group."""
+    """Returns the tensor of ``r`` in its new form, where it travels as number ``place`` of a fused group."""
     whole = isinstance(r.source, Partial)
     return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(reshard_name(prefix, r.ref, r.target))
 
 
 def reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
-    """Name of the node that has ``ref`` as ``target``."""
+    """Returns the name of the node that has ``ref`` as ``target``."""
     text = f"{ref.node}_{ref.index}_to_{label(target)}"
     return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
 
 
 def is_joint(r: Reshard) -> bool:
-    """Whether all ranks have to take part in the change, those too that do not need its result."""
+    """Tells whether all ranks have to take part in the change, even those that do not need its result."""
     have, want = type(r.source), type(r.target)
     if PerRank in (have, want):
         return False

@@ -1,12 +1,12 @@
-"""Attention in blocks: of queries on a rank, and of keys where they are parts of a sequence that go round the ranks.
+"""Emits attention in blocks: of queries, and of keys where parts of a sequence go round the ranks (ring attention).
 
 Rank r holds block r. At step j it has keys and values of block r + j (mod p), which it hands on to rank r - 1. Forward,
 the softmax is summed up as blocks come (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Liu,
 Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023): with m the largest score so far, l the sum of
 exp(score - m) and O that of exp(score - m) v, a block with a larger score first scales l and O by exp(m - m'). Backward
 the scores are computed again, and shares = exp(score - (m + log l)); what a block's keys and values get as gradients
-travels with the block, and is home one step after its last. Within a rank queries go block by block, as Dao et al.
-do ("FlashAttention", 2022). A block is begun when the one before is done, so a rank holds the scores of one block of
+travels with the block, and is home one step after its last. Within a rank queries go block by block, as Dao et al. do
+("FlashAttention", 2022). A block is begun when the one before is done, so a rank holds the scores of one block of
 queries, the block of keys at hand and the next one.
 """
 
@@ -32,7 +32,7 @@ from whale.sharding_rules.structure.communication import ROUND
 def emit_attention(
     e: Emitter, node: Node, body: Program, strategy: Strategy, operands: Sequence[Ref], types: Sequence[TensorType]
 ) -> dict[int, Ref]:
-    """Nodes of an attention, or its gradient, on one rank; where each of its results is.
+    """Emits an attention, or its gradient, on one rank; returns where each of its results is.
 
     Args:
       body: what the node stands for.
@@ -44,7 +44,7 @@ def emit_attention(
 
 
 def in_blocks(program: Program) -> Program:
-    """What a rank runs, the attentions of it that are one operation block by block of queries."""
+    """Rewrites each attention that is one operation of a rank's program to go block by block of queries."""
     rings = [node for node in program.nodes if node.op in RINGS]
     if not rings:
         return program
@@ -68,7 +68,7 @@ _Tensor = tuple[Ref, TensorType]
 
 
 class _Blocks:
-    """The nodes of one such operation.
+    """The nodes of one attention, or of its gradient, in blocks.
 
     Attributes:
       sizes: of the blocks of keys, one for each rank.
@@ -81,7 +81,7 @@ class _Blocks:
         self.dims: Any = node.attrs["dims"]
         self.turn: Any = node.attrs["turn"]
         self.number = 0
-        # What the next block waits for. The gradient's scores could be computed long before it comes.
+        # The nodes that the next block waits for. The gradient's scores could be computed long before it comes.
         self.after: tuple[str, ...] = (operands[0 if node.op == ATTENTION else 3][0].node,)
         self.softmax = body.by_name[str(node.attrs["softmax"])]
         self.count = static_shape(operands[0][1])[self.dims[0]]  # of queries
@@ -96,7 +96,7 @@ class _Blocks:
     def run(
         self, op: str, inputs: Sequence[_Tensor], t: TensorType, attrs: Mapping[str, Any], waits: Sequence[str] = ()
     ) -> _Tensor:
-        """A new node with exactly these attributes, this type, and behind what it ``waits`` for."""
+        """Emits a node with exactly these attributes and this type, which waits for the nodes ``waits``."""
         self.number += 1
         name = f"{self.node.name}/{self.e.prefix}_{self.number}_{op}"
         refs = tuple(r for r, _ in inputs)
@@ -108,7 +108,7 @@ class _Blocks:
         return Ref(name), t
 
     def add(self, op: str, inputs: Sequence[_Tensor], shape: Sequence[int], **attrs: Any) -> _Tensor:
-        """A new node of the type of its first operand."""
+        """Emits a node of the dtype of its first operand."""
         t = TensorType(inputs[0][1].dtype, tuple(shape))
         return self.run(op, inputs, t, {"T": DType(t.dtype), **attrs})
 
@@ -119,9 +119,9 @@ class _Blocks:
         return ref, self.e.nodes[ref.node].outputs[0]
 
     def held(self, tensor: _Tensor) -> _Tensor:
-        """A tensor; one of constants as something that TensorFlow does not know before the step.
+        """Returns the tensor, hidden from TensorFlow's constant folding where it is computed from constants alone.
 
-        What blocks are masked by it would compute, and keep, of all blocks.
+        TensorFlow would otherwise compute the masks of all blocks before the step, and keep them.
         """
         waiting, found = [tensor[0].node], set[str]()
         while waiting:
@@ -133,7 +133,7 @@ class _Blocks:
         return self.run("WhaleHold", [tensor], tensor[1], {"T": DType(tensor[1].dtype)})
 
     def each(self, op: str, *inputs: _Tensor) -> _Tensor:
-        """An elementwise op, whose operands broadcast."""
+        """Emits an elementwise op, whose operands broadcast."""
         return self.add(op, inputs, np.broadcast_shapes(*(static_shape(t) for _, t in inputs)))
 
     def over(self, op: str, source: _Tensor, axes: Sequence[int]) -> _Tensor:
@@ -149,7 +149,7 @@ class _Blocks:
                         Tperm=DType("int32"))  # fmt: skip
 
     def over_result(self, each: _Tensor) -> _Tensor:
-        """One number for each query [.., queries, 1], so that it broadcasts over the result."""
+        """Transposes one number for each query [.., queries, 1], so that it broadcasts over the result."""
         return self.transposed(each, self.turn)
 
     # -- blocks
@@ -159,11 +159,11 @@ class _Blocks:
         return self.e.rank
 
     def block(self, step: int) -> int:
-        """Whose keys and values the rank has at a step."""
+        """Returns the number of the block whose keys and values the rank has at a step."""
         return (self.rank + step) % len(self.sizes)
 
     def part(self, tensor: _Tensor, spans: Mapping[int, tuple[int, int]]) -> _Tensor:
-        """Of a tensor the first and the number of some dimensions; itself where that is all."""
+        """Slices a tensor to (first, number) of some dimensions; returns it as it is where that is all of it."""
         ref, t = tensor
         begin, shape = np.zeros(len(t.shape or ()), np.int32), list(static_shape(t))
         for dim, (first, count) in spans.items():
@@ -175,7 +175,7 @@ class _Blocks:
         return self.run("Slice", ((ref, t), *bounds), out, {"T": DType(t.dtype), "Index": DType("int32")}, self.after)
 
     def joined(self, parts: Sequence[_Tensor], dim: int) -> Ref:
-        """The parts of all blocks of queries."""
+        """Concatenates the parts of all blocks of queries."""
         if len(parts) == 1:
             return parts[0][0]
         shape = [self.count if i == dim else n for i, n in enumerate(static_shape(parts[0][1]))]
@@ -183,7 +183,7 @@ class _Blocks:
         return self.add("ConcatV2", (*parts, axis), shape, Tidx=DType("int32"), N=len(parts))[0]
 
     def handed_on(self, what: str, step: int, tensor: _Tensor, dim: int, coming: int) -> _Tensor:
-        """``tensor`` is sent to the rank before this one, and the next one's of block ``coming`` is received."""
+        """Sends ``tensor`` to the rank before this one, and receives block ``coming`` from the rank behind."""
         e, p, t = self.e, len(self.sizes), tensor[1]
         key = f"{self.node.name}/{what}_{step}"  # what stands before the last "/" is the plan's name for all of them
         shape = tuple(self.sizes[coming] if i == dim else n for i, n in enumerate(static_shape(t)))
@@ -198,7 +198,7 @@ class _Blocks:
         return ref, out
 
     def next_block(self, step: int, key: _Tensor, value: _Tensor) -> tuple[_Tensor, _Tensor]:
-        """The keys and values of the step behind this one, for which these are handed on; behind the last, these."""
+        """Hands keys and values on and returns those of the next step; at the last step, returns these."""
         if step + 1 == len(self.sizes):
             return key, value
         coming = self.block(step + 1)
@@ -208,7 +208,7 @@ class _Blocks:
         )
 
     def side(self, i: int, block: int, span: tuple[int, int]) -> _Tensor:
-        """What scores are scaled or masked by: of a block of keys and one of queries."""
+        """Returns the part of operand ``i`` that scales or masks the scores of a block of keys and one of queries."""
         attrs: Any = self.node.attrs
         spans = {}
         tensor = self.operands[sides_of(self.node) + i]
@@ -220,7 +220,7 @@ class _Blocks:
         return self.part(tensor, spans)
 
     def replayed(self, known: Mapping[Ref, _Tensor], until: str = "") -> dict[Ref, _Tensor]:
-        """The nodes of the body that are not known yet, for one block, up to that called ``until``."""
+        """Emits the nodes of the body that are not known yet, for one block, up to the one called ``until``."""
         found = dict(known)
         for node in self.body.nodes:
             if node.name == until:
@@ -235,7 +235,7 @@ class _Blocks:
     def given(
         self, key: _Tensor, value: _Tensor, block: int, span: tuple[int, int], more: Sequence[_Tensor] = ()
     ) -> dict[Ref, _Tensor]:
-        """The body's arguments for a block of keys and one of queries."""
+        """Returns the body's arguments for a block of keys and one of queries."""
         sides = [self.side(i, block, span) for i in range(len(self.operands) - sides_of(self.node))]
         arguments = (self.part(self.operands[0], {self.dims[0]: span}), key, value, *more, *sides)
         return {Ref(name): tensor for name, tensor in zip(self.body.inputs, arguments)}
@@ -243,7 +243,7 @@ class _Blocks:
     # -- the two directions
 
     def at_hand(self) -> dict[int, Ref]:
-        """The results where the rank has all keys: those of the body for each block of queries."""
+        """Emits the results where the rank has all keys: those of the body for each block of queries."""
         key, value = self.operands[1:3]
         forward = self.node.op == ATTENTION
         names = [str(self.node.attrs["mixed"])] if forward else self.node.attrs["gradients"]
@@ -260,7 +260,7 @@ class _Blocks:
         return {0: of_queries, **{i: t[0] for i, t in enumerate(results[-1]) if i}}
 
     def forward(self) -> dict[int, Ref]:
-        """(result, the logarithm of the sum of each query's exponentials)."""
+        """Emits the forward pass: the result, and the logarithm of the sum of each query's exponentials."""
         key, value = self.operands[1:3]
         states: list[tuple[_Tensor, _Tensor, _Tensor] | None] = [None] * len(self.queries)
         for step in range(len(self.sizes)):
@@ -277,7 +277,11 @@ class _Blocks:
     def seen(
         self, known: Mapping[Ref, _Tensor], before: tuple[_Tensor, _Tensor, _Tensor] | None
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
-        """(largest score, sum of exponentials, of these times values) of each query, a block of keys more seen."""
+        """Updates the running softmax of each query by one more block of keys.
+
+        Returns:
+          (largest score, sum of exponentials, sum of exponentials times values) of each query.
+        """
         softmax = self.softmax
         known = self.replayed(known, softmax.name)
         scores = known[softmax.inputs[0]]
@@ -297,11 +301,12 @@ class _Blocks:
         return most, total, result
 
     def backward(self) -> dict[int, Ref]:
-        """The gradients of queries, keys and values."""
+        """Emits the gradients of queries, keys and values."""
         key, value, slope, result = self.operands[1:5]
         p = len(self.sizes)
         features = self.turn.index(len(self.turn) - 1)
-        # Of each query: the sum of its shares' gradients, weighted by the shares, is that of its result's.
+        # For each query, the sum of its shares' gradients, weighted by the shares, equals the sum of its result's
+        # gradients, weighted by the result.
         pull = self.over("Sum", self.each("Mul", slope, result), [features])
         pull = self.transposed(pull, [self.turn.index(i) for i in range(len(self.turn))])
         of_queries: list[_Tensor | None] = [None] * len(self.queries)
@@ -332,7 +337,7 @@ class _Blocks:
     def slopes(
         self, key: _Tensor, value: _Tensor, block: int, span: tuple[int, int], pull: _Tensor
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
-        """The gradients of a block of queries and one of keys and values, from each other."""
+        """Emits the gradients that a block of queries and a block of keys and values get from each other."""
         attrs = self.node.attrs
         names = [Ref(str(n)) for n in attrs["gradients"]]
         within = [Ref(str(n)) for n in (*attrs["within"], attrs["scores"])]  # what the sums over keys stand for
@@ -349,7 +354,7 @@ class _Blocks:
 
 
 def _blocks(queries: int, wanted: int) -> list[tuple[int, int]]:
-    """(first, number) of each block: as equal as possible, and not so many that products become small."""
+    """Returns (first, number) of each block: as equal as possible, and not so many that products become small."""
     count = max(1, min(wanted, MOST_BLOCKS, queries // LEAST_QUERIES))
     ends = [queries * i // count for i in range(count + 1)]
     return [(first, end - first) for first, end in pairwise(ends)]
@@ -362,7 +367,7 @@ def _emitted(blocks: _Blocks) -> dict[int, Ref]:
 
 
 def without_examples(program: Program) -> Program:
-    """``program`` whose receives have no operands by which they lie: what a rank runs."""
+    """Removes the operands by which a rank program's receives are given a placement; a rank needs none at run time."""
 
     def plain(node: Node) -> Node:
         return replace(node, inputs=node.inputs[:1]) if node.op == "WhaleRecv" and len(node.inputs) > 1 else node
@@ -374,7 +379,7 @@ def without_examples(program: Program) -> Program:
 
 
 def _shape_of(node: Node, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of what a product, or an op element by element or along the keys, makes of operands of these shapes."""
+    """Returns the result's shape of a product, or of an op that is elementwise or along the keys."""
     if node.op == "Const":
         return static_shape(node.outputs[0])
     if node.op in ("Sum", "Softmax"):

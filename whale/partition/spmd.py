@@ -80,7 +80,7 @@ def _callees_first(program: Program) -> list[tuple[str, Program]]:
 
 
 class _RankPartitioner:
-    """Lowers one graph for one rank."""
+    """Partitions one graph for one rank."""
 
     def __init__(
         self, program: Program, graph: str, plan: Plan, rank: int, comm: str, talks: set[str], prefix: str = "whale"
@@ -124,7 +124,7 @@ class _RankPartitioner:
         return local_shape(t.shape, placement, self.rank)
 
     def _scatter_in_time(self) -> None:
-        """Weights that are gathered at use wait for gradients to be scattered, as for a product (see passes.uses).
+        """Makes weights that are gathered at use wait for gradients to be scattered, as for products (passes.uses).
 
         Otherwise whole gradients pile up where products are faster than communication. An edge goes forward in the
         order of the program, which is the same on all ranks.
@@ -152,13 +152,13 @@ class _RankPartitioner:
                     self.get(r.ref, r.target)
 
     def _unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
-        """Communication that nothing which surely runs depends on; it has to run all the same."""
+        """Lists the communication that nothing which surely runs depends on; it has to run all the same."""
         # Results of a body may not be read by its caller, so they keep nothing alive there.
         read = [r.node for r in outputs if self.graph == ""]
         return unread_communication(self.emitter.nodes, read, effects, self._talks)
 
     def _talks(self, node: Node) -> bool:
-        """Whether it is a loop or branch with communication inside."""
+        """Tells whether the node is a loop or branch with communication inside."""
         if node.op not in HAS_BODIES:
             return False
         return any(func.name in self.talks for func in called_functions(node))
@@ -166,7 +166,7 @@ class _RankPartitioner:
     # -- tensors
 
     def get(self, ref: Ref, wanted: Placement) -> Ref | None:
-        """``ref`` as ``wanted`` on this rank; None when this rank does not have it."""
+        """Returns ``ref`` as ``wanted`` on this rank, resharded where needed; None when this rank does not have it."""
         if type(wanted) is Broadcast and ref in self.whole:
             return ref
         key = (ref, wanted)
@@ -194,7 +194,7 @@ class _RankPartitioner:
         return found
 
     def _recreate(self, producer: Node, ref: Ref, wanted: Placement) -> Ref:
-        """An empty TensorList, made anew for elements of another placement."""
+        """Emits an empty TensorList anew, for elements of another placement."""
         if not recreatable(self.program, ref):
             raise PlanError(
                 "a tensor that cannot be sent would have to be",
@@ -260,7 +260,7 @@ class _RankPartitioner:
             self._emit(node, strategy, node.name)
 
     def _go_round(self, node: Node, strategy: Strategy) -> None:
-        """What stands in the place of an attention whose keys and values go round."""
+        """Emits what stands in the place of an attention whose keys and values go round the ranks."""
         operands = [self.get(ref, placement) for ref, placement in zip(node.inputs, strategy.inputs)]
         types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
         body = self.program.functions[node.attrs["body"].name]
@@ -348,7 +348,7 @@ class _RankPartitioner:
             e.nodes[name] = lowered
 
     def _unchanged(self, node: Node, strategy: Strategy) -> bool:
-        """Whether this rank runs the node as it stands in the program."""
+        """Tells whether this rank runs the node as it stands in the program."""
         if node.op in HAS_BODIES or any(map(self._absent, node.controls)):
             return False
         return all(self.get(r, p) == r for r, p in zip(node.inputs, strategy.inputs))
@@ -357,7 +357,7 @@ class _RankPartitioner:
         return self.rank != 0 and self.strategies[name].once
 
     def _constants(self, node: Node, strategy: Strategy, values: Sequence[np.ndarray]) -> None:
-        """This rank's share is empty: its results are constants and no kernel sees zero rows."""
+        """Replaces a node whose share is empty on this rank by constants, so that no kernel sees zero rows."""
         for i, (ref, value) in enumerate(zip(node.refs(), values)):
             name = node.name if i == 0 else f"{node.name}/whale_output_{i}"
             const = self.emitter.const(name, value)
@@ -386,18 +386,18 @@ class _RankPartitioner:
 
 
 def _is_plain(strategy: Strategy) -> bool:
-    """Whether all lies whole on all ranks."""
+    """Tells whether all operands and results are whole on all ranks."""
     return not strategy.once and _WHOLE.issuperset(map(type, strategy.inputs + strategy.outputs))
 
 
 def _part_of(variable: Variable, strategy: Strategy, rank: int) -> Variable:
-    """What a rank holds of it."""
+    """Returns the part of a variable that a rank holds."""
     (placement,) = strategy.outputs
     return replace(variable, type=TensorType(variable.type.dtype, local_shape(variable.type.shape, placement, rank)))
 
 
 def _as_whole(strategy: Strategy) -> Strategy:
-    """To a rank, a value of its own is a whole tensor."""
+    """Replaces placements that give each rank a value of its own by whole ones, as which a single rank sees them."""
     inputs, outputs = map(as_whole, strategy.inputs), map(as_whole, strategy.outputs)
     return replace(strategy, inputs=tuple(inputs), outputs=tuple(outputs))
 
@@ -408,7 +408,7 @@ def unread_communication(
     effects: Sequence[str] = (),
     talks: Callable[[Node], bool] = lambda node: False,
 ) -> list[str]:
-    """Communication that nothing of ``read`` or ``effects`` depends on: what it brings, or gives, other ranks read.
+    """Lists communication that nothing of ``read`` or ``effects`` depends on: other ranks read what it brings or gives.
 
     Args:
       talks: whether a node is a loop or branch with communication inside. Such nodes belong to the result unless they
@@ -437,7 +437,7 @@ def unread_communication(
 
 
 def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
-    """The node by which ranks find out that they run different things."""
+    """Emits the node by which ranks find out that they run different things."""
     attrs = {"key": "whale/check", "fingerprint": fingerprint, "what": what, "ranks": ()}
     return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
 
@@ -448,6 +448,6 @@ def moved_seed(seed: int, by: int, in_time: bool) -> int:
 
 
 def seed_of_rank(value: np.ndarray, in_time: bool) -> np.ndarray:
-    """What is added to a seed for a rank's stream; those of micro-batches are others."""
+    """Returns what is added to a seed for a rank's stream; micro-batches have other streams."""
     with np.errstate(over="ignore"):
         return value * np.array(_TIME_STREAM, value.dtype) if in_time else value

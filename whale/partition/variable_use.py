@@ -1,4 +1,4 @@
-"""What a program under a plan does with its variables: on which ranks each is used, written and held in parts."""
+"""Finds out what a program under a plan does with its variables: which ranks use, write and hold parts of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whale.passes.in_time.stage_groups import cut
 
 @dataclass(frozen=True, slots=True)
 class VariableUse:
-    """What a program does with one variable: on which ranks, and whether it writes.
+    """The ranks that use one variable, and whether the program writes it.
 
     ``place`` are the ranks in the order of the one stage that has it, or of the axes of the mesh over which it lies
     split: groups of those that have the parts between them, in order of the parts. Empty: all ranks in their own order.
@@ -27,7 +27,7 @@ class VariableUse:
 
 
 def uses_of(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
-    """Which ranks use each variable, and whether it is written, by handle node; of those that not all hold alike."""
+    """Returns the use of each variable that not all ranks hold alike, by handle node."""
     written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
     uses = {}
     if not plan.stage_groups:
@@ -49,8 +49,8 @@ def uses_of(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
 
 
 def _lying(plan: Plan, ranks: tuple[int, ...]) -> dict[str, tuple[Tiles, tuple[int, ...]]]:
-    """The tiles of the variables that a plan's own axes divide over ranks, by handle node, and the ranks in an order in
-    which those that have a variable's tiles between them are next to each other."""
+    """Returns the tiles of the variables that a plan's own axes divide over ranks, by handle node, each with the ranks
+    in an order in which those that have the variable's tiles between them are next to each other."""
     mesh, found = mesh_of(plan, ranks), tiles_of(replace(plan, others=()))
     orders = {axes: mesh.with_last(*axes) for axes in dict.fromkeys(tiles.axes for tiles in found.values())}
     return {name: (tiles, orders[tiles.axes]) for name, tiles in found.items()}

@@ -1,4 +1,4 @@
-"""Whether a plan is legal for its program and can be carried out, from these and the rules alone.
+"""Verifies that a plan is legal for its program and can be carried out, from these and the rules alone.
 
 What comes out of a file is proved before any of it is lowered for use: its sizes, the layout of every operation, the
 messages and collectives of all ranks' programs, and that no ranks wait for each other.
@@ -24,14 +24,14 @@ from whale.passes.settings import PlanSettings
 
 _Moment = tuple[int, str, str]  # rank, node, which of these two; what is no exchange only ends
 _BEGINS, _ENDS = "begins", "ends"
-# What code that trusts its plan raises for one that contradicts itself.
+# Errors that code which trusts its plan raises for a plan that contradicts itself.
 CONTRADICTIONS = (
     LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError, StopIteration,
 )  # fmt: skip
 
 
 def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path: str) -> list[Program]:
-    """The programs of all ranks under a plan that was read from a file.
+    """Verifies a plan that was read from a file and returns the programs of all ranks under it.
 
     Raises:
       PlanError: the plan is not legal for the program, or cannot be carried out; says all that was found.
@@ -59,18 +59,18 @@ def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path
 
 
 def illegal(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
-    """What of a plan is not legal for a program, as far as its own text says."""
+    """Lists what is not legal in a plan for a program, as far as its own text says."""
     found = check_sizes(program, plan) + check_stage_groups(plan)
     return found or check_layouts(program, plan, settings)
 
 
 def in_a_line(error: WhaleError) -> str:
-    """What a problem is, without what to do about it."""
+    """Returns an error's problem in one line, without what to do about it."""
     return "; ".join([error.message, *(f"{name}: {value}" for name, value in error.facts.items() if name != "action")])
 
 
 def check_sizes(program: Program, plan: Plan) -> list[str]:
-    """Whether a plan divides into no more parts than there is to divide."""
+    """Checks that a plan divides into no more parts than there is to divide; lists what is wrong."""
     shapes = [program.by_name[name].outputs[0].shape or () for name in program.inputs]
     rows = max((size or 1 for shape in shapes for size in shape), default=1)
     found = []
@@ -90,8 +90,11 @@ def _all_of(plan: Plan) -> list[Plan]:
 
 
 def check_stage_groups(plan: Plan) -> list[str]:
-    """Whether the stages' ranks are those from 0 on, each once, with a plan for so many, and what travels goes between
-    two of them."""
+    """Checks the stage groups of a plan; lists what is wrong.
+
+    Their ranks have to be those from 0 on, each once, with a plan for so many; what travels has to go between two of
+    them.
+    """
     found, count = [], len(plan.stage_groups)
     ranks = sorted(rank for group in plan.stage_groups for rank in group.ranks)
     if count and ranks != list(range(len(ranks))):
@@ -110,7 +113,9 @@ def check_stage_groups(plan: Plan) -> list[str]:
 
 
 def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
-    """Whether every operation's layout is one that its rule allows, for each number of ranks that the plan speaks of.
+    """Checks that every operation's layout is one that its rule allows; lists what is wrong.
+
+    Layouts are checked for each number of ranks that the plan speaks of.
 
     Where a variable lies depends on the stage or axis that holds it, and the rows of a first axis on the second; there
     what is passed in is taken to lie as the plan says.
@@ -134,7 +139,7 @@ def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[
 
 
 def check_exchanges(programs: Sequence[Program]) -> list[str]:
-    """Whether each message that a rank sends is received by its peer, and all ranks of a collective take part alike."""
+    """Checks that messages sent are received, and that ranks take part alike in collectives; lists what is wrong."""
     sent: Counter[tuple[str, int, int, str]] = Counter()
     received: Counter[tuple[str, int, int, str]] = Counter()
     collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
@@ -171,7 +176,9 @@ def check_exchanges(programs: Sequence[Program]) -> list[str]:
 
 
 def check_waits(programs: Sequence[Program]) -> list[str]:
-    """Whether ranks wait for each other in a circle, each for an exchange that another begins only after its own.
+    """Checks that no ranks wait for each other in a circle; lists what is wrong.
+
+    In a circle each rank waits for an exchange that another one begins only after its own.
 
     No exchange ends before all that take part have begun it, a send neither: what is large is read out of the sender's
     memory. A rank begins one when what it reads, and what it is to wait for, is there.
@@ -209,7 +216,7 @@ def check_waits(programs: Sequence[Program]) -> list[str]:
 
 
 def _meeting(node: Node, rank: int) -> tuple[object, ...]:
-    """What is equal on all ranks that take part in an exchange, and nowhere else."""
+    """Returns a key that is equal on all ranks that take part in an exchange, and nowhere else."""
     key = str(node.attrs.get("key", node.name))
     if node.op in POINT_TO_POINT:
         peer = int(node.attrs["peer"])

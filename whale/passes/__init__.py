@@ -1,1 +1,1 @@
-"""The passes between a captured program and a plan, in one visible order."""
+"""Passes from a captured program to a plan, in one visible order."""

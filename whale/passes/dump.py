@@ -1,4 +1,4 @@
-"""Texts of a program after each pass, and of its plan, in a directory that ``WHALE_DUMP`` names."""
+"""Writes the text of a program after each pass, and of its plan, to a directory that ``WHALE_DUMP`` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a normalised program lies: its batch, its composite ops, its split scopes, and state that lies split.
+"""Lays out a normalised program: its batch, its composite ops, its split scopes, and state that is split.
 
 These decide together. Which composite ops have to be taken apart depends on what the batch divides, what a split scope
 divides depends on how tensors arrive there, and a loss is taken apart for its classes only if a scope divides them.
@@ -38,7 +38,7 @@ class PlanDraft:
       program: normalised, those composite ops expanded that the plan needs in simple ones.
       expanded: the names of these ops.
       batch: the inputs that carry the batch.
-      variables: placements of the variables that lie split between steps, by handle node.
+      variables: placements of the variables that are split between steps, by handle node.
       layouts: of the program (key "") and of each function body that it calls.
       reshards: the changes of layout, once they are explicit.
     """
@@ -51,12 +51,12 @@ class PlanDraft:
     reshards: tuple[Reshard, ...] = ()
 
     def graph(self, name: str) -> Program:
-        """The program (name ""), or one of its functions."""
+        """Returns the program (name ""), or one of its functions."""
         return self.program.functions[name] if name else self.program
 
 
 class FirstLayouts:
-    """How a program lies before a scope divides anything, found once for all plans that it is asked for.
+    """The layouts of a program before a scope divides anything, found once for all plans that it is asked for.
 
     These may be of programs that differ in their split scopes: along an axis that divides rows propagation heeds no
     scope but those that name ranks.
@@ -68,7 +68,7 @@ class FirstLayouts:
     def of(
         self, expanded: Program, composites: Collection[str], batch: tuple[BatchInput, ...], settings: PlanSettings
     ) -> dict[str, GraphLayout]:
-        """The layouts of the program of which ``composites`` were taken apart."""
+        """Returns the layouts of the program of which ``composites`` were decomposed."""
         if not any(isinstance(b.placement, Split) for b in batch) or named_ranks(expanded):
             return layouts_of(expanded, batch, settings)
         meant = settings.batch.local_statistics, settings.batch.local_streams
@@ -79,7 +79,7 @@ class FirstLayouts:
 
 
 def lay_out(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> PlanDraft:
-    """The layouts of a normalised program as the user asks for them.
+    """Returns the layouts of a normalised program as the user asks for them.
 
     Args:
       first: of other plans of the program, which may have other split scopes.
@@ -134,7 +134,9 @@ def layouts_of(
     gathered: Collection[str] = (),
     model: ReferencePlan | None = None,
 ) -> dict[str, GraphLayout]:
-    """The layouts of an expanded program (key "") and its functions; the last three arguments as in ``propagate``."""
+    """Returns the layouts of an expanded program (key "") and its functions; the last three arguments as in
+    ``propagate``.
+    """
     divided = {b.name: b.placement for b in batch} if settings.size > 1 else {}
     local = frozenset(b.name for b in batch if b.local)
     statistics, streams = settings.batch.local_statistics, settings.batch.local_streams
@@ -142,7 +144,7 @@ def layouts_of(
 
 
 def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:
-    """``program`` with the named composite ops replaced by simple ones, and attentions by one op; the rest stays."""
+    """Replaces the named composite ops of ``program`` by simple ones, and attentions by one op; the rest stays."""
     if not composites:
         return program
     rings = in_rings(program, composites, settings.memory.scores_bytes)
@@ -152,7 +154,7 @@ def expand(program: Program, composites: Collection[str], settings: PlanSettings
 
 
 def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
-    """The batch inputs as the user asks; none where nothing would be divided, whatever the sizes of the inputs.
+    """Returns the batch inputs as the user asks; none where nothing would be divided, whatever the sizes of the inputs.
 
     A run that loads a variable, or starts an iterator over what it is fed, has inputs but no batch.
     """
@@ -171,7 +173,7 @@ def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
 def _of_divided_batches(
     program: Program, batch: tuple[BatchInput, ...], settings: PlanSettings, first: FirstLayouts
 ) -> frozenset[str]:
-    """The batch normalisations of divided batches that need the statistics of the whole batch."""
+    """Returns the batch normalisations of divided batches that need the statistics of the whole batch."""
     if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
         return frozenset()
     layout = first.of(program, (), batch, settings)[""]
@@ -196,7 +198,7 @@ def _reads(program: Program, reader: str, producer: str) -> bool:
 
 
 def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strategy]) -> bool:
-    """Whether the classes of an expanded softmax, or of the search for an extremum, are split."""
+    """Tells whether the classes of an expanded softmax, or of the search for an extremum, are split."""
     strategy = strategies.get(f"{loss}/whale_max")
     axes = program.const(program.by_name[f"{loss}/whale_max"].inputs[1])
     cut = strategy.inputs[0] if strategy is not None else None
@@ -204,6 +206,6 @@ def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strateg
 
 
 def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Split]:
-    """The optimizers' state that comes to lie split, outside of split scopes."""
+    """Returns the optimizers' state that is to be split, outside of split scopes."""
     zero, known, weights = settings.zero, settings.split.known, settings.zero.level >= 3
     return state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)

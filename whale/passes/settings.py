@@ -1,4 +1,4 @@
-"""What planning needs beside the program: the ranks, and the user's choices in groups (see ``whale.config``)."""
+"""The settings of planning: the ranks, and the user's choices in groups (see ``whale.config``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whale.ir.plan import BatchInput
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """Which inputs carry the batch, who computes which rows, and what is meant by statistics and randomness of rows.
+    """The settings of the batch: its inputs, each rank's rows, and what statistics and randomness of rows mean.
 
     ``local_statistics`` and ``local_streams`` give up the equality with one device.
 
@@ -36,15 +36,16 @@ class BatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """What may be divided other than the batch.
+    """The settings of tensors that may be divided other than by the batch.
 
     Attributes:
       ranks: how many ranks divide tensors together, where there is no ``mesh``; 0: all.
-      scopes: tensors are divided under ``wh.split``; else rows, as elsewhere.
-      tiles: how the run's variables lie already, over all axes, by handle node.
-      known: of that, what concerns the axis that is planned.
-      tables: they may lie whole on ranks: not where another axis follows, which does not cut what goes to them.
-      state_only: of variables that are not known yet only what optimizers keep may lie split between steps.
+      scopes: whether tensors are divided under ``wh.split``; else rows are, as elsewhere.
+      tiles: how the run's variables are split already, over all axes, by handle node.
+      known: their placements over the axis that is planned.
+      tables: whether tables may be whole on one rank; not where another axis follows, which does not cut what goes
+        to them.
+      state_only: whether of variables not known yet only optimizers' state may be split between steps.
     """
 
     ranks: int = 0
@@ -57,7 +58,7 @@ class SplitSettings:
 
 @dataclass(frozen=True, slots=True)
 class ZeroSettings:
-    """What of data parallel training lies split between steps.
+    """The settings of ZeRO: what of data parallel training is split between steps.
 
     Attributes:
       level: 0 nothing; from 1 on the state of optimizers; from 3 on weights as well.
@@ -74,7 +75,7 @@ class ZeroSettings:
 
 @dataclass(frozen=True, slots=True)
 class TimeSettings:
-    """How a step runs in time.
+    """The settings of a step's order in time.
 
     Attributes:
       micro_batches: into how many parts each rank cuts its rows; 1: none.
@@ -91,12 +92,12 @@ class TimeSettings:
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
-    """What is not held on a device during a step, and how much may be.
+    """The settings of memory: what is not held on a device during a step, and how much may be.
 
     Attributes:
       recompute: which activations are held, the others being computed again (see ``whale.passes.memory.recompute``);
         "": all.
-      offload: which variables lie in the host's memory beside an accelerator (see ``whale.passes.memory.offload``);
+      offload: which variables are in the host's memory beside an accelerator (see ``whale.passes.memory.offload``);
         "": none.
       limit_bytes: memory that each rank has for a step, in bytes; 0: it is not said.
       scores_bytes: attentions with more of scores are computed in blocks; 0: none are.
@@ -110,7 +111,7 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSettings:
-    """In which types a step computes.
+    """The settings of the types in which a step computes.
 
     Attributes:
       matmul_dtype: the type of 16 bits that products and convolutions are computed in; "": that of the program.
@@ -121,7 +122,7 @@ class PrecisionSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """How ranks exchange tensors.
+    """The settings of communication between ranks.
 
     Attributes:
       group_bytes: all-reduces are fused up to that many bytes; 0: none are.
@@ -136,16 +137,16 @@ class ExchangeSettings:
 
 @dataclass(frozen=True, slots=True)
 class FuseSettings:
-    """What each rank computes by other operations than the program's.
+    """The settings of kernels: what each rank computes by other operations than the program's.
 
     Attributes:
-      updates: of many variables, by one operation (see ``whale.kernels.updates``).
+      updates: those of many variables, by one operation (see ``whale.kernels.updates``).
       elementwise: other arithmetic on elements, likewise (see ``whale.kernels.elementwise``).
       convolutions: small ones, as products of matrices (see ``whale.kernels.matmuls.convolutions``).
-      products: batches of them, as one (see ``whale.kernels.matmuls.batches``).
-      einsums: batches of others, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
-      padding: products of matrices, as wider ones (see ``whale.kernels.matmuls.padding``).
-      kernels: what ours are faster at than TensorFlow's (see ``whale.kernels.nn``).
+      products: batches of matrix products, as one (see ``whale.kernels.matmuls.batches``).
+      einsums: batches of other products, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
+      padding: matrix products, as wider ones (see ``whale.kernels.matmuls.padding``).
+      kernels: ops at which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
     """
 
     updates: bool = False
@@ -158,19 +159,19 @@ class FuseSettings:
 
     @classmethod
     def all_on(cls) -> FuseSettings:
-        """All of them."""
+        """Returns the settings with all of them on."""
         return cls(**{one.name: True for one in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """What planning needs beside the program.
+    """All that planning needs beside the program.
 
     Attributes:
       size: number of ranks.
       devices: their names, as plans print them; (): "rank 0" and so on.
       dump: the directory that the text of the program goes to after each pass; "": nowhere.
-      fuse: which operations are others where they run.
+      fuse: which operations are replaced by others where they run.
       mesh: axes that the user has given sizes, outermost first; (): none.
       stage_meshes: the axes of stages that have others than ``mesh`` says, by their ranks.
     """
@@ -190,7 +191,7 @@ class PlanSettings:
     stage_meshes: Mapping[tuple[int, ...], tuple[Axis, ...]] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> PlanSettings:
-        """These settings with some fields changed: ``settings.but(size=2, zero__level=1)``.
+        """Returns these settings with some fields changed: ``settings.but(size=2, zero__level=1)``.
 
         A field of a group is named with its group, and two underscores between them.
 

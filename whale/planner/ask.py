@@ -1,4 +1,4 @@
-"""From what a person writes (`gpt:layers=96,hidden=12288,...`, a profile, a cluster) to a plan."""
+"""Plans from what a person writes (`gpt:layers=96,hidden=12288,...`, a profile, a cluster)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from whale.planner.analytic_search.whale22 import plan22
 from whale.planner.report.planfile import PlanFile, of_search
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
-# What a described layer consists of; its operations are divided alike, and so are all layers.
+# The operations of a described layer: they are divided alike, and so are all layers.
 OPERATIONS = ("embedding", "attention/qkv", "attention/core", "attention/out", "mlp/up", "mlp/down", "head")
 WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "state", "all")}
 _SPREAD = frozenset(f.name for f in msgspec.structs.fields(Parallel)) - {"experts"}
@@ -36,7 +36,9 @@ MOST_OTHERWISE = 10**12
 
 
 def describe(text: str) -> tuple[Transformer, int | None]:
-    """`gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]`, and
+    """Parses the description of a transformer.
+
+    `gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]`, and
     `moe:...,experts=64[,top=2]`, each layer's feed-forward networks; `state_bytes=4` for an optimizer without moments.
 
     Returns: the transformer, and the batch where the text names one.
@@ -79,7 +81,7 @@ def plan(
     limits: Constraints | None = None,
     planner: str = "whale",
 ) -> PlanFile:
-    """The best plan for a model by description or by measured tables.
+    """Finds the best plan for a model by description or by measured tables.
 
     Raises:
         PlanError: nothing fits (and what would), or a description cannot be followed.
@@ -106,7 +108,7 @@ def plan(
 
 
 def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
-    """What `--set name=value` fixes; `attention/*.split=8` is the tensor degree, which all of a layer has."""
+    """Parses what `--set name=value` fixes; `attention/*.split=8` is the tensor degree, which all of a layer has."""
     if budget_s <= 0:
         raise PlanError("the search needs time", given=f"a budget of {budget_s:g} s", action="give some seconds")
     values: dict[str, int | str] = {}
@@ -128,7 +130,7 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
 
 
 def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraints) -> str:
-    """Why what was fixed cannot be, whatever else is chosen; empty: it may be."""
+    """Explains why what was fixed cannot be, whatever else is chosen; empty: it may be."""
     tensor = limits.tensor or 1
     t = model.transformer if isinstance(model, TransformerModel) else None
     for name, count in (("heads", t.heads), ("columns of a layer's output", t.hidden)) if t is not None else ():
@@ -154,7 +156,7 @@ def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraint
 def advise(
     cluster: Cluster, batch: int, transformer: Transformer, software: str = "megatron-2022", budget_s: float = 1.0
 ) -> list[str]:
-    """Nearby models, and how fast each parameter of theirs is trained, beside the model asked for; best first."""
+    """Compares nearby models with the one asked for by how fast each parameter is trained; best first, a line each."""
     t = transformer
     changes: list[tuple[str, int]] = []
     padded = padded_vocabulary(t.vocabulary)
@@ -177,7 +179,7 @@ def advise(
 
 
 def _work_per_s(cluster: Cluster, batch: int, transformer: Transformer, software: str, budget_s: float) -> float:
-    """Parameters x rows per second, which models of slightly different size can be compared by; 0: nothing fits."""
+    """Returns parameters x rows per second, to compare models of slightly different size; 0: nothing fits."""
     try:
         found = plan(cluster, batch, transformer, software=software, limits=Constraints(budget_s=budget_s))
     except PlanError:

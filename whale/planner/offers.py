@@ -1,4 +1,4 @@
-"""Several offers of devices for one job, ranked by time and cost; several jobs packed on one cluster.
+"""Ranks several offers of devices for one job by time and cost, and packs several jobs on one cluster.
 
 offers:
   - {name: old, cluster: v100.yaml, price_per_hour: 24.0}    # a path from this file's folder, or a cluster itself
@@ -60,7 +60,7 @@ class _Jobs(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Answer:
-    """An offer with its best plan, or why there is none."""
+    """An offer with its best plan, or the reason why there is none."""
 
     offer: Offer
     plan: PlanFile | None
@@ -68,13 +68,13 @@ class Answer:
 
     @property
     def cost_per_million_rows(self) -> float:
-        """In the currency of the offer's price."""
+        """Returns the cost in the currency of the offer's price."""
         assert self.plan is not None
         return self.offer.price_per_hour / SECONDS_PER_HOUR * self.plan.predicted.step_s / self.plan.batch * 1e6
 
 
 def read_offers(path: str) -> list[tuple[Offer, Cluster]]:
-    """The offers of a file with their clusters.
+    """Reads the offers of a file with their clusters.
 
     Raises:
         PlanError: the file cannot be read, or is none of offers.
@@ -93,7 +93,7 @@ def read_offers(path: str) -> list[tuple[Offer, Cluster]]:
 
 
 def read_jobs(path: str) -> list[Job]:
-    """The jobs of a file.
+    """Reads the jobs of a file.
 
     Raises:
         PlanError: the file cannot be read, or is none of jobs.
@@ -119,7 +119,7 @@ def rank(
     software: str,
     limits: Constraints,
 ) -> list[Answer]:
-    """The offers with their best plans, fastest first; those on which nothing fits come last."""
+    """Plans each offer and returns them fastest first; those on which nothing fits come last."""
     found = []
     for offer, cluster in offers:
         try:
@@ -130,7 +130,7 @@ def rank(
 
 
 def ranking(answers: Sequence[Answer]) -> list[str]:
-    """A row for each offer, which is the fastest and which the cheapest."""
+    """Returns a row of text for each offer, and says which is the fastest and which the cheapest."""
     fitting = [a for a in answers if a.plan is not None]
     priced = [a for a in fitting if a.offer.price_per_hour]
     cheapest = min(priced, key=lambda a: a.cost_per_million_rows, default=None)
@@ -155,7 +155,7 @@ def ranking(answers: Sequence[Answer]) -> list[str]:
 
 @dataclass(frozen=True)
 class Packed:
-    """A job with the hosts that it gets: of each kind so many, and its plan on these."""
+    """A job with the number of hosts of each kind that it gets, and its plan on these."""
 
     job: Job
     hosts: tuple[int, ...]
@@ -163,7 +163,7 @@ class Packed:
 
     @property
     def hours(self) -> float:
-        """Of the whole job, all its rows."""
+        """Returns the hours of the whole job, all its rows."""
         return self.job.rows / self.plan.batch * self.plan.predicted.step_s / SECONDS_PER_HOUR
 
 
@@ -182,7 +182,7 @@ class _Packer:
             self.described.append((transformer, batch))
 
     def plan(self, number: int, hosts: tuple[int, ...]) -> PlanFile | None:
-        """The job's plan on so many hosts of each kind; None: nothing fits."""
+        """Returns the job's plan on so many hosts of each kind; None: nothing fits."""
         key = number, hosts
         if key not in self.known:
             chosen = [msgspec.structs.replace(h, count=n) for h, n in zip(self.cluster.hosts, hosts) if n]
@@ -197,12 +197,12 @@ class _Packer:
         return self.known[key]
 
     def hours(self, number: int, hosts: tuple[int, ...]) -> float:
-        """Of a job on so many hosts of each kind; infinite: nothing fits."""
+        """Returns the hours of a job on so many hosts of each kind; infinite: nothing fits."""
         plan = self.plan(number, hosts)
         return float("inf") if plan is None else Packed(self.jobs[number], hosts, plan).hours
 
     def run(self) -> list[Packed]:
-        """The jobs with their hosts; PlanError: one has none that it fits on."""
+        """Returns the jobs with their hosts; PlanError: one has none that it fits on."""
         free = [host.count for host in self.cluster.hosts]
         given = [(0,) * len(free) for _ in self.jobs]
         done: set[int] = set()  # jobs that no further host makes faster
@@ -237,7 +237,7 @@ class _Packer:
 
 
 def pack(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float = 0.4) -> list[Packed]:
-    """Whole hosts for each job, so that the last job ends early: each host in turn to the job that would end last.
+    """Gives whole hosts to jobs so that the last job ends early: each host in turn to the job that would end last.
 
     Args:
         budget_s: of the search for one plan.
@@ -251,7 +251,7 @@ def pack(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float =
 
 
 def packing(packed: Sequence[Packed], cluster: Cluster) -> list[str]:
-    """A row for each job: its hosts, step and hours."""
+    """Returns a row of text for each job: its hosts, step and hours."""
     rows = [f"{'job':20} {'hosts':32} {'step':>10} {'hours':>10}  plan"]
     for one in packed:
         hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)

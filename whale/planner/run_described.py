@@ -1,4 +1,4 @@
-"""A plan of a described or measured model as a way to spread a captured program that has the same layers.
+"""Turns a plan of a described or measured model into a way to spread a captured program that has the same layers.
 
     choice_of    the way; refuses a program with other layers, and what of the plan cannot run
     repeated     where a chain of shapes repeats itself: the layers of a model
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 def repeated(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
-    """The longest part of a chain that repeats itself, in the shortest blocks; of weights that are all unlike, one."""
+    """Finds the longest part of a chain that repeats itself, in the shortest blocks; one block if all are unlike."""
     best = Blocks(0, max(1, len(shapes)), 1)
     longest = 0
     for period in range(1, len(shapes) // 2 + 1):
@@ -56,7 +56,7 @@ def repeated(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
 
 
 def choice_of(plan: PlanFile, program: Program, settings: PlanSettings, path: str, beside_host: bool) -> Choice:
-    """How a plan of a described model spreads a normalised program.
+    """Returns how a plan of a described model spreads a normalised program.
 
     Args:
         beside_host: ranks compute on a device with a memory of its own.
@@ -93,7 +93,7 @@ def choice_of(plan: PlanFile, program: Program, settings: PlanSettings, path: st
 
 
 def _shares(spread: Spread, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Rows of a step for each rank, of whose group they are as even as can be; (): all stages have equal replicas."""
+    """Returns each rank's rows of a step, as even within its group as can be; (): all stages have equal replicas."""
     by_rank: dict[int, int] = {}
     for stage, ranks in zip(spread.stages, stages):
         rows = (n for p in stage.parts for _ in range(p.replicas) for n in even_sizes(p.rows, p.tensor))
@@ -104,7 +104,7 @@ def _shares(spread: Spread, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _unable(spread: Spread, beside_host: bool) -> Iterator[tuple[str, str]]:
-    """What of a spread cannot run, and what to do instead."""
+    """Yields what of a spread cannot run, and what to do instead."""
     for number, stage in enumerate(spread.stages):
         if len(tensors := sorted({part.tensor for part in stage.parts})) > 1:
             yield (
@@ -116,7 +116,7 @@ def _unable(spread: Spread, beside_host: bool) -> Iterator[tuple[str, str]]:
 
 
 def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
-    """Number of the first weight, along the program's chain, of every layer of the plan's model."""
+    """Returns the number of the first weight, along the program's chain, of every layer of the plan's model."""
     weights = [program.variable_of[handle] for handle in chain(program)]
     blocks = repeated([tuple(v.type.shape or ()) for v in weights])
     before, count, after = _layers(plan.transformer, plan.table)
@@ -145,7 +145,7 @@ def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
 
 
 def _layers(transformer: Transformer | None, table: LayerProfile | None) -> tuple[int, int, int]:
-    """(layers before, layers that repeat, layers after) of a model."""
+    """Returns (layers before, layers that repeat, layers after) of a model."""
     if transformer is not None:
         return 0, transformer.layers, 0
     assert table is not None  # a plan without a model has been refused
@@ -174,7 +174,7 @@ def _other_model(program: Program, path: str, given: str, expected: str) -> Plan
 
 
 def ranks_of(spread: Spread, machines: Machines) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each stage: neighbours divide tensors. Ranks are numbered as the cluster file has their devices.
+    """Returns the ranks of each stage: neighbours divide tensors. They are numbered as the devices in the cluster file.
 
     Devices that the plan leaves idle have no rank.
     """
@@ -193,7 +193,7 @@ def ranks_of(spread: Spread, machines: Machines) -> tuple[tuple[int, ...], ...]:
 
 
 def _take(hosts: list[list[int]], part: Part) -> list[tuple[int, int, int]]:
-    """(pool, host, number on it) of the devices of a part, taken from those that are free."""
+    """Takes the devices of a part from those that are free: (pool, host, number on it) of each."""
     found: list[tuple[int, int, int]] = []
     for host, left in enumerate(hosts):
         while len(left) >= part.tensor and len(found) < part.ranks:
@@ -202,7 +202,7 @@ def _take(hosts: list[list[int]], part: Part) -> list[tuple[int, int, int]]:
 
 
 def _place(machines: Machines, device: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    """Where a device stands in the cluster file: its host entry, the host, its device entry, its number."""
+    """Returns where a device stands in the cluster file: its host entry, the host, its device entry, its number."""
     number, host, own = device
     pool = machines.pools[number]
     return machines.cluster.hosts.index(pool.host), host, number, own

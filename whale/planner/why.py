@@ -1,4 +1,4 @@
-"""Questions to the plan of a described model: why not something else, what if something were otherwise.
+"""Answers questions to the plan of a described model: why not something else, what if something were otherwise.
 
 Each is answered by the search with that fixed, or on what would be there, and by the difference in the step's parts.
 """
@@ -28,7 +28,7 @@ FORMS = (
 
 
 def answer(plan: PlanFile, question: str, budget_s: float) -> str:
-    """The answer to `tensor=4`, `stage=2`, `device=t4`, `batch=512`, a host's name and number, or a network's and kind.
+    """Answers `tensor=4`, `stage=2`, `device=t4`, `batch=512`, a host's name and number, or a network's and kind.
 
     Raises:
         PlanError: that is none of these.
@@ -69,14 +69,14 @@ def _again(
     batch: int | None = None,
     cluster: Cluster | None = None,
 ) -> PlanFile:
-    """A plan of the same model with something fixed, another batch, or other devices."""
+    """Plans the same model with something fixed, another batch, or other devices."""
     limits = ask.limits(fixed or [], budget_s)
     where, rows = cluster or plan.cluster, batch or plan.batch
     return ask.plan(where, rows, plan.transformer, plan.table, plan.software, limits)
 
 
 def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile]) -> str:
-    """What that would do to the step, by parts, or why it cannot be."""
+    """Says what that would do to the step, by parts, or why it cannot be."""
     try:
         found = other()
     except WhaleError as error:
@@ -92,7 +92,7 @@ def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile]) -> str:
 
 
 def _stage(plan: PlanFile, question: str, value: str) -> str:
-    """What a stage takes, beside the slowest one, and what its layers and ranks are."""
+    """Says what a stage takes, beside the slowest one, and what its layers and ranks are."""
     _, machines, found = plan.evaluate()
     stages = plan.spread.stages
     if not value.isdigit() or int(value) >= len(stages):
@@ -118,7 +118,7 @@ def _stage(plan: PlanFile, question: str, value: str) -> str:
 
 
 def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
-    """How many devices of a kind the plan uses, and what it costs to have none of them, or nothing else."""
+    """Says how many devices of a kind the plan uses, and what it costs to have none of them, or nothing else."""
     pools = Machines(plan.cluster).pools
     own = [pool for pool in pools if kind in (pool.device.name, pool.entry.type, pool.host.name, pool.name)]
     if not own:

@@ -1,1 +1,3 @@
-"""The runtime: the context of a run, captured programs compiled for this process's ranks, functions and sessions."""
+"""Runs programs in a rank's process: holds a run's context, compiles captured programs, and calls functions and
+sessions.
+"""

@@ -1,4 +1,4 @@
-"""Layout rules: which placements an op allows over one mesh axis, and what a rank then runs."""
+"""Sharding rules: which placements an op allows over one mesh axis, and what a rank then runs."""
 
 from whale.sharding_rules.base import Local, OpView, Rule, Strategy
 from whale.sharding_rules.empty import known_outputs

@@ -1,6 +1,6 @@
-"""What a rule is: for one mesh axis, which placements an op allows, and what a rank then runs.
+"""The interface of a rule: for one mesh axis, which placements an op allows, and what a rank then runs.
 
-``Rule.strategies`` answers the planner's question ("given how the operands lie now, what may this op do?");
+``Rule.strategies`` answers the planner's question ("given the operands' placements now, what may this op do?");
 ``Rule.localize`` answers lowering's ("with this strategy, what changes on coordinate i?").
 """
 
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OpView:
-    """What a rule sees of a node: global types, attributes, constant operands, and the size of the mesh axis."""
+    """A node as its rule sees it: global types, attributes, constant operands, and the size of the mesh axis."""
 
     node: Node
     inputs: tuple[TensorType, ...]
@@ -41,15 +41,15 @@ class OpView:
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Global types of what the node gives."""
+        """Returns the global types of the node's outputs."""
         return self.node.outputs
 
     def attr(self, name: str, default: Any = None) -> Any:
-        """The value of an attribute of the node; ``default`` where it has none of that name."""
+        """Returns the value of an attribute of the node; ``default`` where it has none of that name."""
         return self.node.attrs.get(name, default)
 
     def const(self, i: int) -> np.ndarray | None:
-        """Value of operand ``i`` if it is a constant of the program, else None."""
+        """Returns the value of operand ``i`` if it is a constant of the program, else None."""
         return self.consts(i)
 
 
@@ -88,7 +88,9 @@ class Window:
     blocks: int = 0
 
     def local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(what the rank's node sees, whether it is inside); of indices with rows, what is not inside is to go."""
+        """Returns (the indices as the rank's node sees them, whether each is inside); where indices have rows, those
+        outside are to be left out.
+        """
         if self.column is not None:
             one = replace(self, column=None, masked=0 if self.rows is None else None)
             near, inside = one.local(indices[..., self.column])
@@ -101,11 +103,11 @@ class Window:
         return np.where(inside, moved, other), inside
 
     def zeroed(self, values: np.ndarray, inside: np.ndarray) -> np.ndarray:
-        """``values`` with zeros where the index falls elsewhere."""
+        """Returns ``values`` with zeros where the index falls elsewhere."""
         return self._instead(values, inside, np.zeros((), values.dtype))
 
     def masked_of(self, operands: Sequence[np.ndarray], inside: np.ndarray) -> np.ndarray:
-        """The masked operand, of those whose indices are the rank's own."""
+        """Returns the masked operand, out of operands whose indices are the rank's own."""
         values = operands[self.masked or 0]
         if self.old is None:
             return self.zeroed(values, inside)
@@ -119,7 +121,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Ids go to the ranks that hold their rows (see ``whale.sharding_rules.embedding``).
+    """A route by which ids go to the ranks that hold their rows (see ``whale.sharding_rules.embedding``).
 
     Attributes:
       starts: the first row of each rank, and the number of rows.
@@ -142,7 +144,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """How a rank's node differs from the program's.
+    """The differences between a rank's node and the program's.
 
     Attributes:
       attrs: attributes with other values.
@@ -184,7 +186,7 @@ class Rule(Protocol):
     def strategies(
         self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
     ) -> list[Strategy]:
-        """Legal strategies, given where the operands lie now (``current`` supplies the sizes of splits).
+        """Returns the legal strategies, given the operands' placements now (``current`` supplies the sizes of splits).
 
         ``wanted`` are placements that the outputs would best have: they propose splits as ``current`` does. The
         replicated strategy (everything ``B``) comes last. An empty list means that the op must run on the group's
@@ -192,24 +194,24 @@ class Rule(Protocol):
         """
 
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
-        """What coordinate ``coordinate`` runs under ``strategy``."""
+        """Returns what coordinate ``coordinate`` runs under ``strategy``."""
 
     def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
-        """Bytes that the node itself moves between ranks under ``strategy``, all together."""
+        """Returns the bytes that the node itself moves between ranks under ``strategy``, all together."""
 
 
 def replicated(op: OpView) -> Strategy:
-    """Every coordinate computes the whole op."""
+    """Returns the strategy in which every coordinate computes the whole op."""
     return Strategy((B,) * len(op.inputs), (B,) * len(op.outputs), "replicated")
 
 
 def as_whole(placement: Placement) -> Placement:
-    """A value of its own is a whole tensor to the rank that holds it."""
+    """Returns ``B`` in place of ``own``: a rank's own value is a whole tensor to the rank that holds it."""
     return B if type(placement) is PerRank else placement
 
 
 def with_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
-    """``option``, which takes some operands whole, for operands that each rank has as its own value.
+    """Adapts ``option``, which takes some operands whole, to operands of which each rank has its own value.
 
     Any op without side effects may do that: what it makes of whole operands is then each rank's own as well, what it
     makes of rows or partial sums stays such. None: ``current`` are own values of different rows, or ``option`` wants
@@ -227,10 +229,10 @@ def with_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | 
 
 
 def local_input_shape(op: OpView, strategy: Strategy, i: int, coordinate: int) -> Dims | None:
-    """Shape of operand ``i`` on ``coordinate``; None when the rank is unknown."""
+    """Returns the shape of operand ``i`` on ``coordinate``; None when the rank is unknown."""
     return local_shape(op.inputs[i].shape, strategy.inputs[i], coordinate)
 
 
 def local_output_shape(op: OpView, strategy: Strategy, i: int, coordinate: int) -> Dims | None:
-    """Shape of output ``i`` on ``coordinate``; None when the rank is unknown."""
+    """Returns the shape of output ``i`` on ``coordinate``; None when the rank is unknown."""
     return local_shape(op.outputs[i].shape, strategy.outputs[i], coordinate)

@@ -1,4 +1,4 @@
-"""A rule line applied to one op: which labels its dimensions carry, and the strategies that follow."""
+"""Applies a rule line to one op: which labels its dimensions carry, and the strategies that follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.sharding_rules.notation import Line, Passes, Term
 # Types of tensors that stand for others: a list's placement is that of its elements, a variable's that of its value.
 HANDLES = ("variant", "resource")
 
-# Where a label stands in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
+# The place of a label in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
 # None: the tensor lacks it.
 Place = tuple[int, int, int] | None
 # A label of a dimension that can be cut, with those two products.
@@ -23,7 +23,7 @@ Part = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What cutting one label means: its size (None: unknown), and its place in each operand and output.
+    """The effect of cutting one label: its size (None: unknown), and its place in each operand and output.
 
     ``grown`` are the outputs that become partial; ``unknown`` the operands whose dimension has no static size, which
     may only be cut where they are cut already.
@@ -48,7 +48,7 @@ class Binding:
 
 
 def _spread(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple[Term, ...]:
-    """``terms`` with the variadic one repeated so that there are ``count``."""
+    """Repeats the variadic one of ``terms`` so that there are ``count``."""
     at = next((i for i, t in enumerate(terms) if t.variadic), None)
     if at is None:
         if len(terms) != count:
@@ -67,7 +67,9 @@ def _fixed(term: Term) -> int:
 
 
 def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[dict[str, int], list[int | None]]:
-    """Lengths of named runs, and per term the length of its ``*`` (None: unknown), from the ranks of the tensors."""
+    """Returns the lengths of named runs, and per term the length of its ``*`` (None: unknown), from the
+    tensors' ranks.
+    """
     runs: dict[str, int] = {}
     free: list[int | None] = [None] * len(terms)
     changed = True
@@ -100,7 +102,7 @@ def _misfit(line: Line, k: int, rank: int, expected: str) -> RuleError:
 
 
 def _labels(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[str | int, ...]] | None:
-    """Per dimension its labels, outermost first; None when a run's length is unknown."""
+    """Returns the labels of each dimension, outermost first; None when a run's length is unknown."""
     dims: list[tuple[str | int, ...]] = []
     for item in term.items:
         if not item.star:
@@ -161,7 +163,7 @@ def _named(term: Term) -> list[str]:
 
 
 def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]:
-    """Size of each label that some dimension gives away; compound dimensions give the one that is left over."""
+    """Returns the size of each label that some dimension tells; compound dimensions tell the one that is left over."""
     sizes: dict[str, int] = {}
     compounds = []
     for labels, shape in zip(named, shapes):
@@ -194,7 +196,9 @@ def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]
 
 
 def _parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[Part, ...]]:
-    """Per dimension its labels whose place in it is known, with the products of what is inside and outside of them."""
+    """Returns, per dimension, the labels whose place in it is known, with the products of what is inside and outside of
+    them.
+    """
     found: list[tuple[Part, ...]] = []
     for at, names in enumerate(labels):
         size = shape[at] if shape is not None else None
@@ -216,7 +220,7 @@ def _parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tupl
 
 
 def _product(counts: Sequence[int | None]) -> int | None:
-    """None when one of them is unknown."""
+    """Multiplies counts; None when one of them is unknown."""
     result = 1
     for count in counts:
         if count is None:
@@ -256,7 +260,9 @@ def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, in
 def _units(
     pl: Split, row: tuple[tuple[Part, ...], ...], cuts: dict[str, Cut]
 ) -> tuple[str, tuple[int, ...], int] | None:
-    """The label that ``pl`` cuts, its sizes per coordinate, and its runs; None when the cut falls into no label."""
+    """Returns the label that ``pl`` cuts, its sizes per coordinate, and its runs; None when the cut falls into no
+    label.
+    """
     for label, inner, outer in row[pl.dim] if pl.dim < len(row) else ():
         if pl.blocks % outer or (inner != 1 and any(s % inner for s in pl.sizes)):
             continue
@@ -270,7 +276,7 @@ def _units(
 
 def cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Sequence[Placement | None], reduce: str,
                    why: str) -> list[Strategy]:  # fmt: skip
-    """One strategy per distinct (label, sizes) that an operand, or a wanted output, is cut by."""
+    """Returns one strategy per distinct (label, sizes) that an operand, or a wanted output, is cut by."""
     seeds: dict[tuple[str, tuple[int, ...], int], None] = {}
     for rows, placements in ((binding.input_dims, current), (binding.output_dims, wanted)):
         for row, pl in zip(rows, placements):
@@ -303,7 +309,9 @@ def _place(place: Place, units: tuple[int, ...], blocks: int) -> Placement:
 
 def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],
                        wanted: Sequence[Placement | None], why: str) -> list[Strategy]:  # fmt: skip
-    """Strategies in which the operands that ``passes`` names are partial, where one of them, or a wanted output, is."""
+    """Returns strategies in which the operands that ``passes`` names are partial, where one of them, or a wanted
+    output, is.
+    """
     found: list[Strategy] = []
     n = len(binding.inputs)
     for one in passes:
@@ -329,7 +337,9 @@ def _rest(term: Term, current: Placement) -> Placement:
 
 
 def whole_strategy(binding: Binding, current: Sequence[Placement], why: str) -> Strategy | None:
-    """Everything whole, but for what may lie in any way; None when that is plain replication."""
+    """Returns the strategy that replicates all but the tensors of any placement; None when that is plain
+    replication.
+    """
     inputs = tuple(_rest(t, pl) for t, pl in zip(binding.inputs, current))
     if all(pl is B for pl in inputs):
         return None

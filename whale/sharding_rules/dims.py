@@ -1,4 +1,4 @@
-"""Small helpers with which rules that depend on the op write their lines."""
+"""Helpers with which rules that depend on the op write their lines."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from whale.sharding_rules.base import OpView
 
 
 def names(prefix: str, count: int) -> list[str]:
-    """``count`` labels: a0 a1 ..."""
+    """Returns ``count`` labels: a0 a1 ..."""
     return [f"{prefix}{i}" for i in range(count)]
 
 
 def times(runs: int, label: str, *, inner: bool = False) -> str:
-    """A dimension of ``runs`` runs of ``label``; ``inner``: of ``label`` runs of ``runs`` each."""
+    """Writes a dimension of ``runs`` runs of ``label``; with ``inner``, of ``label`` runs of ``runs`` each."""
     if runs == 1:
         return label
     return f"({label} {runs})" if inner else f"({runs} {label})"
 
 
 def windows(sizes: Dims | None, window: Sequence[int], steps: Sequence[int]) -> list[str | None]:
-    """For each dimension: how it is written where windows of these sizes and steps see each element once at most.
+    """Writes each dimension over which windows of these sizes and steps see each element once at most.
 
     ``h``: one element each; ``(h 2)``: non-overlapping windows of 2. None: windows overlap, or the size is not known to
     be a multiple of the step (then padding or a remainder would have to be at one end only).
@@ -36,38 +36,40 @@ def windows(sizes: Dims | None, window: Sequence[int], steps: Sequence[int]) -> 
 
 
 def term(items: Iterable[str]) -> str:
-    """A term of these items; ``.`` where there are none (a scalar)."""
+    """Writes a term of these items; ``.`` where there are none (a scalar)."""
     return " ".join(items) or "."
 
 
 def terms(*many: Iterable[str]) -> str:
-    """Several terms, with commas."""
+    """Writes several terms, separated by commas."""
     return ", ".join(map(term, many))
 
 
 def freeze(items: list[str], dims: Iterable[int]) -> list[str]:
-    """``items`` with those at ``dims`` frozen."""
+    """Returns ``items`` with those at ``dims`` frozen."""
     chosen = set(dims)
     return [f"{x}^" if i in chosen else x for i, x in enumerate(items)]
 
 
 def constant(op: OpView, i: int) -> list[int] | None:
-    """The integers of constant operand ``i``, flat; None if it is not a constant."""
+    """Returns the integers of constant operand ``i``, flat; None if it is not a constant."""
     value = op.const(i)
     return None if value is None else [int(v) for v in np.asarray(value).reshape(-1)]
 
 
 def axis(op: OpView, i: int, rank: int) -> int | None:
-    """The dimension that constant scalar operand ``i`` names, counted from the front; None if it is no constant."""
+    """Returns the dimension that constant scalar operand ``i`` names, counted from the front; None if it is no
+    constant.
+    """
     value = constant(op, i)
     return None if not value else value[0] % max(rank, 1)
 
 
 def same(a: int | None, b: int | None) -> bool:
-    """Whether two sizes are known and equal."""
+    """Tells whether two sizes are known and equal."""
     return a is not None and a == b
 
 
 def rank(shape: Dims | None) -> int | None:
-    """Number of dimensions, None if unknown."""
+    """Returns the number of dimensions, None if unknown."""
     return None if shape is None else len(shape)

@@ -1,4 +1,4 @@
-"""Rows of a table that lies split by rows, exchanged: ids go to who has their rows, and rows come back.
+"""Exchanges rows of a table that is split by rows: ids go to the ranks that have their rows, and rows come back.
 
 Both the table and the ids are cut. Each rank asks every other one for the ids that it needs of its part, each id once,
 and how many these are only the run knows: sizes are exchanged first (``WhaleRouteIds``). Rows come back by an
@@ -36,13 +36,14 @@ _SOME_ROWS = (1 << 31) - 1  # numbers of rows of a table of which one size only 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which tensors of an op are a table, ids of its rows, and what belongs to the ids: numbers of operands.
+    """The operands of an op that are a table, ids of its rows, and what belongs to the ids, by number.
 
     Attributes:
       table: None: the result.
       values: what is added to rows; None: the result, rows that are read.
       columns: the last dimension of the ids is a position in several dimensions of the table.
-      once: the results are each id once, and what belongs to it, added up: they lie as the table whose rows they mean.
+      once: the results are each id once, and what belongs to it, added up: they are placed as the table whose rows
+        they mean.
     """
 
     ids: int
@@ -52,15 +53,15 @@ class Rows:
     once: bool = False
 
     def table_of(self, op: OpView) -> TensorType:
-        """The table, whole."""
+        """Returns the type of the whole table."""
         return op.outputs[0] if self.table is None else op.inputs[self.table]
 
     def values_of(self, op: OpView) -> TensorType:
-        """What belongs to the ids."""
+        """Returns the type of what belongs to the ids."""
         return op.outputs[0] if self.values is None else op.inputs[self.values]
 
     def lie(self, strategy: Strategy) -> tuple[Placement, Placement]:
-        """How table and ids lie."""
+        """Returns the placements of table and ids."""
         table = strategy.outputs[0] if self.table is None else strategy.inputs[self.table]
         return table, strategy.inputs[self.ids]
 
@@ -68,7 +69,9 @@ class Rows:
 def exchanged(
     op: OpView, rows: Rows, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
 ) -> list[Strategy]:
-    """The ways to read, or add to, a table cut by rows, whose ids are cut as ``current`` or ``wanted`` say."""
+    """Returns the strategies that read, or add to, a table cut by rows, whose ids are cut as ``current`` or ``wanted``
+    say.
+    """
     result = wanted[0] if wanted else None
     table = result if rows.table is None else current[rows.table]
     if not isinstance(table, Split) or not _addresses_part(op, rows, table) or not _can(op, rows):
@@ -91,7 +94,7 @@ def exchanged(
 
 
 def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
-    """Whether a strategy of a lookup, or of an addition to rows, is one of ``exchanged``."""
+    """Tells whether a strategy of a lookup, or of an addition to rows, is one of ``exchanged``."""
     table, ids = rows.lie(strategy)
     if not isinstance(ids, Split) or not isinstance(table, Split) or stays(rows, strategy):
         return False
@@ -99,7 +102,9 @@ def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
 
 
 def stays(rows: Rows, strategy: Strategy) -> bool:
-    """Whether one rank has a table whole, and all its ids: it runs the op as it is, and others have nothing to do."""
+    """Tells whether one rank has a whole table and all its ids: it runs the op as it is, and others have
+    nothing to do.
+    """
     table, ids = rows.lie(strategy)
     if not isinstance(ids, Split) or not isinstance(table, Split) or rows.columns or len(table.sizes) < 2:
         return False
@@ -107,7 +112,7 @@ def stays(rows: Rows, strategy: Strategy) -> bool:
 
 
 def owned(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()) -> list[Strategy]:
-    """The ways to do something with rows of ids taken once where the table has them."""
+    """Returns the strategies that process rows of unique ids on the ranks where the table has them."""
     if not op.attr(OWNED, 0):
         return []
     at = [_has_owned_rows(t) for t in (*op.inputs, *op.outputs)]
@@ -125,25 +130,27 @@ def owned(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement |
 
 
 def is_owned(op: OpView, strategy: Strategy) -> bool:
-    """Whether a strategy is one of ``owned``."""
+    """Tells whether a strategy is one of ``owned``."""
     ways = owned(op, strategy.inputs, strategy.outputs)
     return any((way.inputs, way.outputs) == (strategy.inputs, strategy.outputs) for way in ways)
 
 
 def lies_with_owners(node: Node, index: int, placement: Placement) -> bool:
-    """Whether a result of a node lies where a table has the rows that it is of; then it lies nowhere else."""
+    """Tells whether a result of a node lies where a table has the rows that it belongs to; then it lies nowhere
+    else.
+    """
     if not isinstance(placement, Split) or placement.dim != 0:
         return False
     return (OWNED in node.attrs or node.op == SUMS_BY_ID) and _has_owned_rows(node.outputs[index])
 
 
 def _has_owned_rows(t: TensorType) -> bool:
-    """Whether a tensor beside rows of ids has such rows, or is the variable that they are of."""
+    """Tells whether a tensor beside rows of ids has such rows, or is the variable that they are of."""
     return t.dtype == "resource" or (t.shape is not None and t.shape[:1] == (None,))
 
 
 def route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
-    """How the ids find their owners."""
+    """Returns the route by which the ids find the ranks that hold their rows."""
     table, _ = rows.lie(strategy)
     assert isinstance(table, Split), strategy
     if not rows.columns:
@@ -158,7 +165,8 @@ def route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
 
 
 def exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
-    """Bytes that all ranks together are expected to move, with ids drawn evenly: each rank asks once for an id.
+    """Returns the bytes that all ranks together are expected to move, with ids drawn evenly: each rank asks once for an
+    id.
 
     Ids travel where rows are read; what is added to rows goes where they went.
     """
@@ -178,14 +186,16 @@ def exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
 
 
 def _addresses_part(op: OpView, rows: Rows, table: Split) -> bool:
-    """Whether the table is cut along a dimension that ids address."""
+    """Tells whether the table is cut along a dimension that ids address."""
     if table.blocks > 1 or len(table.sizes) < 2 or table.dim >= _depth(op, rows):
         return False
     return rows.once or (rows.table_of(op).shape or ())[table.dim : table.dim + 1] != (None,)
 
 
 def _can(op: OpView, rows: Rows) -> bool:
-    """Whether sizes are known, numbers can be sent, and indices are those of rows, which lie anywhere."""
+    """Tells whether sizes are known, the values can be sent, and the indices are those of rows, which may lie
+    anywhere.
+    """
     ids, values = op.inputs[rows.ids], rows.values_of(op)
     if not ids.is_static or not ids.elements or not values.is_static or values.dtype not in _FLOATS:
         return False
@@ -208,24 +218,25 @@ def _can(op: OpView, rows: Rows) -> bool:
 
 
 def _lead(op: OpView, rows: Rows) -> tuple[int, ...]:
-    """The dimensions of the ids of which each element is one id."""
+    """Returns the dimensions of the ids of which each element is one id."""
     shape = static_shape(op.inputs[rows.ids])
     return shape[:-1] if rows.columns else shape
 
 
 def _depth(op: OpView, rows: Rows) -> int:
-    """How many dimensions of the table an id addresses."""
+    """Returns how many dimensions of the table an id addresses."""
     return (op.inputs[rows.ids].shape or (0,))[-1] or 0 if rows.columns else 1
 
 
 def _addressed(op: OpView, rows: Rows) -> tuple[int, ...]:
-    """The sizes of the dimensions that an id with columns addresses; one that only the run knows is taken to be as
-    large as the numbers of rows allow."""
+    """Returns the sizes of the dimensions that an id with columns addresses; one that only the run knows is taken to be
+    as large as the numbers of rows allow.
+    """
     shape = (rows.table_of(op).shape or ())[: _depth(op, rows)]
     most = _SOME_ROWS // max(1, math.prod(n for n in shape if n is not None))
     return tuple(most if n is None else n for n in shape)
 
 
 def _rows_of_each(op: OpView, rows: Rows, table: Split) -> int:
-    """How many rows there are for each index of the dimension that is cut."""
+    """Returns the number of rows for each index of the dimension that is cut."""
     return math.prod(n for i, n in enumerate(_addressed(op, rows)) if i != table.dim) if rows.columns else 1

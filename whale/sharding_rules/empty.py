@@ -1,4 +1,4 @@
-"""Outputs that a rank knows without running the op: those of a share with no rows, and shapes."""
+"""Finds outputs that a rank knows without running the op: those of a share with no rows, and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAKES_NOTHING = MATMULS | VIEWS | FOLDS | {"BiasAdd", "Einsum"}
 def known_outputs(
     op: OpView, strategy: Strategy, coordinate: int, in_time: bool = False
 ) -> tuple[np.ndarray | None, ...]:
-    """Per output the constant that it is on ``coordinate``; None where the kernel must run.
+    """Returns, per output, the constant that it is on ``coordinate``; None where the kernel must run.
 
     Kernels differ on zero rows (ArgMax fails, Mean gives NaN), so a coordinate whose share of the cut dimension is 0
     gets constants instead: empty tensors for cut outputs, the identity of the reduction for partial ones.
@@ -41,14 +41,16 @@ def known_outputs(
 
 
 def _takes_nothing(op: OpView) -> bool:
-    """Whether the kernel is right for tensors without elements: sums are 0, and what is of element by element empty."""
+    """Tells whether the kernel is right for tensors without elements: its sums are 0, and elementwise results are
+    empty.
+    """
     rule = rule_of(op.node.op)
     spec = rule.spec if rule is not None else None
     return op.node.op in _TAKES_NOTHING or (isinstance(spec, str) and set(spec) <= set("*., ->"))
 
 
 def _has_rows(op: OpView, strategy: Strategy, coordinate: int) -> bool:
-    """Whether what it reads first, and what it makes, has something along the first dimension."""
+    """Tells whether a node's first operand, and its outputs, have something along the first dimension."""
     sides = ((op.inputs[:1], strategy.inputs), (op.outputs, strategy.outputs))
     shapes = [local_shape(t.shape, p, coordinate) for types, lie in sides for t, p in zip(types, lie)]
     return all(shape and shape[0] for shape in shapes)

@@ -1,4 +1,4 @@
-"""Nodes of a program as their rules see them, and which ops carry other graphs inside."""
+"""Presents nodes of a program as their rules see them, and finds which ops carry other graphs inside."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
 
 
 def handles_lists(node: Node) -> bool:
-    """Whether the node passes lists on, zeroes them or adds them; elements stay where they are."""
+    """Tells whether the node passes lists on, zeroes them or adds them; elements stay where they are."""
     return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
 
 
 def holds_variable(program: Program, node: Node) -> bool:
-    """Whether the node takes a variable's handle: one of the program's, or in a body any resource passed in."""
+    """Tells whether the node takes a variable's handle: one of the program's, or in a body any resource passed in."""
     handles = program.variable_of
     return any(
         r.node in handles or (not handles and r.node in program.inputs)
@@ -34,14 +34,16 @@ def holds_variable(program: Program, node: Node) -> bool:
 
 
 def view(program: Program, node: Node, parts: int) -> OpView:
-    """``node`` as its rule sees it."""
+    """Returns ``node`` as its rule sees it."""
     by_name = program.by_name
     types = tuple(by_name[r.node].outputs[r.index] for r in node.inputs)
     return OpView(node, types, parts, lambda i: program.const(node.inputs[i]))
 
 
 def takes(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
-    """Whether the node can take its operand as ``current`` has it; loops, branches and ops without a rule cannot."""
+    """Tells whether the node can take its operand as ``current`` has it; loops, branches and ops without a rule
+    cannot.
+    """
     rule = rule_of(node.op)
     if rule is None or node.op in HAS_BODIES:
         return False
@@ -65,7 +67,7 @@ class Use:
 
 
 def uses_of_variables(program: Program) -> Iterator[Use]:
-    """Every op that takes variables; in place of a branch that is handed some, the ops that take them there."""
+    """Yields every op that takes variables; in place of a branch that is handed some, the ops that take them there."""
     waiting = [(program, {Ref(name): name for name in program.variable_of})]
     while waiting:
         graph, known = waiting.pop()
@@ -82,13 +84,13 @@ def uses_of_variables(program: Program) -> Iterator[Use]:
 
 
 def recreatable(program: Program, ref: Ref) -> bool:
-    """Whether the tensor can be made anew in any placement (an empty TensorList: it holds nothing yet)."""
+    """Tells whether the tensor can be made anew in any placement (an empty TensorList: it holds nothing yet)."""
     node = program.by_name[ref.node]
     return bool(getattr(rule_of(node.op), "produces_any", False))
 
 
 def called_functions(node: Node) -> tuple[Func, ...]:
-    """The functions that a loop or branch node runs; of a branch node, in the order of its alternatives."""
+    """Returns the functions that a loop or branch node runs; for a branch node, in the order of its alternatives."""
     if "branches" in node.attrs:
         return tuple(node.attrs["branches"])
     keys = ("cond", "body") if node.op in LOOPS else ("then_branch", "else_branch")

@@ -1,4 +1,4 @@
-"""The one-line notation of layout rules.
+"""Parses the one-line notation of sharding rules.
 
     line     ::=  "replicated" | "owner" | operands "->" outputs
     operands ::=  term ("," term)*  |  nothing
@@ -13,8 +13,8 @@
   written.
 * ``(b s)`` is one dimension made of several, outermost first, labels or sizes: ``(c 4)``. Where the outermost is cut,
   then on multiples of the rest; an inner one is cut in runs.
-* ``.`` is whole everywhere (``B``); ``?`` may lie in any way, and an output ``?`` lies as the operand of its number
-  does; ``[out0]`` and other roles are operands that lowering replaces by a local constant; ``{x}`` is any number of
+* ``.`` is whole everywhere (``B``); ``?`` may have any placement, and an output ``?`` has that of the operand with its
+  number; ``[out0]`` and other roles are operands that lowering replaces by a local constant; ``{x}`` is any number of
   operands like ``x`` (once per side); ``~x``: the values are not read, so a partial operand serves as it is; ``=x``
   (outputs): does not depend on the dimensions that it lacks.
 
@@ -58,7 +58,7 @@ class Term:
     variadic: bool = False
 
     def labels(self) -> list[str]:
-        """Its labels, outermost and inner, star runs with their star."""
+        """Returns the term's labels, outermost and inner, star runs with their star."""
         return [str(x) + ("*" if item.star and x != "*" else "") for item in self.items for x in item.labels
                 if isinstance(x, str)]  # fmt: skip
 
@@ -180,7 +180,7 @@ def _check(line: Line) -> None:
 
 @cache
 def parse(text: str) -> Line:
-    """The parsed form of a rule line.
+    """Parses a rule line.
 
     Raises:
       RuleError: the line has a mistake; the message names it and what is expected.
@@ -201,7 +201,7 @@ def parse(text: str) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Which operands may be partial under ``op``, all at once (the others whole), so that the outputs are, too."""
+    """The operands that may be partial under ``op``, all at once (the others whole), so that the outputs are, too."""
 
     op: str
     operands: tuple[int, ...] | None  # None: all of them
@@ -210,8 +210,8 @@ class Passes:
 
 @cache
 def parse_passes(text: str, ops: tuple[str, ...]) -> tuple[Passes, ...]:
-    """``"0|1"``: either operand; ``"0&1"``: both at once; ``"all"``; ``"max:0&1"``: for that reduction only;
-    ``"0&1>2"``: only output 2 depends on them.
+    """Parses which operands partial values pass: ``"0|1"`` is either operand; ``"0&1"`` both at once; ``"all"``;
+    ``"max:0&1"`` for that reduction only; ``"0&1>2"`` says that only output 2 depends on them.
 
     Args:
       ops: the reductions that an alternative without a prefix stands for.

@@ -1,4 +1,6 @@
-"""Rules by op type. A family file holds ``RULES``, made with ``rule``; ``rule_of`` finds the rule of an op type."""
+"""Registers rules by op type. A family file holds ``RULES``, made with ``rule``; ``rule_of`` finds the rule of an op
+type.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class LineRule:
     routes: embedding.Rows | None = None
 
     def line_of(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
-        """The line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
+        """Returns the line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
         if self.local_stream and any(isinstance(p, Split) for p in outputs):
             return self.local_stream
         return self.spec if isinstance(self.spec, str) else self.spec(op)
@@ -71,7 +73,7 @@ class LineRule:
     def strategies(
         self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
     ) -> list[Strategy]:
-        """See ``Rule.strategies``.
+        """Returns the legal strategies; see ``Rule.strategies``.
 
         Args:
           wanted: placements that the outputs would best have; they propose cuts as the operands' placements do.
@@ -101,15 +103,15 @@ class LineRule:
         return [*at_owners, *exchanged, *found]
 
     def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
-        """See ``Rule.exchanged_bytes``."""
+        """Returns the bytes that the node itself moves; see ``Rule.exchanged_bytes``."""
         return embedding.exchanged_bytes(op, self.routes, strategy) if self.routes else 0
 
     def exchanges_rows(self, op: OpView, strategy: Strategy) -> bool:
-        """Whether the node exchanges rows by their ids under ``strategy``, as `embedding.py` has it."""
+        """Tells whether the node exchanges rows by their ids under ``strategy``, as `embedding.py` describes."""
         return self.routes is not None and embedding.is_exchanged(op, self.routes, strategy)
 
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
-        """See ``Rule.localize``."""
+        """Returns what a coordinate runs; see ``Rule.localize``."""
         if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
             return UNCHANGED
         if embedding.is_owned(op, strategy):
@@ -128,7 +130,7 @@ class LineRule:
         return replace(more, consts={**consts, **more.consts})
 
     def text(self) -> str:
-        """The rule in one line, for people."""
+        """Formats the rule in one line, for people."""
         spec = self.spec if isinstance(self.spec, str) else f"by {(self.spec.__doc__ or '').strip().splitlines()[0]}"
         words = [spec]
         for name in ("lin", "mono", "copy"):
@@ -157,7 +159,7 @@ def rule(
     halo: Callable[[OpView, Strategy], Strategy | None] | None = None,
     routes: embedding.Rows | None = None,
 ) -> tuple[LineRule, ...]:
-    """One rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
+    """Makes one rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
     return tuple(
         LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, local_stream, halo, routes)
         for n in names.split()
@@ -166,7 +168,7 @@ def rule(
 
 @cache
 def all_rules() -> Mapping[str, LineRule]:
-    """Every rule, by op type, sorted.
+    """Returns every rule, by op type, sorted.
 
     Raises:
       RuleError: two families have a rule for one op type.
@@ -184,13 +186,13 @@ def all_rules() -> Mapping[str, LineRule]:
 
 
 def rule_of(op_type: str) -> LineRule | None:
-    """The rule of ``op_type``; None: replicated if stateless, on the first rank if stateful."""
+    """Returns the rule of ``op_type``; None: replicated if stateless, on the first rank if stateful."""
     return all_rules().get(op_type)
 
 
 @cache
 def by_types(one: LineRule) -> bool:
-    """Whether what a rule allows follows from types and placements alone, of operands and results."""
+    """Tells whether a rule's strategies follow from the types and placements of operands and results alone."""
     asked = (one.spec, one.lin, one.mono, one.copy, one.reduce)
     more = one.local or one.halo or one.routes or one.local_stream
     return not more and not any(map(callable, asked))
@@ -207,7 +209,7 @@ def _element_hint(
     outputs: tuple[TensorType, ...],
     wanted: tuple[Placement | None, ...],
 ) -> int | None:
-    """Least rank of the elements of lists, from where lists are cut; None when no list is cut."""
+    """Returns the least rank of the elements of lists, from where lists are cut; None when no list is cut."""
     pairs = list(zip(inputs, current)) + list(zip(outputs, wanted))
     ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Split)]
     return max(ranks) if ranks else None
@@ -221,7 +223,7 @@ def _all_passes(texts: tuple[str | None, str | None, str | None]) -> tuple[Passe
 
 
 def _can_be(partial: Placement, dtype: str) -> bool:
-    """Whether a tensor of this dtype can be a partial of that kind at all."""
+    """Tells whether a tensor of this dtype can be a partial of that kind at all."""
     if not isinstance(partial, Partial):
         return True
     if dtype in ("string", "resource"):

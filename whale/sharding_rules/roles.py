@@ -1,4 +1,4 @@
-"""Operands that carry shapes: the local constant that stands in for them on a rank.
+"""Replaces operands that carry shapes by local constants.
 
 Roles: ``[outN]`` shape of output N; ``[inN]`` shape of operand N; ``[shape]`` shape of output 0, one size may be
 unknown (-1); ``[elements]`` shape of a list's elements, any size may be unknown.
@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"(in|out)(\d+)$")
 
 
 def _subject(role: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
-    """The item of ``inputs`` or ``outputs`` whose shape the role carries."""
+    """Returns the item of ``inputs`` or ``outputs`` whose shape the role carries."""
     if role == "shape":
         return outputs[0]
     match = _NUMBERED.match(role)
@@ -32,7 +32,7 @@ def _subject(role: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> An
 
 
 def operand_terms(line: Line, count: int) -> list[Term]:
-    """The term of each of ``count`` operands, variadic terms repeated."""
+    """Returns the term of each of ``count`` operands, variadic terms repeated."""
     at = next((i for i, t in enumerate(line.inputs) if t.variadic), None)
     if at is None:
         return list(line.inputs)
@@ -43,7 +43,7 @@ def operand_terms(line: Line, count: int) -> list[Term]:
 def can_localize(
     line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], strategy: Strategy
 ) -> bool:
-    """Whether the shapes that roles carry are static enough for local constants under ``strategy``."""
+    """Tells whether the shapes that roles carry are static enough for local constants under ``strategy``."""
     for term in operand_terms(line, len(inputs)):
         if term.kind != "role" or term.role == "elements":
             continue
@@ -58,7 +58,7 @@ def can_localize(
 
 
 def constants(line: Line, op: OpView, strategy: Strategy, coordinate: int) -> dict[int, np.ndarray]:
-    """Operand number -> local constant, for each operand that has a role whose tensor is cut."""
+    """Maps operand numbers to local constants, for each operand that has a role whose tensor is cut."""
     found: dict[int, np.ndarray] = {}
     for i, term in enumerate(operand_terms(line, len(op.inputs))):
         if term.kind != "role":
@@ -80,7 +80,9 @@ def constants(line: Line, op: OpView, strategy: Strategy, coordinate: int) -> di
 
 
 def _element_shape(op: OpView, strategy: Strategy, coordinate: int, i: int) -> np.ndarray | None:
-    """The element shape that operand ``i`` gives, with the local size where elements are cut; None: leave it."""
+    """Returns the element shape that operand ``i`` gives, with the local size where elements are cut; None:
+    leave it.
+    """
     if op.attr("element_dtype") == "variant":
         return None  # a list of lists: its elements are handles, and what is cut are the elements of the lists inside
     pairs = list(zip(op.inputs, strategy.inputs)) + list(zip(op.outputs, strategy.outputs))

@@ -114,10 +114,10 @@ def test_activations_are_computed_again_where_memory_binds(
     speed(FREE_LINK)
     monkeypatch.setattr(search, "choices", lambda *_: [Choice("data parallel")])
     monkeypatch.setattr(search, "pipelines", lambda *_: [])
-    taken: list[search.Way] = []
+    taken: list[search.Candidate] = []
     predict = team.predicted
 
-    def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
+    def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Candidate:
         taken.append(predict(plans, choice))
         return taken[-1]
 
@@ -163,7 +163,7 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
         lasting.update((choice.name, least_s) for choice, least_s in found)
         return [(choice, 0.0) for choice, _ in found]
 
-    def predicted(*args: Any) -> search.Way:
+    def predicted(*args: Any) -> search.Candidate:
         way = predict(*args)
         taken[way.choice.name] = way.seconds
         return way

@@ -24,11 +24,11 @@ class Looked:
     """Ways in the order in which they were predicted; memory is what `limit_bytes` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.ways: list[search.Way] = []
+        self.ways: list[search.Candidate] = []
         self.limit_bytes = 1e15
         predict = team.predicted
 
-        def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
+        def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Candidate:
             self.ways.append(predict(plans, choice))
             return self.ways[-1]
 

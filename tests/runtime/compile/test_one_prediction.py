@@ -78,7 +78,7 @@ def test_what_was_predicted_is_what_runs(
         lowered.append(lower_some(*args))
         return lowered[-1]
 
-    def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Way:
+    def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Candidate:
         way = predicts(plans, choice, needed_s)
         foreseen[choice.name] = lowered[-1]
         return way

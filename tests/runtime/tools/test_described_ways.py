@@ -155,7 +155,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     planned: dict[str, float] = {}
     predict_way = team.predicted
 
-    def predicted(plans: predict.Plans, choice: Choice, needed_s: float) -> search.Way:
+    def predicted(plans: predict.Plans, choice: Choice, needed_s: float) -> search.Candidate:
         planned[choice.name] = 0.0
         way = predict_way(plans, choice, needed_s)
         planned[choice.name] = way.seconds

@@ -1,4 +1,4 @@
-"""How a value grows with the rows of the batch: a mean stays, a sum doubles where there are twice as many rows.
+"""Finds how a value grows with the rows of the batch: with twice as many, a mean stays and a sum doubles.
 
 One program computes the values of all replicas at once. What each replica alone would have, and so the mean or the sum
 over replicas, follows from that, if it is known how the value grows.
@@ -21,7 +21,7 @@ _ASSIGNS = {"AssignAddVariableOp", "AssignSubVariableOp"}
 
 @dataclass(frozen=True)
 class Growth:
-    """Of a value.
+    """The growth of a value with the rows of the batch.
 
     Attributes:
       rows: whether its dimension 0 is that of the batch.
@@ -35,7 +35,7 @@ class Growth:
 
 
 def growth(tensor: tf.Tensor) -> Growth | None:
-    """How ``tensor`` grows with the rows of the batch; None: that cannot be told."""
+    """Returns how ``tensor`` grows with the rows of the batch; None where that cannot be told."""
     found: dict[str, Growth | None] = {}
     stack = [tensor]
     while stack:
@@ -110,13 +110,13 @@ def _of(tensor: tf.Tensor, operands: Sequence[Growth | None]) -> Growth | None:
         if any(contracted):
             return Growth(power=known[0].power + known[1].power + 1) if all(contracted) else None
     if any(o.power for o in known):
-        # What compares, or what is no sum of its operands, says nothing for sure.
+        # The values of a comparison do not grow; of other ops nothing is known for sure.
         return (
             Growth(rows) if op.type in ("Greater", "Equal", "Less", "NotEqual", "GreaterEqual", "LessEqual") else None
         )
     if not rows:
         return Growth()
-    # What has an open dimension 0 behind operands that have rows is taken for rows.
+    # A value with an open dimension 0 behind operands that have rows is taken for rows.
     return Growth(rows=True) if _is_open(tensor) else None
 
 
@@ -146,5 +146,5 @@ def _reduced(op: tf.Operation, operand: Growth) -> Growth | None:
 
 
 def _is_open(tensor: tf.Tensor) -> bool:
-    """Whether the number of rows is unknown."""
+    """Tells whether the number of rows is unknown."""
     return bool(tensor.shape.rank) and tensor.shape.as_list()[0] is None

@@ -1,4 +1,4 @@
-"""What a script builds beside its model: gradients and updates, which belong to no task graph of their own."""
+"""Keeps gradients and updates, which a script builds beside its model, out of its task graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Apply = Callable[..., Any]
 
 
 def change() -> None:
-    """Has TensorFlow's gradients and its optimizers of version 1 do so while a script of the library runs."""
+    """Patches TensorFlow's gradients and version 1 optimizers to do so while a script of the library runs."""
     if hasattr(gradients_util, "_whale_epl"):
         return
     gradients_util._whale_epl = True
@@ -58,7 +58,7 @@ def change() -> None:
 
 
 def _share(losses: Any, variables: Any) -> float:
-    """What gradients of the whole batch are multiplied by, so that they are the mean of those of the replicas."""
+    """Returns the factor that turns gradients of the whole batch into the mean of those of the replicas."""
     env, layout = Env.get(), Graph.get().layout
     copies = layout.replicas * layout.batches.turns
     read = [x.op.type if isinstance(x, tf.Tensor) else "VarHandleOp" for x in tf.nest.flatten(variables)]
@@ -79,13 +79,13 @@ def _share(losses: Any, variables: Any) -> float:
 
 
 def active() -> bool:
-    """Whether a script of the library runs in this process, and builds a graph."""
+    """Tells whether a script of the library runs in this process, and builds a graph."""
     context = running()
     return context is not None and context.meaning is not None and not tf.executing_eagerly()
 
 
 def _change_updates(kind: type) -> None:
-    """``apply_gradients`` of a class, where it has one of its own."""
+    """Patches ``apply_gradients`` of a class that has one of its own."""
     original = vars(kind).get("apply_gradients")
     if original is None or hasattr(original, "_whale_epl"):
         return

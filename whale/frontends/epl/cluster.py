@@ -1,4 +1,4 @@
-"""``epl.Cluster``: the ranks of the run as workers with devices. Hosts that a script names give way to them."""
+"""Implements ``epl.Cluster``: the run's ranks as workers with devices, in place of hosts that a script names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAYOUTS = '"all", "auto", {"specific": [[[device]]]}, {"aware_row": n}'
 
 
 class WrongCluster(ClusterError, RuntimeError):
-    """Devices that cannot be arranged so; scripts for the library expect a RuntimeError."""
+    """The error of devices that cannot be arranged so; scripts for the library expect a RuntimeError."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class VirtualDevice:
 
     @property
     def all_devices(self) -> tuple[str, ...]:
-        """Those of all replicas."""
+        """Returns the devices of all replicas."""
         return tuple(d for of_one in self.slice_devices for d in of_one)
 
     @property
     def num_replicas(self) -> int:
-        """How many there are."""
+        """Returns the number of replicas."""
         return len(self.all_devices) or 1
 
     def get_device(self, replica_idx: int, device_idx: int) -> str:
-        """One device of one replica."""
+        """Returns one device of one replica."""
         return self.slice_devices[replica_idx][device_idx]
 
 
@@ -110,12 +110,12 @@ class Cluster:
         return tuple(tuple((r,) for r in range(k * count, (k + 1) * count)) for k in range(size // count))
 
     def device(self, rank: int) -> str:
-        """The name of a rank's device."""
+        """Returns the name of a rank's device."""
         worker, index = divmod(rank, self.gpu_num_per_worker)
         return f"/job:worker/replica:0/task:{worker}/device:GPU:{index}"
 
     def rank_of(self, device: str) -> int:
-        """The rank that a device's name stands for.
+        """Returns the rank that a device's name stands for.
 
         Raises:
           ClusterError: it stands for none.
@@ -123,14 +123,14 @@ class Cluster:
         return rank_of_device(device, self.gpu_num_per_worker, self.total_gpu_num)
 
     def device_of(self, ranks: Sequence[Sequence[int]], index: int) -> VirtualDevice:
-        """The devices of a task graph whose replicas are on these ranks."""
+        """Returns the devices of a task graph whose replicas are on these ranks."""
         slices = [[self.device(r) for r in of_one] for of_one in ranks]
         mine = f"/task:{self.worker_index}/"
         return VirtualDevice(index, slices, tuple(d for of_one in slices for d in of_one if mine in d))
 
     @property
     def virtual_devices(self) -> list[VirtualDevice]:
-        """The devices of each slice."""
+        """Returns the devices of each slice."""
         if self.slices:
             return [self.device_of(s, i) for i, s in enumerate(self.slices)]
         if self._kind == "all":
@@ -140,32 +140,32 @@ class Cluster:
 
     @property
     def available_devices(self) -> list[str]:
-        """The devices of this worker."""
+        """Returns the devices of this worker."""
         first = self.worker_index * self.gpu_num_per_worker
         return [self.device(first + i) for i in range(self.gpu_num_per_worker)]
 
     @property
     def hosts(self) -> str:
-        """Names of the workers, which are no addresses: ranks are connected by Whale."""
+        """Returns names of the workers, which are no addresses: Whale connects the ranks."""
         return ",".join(f"worker{i}:0" for i in range(self.worker_num))
 
     @property
     def cluster_spec(self) -> Any:
-        """The workers as TensorFlow describes them."""
+        """Returns the workers as TensorFlow describes them."""
         import tensorflow as tf
 
         return tf.train.ClusterSpec({"worker": self.hosts.split(",")})
 
     def get_local_rank(self, global_rank: int) -> int:
-        """A device's number in its worker."""
+        """Returns a device's number in its worker."""
         return global_rank % self.gpu_num_per_worker
 
     def current_worker_chief_gpu(self) -> str:
-        """The first device of this worker."""
+        """Returns the first device of this worker."""
         return self.available_devices[0]
 
     def current_worker_cpu(self) -> str:
-        """The host of this worker."""
+        """Returns the CPU device of this worker."""
         return f"/job:worker/replica:0/task:{self.worker_index}/device:CPU:0"
 
     def __enter__(self) -> Cluster:
@@ -173,11 +173,11 @@ class Cluster:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Sessions that are made later know the slices still, as those of the library do."""
+        """Ends the scope; sessions that are made later still know the slices, as in the library."""
 
 
 def rank_of_device(device: str, per_worker: int, size: int) -> int:
-    """The rank that the name of a device stands for: worker x devices of a worker + number of the device.
+    """Returns the rank of a device's name: worker x devices of a worker + number of the device.
 
     Raises:
       ClusterError: it is no such name, or there is no such rank.

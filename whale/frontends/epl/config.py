@@ -1,4 +1,4 @@
-"""``epl.Config``: groups of settings as attributes, and what they are for Whale."""
+"""Implements ``epl.Config``: groups of settings as attributes, and their translation to Whale's keys."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _NEVER = 2**31 - 1  # steps until a fixed scale of losses would grow
 
 
 class WrongConfig(ConfigError, ValueError):
-    """A setting that is unknown or has a wrong value; scripts for the library expect a ValueError."""
+    """The error of an unknown setting or a wrong value; scripts for the library expect a ValueError."""
 
 
 class _NoSetting(ConfigError, AttributeError):
-    """A setting that there is not, asked for as an attribute."""
+    """The error of an attribute that is no known setting."""
 
 
 class _Group:
-    """Settings with one prefix, as attributes."""
+    """A group of settings with one prefix, as attributes."""
 
     _name: str
 
@@ -128,7 +128,7 @@ class Config:
         )
 
     def as_whale(self) -> dict[str, Any]:
-        """The keys of ``wh.Config`` that have the same meaning; batches are each rank's own."""
+        """Returns the keys of ``wh.Config`` that have the same meaning; batches are each rank's own."""
         found: dict[str, Any] = {"batch.mode": "local"}
         found["pipeline.schedule"] = "gpipe" if self.pipeline.strategy == "preferforward" else "1f1b"
         found["gradient_checkpoint.type"] = self.gradient_checkpoint.type

@@ -1,4 +1,4 @@
-"""``epl.Env``: what the library knows of the process's run."""
+"""Implements ``epl.Env``: what the library knows of the process's run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whale.frontends.epl.strategies import StrategyContext
 
 
 class Env:
-    """Configuration, cluster, open strategies and graphs; one for a process: ``Env.get()``.
+    """The configuration, cluster, open strategies and graphs of the process: ``Env.get()``.
 
     Attributes:
       config: what ``epl.init`` was given.
@@ -30,7 +30,7 @@ class Env:
 
     @classmethod
     def get(cls) -> Env:
-        """The process's own."""
+        """Returns the process's own, and makes it if there is none."""
         if holder.env is None:
             holder.env = cls()
         found: Env = holder.env
@@ -50,7 +50,7 @@ class Env:
         self._information: dict[str, Any] = {}
 
     def graph_of(self, graph: tf.Graph) -> Graph:
-        """What is known of a TensorFlow graph; of a function's graph, what is known of the one around it."""
+        """Returns what is known of a TensorFlow graph; for a function's graph, what is known of the one around it."""
         while getattr(graph, "outer_graph", None) is not None:
             graph = graph.outer_graph
         if graph not in self._of_graph:
@@ -60,26 +60,26 @@ class Env:
 
     @property
     def slices(self) -> Any:
-        """For each task graph the ranks of its replicas, where the script gives them."""
+        """Returns, for each task graph, the ranks of its replicas where the script gives them."""
         return self.cluster.slices if self.cluster is not None else ()
 
     @property
     def default_graph(self) -> Graph:
-        """What is known of the default graph."""
+        """Returns what is known of the default graph."""
         return self.graph_of(tf.compat.v1.get_default_graph())
 
     @property
     def parallel_information(self) -> dict[str, Any]:
-        """What parts of the library leave for scripts; nothing, unless a script puts it there."""
+        """Returns what parts of the library leave for scripts; nothing, unless a script puts it there."""
         return self._information
 
     @property
     def server(self) -> None:
-        """None: ranks are connected by Whale, and no server of TensorFlow takes part."""
+        """Returns None: Whale connects the ranks, and no server of TensorFlow takes part."""
         return None
 
     def get_config_proto(self, allow_growth: bool = True) -> Any:
-        """A tf.compat.v1.ConfigProto."""
+        """Returns a tf.compat.v1.ConfigProto."""
         config = tf.compat.v1.ConfigProto()
         config.gpu_options.allow_growth = allow_growth
         if self.config.cluster.run_visible_devices:

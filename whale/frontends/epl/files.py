@@ -1,4 +1,4 @@
-"""``io.slicing``: each replica's datasets read files of their own."""
+"""Implements ``io.slicing``: each replica's datasets read files of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengt
 
 
 def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, unbalanced: bool) -> int:
-    """Has every dataset of ``graph`` that reads a list of files read every ``replicas``-th one, from ``replica`` on.
+    """Makes every dataset of ``graph`` that reads a list of files read every ``replicas``-th one, from ``replica`` on.
 
     Args:
       drop_last: files that cannot be divided evenly are left out.
@@ -57,7 +57,7 @@ def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, u
 
 
 def _names_files(op: tf.Operation) -> bool:
-    """Whether the elements of a TensorSliceDataset are strings that some dataset behind it opens."""
+    """Tells whether the elements of a TensorSliceDataset are strings that some dataset behind it opens."""
     if len(op.inputs) != 1 or op.inputs[0].dtype != tf.string or op.inputs[0].shape.rank != 1:
         return False
     functions = {f.signature.name: f for f in op.graph.as_graph_def().library.function}
@@ -71,7 +71,7 @@ def _names_files(op: tf.Operation) -> bool:
 
 
 def _opens(name: str, functions: Mapping[str, Any]) -> bool:
-    """Whether a function, or one that it refers to, opens files."""
+    """Tells whether a function, or one that it refers to, opens files."""
     nodes = functions[name].node_def
     inner = {a.func.name for n in nodes for a in n.attr.values() if a.func.name in functions}
     return any(n.op in _READS for n in nodes) or any(_opens(other, functions) for other in inner)

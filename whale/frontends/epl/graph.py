@@ -1,4 +1,4 @@
-"""``epl.Graph``: the task graphs of a TensorFlow graph, and the values whose replicas are to be merged."""
+"""Implements ``epl.Graph``: the task graphs of a TensorFlow graph, and the values to merge over replicas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GraphKeys:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How a pipeline goes through a batch."""
+    """The pipeline settings of a graph."""
 
     num_micro_batch: int
     num_stages: int
@@ -55,17 +55,17 @@ class TaskGraph:
 
     @property
     def num_device_per_replica(self) -> int:
-        """Devices of one replica."""
+        """Returns the number of devices of one replica."""
         return self.strategy.device_count or 1
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are of it."""
+        """Returns the number of its replicas."""
         return self.graph.layout.replicas
 
     @property
     def local_num_replicas(self) -> int:
-        """How many of them are this worker's."""
+        """Returns how many of its replicas are this worker's."""
         cluster = env("a task graph").cluster
         first = cluster.worker_index * cluster.gpu_num_per_worker
         here = range(first, first + cluster.gpu_num_per_worker)
@@ -73,17 +73,17 @@ class TaskGraph:
 
     @property
     def virtual_device(self) -> Any:
-        """Its devices."""
+        """Returns its devices."""
         return env("a task graph").cluster.device_of(self.graph.layout.ranks.get(self.index, ()), self.index)
 
     @property
     def pipeline_config(self) -> PipelineConfig:
-        """That of the graph."""
+        """Returns the pipeline configuration of its graph."""
         return self.graph.get_pipeline_config()
 
 
 class Graph:
-    """What the library knows of one TensorFlow graph."""
+    """The task graphs and marked values of one TensorFlow graph."""
 
     def __init__(self) -> None:
         self.taskgraphs: list[TaskGraph] = []
@@ -97,11 +97,11 @@ class Graph:
 
     @classmethod
     def get(cls, may_create: bool = False) -> Graph:
-        """That of the default graph of TensorFlow, which is made when it is not there."""
+        """Returns the Graph of TensorFlow's default graph, and makes it if there is none."""
         return env("epl.Graph").graph_of(tf.compat.v1.get_default_graph())
 
     def add_task_graph(self, strategy: Strategy, outer: Strategy | None) -> TaskGraph:
-        """A new task graph, the last one."""
+        """Adds a task graph, which becomes the last one."""
         inside = next((t.index for t in reversed(self.taskgraphs) if t.strategy is outer), None) if outer else None
         strategy.index = len(self.taskgraphs)
         found = TaskGraph(len(self.taskgraphs), strategy, inside, self)
@@ -110,7 +110,7 @@ class Graph:
 
     @property
     def layout(self) -> Layout:
-        """What the task graphs so far mean together."""
+        """Returns what the task graphs so far mean together."""
         known = env("epl.Graph")
         context = current("epl.Graph")
         settings = known.config.pipeline
@@ -131,60 +131,60 @@ class Graph:
 
     @property
     def num_stages(self) -> int:
-        """How many task graphs there are."""
+        """Returns the number of stages."""
         return len(self.taskgraphs)
 
     @property
     def num_constructors(self) -> int:
-        """Replicas that bring batches."""
+        """Returns the number of replicas that bring batches."""
         return len(self.layout.batches.readers)
 
     @property
     def pipeline_enabled(self) -> bool:
-        """Whether one run computes several micro-batches."""
+        """Tells whether one run computes several micro-batches."""
         return self.layout.batches.turns > 1
 
     @property
     def need_parallel(self) -> bool:
-        """Whether it is spread, which it always is here: evaluation is everyone's."""
+        """Returns True: every graph is spread here, since evaluation is everyone's."""
         return True
 
     def get_pipeline_config(self) -> PipelineConfig:
-        """How the pipeline goes through a batch."""
+        """Returns how the pipeline goes through a batch."""
         settings = env("epl.Graph").config.pipeline
         return PipelineConfig(settings.num_micro_batch, self.layout.stages, settings.strategy)
 
     def set_default_strategy(self, strategy: Any) -> None:
-        """See ``epl.set_default_strategy``."""
+        """Sets the default strategy; see ``epl.set_default_strategy``."""
         env("epl.set_default_strategy()").strategy_context.set_default(strategy)
 
     def set_model_mode(self, mode: str) -> None:
-        """What an Estimator builds the graph for."""
+        """Sets what an Estimator builds the graph for."""
         self.model_mode = mode
 
     def add_to_collection(self, tensors: Any, graph_key: str) -> None:
-        """See ``epl.add_to_collection``."""
+        """Adds to a collection; see ``epl.add_to_collection``."""
         _known(graph_key)
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
             self.collections[graph_key].append(tf.convert_to_tensor(tensor))
 
     def get_collection(self, graph_key: str) -> list[tf.Tensor]:
-        """The values of one collection."""
+        """Returns the values of one collection."""
         _known(graph_key)
         return list(self.collections[graph_key])
 
     def get_all_collections(self) -> list[tf.Tensor]:
-        """The values of all collections."""
+        """Returns the values of all collections."""
         return [tensor for key in GraphKeys.ALL_COLLECTION_KEYS for tensor in self.collections[key]]
 
     @property
     def merged_outputs_map(self) -> dict[str, tf.Tensor]:
-        """Name of a marked tensor -> the tensor that is fetched in its place."""
+        """Returns a map from the name of a marked tensor to the tensor that is fetched in its place."""
         merge(self, tf.compat.v1.get_default_graph())
         return self.merged
 
     def clone(self, *_: Any, **__: Any) -> None:
-        """There are no clones: one program is planned for all devices.
+        """Refuses to clone: there are no clones, since one program is planned for all devices.
 
         Raises:
           ProgramError: always.
@@ -210,7 +210,7 @@ def _known(graph_key: str) -> None:
 
 
 def add_to_collection(tensor: Any, graph_key: str) -> None:
-    """Marks values whose replicas are merged where they are fetched, logged or summarised.
+    """Marks values to be merged over replicas where they are fetched, logged or summarised.
 
     Args:
       tensor: a tensor, or a list of them.
@@ -223,10 +223,10 @@ def add_to_collection(tensor: Any, graph_key: str) -> None:
 
 
 def get_collection(graph_key: str) -> Sequence[tf.Tensor]:
-    """The values of one collection."""
+    """Returns the values of one collection."""
     return Graph.get().get_collection(graph_key)
 
 
 def get_all_collections() -> Sequence[tf.Tensor]:
-    """The values of all collections."""
+    """Returns the values of all collections."""
     return Graph.get().get_all_collections()

@@ -1,4 +1,4 @@
-"""What the process knows of a script of the library: the one ``Env``, wherever it is asked for."""
+"""Holds the one ``Env`` of the process, for all modules that ask for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ holder = _Holder()
 
 
 def env(what: str) -> Any:
-    """The ``Env`` of the process.
+    """Returns the ``Env`` of the process.
 
     Raises:
       ClusterError: ``epl.init`` was not called; names ``what``.

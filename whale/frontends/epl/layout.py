@@ -1,4 +1,4 @@
-"""From the task graphs of a script to what Whale knows: scopes, the ranks that bring a batch, and micro-batches."""
+"""Derives from a script's task graphs the scopes, the ranks that bring a batch, and the micro-batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Annotated:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the task graphs of a graph mean together.
+    """The joint meaning of a graph's task graphs.
 
     Attributes:
       batches: which ranks bring batches, and how many of them a run takes.
@@ -52,7 +52,7 @@ def layout_of(
     micro_batches: int,
     slices: Sequence[Sequence[Sequence[int]]] = (),
 ) -> Layout:
-    """The layout of task graphs in the order in which they were opened.
+    """Returns the layout of task graphs, which are in the order in which they were opened.
 
     Args:
       size: number of ranks.
@@ -96,7 +96,7 @@ def layout_of(
 
 
 def planned_layout(size: int, stages: int, micro_batches: int) -> Layout:
-    """The layout of a script whose stages are looked for: a run takes all micro-batches, as with stages of its own."""
+    """Returns the layout of a script whose stages are searched for: as with stages, a run takes all micro-batches."""
     readers = tuple(range(0, size, max(1, stages)))
     return Layout(Batches(readers, micro_batches, whole=True), len(readers))
 
@@ -106,7 +106,7 @@ def _given(apart: Sequence[int], slices: Sequence[Sequence[Sequence[int]]]) -> d
 
 
 def _in_order(apart: Sequence[int], graphs: Sequence[Annotated], size: int) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Ranks in a row are one replica; in it, each task graph has its own."""
+    """Returns the ranks of each task graph: consecutive ranks are one replica, in which each task graph has its own."""
     counts = [graphs[k].count or 1 for k in apart]
     if size == 1:
         return dict.fromkeys(apart, ((0,),))
@@ -128,7 +128,7 @@ def _in_order(apart: Sequence[int], graphs: Sequence[Annotated], size: int) -> d
 
 
 def _together(graphs: Sequence[Annotated], size: int, micro_batches: int) -> Layout:
-    """All task graphs on all ranks: batches are divided, and under ``split`` tensors are."""
+    """Returns the layout with all task graphs on all ranks: batches are divided, and under ``split`` tensors are."""
     copies = [g.count or 1 for g in graphs if g.kind == "replicate" and g.inside is None]
     per_replica = max(copies, default=size if graphs else 1)
     if size > 1 and size % per_replica:

@@ -1,4 +1,4 @@
-"""Values of replicas merged as a script marks them: what the whole batch gives, scaled to what replicas would give."""
+"""Merges values of replicas as a script marks them: scales what the whole batch gives to what replicas would give."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _merged(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tensor:
 
 
 def _workers(graph: Any) -> int:
-    """How many workers have replicas that bring batches."""
+    """Returns how many workers have replicas that bring batches."""
     cluster = env("epl.GraphKeys").cluster
     each = cluster.gpu_num_per_worker if cluster is not None else 1
     return len({rank // each for rank in graph.layout.batches.readers})
@@ -74,7 +74,7 @@ def _workers(graph: Any) -> int:
 
 @contextmanager
 def growing(graph: tf.Graph) -> Iterator[None]:
-    """``graph`` is the one at hand, and may grow although a session has finished it."""
+    """Makes ``graph`` the default, and lets it grow although a session has finalized it."""
     finished = graph.finalized
     if finished:
         graph._unsafe_unfinalize()

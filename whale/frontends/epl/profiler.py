@@ -1,4 +1,4 @@
-"""``epl.profiler``: hooks that say what runs cost, by what Whale knows of their plans."""
+"""Implements ``epl.profiler``: hooks that say what runs cost, by what Whale knows of their plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = ("scope", "op", "graph")
 
 
 class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Writes once, on the first rank, how many floating-point operations the graph's operations are registered with.
+    """A hook that writes once, on the first rank, the floating-point operations that TensorFlow registers for a graph.
 
     Args:
       cmds: "graph": the whole; "op": by type of operation; "scope": by the first part of their names; or several.
@@ -31,7 +31,7 @@ class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc
         self.done = False
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Counts, after the first run."""
+        """Writes the counts, after the first run."""
         if self.done:
             return
         self.done = True
@@ -48,7 +48,7 @@ class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc
 
 
 def flops(graph: tf.Graph) -> dict[str, tuple[str, int]]:
-    """Name of an operation -> (its type, floating-point operations of one run), where TensorFlow has registered them.
+    """Returns, by name of operation, its type and the floating-point operations of one run that TensorFlow registers.
 
     Those whose shapes the graph leaves open are not counted.
     """
@@ -66,7 +66,7 @@ def flops(graph: tf.Graph) -> dict[str, tuple[str, int]]:
 
 
 class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Traces some runs of this rank, and writes what TensorFlow says of them.
+    """A hook that traces some runs of this rank, and writes what TensorFlow says of them.
 
     Args:
       save_steps: every so many runs.
@@ -104,7 +104,7 @@ class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[mis
         return tf.compat.v1.train.SessionRunArgs([], options=options)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Writes it."""
+        """Writes the trace."""
         if self._runs > self.max_steps or self._runs % self.save_steps:
             return
         if current("MemoryProfilerHook").rank:
@@ -116,7 +116,7 @@ class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[mis
 
 
 def profile_memory(run_metadata: Any, prefix_name: str = "", visualize: bool = True) -> dict[str, int]:
-    """The most bytes that each device had allocated in a traced run, written to standard error too."""
+    """Returns the most bytes that each device had allocated in a traced run, and writes them to standard error."""
     found: dict[str, int] = {}
     for device in run_metadata.step_stats.dev_stats:
         peaks = [m.peak_bytes for node in device.node_stats for m in node.memory]

@@ -1,4 +1,4 @@
-"""A script's rows are one replica's, and the graph computes those of all: iterators leave the number open."""
+"""Leaves the number of rows open in what iterators give: a script's are one replica's, the graph computes all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _READS = ("IteratorGetNext", "IteratorGetNextSync")
 
 
 def change() -> None:
-    """Has dimension 0 of what iterators give be unknown in graphs of the library's scripts, whatever is told of it."""
+    """Patches iterators to give an unknown dimension 0 in graphs of the library's scripts, whatever is told of it."""
     if hasattr(iterator_ops, "_whale_epl"):
         return
     iterator_ops._whale_epl = True

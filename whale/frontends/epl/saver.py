@@ -1,4 +1,4 @@
-"""``epl.runtime.saver``: variables that begin with values of a checkpoint, under other names or as parts of them."""
+"""Implements ``epl.runtime.saver``: variables begin with values of a checkpoint, under other names or as parts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from whale.runtime.run.context import current
 
 
 class MemoryEfficientBuilder(BulkSaverBuilder):  # type: ignore[misc]
-    """For ``tf.train.Saver(builder=...)``: Savers of Whale's sessions write parts where they lie, with any builder."""
+    """A builder for ``tf.train.Saver(builder=...)``: with any, Whale's sessions write parts where they lie."""
 
 
 class ShardingLoader:
-    """Has variables begin with what a checkpoint has of them.
+    """A loader that makes variables begin with their values in a checkpoint.
 
     Args:
       ckpt_file: prefix of the checkpoint's files; None: ``restore`` changes nothing, and says so.

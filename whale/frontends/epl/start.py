@@ -1,4 +1,4 @@
-"""``epl.init``: the run of a script of the library."""
+"""Implements ``epl.init``: starts the run of a script of the library."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ VERSION = "0.6.0"  # of the library whose names these are
 
 
 class WrongStart(ProgramError, RuntimeError):
-    """``epl.init`` where it cannot be; scripts for the library expect a RuntimeError."""
+    """The error of ``epl.init`` where it cannot be; scripts for the library expect a RuntimeError."""
 
 
 def switch() -> None:
-    """Variables and control flow of the forms that can be distributed, for graphs that are built from now on."""
+    """Switches variables and control flow to forms that can be distributed, for graphs that are built from now on."""
     tf.compat.v1.enable_resource_variables()
     tf.compat.v1.enable_control_flow_v2()
 
@@ -80,7 +80,7 @@ def init(config: Config | None = None) -> None:
 
 
 def set_default_strategy(strategy: Any) -> None:
-    """What is built from now on outside of other scopes, to the end, is a new task graph.
+    """Makes a new task graph of what is built from now on outside of other scopes, to the end.
 
     Args:
       strategy: ``epl.replicate(...)``.
@@ -104,7 +104,7 @@ def _tell(config: Config) -> None:
 
 
 class _Meaning:
-    """See ``whale.runtime.run.graph_semantics.Meaning``."""
+    """The library's meaning of graphs; see ``whale.runtime.run.graph_semantics.Meaning``."""
 
     def batches(self, graph: tf.Graph) -> Batches:
         return Env.get().graph_of(graph).layout.batches
@@ -153,7 +153,7 @@ class _Meaning:
 
 
 def _after(program: Program, differentiated: set[str]) -> set[str]:
-    """Nodes that are computed from gradients: what clips and applies them is nobody's task graph."""
+    """Returns names of nodes computed from gradients: what clips and applies them belongs to no task graph."""
     found: set[str] = set()
     for node in program.nodes:
         if node.name not in differentiated and any(r.node in found or r.node in differentiated for r in node.inputs):

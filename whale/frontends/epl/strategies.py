@@ -1,4 +1,4 @@
-"""``epl.replicate`` and ``epl.split``: what is built inside is a task graph."""
+"""Implements ``epl.replicate`` and ``epl.split``: what is built inside is a task graph."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PREFIX = "epl_"  # of the mark that operations carry: the task graph's number fo
 
 
 class WrongScope(PlanError, RuntimeError):
-    """Annotations inside each other that mean nothing; scripts for the library expect a RuntimeError."""
+    """The error of strategies inside each other that mean nothing; scripts for the library expect a RuntimeError."""
 
 
 class Strategy:
-    """How a part of a model is spread; a context manager around its code.
+    """The strategy of a part of a model; a context manager around its code.
 
     Args:
       device_count: devices for one replica of it.
@@ -58,19 +58,19 @@ class Strategy:
 
 
 class Replicate(Strategy):
-    """The batch is divided: each replica computes rows of its own."""
+    """The strategy that divides the batch: each replica computes rows of its own."""
 
     kind = "replicate"
 
 
 class Split(Strategy):
-    """Tensors are divided over the devices."""
+    """The strategy that divides tensors over the devices."""
 
     kind = "split"
 
 
 def replicate(device_count: int | None = None, name: str | None = None) -> Replicate:
-    """``with epl.replicate(1):`` one task graph, whose replicas compute rows of the batch.
+    """Opens one task graph, whose replicas compute rows of the batch: ``with epl.replicate(1):``.
 
     One of them: the batch is divided over all devices. Several: stages of a pipeline, in this order; the whole of them
     is replicated as often as there are devices for it.
@@ -83,7 +83,7 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Repli
 
 
 def split(device_count: int | None = None, name: str | None = None) -> Split:
-    """``with epl.split():`` one task graph, whose tensors are divided over devices.
+    """Opens one task graph, whose tensors are divided over devices: ``with epl.split():``.
 
     Args:
       device_count: how many; None: all.
@@ -102,12 +102,12 @@ class StrategyContext:
 
     @property
     def replicate_strategy(self) -> Strategy | None:
-        """The replicate that is open."""
+        """Returns the replicate that is open."""
         return next((s for s in self.state if isinstance(s, Replicate)), None)
 
     @property
     def split_strategy(self) -> Strategy | None:
-        """The split that is open."""
+        """Returns the split that is open."""
         return next((s for s in self.state if isinstance(s, Split)), None)
 
     def __bool__(self) -> bool:
@@ -115,7 +115,7 @@ class StrategyContext:
 
     @contextmanager
     def entered(self, strategy: Strategy) -> Iterator[None]:
-        """A new task graph; the default strategy rests until its end."""
+        """Opens a new task graph; the default strategy rests until its end."""
         known = env(f"epl.{strategy.kind}()")
         if known.config.auto.auto_parallel:
             raise _with_auto(strategy)
@@ -144,7 +144,7 @@ class StrategyContext:
             self.state[:] = before
 
     def set_default(self, strategy: Any) -> None:
-        """What is built from now on, outside of other scopes, is a new task graph of this strategy.
+        """Makes a new task graph of this strategy of what is built from now on, outside of other scopes.
 
         Raises:
           PlanError: no replicate; or task graphs are found by themselves.
@@ -169,7 +169,7 @@ class StrategyContext:
             self._default_scope.__enter__()
 
     def end_default(self) -> None:
-        """What is built from now on has no default."""
+        """Ends the default strategy: what is built from now on has none."""
         if self._default_scope is not None:
             self._default_scope.__exit__(None, None, None)
             self._default_scope = None
@@ -181,7 +181,7 @@ class StrategyContext:
 
 @contextmanager
 def marked(mark: str | None) -> Iterator[None]:
-    """What is built inside, in the graph at hand, carries the mark of a task graph; None: it carries none."""
+    """Marks what is built inside, in the default graph, as of a task graph; None: as of none."""
     graph = tf.compat.v1.get_default_graph()
     value = None if mark is None else attr_value_pb2.AttrValue(s=mark.encode())
     # TensorFlow takes away only what is there.

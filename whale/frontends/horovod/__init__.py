@@ -1,1 +1,1 @@
-"""Horovod's API, carried out by Whale's exchanges: each rank runs its own program, and gradients are averaged."""
+"""Implements Horovod's API with Whale's exchanges: each rank runs its own program, and gradients are averaged."""

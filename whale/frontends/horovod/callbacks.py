@@ -1,4 +1,4 @@
-"""Horovod's callbacks for ``fit``, for each Keras that there is."""
+"""Implements Horovod's callbacks for ``fit``, for each Keras that there is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = (
 
 @functools.cache
 def callback_classes(keras: str) -> dict[str, Any]:
-    """Name -> class, which derives from ``Callback`` of the Keras that the module ``keras`` is."""
+    """Returns the classes by name, each derived from ``Callback`` of the Keras that the module ``keras`` is."""
     module = keras_of(keras)
     base = module.callbacks.Callback
     schedule = type("LearningRateScheduleCallback", (_Schedule, base), {})
@@ -39,12 +39,12 @@ def callback_classes(keras: str) -> dict[str, Any]:
 
 
 def keras_of(name: str) -> Any:
-    """The module: ``keras``, or the Keras that ``tf.keras`` is."""
+    """Returns the module of a name: ``keras``, or the Keras that ``tf.keras`` is."""
     return tf.keras if name == "tensorflow.keras" else importlib.import_module(name)
 
 
 class _Broadcast:
-    """Gives model and optimizer the root's variables after the first batch, when all of them exist."""
+    """A callback that gives model and optimizer the root's variables after the first batch, when all of them exist."""
 
     model: Any
 
@@ -73,13 +73,13 @@ class _Broadcast:
 
 
 class _MetricAverage:
-    """Has the callbacks after it see the ranks' average of each metric at the end of an epoch."""
+    """A callback that lets those after it see the ranks' average of each metric at the end of an epoch."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Averages in place."""
+        """Averages the metrics in place."""
         logs = {} if logs is None else logs
         own = {name: float(np.asarray(value)) for name, value in logs.items()}
         said = allgather_object(own, name="MetricAverageCallback")
@@ -97,7 +97,7 @@ class _MetricAverage:
 
 
 class _Schedule:
-    """Multiplies the first learning rate by a function of the epoch.
+    """A callback that multiplies the first learning rate by a function of the epoch.
 
     Args:
       initial_lr: the rate that is multiplied.
@@ -166,7 +166,7 @@ class _Schedule:
             self._momentum = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tells the learning rate."""
+        """Adds the learning rate to the logs."""
         if logs is not None:
             logs["lr"] = _rate(self.model.optimizer)
 
@@ -191,7 +191,7 @@ class _Schedule:
 
 
 class _Warmup(_Schedule):
-    """Grows the learning rate from ``initial_lr / size`` to ``initial_lr``, evenly over the first epochs.
+    """A callback that grows the learning rate from ``initial_lr / size`` to ``initial_lr``, evenly over some epochs.
 
     Args:
       initial_lr: the rate at the end.
@@ -216,7 +216,7 @@ class _Warmup(_Schedule):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tells the learning rate, and the end of it."""
+        """Adds the learning rate to the logs, and announces the end of the warmup."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == (self.end_epoch or 0) - 1 and rank() == 0:
             rate = _rate(self.model.optimizer)

@@ -1,4 +1,4 @@
-"""Gradients averaged over the ranks: ``hvd.DistributedGradientTape`` and what optimizers do with them."""
+"""Averages gradients over the ranks: ``hvd.DistributedGradientTape`` and what optimizers do with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.frontends.horovod.sums import grouped_allreduce, reduce_in_buckets
 
 @dataclass
 class Averaging:
-    """How gradients of the ranks become one.
+    """The way in which gradients of the ranks become one.
 
     Attributes:
       predivide: with ``Average``, the part of the division that comes before the sum.
@@ -35,7 +35,7 @@ class Averaging:
     local: set[int] = field(default_factory=set)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks as one, in the variables' order; None stays None."""
+        """Returns the gradients of all ranks as one, in the variables' order; None stays None."""
         found = [
             tf.convert_to_tensor(g) if self.sparse_as_dense and isinstance(g, tf.IndexedSlices) else g
             for g in gradients
@@ -94,7 +94,7 @@ def averaging(
     process_set: Any,
     scale_local_gradients: bool,
 ) -> Averaging:
-    """What the arguments of Horovod's wrappers ask for.
+    """Translates the arguments of Horovod's wrappers.
 
     Raises:
       ProgramError: they contradict each other, or cannot be had.
@@ -122,7 +122,7 @@ def averaging(
 
 
 def variable_id(variable: Any) -> int:
-    """What tells a variable from others; Keras' own stand for those of TensorFlow that they hold."""
+    """Returns a number that identifies a variable; a Keras variable has that of the TensorFlow variable it holds."""
     held = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
     return id(variable if callable(held) else held)
 
@@ -140,7 +140,7 @@ def DistributedGradientTape(
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """A tape whose ``gradient`` gives the average over all ranks; wrap it before or after it has recorded.
+    """Returns a tape whose ``gradient`` gives the average over all ranks; wrap it before or after it has recorded.
 
     Args:
       gradtape: it may go on being used, for this rank's own gradients.
@@ -178,7 +178,7 @@ def DistributedGradientTape(
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> tf.GradientTape:
-    """As ``DistributedGradientTape``, but gradients of ``local_layers`` stay this rank's own."""
+    """Returns such a tape as ``DistributedGradientTape``, with gradients of ``local_layers`` left this rank's own."""
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
     layers = [] if local_layers is None else local_layers if isinstance(local_layers, list) else [local_layers]
     for layer in layers:
@@ -188,7 +188,7 @@ def PartialDistributedGradientTape(
 
 
 class Accumulation:
-    """Gradients of several backward passes on this rank, added up before the ranks' are averaged.
+    """The accumulation of several backward passes' gradients on this rank, before the ranks' are averaged.
 
     Args:
       passes: how many go into one update.
@@ -201,7 +201,7 @@ class Accumulation:
         self._count: Any = None
 
     def __call__(self, gradients: Sequence[Any], update: Callable[[list[Any]], Any]) -> Any:
-        """Adds the gradients, and after every ``passes`` calls calls ``update`` with what they are together.
+        """Adds the gradients; every ``passes`` calls, calls ``update`` with their sum or mean.
 
         Returns:
           An operation, for graphs of TensorFlow 1.

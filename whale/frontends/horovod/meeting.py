@@ -1,4 +1,4 @@
-"""Where an exchange of a script meets those of the other ranks: under names.
+"""Names an exchange of a script, so that it meets those of the other ranks.
 
 That is the name which the script gives, or that of the operation in its graph, which is equal where the ranks build
 equal graphs. What is exchanged at once and has no name meets in the order of the calls.
@@ -18,7 +18,7 @@ from whale.runtime.variables.deferred import capturing
 
 
 def context_of(what: str, process_set: Any) -> Context:
-    """The run, for an exchange that ``what`` names.
+    """Returns the run, for an exchange that ``what`` names.
 
     Raises:
       ClusterError: before ``hvd.init``.
@@ -38,7 +38,7 @@ def context_of(what: str, process_set: Any) -> Context:
 
 
 def key_of(context: Context, kind: str, name: str | None) -> str:
-    """Under which the ranks meet: equal on all of them where their scripts do the same."""
+    """Returns the key under which the ranks meet: equal on all of them where their scripts do the same."""
     programs = context.own_programs
     assert programs is not None
     programs.exchanges += 1

@@ -1,4 +1,4 @@
-"""Tensors that go from rank to rank as they are: gathered, broadcast, dealt out."""
+"""Moves tensors from rank to rank unchanged: gather, broadcast, all-to-all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whale.runtime.run.context import Context
 
 
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
-    """The ranks' tensors, one after the other along dimension 0, of which ranks may hold different sizes.
+    """Concatenates the ranks' tensors along dimension 0, of which ranks may hold different sizes.
 
     Raises:
       ProgramError: a tensor without dimensions.
@@ -46,7 +46,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 def grouped_allgather(
     tensors_: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> list[Any]:
-    """As ``allgather`` for each."""
+    """Gathers several tensors, each as ``allgather`` does."""
     names = [f"{name}.{i}" if name else None for i in range(len(tensors_))]
     return [allgather(tensor, named, ignore_name_scope, process_set) for tensor, named in zip(tensors_, names)]
 
@@ -54,7 +54,7 @@ def grouped_allgather(
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> Any:
-    """The root's tensor on every rank; the others' say its type, and its shape where that is known."""
+    """Returns the root's tensor on every rank; the others' say its type, and its shape where that is known."""
     context = context_of("hvd.broadcast()", process_set)
     check_root(context, root_rank)
 
@@ -71,7 +71,7 @@ def broadcast(
 
 
 def broadcast_group(variables: Sequence[Any], root_rank: int, name: str | None = None) -> list[Any]:
-    """The root's values of variables, in as many messages as there are types, in the variables' order."""
+    """Returns the root's values of variables, in the variables' order, sent in as many messages as there are types."""
     context = context_of("hvd.broadcast_variables()", None)
     check_root(context, root_rank)
     found: dict[int, Any] = {}
@@ -92,7 +92,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: Any = None,
 ) -> Any:
-    """Rows for each rank to rows from each rank, in order of ranks.
+    """Sends rows to each rank and returns the rows from each rank, in order of ranks.
 
     Args:
       splits: how many rows go to each rank; None: as many to each.
@@ -116,7 +116,7 @@ def alltoall(
 
 
 def _dealt(context: Context, value: Any, splits: Any, name: str | None) -> tuple[Any, Any]:
-    """Parts of different sizes travel in room for the largest."""
+    """Exchanges parts of different sizes, padded to the largest."""
     came = tensors.all_to_all(context, splits, key_of(context, "alltoall", f"{name or ''}.splits"))
 
     def dealt(rows: Any, sent: Any, received: Any, named: str) -> Any:

@@ -1,4 +1,4 @@
-"""What Horovod's modules for Keras have beside those for TensorFlow: values for tensors, and saved models."""
+"""Implements what Horovod's modules for Keras have beside those for TensorFlow: NumPy values and saved models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def DistributedOptimizer(
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As that of ``whale.horovod.tensorflow``, with its arguments in the order that Horovod has for Keras."""
+    """Returns what ``whale.horovod.tensorflow``'s does, with the arguments in the order that Horovod has for Keras."""
     return _Distributed(
         optimizer, name, False, device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step,
         op, gradient_predivide_factor, average_aggregated_gradients, num_groups, groups, process_set,
@@ -46,7 +46,7 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """The average (or ``op``) of the ranks' values, as a NumPy value."""
+    """Returns the average (or ``op``) of the ranks' values, as a NumPy value."""
     found = sums.allreduce(
         value, average, compression=compression, op=op, prescale_factor=prescale_factor,
         postscale_factor=postscale_factor, name=name,
@@ -55,22 +55,22 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """The ranks' values along dimension 0, as a NumPy value."""
+    """Returns the ranks' values concatenated along dimension 0, as a NumPy value."""
     return _value(moves.allgather(value, name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The root's value, as a NumPy value."""
+    """Returns the root's value, as a NumPy value."""
     return _value(moves.broadcast(value, root_rank, name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
-    """This rank's rows of the average of the ranks' values, as a NumPy value."""
+    """Returns this rank's rows of the average of the ranks' values, as a NumPy value."""
     return _value(sums.reducescatter(value, name=name, op=op))
 
 
 def load_model_with(keras: str, filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: Any) -> Any:
-    """A saved model, whose optimizer averages gradients and has the state that it was saved with."""
+    """Loads a saved model, whose optimizer averages gradients and has the state that it was saved with."""
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras_of(keras).models.load_model(filepath, custom_objects=objects or None)
     if getattr(model, "optimizer", None) is not None:

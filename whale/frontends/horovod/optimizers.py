@@ -1,4 +1,4 @@
-"""``hvd.DistributedOptimizer``: an optimizer that applies the average of all ranks' gradients."""
+"""Implements ``hvd.DistributedOptimizer``: an optimizer that applies the average of all ranks' gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def DistributedOptimizer(
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer like ``optimizer`` that applies the average of all ranks' gradients.
+    """Returns an optimizer like ``optimizer`` that applies the average of all ranks' gradients.
 
     Of Keras it is a new one with the same settings, of a class that derives from that of ``optimizer`` and has its
     name, so that what is saved can be loaded without Whale.
@@ -85,13 +85,13 @@ def DistributedOptimizer(
 
 
 def make_distributed(optimizer: Any, compression: Any = Compression.none) -> None:
-    """Has a Keras optimizer that may have a state already average gradients from now on."""
+    """Makes a Keras optimizer, which may have a state already, average gradients from now on."""
     average = averaging(f"Distributed{type(optimizer).__name__}", None, compression, False, 1.0, None, 0, None, True)
     optimizer.__class__ = _class_of(type(optimizer), average, Accumulation(1, False))
 
 
 class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """Around an optimizer of TensorFlow 1."""
+    """A wrapper of a TensorFlow 1 optimizer that averages gradients."""
 
     def __init__(self, optimizer: Any, average: Averaging, use_locking: bool) -> None:
         super().__init__(name=average.name, use_locking=use_locking)
@@ -99,34 +99,34 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         setattr(self, _MARK, average)
 
     def register_local_var(self, variable: Any) -> None:
-        """Has this variable's gradient stay the rank's own."""
+        """Leaves this variable's gradient the rank's own."""
         getattr(self, _MARK).local.add(variable_id(variable))
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Averages of all ranks' gradients, with their variables."""
+        """Returns the averages of all ranks' gradients, with their variables."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         variables = [variable for _, variable in pairs]
         return list(zip(getattr(self, _MARK)([gradient for gradient, _ in pairs], variables), variables))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer inside."""
+        """Calls the same method of the optimizer inside."""
         return self._optimizer.apply_gradients(*args, **kwargs)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer inside."""
+        """Calls the same method of the optimizer inside."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer inside."""
+        """Calls the same method of the optimizer inside."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer inside."""
+        """Calls the same method of the optimizer inside."""
         return self._optimizer.variables(*args, **kwargs)
 
 
 def _class_of(base: Any, average: Averaging, passes: Accumulation) -> Any:
-    """A class that derives from an optimizer's of Keras, is called as it is, and exchanges before it applies."""
+    """Returns a subclass of a Keras optimizer's class, with its name, that averages gradients before applying them."""
 
     def update(self: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[[list[Any]], Any]) -> Any:
         _refuse_scaled_by_each_rank()
@@ -165,7 +165,7 @@ def _class_of(base: Any, average: Averaging, passes: Accumulation) -> Any:
 
 
 def _refuse_scaled_by_each_rank() -> None:
-    """A loss scale around the exchange skips it on a rank whose own gradients overflow, and the others wait."""
+    """Refuses a loss scale around the exchange: a rank whose own gradients overflow would skip it, and others wait."""
     graph = tf.compat.v1.get_default_graph()
     if not type(graph).__name__.startswith("Cond"):
         return

@@ -1,4 +1,4 @@
-"""Which ranks there are, as Horovod's API says it, and what of that API Whale has no counterpart for."""
+"""Implements what Horovod's API says of ranks, and refuses those parts of it that Whale has no counterpart for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
 
 
 def _say_if_nothing_was_exchanged(context: Context, programs: OwnPrograms) -> None:
-    """A script that only asks for its rank may mean to run alone; one that trains has forgotten its optimizer."""
+    """Warns if the script exchanged nothing: it may mean to run alone, or have forgotten its distributed optimizer."""
     if context.rank == 0 and context.size > 1 and not programs.exchanges:
         log.warning(
             f"hvd.init() connected {context.size} ranks, and the script exchanged nothing: each has run alone; "
@@ -55,13 +55,13 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` was called, and ``shutdown`` not."""
+    """Tells whether ``init`` was called, and ``shutdown`` not."""
     context = running()
     return context is not None and context.own_programs is not None
 
 
 def own(what: str) -> tuple[Context, OwnPrograms]:
-    """The run that ``init`` began.
+    """Returns the run that ``init`` began.
 
     Raises:
       ClusterError: there is none; names ``what`` asked for it.
@@ -78,63 +78,63 @@ def own(what: str) -> tuple[Context, OwnPrograms]:
 
 
 def rank() -> int:
-    """Number of this process's rank."""
+    """Returns the number of this process's rank."""
     return own("hvd.rank()")[0].rank
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Returns the number of ranks."""
     return own("hvd.size()")[0].size
 
 
 def local_rank() -> int:
-    """Number of this rank among those on its host."""
+    """Returns the number of this rank among those on its host."""
     return own("hvd.local_rank()")[0].place.local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Returns the number of ranks on this host."""
     return own("hvd.local_size()")[0].place.local_size
 
 
 def cross_rank() -> int:
-    """Number of this host among those that have a rank of this local rank."""
+    """Returns the number of this host among those that have a rank of this local rank."""
     context, programs = own("hvd.cross_rank()")
     return programs.local_ranks[: context.rank].count(context.place.local_rank)
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank of this local rank."""
+    """Returns the number of hosts that have a rank of this local rank."""
     context, programs = own("hvd.cross_size()")
     return programs.local_ranks.count(context.place.local_rank)
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have as many ranks."""
+    """Tells whether all hosts have as many ranks."""
     ranks = own("hvd.is_homogeneous()")[1].local_ranks
     return len({ranks.count(number) for number in set(ranks)}) == 1
 
 
 class ProcessSet:
-    """All ranks, which is the only set of them there is here."""
+    """The set of all ranks, which is the only one there is here."""
 
     process_set_id = 0
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of all ranks."""
+        """Returns the numbers of all ranks."""
         return list(range(size()))
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return size()
 
     def rank(self) -> int:
-        """Number of this process's rank."""
+        """Returns the number of this process's rank."""
         return rank()
 
     def included(self) -> bool:
-        """Whether this rank is one of them."""
+        """Tells whether this rank is one of them."""
         return True
 
 
@@ -148,17 +148,17 @@ def all_ranks_only(process_set: Any, what: str) -> None:
 
 
 def add_process_set(process_set: Any) -> NoReturn:
-    """Refused: exchanges are among all ranks."""
+    """Raises ProgramError: exchanges are among all ranks."""
     _refuse("ranks have no sets", "hvd.add_process_set()", "exchanges among all ranks", "leave it out")
 
 
 def remove_process_set(process_set: Any) -> NoReturn:
-    """Refused: exchanges are among all ranks."""
+    """Raises ProgramError: exchanges are among all ranks."""
     _refuse("ranks have no sets", "hvd.remove_process_set()", "exchanges among all ranks", "leave it out")
 
 
 def join(device: int = -1) -> NoReturn:
-    """Refused: a rank that ends early would have to guess what the others exchange."""
+    """Raises ProgramError: a rank that ends early would have to guess what the others exchange."""
     _refuse(
         "a rank cannot stand aside while the others go on",
         "hvd.join()",
@@ -168,19 +168,19 @@ def join(device: int = -1) -> NoReturn:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
-    """Refused: Whale writes its own trace."""
+    """Raises ProgramError: Whale writes its own trace."""
     _refuse("Horovod's timeline is not written", f"hvd.start_timeline({file_path!r})", "Whale's trace",
             "start the script with `whale run --trace FILE`")  # fmt: skip
 
 
 def stop_timeline() -> NoReturn:
-    """Refused: Whale writes its own trace."""
+    """Raises ProgramError: Whale writes its own trace."""
     _refuse("Horovod's timeline is not written", "hvd.stop_timeline()", "Whale's trace",
             "start the script with `whale run --trace FILE`")  # fmt: skip
 
 
 class Refused:
-    """Stands for a module of Horovod that Whale does not have: every name of it is refused, with the reason."""
+    """A stand-in for a module of Horovod that Whale does not have: every name of it is refused, with the reason."""
 
     def __init__(self, name: str, message: str, expected: str, action: str) -> None:
         self._said = message, name, expected, action
@@ -201,22 +201,22 @@ elastic = Refused(
 
 
 def mpi_threads_supported() -> bool:
-    """True: Whale's transport asks MPI for threads."""
+    """Returns True: Whale's transport asks MPI for threads."""
     return True
 
 
 def mpi_enabled() -> bool:
-    """True: ranks of several hosts talk through MPI."""
+    """Returns True: ranks of several hosts talk through MPI."""
     return True
 
 
 def mpi_built() -> bool:
-    """True: ranks of several hosts talk through MPI."""
+    """Returns True: ranks of several hosts talk through MPI."""
     return True
 
 
 def _not_built() -> bool:
-    """False: these exchanges do not go through it."""
+    """Returns False: these exchanges do not go through it."""
     return False
 
 
@@ -224,7 +224,7 @@ gloo_enabled = gloo_built = ddl_built = ccl_built = cuda_built = rocm_built = _n
 
 
 def nccl_built() -> int:
-    """0: these exchanges go through the host's memory."""
+    """Returns 0: these exchanges go through the host's memory."""
     return 0
 
 

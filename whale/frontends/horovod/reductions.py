@@ -1,4 +1,4 @@
-"""How tensors of the ranks become one, and in which type they travel: ``hvd.Average`` and ``hvd.Compression``."""
+"""Defines how tensors of the ranks become one and in which type they travel: ``hvd.Average``, ``hvd.Compression``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Product, Adasum = ReduceOp.PRODUCT, ReduceOp.ADASUM
 
 
 def reduction(op: ReduceOp | None, average: bool | None = None, allowed: tuple[ReduceOp, ...] = ()) -> ReduceOp:
-    """The reduction that ``op`` and the older ``average`` ask for: ``Average`` unless one of them says otherwise.
+    """Returns the reduction that ``op`` and the older ``average`` ask for; ``Average`` where neither says otherwise.
 
     Raises:
       ProgramError: both are given, it is no reduction, it is ``Adasum``, or not one of ``allowed``.
@@ -63,7 +63,7 @@ def reduction(op: ReduceOp | None, average: bool | None = None, allowed: tuple[R
 
 
 def scaled(tensor: Any, factor: float) -> Any:
-    """``tensor`` times a number, in the tensor's type; whole numbers are cut off towards 0."""
+    """Multiplies ``tensor`` by a number, in the tensor's type; whole numbers are cut off towards 0."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating or tensor.dtype.is_complex:
@@ -72,7 +72,7 @@ def scaled(tensor: Any, factor: float) -> Any:
 
 
 def divided(tensor: Any, size: int) -> Any:
-    """``tensor`` by the number of ranks, in the tensor's type; whole numbers are cut off towards 0."""
+    """Divides ``tensor`` by the number of ranks, in the tensor's type; whole numbers are cut off towards 0."""
     if size == 1:
         return tensor
     if tensor.dtype.is_floating or tensor.dtype.is_complex:
@@ -81,16 +81,16 @@ def divided(tensor: Any, size: int) -> Any:
 
 
 class Compressor:
-    """In which form a tensor travels; a script may derive its own, with both methods static."""
+    """The form in which a tensor travels; a script may derive its own, with both methods static."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """(what travels, what ``decompress`` needs to know)."""
+        """Returns (what travels, what ``decompress`` needs to know)."""
         raise _without("compress")
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """What has travelled, in the form that it had before."""
+        """Returns what has travelled, in the form that it had before."""
         raise _without("decompress")
 
 
@@ -104,35 +104,35 @@ def _without(method: str) -> ProgramError:
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """The compressor that leaves tensors as they are."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor."""
+        """Returns the tensor."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor."""
+        """Returns the tensor."""
         return tensor
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors travel as float16."""
+    """The compressor that sends floating-point tensors as float16."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """(as float16, the type before)."""
+        """Returns (the tensor as float16, its type before)."""
         return (tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """In the type before."""
+        """Casts back to the type before."""
         return tf.cast(tensor, ctx)
 
 
 class Compression:
-    """``hvd.Compression.none`` and ``hvd.Compression.fp16``."""
+    """The compressors by name: ``hvd.Compression.none`` and ``hvd.Compression.fp16``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""What all ranks begin with: objects and variables of one rank on every other."""
+"""Broadcasts and gathers objects and variables, so that all ranks begin with the same state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Any:
-    """The root's object on every rank; the other ranks' own is not looked at.
+    """Returns the root's object on every rank; the other ranks' own is not looked at.
 
     Raises:
       ProgramError: it holds more than numbers, text, containers and NumPy's arrays: nothing from another rank is
@@ -36,12 +36,12 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Callable[[Any], Any]:
-    """A function that broadcasts the object which it is given."""
+    """Returns a function that broadcasts the object which it is given."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """All ranks' objects, in order of ranks.
+    """Returns all ranks' objects, in order of ranks.
 
     Raises:
       ProgramError: as ``broadcast_object``.
@@ -96,7 +96,7 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """In a graph of TensorFlow 1: the operation that gives all its variables the root's values.
+    """Returns the operation of a TensorFlow 1 graph that gives all its variables the root's values.
 
     Raises:
       ProgramError: without such a graph.
@@ -112,7 +112,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Gives all variables of a session's graph the root's values as soon as the session is made."""
+    """A hook that gives all variables of a session's graph the root's values as soon as the session is made."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
@@ -125,12 +125,12 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
             self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Runs it."""
+        """Runs the operation."""
         session.run(self.bcast_op)
 
 
 def _runs_at_once() -> bool:
-    """Whether no operation is needed that somebody runs: eagerly, or in a tf.function, which runs all it holds."""
+    """Tells whether exchanges run by themselves (eagerly, or in a tf.function), so that no operation is to be run."""
     return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 

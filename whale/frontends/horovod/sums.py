@@ -1,4 +1,4 @@
-"""Sums and averages over the ranks: at once, inside a tf.function, or in a graph of TensorFlow 1."""
+"""Sums and averages tensors over the ranks: eagerly, inside a tf.function, or in a graph of TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def allreduce(
     process_set: Any = None,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """The average (or ``op``) of the ranks' tensors, on every rank; of tf.IndexedSlices, the slices of all ranks.
+    """Returns the average (or ``op``) of the ranks' tensors on every rank; for tf.IndexedSlices, all ranks' slices.
 
     Args:
       tensor: a tensor, variable, NumPy or Python value, of one shape and type on all ranks, or tf.IndexedSlices.
@@ -67,7 +67,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """As ``allreduce`` for each; those of one type travel as one message."""
+    """Reduces several tensors as ``allreduce`` does each; those of one type travel as one message."""
     context = context_of("hvd.allreduce()", process_set)
     found = reduction(op, average)
     values = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors_]
@@ -100,7 +100,7 @@ def _reduced(
     name: str | None,
     packing: list[tuple[Any, Any]],
 ) -> list[Any]:
-    """Tensors of one type, in one message, unpacked; with gradients that are reduced as they are."""
+    """Reduces tensors of one type in one message and unpacks them; their gradients are reduced in the same way."""
 
     def exchanged(parts: Sequence[Any]) -> list[Any]:
         summed = tensors.all_reduce(
@@ -139,7 +139,7 @@ def _check_slices(op: ReduceOp, before: float, after: float) -> None:
 
 
 def _all_slices(context: Context, slices: tf.IndexedSlices, op: ReduceOp, name: str | None) -> tf.IndexedSlices:
-    """The ranks' slices after each other: their sum; divided by the number of ranks their average."""
+    """Concatenates the ranks' slices, which is their sum; divided by the number of ranks it is their average."""
     name = name or "slices"
     values = tensors.all_gather(context, slices.values, key_of(context, "allgather", f"{name}.values"))
     indices = tensors.all_gather(context, slices.indices, key_of(context, "allgather", f"{name}.indices"))
@@ -157,7 +157,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """The average (or sum) of the ranks' tensors, of which each keeps its rows; the first keep one more where odd.
+    """Returns this rank's rows of the average (or sum) of the ranks' tensors; the first ranks get one more where odd.
 
     Raises:
       ProgramError: a tensor whose number of rows is not known, or another reduction.
@@ -198,7 +198,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """As ``reducescatter`` for each."""
+    """Reduces and scatters several tensors, each as ``reducescatter`` does."""
     return [
         reducescatter(
             tensor, device_dense, compression, op, None, process_set,
@@ -217,7 +217,7 @@ def reduce_in_buckets(
     name: str,
     reduce: Callable[..., list[Any]] = grouped_allreduce,
 ) -> list[Any]:
-    """The ranks' average of gradients, None among them left out; what is ready at about the same time travels together.
+    """Averages gradients over the ranks, except None; what is ready at about the same time travels together.
 
     Backward passes make the last variables' gradients first, so messages are filled from the end, up to
     ``communication.group_bytes`` each.
@@ -251,7 +251,7 @@ def reduce_in_buckets(
 
 
 def _bytes(value: Any) -> int | None:
-    """None: not known, or slices, which travel alone."""
+    """Returns the size in bytes; None where it is not known, and for slices, which travel alone."""
     if isinstance(value, tf.IndexedSlices) or not value.shape.is_fully_defined():
         return None
     return int(value.shape.num_elements() * value.dtype.size)

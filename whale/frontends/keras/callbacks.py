@@ -1,4 +1,4 @@
-"""Callbacks on ranks other than the first: they see the same numbers and steer alike, and write nothing.
+"""Runs callbacks on ranks other than the first: they see the same numbers and steer alike, and write nothing.
 
 All ranks have to reach what reads a variable that lies split, so a callback that writes is not left out where it can be
 given another place to write to: what it computes, every rank computes.
@@ -21,7 +21,7 @@ from whale.runtime.run.context import running
 
 @contextmanager
 def as_on_other_ranks(callbacks: Any) -> Iterator[Any]:
-    """What to pass as ``callbacks`` on a rank that is not the first; the callbacks are as before when it ends.
+    """Yields what to pass as ``callbacks`` on a rank that is not the first; afterwards the callbacks are as before.
 
     Args:
       callbacks: None, a callback, several, or a list that Keras made of them earlier in the same call.
@@ -35,7 +35,7 @@ def as_on_other_ranks(callbacks: Any) -> Iterator[Any]:
 
 
 def _elsewhere(callback: Any, stack: ExitStack) -> bool:
-    """Lets a callback write elsewhere while ``stack`` is open; whether it is called at all."""
+    """Makes a callback write elsewhere while ``stack`` is open; returns whether it is called at all."""
     for kind, change in _CHANGES.items():
         if kind in _kinds_of(callback):
             return change(callback, stack)
@@ -43,7 +43,7 @@ def _elsewhere(callback: Any, stack: ExitStack) -> bool:
 
 
 def _kinds_of(callback: Any) -> set[str]:
-    """Names of Keras' own classes that a callback is one of."""
+    """Returns the names of Keras' own classes that a callback is an instance of."""
     return {c.__name__ for c in type(callback).__mro__ if c.__module__.startswith(("keras.", "tf_keras."))}
 
 
@@ -68,7 +68,7 @@ def _left_out(callback: Any, stack: ExitStack) -> bool:
 
 
 def _backup(callback: Any, stack: ExitStack) -> bool:
-    """Restores as on the first rank, and takes part where that one saves."""
+    """Makes a BackupAndRestore restore as on the first rank, and take part where that one saves."""
     path = getattr(callback, "_weights_path", None)
     if path is None:  # of tf_keras, which writes with a checkpoint manager of its own
         return True
@@ -87,7 +87,7 @@ _CHANGES: dict[str, Callable[[Any, ExitStack], bool]] = {
 
 
 def restores(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
-    """Takes the place of what begins a training with BackupAndRestore: all ranks find what the first one wrote."""
+    """Replaces the start of a training with BackupAndRestore: all ranks find what the first one wrote."""
     if (fit := elastic_fit.current()) is not None and fit.taken_up is not None:
         return  # it goes on where the others are
     wait_for_first_rank("the backup of an earlier training")
@@ -95,7 +95,7 @@ def restores(original: Callable[..., None], callback: Any, *args: Any, **kwargs:
 
 
 def training_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
-    """Takes the place of the constructor of what tf_keras backs up: other ranks write where nobody looks."""
+    """Replaces the constructor of the state that tf_keras backs up: other ranks write where nobody looks."""
     original(state, *args, **kwargs)
     context = running()
     if context is not None and context.rank != 0:
@@ -105,7 +105,7 @@ def training_state(original: Callable[..., None], state: Any, *args: Any, **kwar
 
 
 def _set(callback: Any, attribute: str, value: Any, stack: ExitStack) -> None:
-    """An attribute of the callback itself, until ``stack`` is closed."""
+    """Sets an attribute of the callback itself, until ``stack`` is closed."""
     own = vars(callback)
     if attribute in own:
         stack.callback(setattr, callback, attribute, own[attribute])

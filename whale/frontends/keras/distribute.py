@@ -1,4 +1,4 @@
-"""``wh.distribute``: says of a Keras model what holds for all of them."""
+"""Implements ``wh.distribute``, which says of one Keras model what holds for all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def distribute(model: Any) -> Any:
-    """Has ``fit``, ``evaluate``, ``predict`` and the ``..._on_batch`` of a Keras model run over the ranks.
+    """Makes ``fit``, ``evaluate``, ``predict`` and the ``..._on_batch`` of a Keras model run over the ranks.
 
     They do so for every model after ``wh.init``; this says it where the script should show it, and makes functions anew
     that the model has from before.

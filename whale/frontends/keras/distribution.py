@@ -1,4 +1,4 @@
-"""``keras.distribution`` on the TensorFlow backend: a device is a rank, and a LayoutMap says how variables lie.
+"""Implements ``keras.distribution`` on the TensorFlow backend: devices are ranks, a LayoutMap says how variables lie.
 
 Where a mesh divides tensors, steps are planned as one split scope. Each variable that the map names carries its
 placement to the first plan that uses it, and the others lie as is planned.
@@ -41,7 +41,7 @@ def change(frontend: Any, backend: Any, variable: type) -> None:
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """The devices of all ranks, in order of ranks: "gpu:0", "gpu:1" or "cpu:0", ..."""
+    """Returns the devices of all ranks, in order of ranks: "gpu:0", "gpu:1" or "cpu:0", ..."""
     context = current("keras.distribution.list_devices()")
     kind = "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
     if device_type is not None and device_type.lower() != kind:
@@ -50,14 +50,14 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def get_device_count(device_type: str | None = None) -> int:
-    """Number of ranks."""
+    """Returns the number of ranks."""
     return len(list_devices(device_type))
 
 
 def initialize(
     job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Nothing: the launcher started the processes, and ``wh.init`` connected them; what is given has to agree.
+    """Checks that what is given agrees with the run, whose processes the launcher started and ``wh.init`` connected.
 
     Raises:
       ConfigError: another number of processes, or another place among them.
@@ -77,22 +77,22 @@ def initialize(
 
 
 def num_processes() -> int:
-    """1: every process runs the script with whole batches, and Whale divides them."""
+    """Returns 1: every process runs the script with whole batches, and Whale divides them."""
     return 1
 
 
 def process_id() -> int:
-    """0, see ``num_processes``."""
+    """Returns 0, see ``num_processes``."""
     return 0
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:
-    """``tensor``: how activations lie follows from the plan."""
+    """Returns ``tensor``: how activations lie follows from the plan."""
     return tensor
 
 
 def distribute_variable(value: Any, layout: Any) -> Any:
-    """``value``: variables carry their layouts to the plan."""
+    """Returns ``value``: variables carry their layouts to the plan."""
     return value
 
 
@@ -101,7 +101,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _set_distribution(original: Callable[[Any], None], distribution: Any) -> None:
-    """Takes the place of ``keras.distribution.set_distribution``: the run follows the mesh."""
+    """Replaces ``keras.distribution.set_distribution``: the run follows the mesh."""
     context = running()
     assert context is not None
     if distribution is not None:
@@ -117,7 +117,7 @@ def _set_distribution(original: Callable[[Any], None], distribution: Any) -> Non
 
 
 def _say_what_fits_nothing(distribution: Any) -> None:
-    """Names the keys of a LayoutMap that no variable has come under: Keras takes them for whole paths."""
+    """Warns of keys of a LayoutMap that no variable has come under: Keras takes them for whole paths."""
     layouts, paths = distribution._layout_map, distribution._whale_paths
     for key in (key for key in layouts if paths and not key.endswith("output")):  # those are of activations
         one = type(layouts)(layouts.device_mesh)
@@ -128,7 +128,7 @@ def _say_what_fits_nothing(distribution: Any) -> None:
 
 
 def _mesh(distribution: Any, context: Context) -> tuple[int, int]:
-    """(size of the batch axis, of the other one) of a distribution.
+    """Returns (size of the batch axis, size of the other one) of a distribution.
 
     Raises:
       PlanError: a mesh that is not all ranks in order, or has more axes that divide.
@@ -156,7 +156,7 @@ def _mesh(distribution: Any, context: Context) -> tuple[int, int]:
 
 
 def _initialize(original: Callable[..., None], variable: Any, value: Any) -> None:
-    """Takes the place of what makes the tf.Variable of Keras' variable: it carries the placement that the map names."""
+    """Replaces what makes the tf.Variable of Keras' variable: it carries the placement that the map names."""
     with nullcontext() if variable._shape is None else knowing_size(variable._shape, variable._dtype):
         original(variable, value)
     distribution = _distribution()
@@ -178,7 +178,7 @@ def _distribution() -> Any:
 
 
 def _tiles(variable: Any, layout: Any, distribution: Any, context: Context) -> Tiles:
-    """How the ranks hold a variable with axes as (None, "model") or ("batch", "model")."""
+    """Returns how the ranks hold a variable with axes as (None, "model") or ("batch", "model")."""
     groups, group = _mesh(distribution, context)
     sizes = dict(zip(distribution.device_mesh.axis_names, distribution.device_mesh.shape))
     batch = distribution.batch_dim_name

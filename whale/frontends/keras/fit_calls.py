@@ -1,4 +1,4 @@
-"""Calls of ``fit``, ``evaluate`` and ``predict``: one rank shows progress, and writes what callbacks write."""
+"""Runs ``fit``, ``evaluate`` and ``predict`` over the ranks: one shows progress and writes what callbacks write."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CACHED = "_use_cached_eval_dataset"  # argument of evaluate where fit calls it
 
 
 def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``fit``, ``evaluate`` or ``predict`` of a model in a run."""
+    """Runs ``fit``, ``evaluate`` or ``predict`` of a model in a run."""
     context = running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
     call_together(context, original.__name__, told(original.__name__, model))
-    # What a callback evaluates; validation data have an order that fit keeps count of.
+    # A callback evaluates data beside those of fit; validation data have an order that fit keeps count of.
     if (around := elastic_fit.current()) is not None and _CACHED not in given.arguments.get("kwargs", {}):
         around.read_beside(input_pipeline.whole(given.arguments.get("x")), context)
     with elastic_fit.inside(None):
@@ -30,7 +30,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 
 def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``fit`` of a Keras whose calls other processes can take up that join the run."""
+    """Runs ``fit`` of a Keras whose calls can be taken up by processes that join the run."""
     context = running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
@@ -61,12 +61,12 @@ def _called(original: Callable[..., Any], given: inspect.BoundArguments, context
 
 
 def shown_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Takes the place of ``print_msg`` and ``summary``: what Keras tells a person, the first rank does."""
+    """Replaces ``print_msg`` and ``summary``: what Keras tells a person, only the first rank prints."""
     context = running()
     if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.dry is None):
         original(*args, **kwargs)
 
 
 def is_first(context: Context) -> bool:
-    """Whether this process is the one that shows and writes."""
+    """Tells whether this process is the one that shows and writes."""
     return context.rank == 0

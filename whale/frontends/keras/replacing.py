@@ -1,4 +1,4 @@
-"""Methods of Keras that do what they always did while no run of Whale goes on that distributes them."""
+"""Replaces methods of Keras by Whale's during a run that distributes them; else they do what they always did."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whale.runtime.run.context import running
 
 
 def replace_method(kind: type, name: str, new: Callable[..., Any], before: Callable[[Any], None] | None = None) -> None:
-    """During a run ``new(original, self, ...)`` answers where ``kind.name(self, ...)`` is called.
+    """Replaces a method: during a run ``new(original, self, ...)`` runs where ``kind.name(self, ...)`` is called.
 
     Args:
       before: called with the object where no run goes on, before the method.
@@ -21,7 +21,7 @@ def replace_method(kind: type, name: str, new: Callable[..., Any], before: Calla
 
 
 def replace_function(module: Any, name: str, new: Callable[..., Any]) -> None:
-    """During a run ``new(original, ...)`` answers for a function, under every name by which Keras offers it."""
+    """Replaces a function, under every name by which Keras offers it: during a run ``new(original, ...)`` runs."""
     original = getattr(module, name)
     answering = _during_a_run(original, new)
     package = module.__name__.partition(".")[0]

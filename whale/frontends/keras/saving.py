@@ -1,4 +1,4 @@
-"""Models saved and loaded in a run: all ranks call it, the first writes, and whole values of what lies split."""
+"""Saves and loads models in a run: all ranks call it, and the first writes whole values, also of sharded variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=
 
 
 def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of what writes a model or its weights to ``filepath``."""
+    """Replaces what writes a model or its weights to ``filepath``."""
     context = running()
     assert context is not None
     if _saving.get() is model:
@@ -37,13 +37,13 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
 
 
 def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of what reads weights into a model: after the first rank has written them."""
+    """Replaces what reads weights into a model: it runs after the first rank has written them."""
     wait_until_written(filepath)
     return original(model, filepath, *args, **kwargs)
 
 
 def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of what reads a model."""
+    """Replaces what reads a model: it runs after the first rank has written it."""
     wait_until_written(filepath)
     return original(filepath, *args, **kwargs)
 
@@ -56,7 +56,7 @@ def wait_until_written(filepath: Any) -> None:
 
 
 def wait_for_first_rank(what: str) -> None:
-    """All ranks wait until whatever the first one saved before is written; collective.
+    """Waits until whatever the first rank saved before is written; collective.
 
     Args:
       what: what they wait for, for the message if one does not come.
@@ -69,7 +69,7 @@ def wait_for_first_rank(what: str) -> None:
 
 
 def told(function: str, model: Any) -> str:
-    """A call of a model's function, in words."""
+    """Describes a call of a model's function in words."""
     line = script_line()
     return f"`{function}` of the model {model.name!r}" + (f" at {line}" if line else "")
 
@@ -79,7 +79,7 @@ def _key(filepath: Any) -> str:
 
 
 def _variables(model: Any) -> list[Any]:
-    """The variables of a model and its optimizer, or what wraps them."""
+    """Returns the variables of a model and its optimizer, or what wraps them."""
     found = list(model.variables)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:

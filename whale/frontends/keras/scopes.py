@@ -1,4 +1,4 @@
-"""Layers that are created, or put into a functional model, inside a scope of Whale run in that scope in every step."""
+"""Runs layers in the scope of Whale inside which they were created, or put into a functional model, in every step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PATH = "_whale_path"  # of a layer: the path of its scope
 
 
 def created(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Takes the place of a layer's ``__init__``."""
+    """Replaces a layer's ``__init__``: the layer remembers the open scope."""
     _remember(layer, _running())
     original(layer, *args, **kwargs)
 
 
 def called(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of a layer's ``__call__``."""
+    """Replaces a layer's ``__call__``: in a step, the layer runs in its scope."""
     context = _running()
     if not capturing.get():
         _remember(layer, context)
@@ -34,7 +34,7 @@ def called(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) 
 
 
 def named(original: Callable[..., Any], scope: Any) -> Any:
-    """Takes the place of entering a name scope of Keras 3: operations are called by the layer's path, as variables are.
+    """Replaces entering a name scope of Keras 3: operations are called by the layer's path, as variables are.
 
     TensorFlow would number a scope that is entered again, and Keras enters most of them twice; ``wh.annotate`` could
     not tell the second scope of `dense` from a layer `dense_1`.

@@ -1,1 +1,1 @@
-"""Losses and layers of giant models, in plain TensorFlow: on one device they compute the same. `wh.losses`."""
+"""Implements `wh.losses` and `wh.layers` for giant models in plain TensorFlow: on one device they compute the same."""

@@ -1,4 +1,4 @@
-"""``wh.layers.Embedding``: a table of rows by ids, one row for each id or one for each bag of ids.
+"""Implements ``wh.layers.Embedding``: a table of rows by ids, one row for each id or one for each bag of ids.
 
 The layer enters ``wh.split`` itself where a run has begun. Bags are dense inside: [batch, k] ids of which some are
 absent (negative), so that shapes are known, and what is divided is what any lookup's rows are.
@@ -31,7 +31,7 @@ _SHARDED = {None: None, "rows": 0, "columns": -1}  # the dimension of what is lo
 
 
 class _Bags(NamedTuple):
-    """Ids [..., k], whether each is present, and weights [..., k] or None."""
+    """The bags of a lookup: ids [..., k], whether each is present, and weights [..., k] or None."""
 
     ids: tf.Tensor
     present: tf.Tensor
@@ -43,7 +43,7 @@ NEVER_ROUNDED: dict[str, Any] = {"autocast" if hasattr(tf.keras, "ops") else "ex
 
 
 class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
-    """Rows of a table [input_dim, output_dim] by their ids.
+    """A layer that returns rows of a table [input_dim, output_dim] by their ids.
 
     Over ranks the table is sharded: by rows each rank asks the others for rows by ids, by columns it has a part of each
     row. Layers of one step exchange together. Without a combiner each id gives a row: ids [...] -> [..., output_dim].
@@ -52,8 +52,9 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
     * dense [batch, ..., k]; negative ids are absent;
     * ``tf.RaggedTensor`` or ``tf.SparseTensor`` [batch, k]; ``max_ids`` says k where the shape does not.
 
-    Weights have the form of the ids. As of ``tf.nn.embedding_lookup_sparse``: "sum" is that of weight * row, "mean" it
-    over the sum of the weights, "sqrtn" it over the root of the sum of their squares. A bag without ids is zeros.
+    Weights have the form of the ids. As in ``tf.nn.embedding_lookup_sparse``, "sum" adds up weight * row, "mean"
+    divides this by the sum of the weights, "sqrtn" by the root of the sum of their squares. A bag without ids gives
+    zeros.
 
     A ``dynamic`` table has slots in place of rows. Any int64 is an id, or any string (63 bits of its hash, that is); -1
     and "" are absent. In training an id without a slot is given one, whose row is drawn anew (the same whenever the
@@ -142,13 +143,13 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         return self.add_weight(name=name, shape=shape, dtype=dtype, initializer=initial, trainable=False)
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> tf.Tensor:
-        """A row for each id, or for each bag."""
+        """Returns a row for each id, or for each bag."""
         _check(weights is None or self.combiner is not None, "weights", "a combiner, where there are weights")
         with _scope(replica):
             bags = self._bags(inputs, weights)
             ids = bags.ids
             if self.combiner is not None:
-                # What is absent takes the place of a present one, so that no other row is touched.
+                # An absent id is replaced by a present one, so that no other row is touched.
                 some = tf.reduce_max(tf.where(bags.present, ids, ids.dtype.min), -1, keepdims=True)
                 ids = tf.where(bags.present, ids, some if self.grows else tf.maximum(some, 0))
             shape, flat = tf.shape(ids), tf.reshape(ids, [-1])
@@ -207,12 +208,12 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         return split(dim=_SHARDED[sharded]) if running() is not None else nullcontext()
 
     def compute_output_shape(self, inputs_shape: Any, weights_shape: Any = None) -> Any:
-        """That of the ids, the last size or one more being ``output_dim``."""
+        """Returns the shape of the ids (of bags, without their last dimension) with ``output_dim`` as one size more."""
         lead = tuple(inputs_shape) if self.combiner is None else tuple(inputs_shape)[:-1]
         return (*lead, self.output_dim)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments."""
+        """Returns the arguments."""
         mine = {name: getattr(self, name) for name in _ARGUMENTS.split()}
         start = tf.keras.initializers.serialize(self.embeddings_initializer)
         # Keras 2 has an attribute `dynamic` of its own, and an argument, which it saves.
@@ -220,7 +221,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
 
 
 def _combined(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
-    """Rows [..., k, width] of bags to [..., width]."""
+    """Combines rows of bags [..., k, width] to [..., width]."""
     present = tf.cast(bags.present, rows.dtype)
     weights = present if bags.weights is None else present * bags.weights
     found = tf.reduce_sum(rows * weights[..., None], -2)
@@ -231,7 +232,7 @@ def _combined(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
 
 
 def _first_rows(initializer: Any) -> tuple[float, float]:
-    """Between which numbers the rows of new ids are drawn."""
+    """Returns the lowest and the highest value with which rows of new ids begin."""
     found = initializer.get_config()
     if {"minval", "maxval"} <= set(found):
         return float(found["minval"]), float(found["maxval"])

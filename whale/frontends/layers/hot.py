@@ -1,10 +1,10 @@
-"""Rows of a table that nearly every part of a batch asks for: they lie on every rank, the others stay where they are.
+"""Keeps on every rank those rows of a table that nearly every part of a batch asks for; the others stay where they are.
 
 By rows, the owner of such a row sends it to every rank, and adds up what comes back from each: with a skewed access
 pattern the ranks that have the hot rows send most of what is sent. Where these lie on every rank, their gradients are
 all-reduced, which costs all ranks the same.
 
-``found``: what a lookup takes of them. ``hot_ids``: which rows of a table it pays for, by a sample of batches.
+``found`` looks ids up among them. ``hot_ids`` finds, from a sample of batches, the rows of a table for which it pays.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from whale.errors import ProgramError
 
 
 def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> list[int]:
-    """The ids of a table whose rows are better on every rank, by a sample of batches; those used most come first.
+    """Finds the ids whose rows are better on every rank, from a sample of batches; those used most come first.
 
     The owner of a row sends it to each other rank whose part of a batch has its id, and gets as many gradients. An
     all-reduce has each rank send 2 (ranks - 1) / ranks of a row and get as much. So the busiest rank has less to do
     where more than two parts of a batch have the id, on average; on two ranks that is no row.
 
     Args:
-      batches: of ids of the table [batch, ...], negative ones absent, as arrays.
+      batches: ids of the table [batch, ...] as arrays; negative ones are absent.
       ranks: among which a batch is divided.
       count: as many of the ids that most parts of batches have, whether the exchange pays or not: rows that
         accelerators have room for, beside a table in their hosts' memory (``offload.level="tables"``).
@@ -58,11 +58,14 @@ def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> 
 
 
 def found(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Of ids [n]: their hot rows [n, width] (some row where an id is not hot), whether each is hot, and ids for the
-    table's other rows, where one stands for all hot ones.
+    """Looks ids [n] up among the hot ones.
 
     Args:
       hot_ids: sorted [k]; hot_rows: their rows [k, width].
+
+    Returns:
+      (hot rows of the ids [n, width], with some row where an id is not hot; whether each id is hot; ids for the
+      table's other rows, where one id stands for all hot ones).
     """
     count, width = hot_rows.shape
     known = tf.cast(tf.convert_to_tensor(hot_ids), ids.dtype)
@@ -74,7 +77,7 @@ def found(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[
 
 
 def like(initializer: Any) -> Any:
-    """An initializer of the same kind that draws other numbers: hot rows do not begin as other ids' rows do."""
+    """Returns an initializer of the same kind that draws other numbers: hot rows do not begin as other ids' rows do."""
     if not hasattr(initializer, "get_config"):
         return initializer
     config = initializer.get_config()
@@ -84,7 +87,7 @@ def like(initializer: Any) -> Any:
 
 
 def checked(hot: Any, rows: int) -> list[int] | None:
-    """The argument ``hot`` of a layer: ids of a table of so many rows, the first ``hot`` of them, or None.
+    """Checks a layer's argument ``hot`` (ids of a table of so many rows, or how many of the first) and returns the ids.
 
     Raises:
       ProgramError: it names no such rows.

@@ -1,4 +1,4 @@
-"""Layers of giant models. They enter ``wh.split`` themselves where a run has begun; else they are plain Keras."""
+"""Implements layers of giant models, which enter ``wh.split`` themselves during a run; else they are plain Keras."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         super().build(shape)
 
     def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        """What the experts make of the inputs, weighed by the router."""
+        """Returns what the experts make of the inputs, weighed by the router."""
         with _scope(replica):
             x = self._in_groups(inputs)
             # Rounded to 16 bits, logits would choose other experts, and a sum of ones would end at 256.
@@ -138,7 +138,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         return tf.reshape(inputs, [groups, tokens // groups, inputs.shape[-1]])
 
     def _by_tokens(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
-        """Slots [group, expert, slot, width], weights of slots, and what makes tokens of what experts made of slots."""
+        """Returns slots [group, expert, slot, width], their weights, and a function from expert outputs to tokens."""
         shape = tf.shape(x)
         gates, chosen = tf.math.top_k(chances, self.top_k)
         if self.top_k > 1:
@@ -161,7 +161,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         return slots, None, lambda y: tf.reduce_sum(weights * tf.gather_nd(y, index), 2)
 
     def _dropless(self, x: tf.Tensor, chances: tf.Tensor) -> _Dispatch:
-        """As ``_by_tokens``, of all tokens as one group, with as many slots as the fullest expert needs."""
+        """Dispatches as ``_by_tokens``, with all tokens as one group and as many slots as the fullest expert needs."""
         tokens = tf.reshape(x, [-1, x.shape[-1]])
         gates, chosen = tf.math.top_k(tf.reshape(chances, [-1, self.experts]), self.top_k)
         if self.top_k > 1:
@@ -179,7 +179,10 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         return slots, None, lambda y: tf.reshape(tf.reduce_sum(weights * tf.gather_nd(y, index), 1), tf.shape(x))
 
     def _by_experts(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
-        """Zhou et al., "Mixture-of-experts with expert choice routing", 2022; results as of ``_by_tokens``."""
+        """Dispatches by the choice of experts; returns what ``_by_tokens`` does.
+
+        Zhou et al., "Mixture-of-experts with expert choice routing", 2022.
+        """
         shape = tf.shape(x)
         gates, token = tf.math.top_k(tf.transpose(chances, [0, 2, 1]), capacity)
         group = tf.broadcast_to(tf.range(shape[0])[:, None, None], tf.shape(token))
@@ -201,11 +204,11 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         self.add_loss(self.balance_weight * self.experts * tf.reduce_mean(uneven))
 
     def compute_output_shape(self, shape: Any) -> Any:
-        """That of the inputs."""
+        """Returns the shape of the inputs."""
         return shape
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments."""
+        """Returns the arguments."""
         names = (
             "experts hidden top_k capacity_factor choose groups shared balance_weight balance z_weight noise".split()
         )

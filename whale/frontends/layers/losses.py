@@ -1,4 +1,4 @@
-"""Losses over classes that ``wh.split`` divides, and how often the right class is among the first.
+"""Computes losses over classes that ``wh.split`` divides, and how often the right class is among the first.
 
 All of them are plain TensorFlow. Called under ``with wh.split():`` they bring neither logits nor weights together: what
 moves are features, labels, and some numbers for each row.
@@ -21,7 +21,7 @@ def arcface(
     features: tf.Tensor, weights: Any, labels: tf.Tensor,
     margin: float = 0.5, scale: float = 64.0, label_smoothing: float = 0.0,
 ) -> tf.Tensor:  # fmt: skip
-    """The additive angular margin loss of each row (Deng et al., "ArcFace", 2019).
+    """Returns the additive angular margin loss of each row (Deng et al., "ArcFace", 2019).
 
     Args:
       features: [rows, width]; weights: [width, classes]; both are normalised here.
@@ -34,7 +34,7 @@ def cosface(
     features: tf.Tensor, weights: Any, labels: tf.Tensor,
     margin: float = 0.35, scale: float = 64.0, label_smoothing: float = 0.0,
 ) -> tf.Tensor:  # fmt: skip
-    """The additive cosine margin loss of each row (Wang et al., "CosFace", 2018); arguments as of ``arcface``."""
+    """Returns the additive cosine margin loss of each row (Wang et al., "CosFace", 2018), arguments as ``arcface``."""
     return _with_margin(features, weights, labels, lambda near: near - margin, scale, label_smoothing)
 
 
@@ -42,7 +42,7 @@ def curricularface(
     features: tf.Tensor, weights: Any, labels: tf.Tensor, average: tf.Variable,
     margin: float = 0.5, scale: float = 64.0, momentum: float = 0.99,
 ) -> tf.Tensor:  # fmt: skip
-    """The loss of each row with harder negatives as training goes on (Huang et al., "CurricularFace", 2020).
+    """Returns the loss of each row with harder negatives as training goes on (Huang et al., "CurricularFace", 2020).
 
     Args:
       average: a scalar variable that begins with 0, not trainable: the moving average of how near rows are to their
@@ -63,7 +63,7 @@ def partial_fc(
     features: tf.Tensor, weights: Any, labels: tf.Tensor, sample: int, seed: Any,
     margin: float = 0.5, scale: float = 64.0, blocks: int = 8,
 ) -> tf.Tensor:  # fmt: skip
-    """The loss of each row over some of the classes: those of the batch, and others drawn anew in each step.
+    """Returns the loss of each row over some of the classes: those of the batch, and others drawn anew in each step.
 
     An and others, "Partial FC", 2021. Classes are drawn in blocks, as many of each, so that every rank draws among its
     own and what is drawn depends on the seed alone, not on the ranks.
@@ -106,7 +106,7 @@ def partial_fc(
 
 
 def top_k_accuracy(logits: tf.Tensor, labels: tf.Tensor, k: int = 5) -> tf.Tensor:
-    """1 for each row whose class is among the ``k`` largest logits, else 0; as ``tf.math.in_top_k``, but by counting.
+    """Returns 1 for each row whose class is among the ``k`` largest logits, else 0 (``tf.math.in_top_k`` by counting).
 
     Args:
       logits: [rows, classes]; labels: [rows].
@@ -130,7 +130,7 @@ def _with_margin(
 
 
 def _cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
-    """How near rows are to classes. Norms divide what the product makes: normalised weights would be as large again."""
+    """Returns the cosines of rows and classes. Norms divide the product: normalised weights would be as large again."""
     table = tf.convert_to_tensor(weights)
     norm = tf.maximum(_squares(table), 1e-12)
     return tf.nn.l2_normalize(features, -1) @ table * tf.math.rsqrt(norm)
@@ -138,18 +138,18 @@ def _cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
 
 @tf.custom_gradient
 def _squares(table: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """The sum of squares of each column; its slope is one tensor of the table's size, where TensorFlow's is three."""
+    """Returns the sum of squares of each column; its gradient makes one tensor of the table's size, not three."""
     return tf.reduce_sum(tf.square(table), 0), lambda slope: 2.0 * slope * table
 
 
 def _places(labels: tf.Tensor) -> tf.Tensor:
-    """Where the labels' logits are: [rows, 2]."""
+    """Returns where the labels' logits are: [rows, 2]."""
     labels = tf.cast(labels, tf.int32)
     return tf.stack([tf.range(tf.shape(labels)[0]), labels], -1)
 
 
 def _angular(margin: float) -> Margin:
-    """cos(angle + margin), and on from where that would rise again in a straight line."""
+    """Returns a function of cosines: cos(angle + margin), continued in a straight line where that would rise again."""
     cosine, sine, turn = math.cos(margin), math.sin(margin), math.cos(math.pi - margin)
 
     def moved(near: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Optimizers of tables: what a step costs is what it touches.
+"""Implements optimizers of tables, whose steps cost what they touch.
 
 A Keras optimizer with moments changes every row of a table in every step, also those whose id no example has: their
 moments fade. ``lazy`` leaves rows without a gradient alone. That is another method than the optimizer's own (but for
@@ -19,7 +19,7 @@ from whale.runtime.variables.in_files import folder_of, keep_in_files
 
 
 class _Rows:
-    """Some rows of a variable, as a Keras optimizer reads and assigns one."""
+    """Some rows of a variable, with the interface by which a Keras optimizer reads and assigns a variable."""
 
     def __init__(self, variable: Any, ids: tf.Tensor) -> None:
         self.variable = tensor_of(variable)
@@ -32,19 +32,19 @@ class _Rows:
         return self.now if dtype is None else tf.cast(self.now, dtype)
 
     def begin_anew(self, fresh: tf.Tensor, first: float) -> None:
-        """Rows of ids that are new to their slots are as those of a new variable."""
+        """Resets rows of ids that are new to their slots to the first value of a new variable."""
         for _ in self.now.shape[1:]:
             fresh = tf.expand_dims(fresh, -1)
         self.now = tf.where(fresh, tf.constant(first, self.now.dtype), self.now)
 
     def write(self) -> None:
-        """Brings what was assigned into the variable."""
+        """Writes what was assigned into the variable."""
         if self.now is not self.read:
             write(self.variable, self.ids, self.now)
 
 
 class _OnRows:
-    """An optimizer as its own ``update_step`` sees it, of which a variable and its state are some rows.
+    """An optimizer as its own ``update_step`` sees it, with a variable and its state replaced by some of their rows.
 
     State has the variable's shape, or its number of rows; what has neither is the optimizer's own. Of a dynamic table
     (``wh.layers.Embedding``) state of slots that have a new id is as at first.
@@ -74,7 +74,7 @@ class _OnRows:
         return value
 
     def rows_of(self, variable: Any) -> _Rows:
-        """The rows of a variable, read once."""
+        """Returns the rows of a variable, read once."""
         if id(variable) not in self._seen:
             self._seen[id(variable)] = _Rows(variable, self._ids)
         return self._seen[id(variable)]
@@ -87,28 +87,28 @@ class _OnRows:
         return self._index
 
     def assign(self, variable: Any, value: Any) -> None:
-        """Rows are given a value; what has no rows is assigned as ever."""
+        """Assigns to rows; what has no rows is assigned as ever."""
         if isinstance(variable, _Rows):
             variable.now = tf.cast(value, variable.now.dtype)
         else:
             self._of.assign(variable, value)
 
     def assign_add(self, variable: Any, value: Any) -> None:
-        """The same of a sum."""
+        """Adds to rows; what has no rows is assigned as ever."""
         if isinstance(variable, _Rows):
             variable.now += tf.cast(value, variable.now.dtype)
         else:
             self._of.assign_add(variable, value)
 
     def assign_sub(self, variable: Any, value: Any) -> None:
-        """The same of a difference."""
+        """Subtracts from rows; what has no rows is assigned as ever."""
         if isinstance(variable, _Rows):
             variable.now -= tf.cast(value, variable.now.dtype)
         else:
             self._of.assign_sub(variable, value)
 
     def write(self) -> None:
-        """Brings all rows that were assigned into their variables."""
+        """Writes all rows that were assigned into their variables."""
         for rows in self._seen.values():
             rows.write()
         if self._fresh is not None:
@@ -116,12 +116,12 @@ class _OnRows:
 
 
 def _fresh_of(variable: Any) -> Any:
-    """Which slots of a dynamic table have a new id since they were last trained; None: it is not dynamic."""
+    """Returns which slots of a dynamic table have a new id since they were last trained; None: it is not dynamic."""
     return getattr(tensor_of(variable), "_whale_fresh", None)
 
 
 def _first_state(optimizer: Any) -> dict[str, float]:
-    """What each kind of an optimizer's state has at first: that of an equal one, of which nobody has asked a step."""
+    """Returns the first value of each kind of an optimizer's state, from an equal optimizer that has taken no step."""
     with tf.init_scope():
         like = type(optimizer).from_config(optimizer.get_config())
         type(optimizer).build(like, [tf.Variable([[0.0]])])
@@ -142,11 +142,11 @@ def _require_keras_3(kind: type) -> None:
 
 
 def lazy(optimizer: Any) -> Any:
-    """The optimizer (a Keras 3 one), which from now on changes the rows only that have a gradient.
+    """Makes a Keras 3 optimizer change only the rows that have a gradient, and returns it.
 
-    Of a variable whose gradient has rows (``tf.IndexedSlices``: embeddings), rows of one id are added up, and the
-    optimizer's own step is taken with these rows of the variable and of its moments. All else is as ever. Call it again
-    for an optimizer that was loaded.
+    For a variable whose gradient has rows (``tf.IndexedSlices``: embeddings), the gradient's rows of one id are added
+    up, and the optimizer's own step is taken with these rows of the variable and of its moments. Other variables are
+    updated as ever. Call it again for an optimizer that was loaded.
 
     Raises:
       ProgramError: the optimizer is none of Keras 3, or does something to whole variables in each step.
@@ -193,7 +193,7 @@ def lazy(optimizer: Any) -> Any:
 
 
 class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
-    """Adagrad with one sum of squares for each row (of the mean over the row's elements), lazily.
+    """The Adagrad optimizer with one sum of squares for each row (of the mean over the row's elements), lazy.
 
     For embeddings the state is as small as a column. Gupta et al., "Training recommender models with row-wise
     AdaGrad", as in FBGEMM and TorchRec.
@@ -240,5 +240,5 @@ class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
         self.assign_sub(variable, rate * gradient / (roots + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
-        """What makes an equal one."""
+        """Returns the arguments of an equal optimizer."""
         return {**super().get_config(), "initial": self.initial, "epsilon": self.epsilon}

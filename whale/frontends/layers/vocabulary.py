@@ -1,4 +1,4 @@
-"""Which slot of a table any id has: new ids are admitted, and those that were used least make room for them.
+"""Assigns ids to slots of a table: new ids are admitted, and those that were used least make room for them.
 
 Slots are in buckets of ``WAYS``, as in HierarchicalKV (NVIDIA): an id belongs to the bucket that its hash says, and has
 one of its slots. So what a step does is a few gathers and scatters of plain variables, for the batch's ids alone, and
@@ -25,11 +25,11 @@ EVICTS = ("lru", "lfu")
 
 
 class Placed(NamedTuple):
-    """What became of a batch's ids.
+    """The slots of a batch's ids.
 
     Attributes:
-      slots: of each id, int32 or int64 as ids [n].
-      new, new_ids: slots that were given to ids in this step [m], and to which.
+      slots: the slot of each id [n], int32 or int64 as the ids.
+      new, new_ids: the slots that were given to ids in this step [m], and these ids.
     """
 
     slots: tf.Tensor
@@ -38,7 +38,7 @@ class Placed(NamedTuple):
 
 
 class Vocabulary:
-    """Slots 0 to ``slots`` - 1 and the ids that have them; slot ``slots`` is of ids without one.
+    """The slots 0 to ``slots`` - 1 and the ids that have them; slot ``slots`` is of ids without one.
 
     Args:
       add: makes a variable of a name, a size, a type and a first value.
@@ -56,7 +56,7 @@ class Vocabulary:
         self.clock = add("clock", (), "int64", 0)
 
     def found(self, ids: tf.Tensor) -> tf.Tensor:
-        """The slots of ids [n], int64; of those that have none, the last one. Changes nothing."""
+        """Returns the slots of ids [n], int64; for those that have none, the last one. Changes nothing."""
         at = self._bucket(ids)
         hit = self._hits(ids, at)
         return self._chosen(tf.reduce_any(hit, 1), at, tf.argmax(hit, 1))
@@ -76,7 +76,7 @@ class Vocabulary:
         hit = self._hits(once, at)
         known = tf.reduce_any(hit, 1)
         missing = ~known & _is_id(once)
-        # Where others of the batch are in the same bucket: which slots these have, and who of the new ones comes first.
+        # Other ids of the batch may be in the same bucket: find the slots these have, and the order of the new ones.
         buckets, bucket = tf.unique(at[:, 0])
         count = tf.size(buckets)
         busy = tf.gather(tf.math.unsorted_segment_max(tf.cast(hit, tf.int32), bucket, count), bucket) > 0
@@ -100,7 +100,7 @@ class Vocabulary:
         return Placed(tf.gather(slots, back), new, new_ids)
 
     def _bucket(self, ids: tf.Tensor) -> tf.Tensor:
-        """The slots of each id's bucket, [n, ways]."""
+        """Returns the slots of each id's bucket, [n, ways]."""
         first = tf.math.floormod(hashed(ids), tf.constant(self.buckets, tf.int64)) * self.ways
         return first[:, None] + tf.range(self.ways, dtype=tf.int64)
 
@@ -112,7 +112,7 @@ class Vocabulary:
 
 
 def drawn(ids: tf.Tensor, width: int, low: float, high: float, dtype: Any) -> tf.Tensor:
-    """First rows [n, width] of ids [n]: evenly from ``low`` to ``high``, the same whenever an id is admitted."""
+    """Draws first rows [n, width] of ids [n]: evenly from ``low`` to ``high``, the same whenever an id is admitted."""
     columns = tf.constant(np.arange(1, width + 1, dtype=np.int64))
     bits = hashed(hashed(ids)[:, None] + columns * _signed(0x9E3779B97F4A7C15))
     even = tf.cast(_shifted(bits, 11), tf.float64) * 2.0**-53
@@ -120,14 +120,14 @@ def drawn(ids: tf.Tensor, width: int, low: float, high: float, dtype: Any) -> tf
 
 
 def hashed(ids: tf.Tensor) -> tf.Tensor:
-    """int64 numbers whose bits depend on all bits of the ids: the last steps of splitmix64 (Steele et al., 2014)."""
+    """Returns int64 hashes that depend on all bits of the ids: the last steps of splitmix64 (Steele et al., 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         ids = tf.bitwise.bitwise_xor(ids, _shifted(ids, shift)) * _signed(factor)
     return tf.bitwise.bitwise_xor(ids, _shifted(ids, 31))
 
 
 def tensor_of(variable: Any) -> Any:
-    """The TensorFlow variable of a Keras one, which rows are read of and written to."""
+    """Returns the TensorFlow variable of a Keras one, from and to which rows are read and written."""
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
@@ -141,7 +141,7 @@ def _is_id(ids: tf.Tensor) -> tf.Tensor:
 
 
 def _places(groups: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """Of each member of a group, how many members of it come before."""
+    """Counts, for each member of a group, the members of the group that come before it."""
     order = tf.argsort(groups, stable=True)
     sizes = tf.math.unsorted_segment_sum(tf.ones_like(groups), groups, count)
     places = tf.range(tf.size(groups)) - tf.gather(tf.cumsum(sizes, exclusive=True), tf.gather(groups, order))
@@ -149,7 +149,7 @@ def _places(groups: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
 
 
 def _shifted(numbers: tf.Tensor, by: int) -> tf.Tensor:
-    """To the right, zeros coming in."""
+    """Shifts to the right, with zeros coming in."""
     kept = tf.constant((1 << (64 - by)) - 1, tf.int64)
     return tf.bitwise.bitwise_and(tf.bitwise.right_shift(numbers, tf.constant(by, tf.int64)), kept)
 

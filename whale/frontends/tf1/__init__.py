@@ -1,1 +1,1 @@
-"""TensorFlow 1 as it is: sessions, Saver, summaries, Supervisor and Estimators of a script, over the ranks of a run."""
+"""Runs TensorFlow 1 scripts unchanged over the ranks: sessions, Saver, summaries, Supervisor and Estimators."""

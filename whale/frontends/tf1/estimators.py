@@ -1,4 +1,4 @@
-"""``tf.estimator`` (TensorFlow up to 2.15), whose sessions are Whale's; left are whose place it has, and exports."""
+"""Adapts ``tf.estimator`` (TensorFlow up to 2.15), whose sessions are Whale's, in its configuration and its exports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STRATEGIES = ("train_distribute", "eval_distribute", "experimental_distribute")
 
 
 def change(training: ModuleType) -> None:
-    """Changes Estimators, of which this is the last module to be loaded."""
+    """Patches Estimators; ``training`` is the last of their modules to be loaded."""
     estimator, exporter = training.estimator_lib, training.exporter_lib
     if hasattr(estimator, "_whale_changed"):
         return
@@ -33,7 +33,7 @@ def change(training: ModuleType) -> None:
 
 
 def _run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """A configuration of one machine, as which the ranks appear together."""
+    """Replaces RunConfig's constructor: the ranks appear as one machine."""
     context = taken()
     if context is None:
         original(config, *args, **kwargs)
@@ -75,7 +75,7 @@ def _broadcast(data: bytes | None, context: Context) -> bytes:
 
 
 def _by_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """The first rank exports what a checkpoint holds, in a session of its own, and tells the others where."""
+    """Replaces exports: the first rank exports a checkpoint in a session of its own, and tells the others where."""
     context = taken()
     if context is None:
         return original(*args, **kwargs)

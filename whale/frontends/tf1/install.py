@@ -1,4 +1,4 @@
-"""Has TensorFlow 1's sessions, and what writes files beside them, be Whale's while a run goes on."""
+"""Replaces TensorFlow 1's sessions, and what writes files beside them, by Whale's while a run goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``wh.MonitoredTrainingSession``: TensorFlow's own, with its hooks and Scaffold, around a ``wh.Session``."""
+"""Implements ``wh.MonitoredTrainingSession``: TensorFlow's, with its hooks and Scaffold, around a ``wh.Session``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whale.runtime.run.context import current
 
 
 def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
-    """Takes the place of tf.compat.v1.train.MonitoredTrainingSession, with the same arguments; every rank makes it.
+    """Replaces tf.compat.v1.train.MonitoredTrainingSession, with the same arguments; every rank makes one.
 
     Every rank has the hooks, and they make the same runs everywhere. What a hook of TensorFlow does after some seconds,
     it does when the first rank's clock says so. After ``wh.init`` TensorFlow's own function does the same.

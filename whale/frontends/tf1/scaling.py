@@ -1,4 +1,4 @@
-"""Gradients of graphs of version 1 are those of scaled losses, while a run computes in float16."""
+"""Takes gradients of version 1 graphs of scaled losses, while a run computes in float16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.runtime.run.loss_scale import fed_scale_of
 
 
 def change() -> None:
-    """Has ``tf.gradients``, and a tape's, scale losses and unscale gradients during such a run."""
+    """Patches ``tf.gradients``, and a tape's, to scale losses and unscale gradients during such a run."""
     replace_method(tf.GradientTape, "gradient", _of_tape)
     replace_method(gradients_util, "_GradientsHelper", _of_graph)
 

@@ -1,4 +1,4 @@
-"""``tf.compat.v1.Session`` and its kinds, which are Whale's while a run goes on, under all of their names.
+"""Makes ``tf.compat.v1.Session`` and its kinds Whale's while a run goes on, under all of their names.
 
 Not the names are replaced, but what their calls make: TensorFlow's own modules, and those that have imported the
 classes before, get Whale's sessions too, and a session of Whale, which inherits from them, is what it says it is.
@@ -16,7 +16,7 @@ from whale.frontends.tf1.taking import replace_function, replace_method, taken
 
 
 def change() -> None:
-    """Has the classes make Whale's sessions during a run."""
+    """Patches the classes to make Whale's sessions during a run."""
     for kind in (session.Session, session.InteractiveSession):
         kind.__new__ = staticmethod(_new)
     replace_function(tf.compat.v1.train.MonitoredTrainingSession, _monitored)
@@ -33,7 +33,7 @@ def _new(kind: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _monitored(original: Any, master: str = "", is_chief: bool = True, *args: Any, **kwargs: Any) -> Any:
-    """Every rank is a chief, so that all have the same hooks and make the same runs."""
+    """Makes every rank a chief, so that all have the same hooks and make the same runs."""
     return original(master, is_chief or taken() is not None, *args, **kwargs)
 
 

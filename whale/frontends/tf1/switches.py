@@ -1,4 +1,4 @@
-"""TensorFlow 1's variables and control flow have a form that can be distributed; a run turns it on, and says so."""
+"""Turns on, during a run, the forms of TensorFlow 1's variables and control flow that can be distributed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SWITCHES = {
 
 
 def change() -> None:
-    """Has ``disable_v2_behavior`` during a run leave both as they are."""
+    """Patches ``disable_v2_behavior`` to leave both as they are during a run."""
     for _, name, _ in _SWITCHES.values():
         replace_function(getattr(tf.compat.v1, name), _kept)
 
@@ -27,7 +27,7 @@ def _kept(original: Callable[[], None]) -> None:
 
 
 def turn_on() -> None:
-    """Turns on what is off, until the end of the run."""
+    """Turns on what is off, until the end of the run, and logs it."""
     context = taken()
     if context is None:
         return

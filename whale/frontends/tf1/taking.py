@@ -1,4 +1,4 @@
-"""Whether what a script makes of TensorFlow 1 is Whale's at the moment, and how TensorFlow's own methods ask that."""
+"""Decides whether what a script makes of TensorFlow 1 is Whale's at the moment, for patched methods to ask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _asked: contextvars.ContextVar[bool | None] = contextvars.ContextVar("asked", de
 
 
 def taken() -> Context | None:
-    """The context of the run over which sessions are spread; None: TensorFlow does what it always does.
+    """Returns the context of the run over which sessions are spread; None: TensorFlow does what it always does.
 
     A run of one rank is left alone as well, unless it is configured or measured.
     """
@@ -33,14 +33,14 @@ def taken() -> Context | None:
 
 
 def follows() -> Context | None:
-    """The context of a run in which this rank is not the one that writes files; None: it writes."""
+    """Returns the context of a run in which this rank is not the one that writes files; None: it writes."""
     context = taken()
     return context if context is not None and context.between_processes and context.rank > 0 else None
 
 
 @contextmanager
 def left_alone() -> Iterator[None]:
-    """Inside, this rank does everything by itself: sessions are TensorFlow's own, and files are written."""
+    """Leaves this rank to itself inside: sessions are TensorFlow's own, and files are written."""
     token = _asked.set(False)
     try:
         yield
@@ -50,7 +50,7 @@ def left_alone() -> Iterator[None]:
 
 @contextmanager
 def always() -> Iterator[None]:
-    """Inside, sessions are Whale's in any run."""
+    """Makes sessions Whale's inside, in any run."""
     token = _asked.set(True)
     try:
         yield
@@ -59,7 +59,7 @@ def always() -> Iterator[None]:
 
 
 def replace_method(kind: Any, name: str, new: Callable[..., Any]) -> None:
-    """``new(original, ...)`` answers where ``kind.name(...)`` is called, of a class or a module."""
+    """Replaces a method of a class or a module: ``new(original, ...)`` runs where ``kind.name(...)`` is called."""
     original = getattr(kind, name)
     setattr(kind, name, functools.wraps(original)(functools.partial(new, original)))
     if isinstance(kind, type):  # a partial is no method
@@ -73,7 +73,7 @@ def replace_method(kind: Any, name: str, new: Callable[..., Any]) -> None:
 
 
 def replace_function(original: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """``new(original, ...)`` answers for a function under every name by which a module knows it, the script's too."""
+    """Replaces a function by ``new(original, ...)`` under every name by which a module knows it, the script's too."""
 
     @functools.wraps(original)
     def answering(*args: Any, **kwargs: Any) -> Any:

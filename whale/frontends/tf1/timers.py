@@ -1,4 +1,4 @@
-"""What TensorFlow does after some seconds: by the first rank's clock, and between the same runs on all ranks."""
+"""Makes what TensorFlow does after some seconds follow the first rank's clock, between the same runs on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.runtime.run.context import Context
 
 
 def change() -> None:
-    """Has hooks' timers and a supervisor's threads follow the first rank."""
+    """Patches hooks' timers and a supervisor's threads to follow the first rank."""
     replace_method(basic_session_run_hooks.SecondOrStepTimer, "should_trigger_for_step", _triggers)
     replace_method(coordinator.LooperThread, "start", _start)
 
@@ -37,7 +37,7 @@ def _first_ranks(mine: bool, context: Context) -> bool:
 
 
 def _start(original: Any, thread: Any) -> None:
-    """Takes the place of starting a thread that acts every few seconds: it acts between the session's runs.
+    """Replaces the start of a thread that acts every few seconds: it acts between the session's runs.
 
     Threads of several ranks would make their runs in different orders.
     """

@@ -1,4 +1,4 @@
-"""Files that a script of TensorFlow 1 writes in Python, beside its sessions' runs: the first rank writes them."""
+"""Lets only the first rank write the files that a script of TensorFlow 1 writes in Python, beside its runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _saving: contextvars.ContextVar[bool] = contextvars.ContextVar("saving", default
 
 
 def change() -> None:
-    """Has one rank write."""
+    """Patches what writes files to write on one rank."""
     replace_method(saver.Saver, "save", _save)
     replace_method(saver.Saver, "export_meta_graph", _export_meta_graph)
     for name in ("update_checkpoint_state_internal", "_delete_file_if_exists"):
@@ -30,7 +30,7 @@ def change() -> None:
 
 
 def _save(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Saver.save``: nobody goes on before the first rank has written all that belongs to the checkpoint."""
+    """Replaces ``Saver.save``: no rank goes on before the first has written all that belongs to the checkpoint."""
     context = taken()
     token = _saving.set(True)
     try:
@@ -57,7 +57,7 @@ def _write_graph(original: Any, graph: Any, logdir: Any, name: Any, *args: Any, 
 
 
 class _Nowhere:
-    """Takes events and writes none."""
+    """A writer that takes events and writes none."""
 
     def __init__(self, logdir: Any) -> None:
         self._logdir = str(logdir)
@@ -79,7 +79,7 @@ class _Nowhere:
 
 
 def _file_writer(original: Any, writer: Any, logdir: Any, *args: Any, **kwargs: Any) -> None:
-    """``FileWriter(...)``: the first rank's, since what sessions return is global, and equal on all ranks."""
+    """Replaces ``FileWriter(...)``: only the first rank writes, since what sessions return is equal on all ranks."""
     context = follows()
     if taken() is not None:
         kwargs.pop("session", None)  # its operations would write in runs that all ranks make

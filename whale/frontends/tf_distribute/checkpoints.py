@@ -1,4 +1,4 @@
-"""``tf.train.Checkpoint`` in scripts for strategies: all ranks save, and one writes what would be one file."""
+"""Makes ``tf.train.Checkpoint`` in scripts for strategies write once: all ranks save, and one writes the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whale.runtime.run.context import Context, running
 
 
 def install() -> None:
-    """Has checkpoints be written once. They are written as TensorFlow does while no run goes on."""
+    """Patches checkpoints to be written once; while no run goes on they are written as TensorFlow does."""
     kind = tf.train.Checkpoint
     if hasattr(kind._write, "_whale_original"):
         return

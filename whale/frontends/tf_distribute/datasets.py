@@ -1,4 +1,4 @@
-"""Datasets of global batches, of which each rank reads its rows, as a strategy gives them to a script."""
+"""Gives scripts for strategies datasets of global batches, of which each rank reads its rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.runtime.run.context import Context
 
 
 class DistributedDataset(ShardedDataset):
-    """What ``wh.shard`` makes of a dataset, for loops as scripts for strategies write them.
+    """A dataset as ``wh.shard`` makes it, for loops as scripts for strategies write them.
 
     Raises:
       ProgramError: it is no tf.data.Dataset.
@@ -50,14 +50,14 @@ class DistributedIterator:
         return next(self._batches)
 
     def get_next(self) -> Any:
-        """The next batch; tf.errors.OutOfRangeError at the end."""
+        """Returns the next batch; raises tf.errors.OutOfRangeError at the end."""
         try:
             return next(self)
         except StopIteration:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
 
     def get_next_as_optional(self) -> Any:
-        """Refused: what a graph asks an optional for, Python says by StopIteration."""
+        """Refuses: what a graph asks an optional for, Python says by StopIteration."""
         raise ProgramError(
             "batches are taken in Python",
             given="get_next_as_optional()",

@@ -1,4 +1,4 @@
-"""A ``tf.function`` whose body calls ``strategy.run`` is a step of all ranks.
+"""Turns a ``tf.function`` whose body calls ``strategy.run`` into a step of all ranks.
 
 TensorFlow's functions are asked for that when they are called for the first time: while one is traced, ``strategy.run``
 ends the trace, and the function becomes a ``wh.function``. One that takes batches out of a distributed dataset itself
@@ -25,15 +25,15 @@ _STEP, _MODE = "_whale_step", "_whale_mode"
 
 
 class _End(BaseException):
-    """Ends a trace; AutoGraph and scripts catch nothing that is no Exception."""
+    """A signal that ends a trace; AutoGraph and scripts catch nothing that is no Exception."""
 
 
 class _IsStep(_End):
-    """The function calls ``strategy.run``."""
+    """The signal that the function calls ``strategy.run``."""
 
 
 class _TakesBatches(_End):
-    """The function takes batches out of a distributed dataset."""
+    """The signal that the function takes batches out of a distributed dataset."""
 
 
 # Whether the graph that is built is of a tf.function whose call can still be carried out in another way.
@@ -41,7 +41,7 @@ _open: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_strategy_ope
 
 
 def install() -> None:
-    """Has tf.functions be asked, now and later. They run as TensorFlow's own while no run goes on."""
+    """Patches the call of tf.functions, present and later ones. They run as TensorFlow's own while no run goes on."""
     kind = polymorphic_function.Function
     if hasattr(kind.__call__, "_whale_original"):
         return
@@ -87,7 +87,7 @@ def _become(fn: Any, mode: str) -> str:
 
 
 def inside_a_step() -> bool:
-    """Whether what is called now is part of a step already, or else has to become one.
+    """Tells whether what is called now is part of a step already, or else has to become one.
 
     Ends the trace where a tf.function has to become a step first.
     """
@@ -99,7 +99,7 @@ def inside_a_step() -> bool:
 
 
 def taken_from(what: str) -> None:
-    """A batch is about to be taken out of ``what``: not by a graph, which would take it once and for all."""
+    """Refuses to take a batch out of ``what`` in a graph, which would take it once and for all."""
     if not tf.executing_eagerly():
         _end(_TakesBatches, what, "loop over the batches in Python, and pass each to the step")
 
@@ -122,7 +122,7 @@ class Steps:
         self._found: dict[Any, Function] = {}
 
     def of(self, fn: Callable[..., Any]) -> Any:
-        """The step of a function; of a nested one that is defined anew for each call, the same while it means the same.
+        """Returns a function's step; a nested one, defined anew for each call, keeps its step while it means the same.
 
         Raises:
           ProgramError: it holds a tensor of the function around it, whose value would be the first one's for ever.

@@ -1,4 +1,4 @@
-"""``wh.Strategy``: tf.distribute's interface for a program of one device, which all ranks run together."""
+"""Implements ``wh.Strategy``: tf.distribute's interface for a program of one device, which all ranks run together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REDUCTIONS = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}
 
 
 class Strategy:
-    """Takes the place of ``tf.distribute.MirroredStrategy`` and ``MultiWorkerMirroredStrategy`` in a script.
+    """A stand-in for ``tf.distribute.MirroredStrategy`` and ``MultiWorkerMirroredStrategy`` in a script.
 
     There is one replica: the program sees global batches and global values, as on one device, and the ranks compute it
     together. What ``run`` is given is a step as by ``wh.function``; a ``tf.function`` around it is the step itself.
@@ -76,17 +76,17 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """1: a step is the global one, and so are its batch and its loss."""
+        """Returns 1: a step is the global one, and so are its batch and its loss."""
         return 1
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Where models and variables are made. TensorFlow sees no strategy in it: the ranks run one program anyway."""
+        """Opens the scope for models and variables, in which TensorFlow sees no strategy: all ranks run one program."""
         _context("strategy.scope()")
         yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, options: Any = None) -> Any:
-        """What one device computes by ``fn(*args, **kwargs)``, computed by all ranks.
+        """Computes ``fn(*args, **kwargs)`` on all ranks together, and returns what one device would.
 
         Args:
           fn: the step; tensors that change from call to call are arguments.
@@ -102,7 +102,7 @@ class Strategy:
         return self._steps.of(fn)(*args, **kwargs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
-        """``value``, which is that of all replicas already; along ``axis`` its sum or mean.
+        """Returns ``value``, which is that of all replicas already; with ``axis`` its sum or mean along it.
 
         Raises:
           ProgramError: another reduction than SUM or MEAN.
@@ -120,21 +120,21 @@ class Strategy:
         return tf.nest.map_structure(lambda tensor: _REDUCTIONS[name](tensor, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """``value``, which is whole on every rank already."""
+        """Returns ``value``, which is whole on every rank already."""
         return tf.nest.map_structure(tf.convert_to_tensor, value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The one value that there is of the one replica."""
+        """Returns a tuple of the one replica's one value."""
         return (value,)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> DistributedDataset:
-        """A dataset of global batches, of which each rank reads its rows; see ``wh.shard``."""
+        """Returns a dataset of global batches, of which each rank reads its rows; see ``wh.shard``."""
         return DistributedDataset(dataset, _context("strategy.experimental_distribute_dataset()"))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], Any], options: Any = None
     ) -> DistributedDataset:
-        """What ``dataset_fn`` makes for one pipeline of one replica, of which each rank reads its rows."""
+        """Returns what ``dataset_fn`` makes for one pipeline of one replica, of which each rank reads its rows."""
         context = _context("strategy.distribute_datasets_from_function()")
         one = tf.distribute.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)
         return DistributedDataset(dataset_fn(one), context)
@@ -142,7 +142,7 @@ class Strategy:
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        """What ``value_fn`` makes for the one replica."""
+        """Returns what ``value_fn`` makes for the one replica."""
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
 
     def __getattr__(self, name: str) -> Any:
@@ -152,7 +152,7 @@ class Strategy:
 
 
 class Extended:
-    """What scripts use of ``strategy.extended``."""
+    """The parts of ``strategy.extended`` that scripts use."""
 
     experimental_require_static_shapes = True
     should_checkpoint = should_save_summary = True
@@ -162,7 +162,7 @@ class Extended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The one device of the program."""
+        """Returns the one device of the program."""
         return ("/device:GPU:0" if tf.config.list_logical_devices("GPU") else "/device:CPU:0",)
 
     parameter_devices = worker_devices
@@ -171,29 +171,29 @@ class Extended:
         return current("strategy.extended").between_processes
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """As ``run``."""
+        """Runs a function as ``run`` does."""
         return self._strategy.run(fn, args, kwargs)
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
-        """``value``, which is that of all replicas already."""
+        """Returns ``value``, which is that of all replicas already."""
         return self._strategy.reduce(reduce_op, value)
 
     def batch_reduce_to(self, reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any = None) -> list[Any]:
-        """As ``reduce_to``, for each value with its destination."""
+        """Reduces each value as ``reduce_to`` does; its destination changes nothing."""
         return [self._strategy.reduce(reduce_op, value) for value, _ in pairs]
 
     def update(
         self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
     ) -> Any:
-        """``fn`` of the variable, which is one for all replicas."""
+        """Calls ``fn`` with the variable, which is one for all replicas."""
         return fn(var, *args, **(kwargs or {}))
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        """Variables are made where they would be anyway."""
+        """Returns an empty scope: variables are made where they would be anyway."""
         return contextlib.nullcontext()
 
     def variable_created_in_scope(self, variable: Any) -> bool:
-        """True: all variables are the program's."""
+        """Returns True: all variables are the program's."""
         return True
 
     def __getattr__(self, name: str) -> Any:

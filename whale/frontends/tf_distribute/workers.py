@@ -1,4 +1,4 @@
-"""What a strategy tells of its workers."""
+"""Implements ``strategy.cluster_resolver``: what a strategy tells of its workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 class Resolver:
-    """What ``strategy.cluster_resolver`` tells of the workers.
+    """The resolver of a strategy, which tells of the workers.
 
     Attributes:
       task_type: "worker", or "chief" where ``TF_CONFIG`` has one and this rank is it.
@@ -27,9 +27,9 @@ class Resolver:
         self.task_id = rank if rank < chiefs else rank - chiefs
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """The workers."""
+        """Returns the workers."""
         return tf.train.ClusterSpec(self._cluster)
 
     def master(self, *_: Any, **__: Any) -> str:
-        """No server listens."""
+        """Returns "": no server listens."""
         return ""

@@ -1,4 +1,4 @@
-"""Arithmetic on elements as text (whale_ops/core/update/program.h): instructions, and places for their results."""
+"""Writes elementwise arithmetic as text (whale_ops/core/update/program.h): instructions, and where results go."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Step = tuple[str, tuple[Value, ...]]
 
 @dataclass
 class Code:
-    """Instructions on values, before these have places: (operation, operands); the result is its number's."""
+    """Instructions on values that have no places yet: (operation, operands); a result has its instruction's number."""
 
     steps: list[Step] = field(default_factory=list)
 
     def add(self, op: str, *operands: Value) -> Value:
-        """The value of one more instruction."""
+        """Adds an instruction and returns its result."""
         self.steps.append((op, operands))
         return Value("=", len(self.steps) - 1)
 
     def sum(self, operands: list[Value]) -> Value:
-        """From left to right, as AddN adds."""
+        """Adds the instructions of a sum from left to right, as AddN adds, and returns the total."""
         total = operands[0]
         for one in operands[1:]:
             total = self.add("Add", total, one)
@@ -42,9 +42,9 @@ class Code:
 
 @lru_cache(maxsize=256)
 def placed(steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Value, ...]) -> tuple[str, ...] | None:
-    """The instructions with places for their results; None where there are too many temporary ones.
+    """Returns the instructions as text, with places for their results; None where there are too many temporary ones.
 
-    Those of ``SUMS`` have places of their own, in their order.
+    Results of ``SUMS`` have places of their own, in their order.
     """
     last: dict[Value, int] = {}
     for i, (_, operands) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Element by element arithmetic in one operation, WhaleElementwise, which goes once over memory where many did."""
+"""Fuses elementwise arithmetic into one operation, WhaleElementwise, which goes once over memory where many did."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's 
 
 
 def fuse_elementwise(program: Program) -> Program:
-    """``program`` of one rank, and its functions, with arithmetic on elements in as few operations as may be."""
+    """Fuses the elementwise arithmetic of one rank's program and its functions into as few operations as may be."""
     return in_other_graphs(program, _fused)
 
 
 def _simpler(program: Program) -> Program:
-    """``program`` with copies in place of reductions over no dimension, and constants that wait for no arithmetic, as
-    there are in gradients that TensorFlow writes."""
+    """Simplifies what gradients that TensorFlow writes contain.
+
+    Reductions over no dimension become copies, and constants no longer wait for arithmetic.
+    """
 
     def simpler(node: Node) -> Node:
         if node.op in _COPYING and (axes := program.const(node.inputs[1])) is not None and not axes.size:
@@ -55,7 +57,10 @@ def _fused(program: Program) -> Program:
 
 
 def _operation(program: Program, group: Group, name: str) -> tuple[Node, list[Ref]] | None:
-    """The operation that computes what a group does, and what its results stand for; None where it is too much."""
+    """Returns the operation that computes what a group does, and the tensors that its results replace.
+
+    None where a group has more operands, results or temporary values than the operation's text can name.
+    """
     whole, nodes = group
     names = {node.name for node in nodes}
     fetched = {ref.node for ref in program.outputs}

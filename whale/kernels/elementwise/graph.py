@@ -1,4 +1,4 @@
-"""Nodes that become one: which belong together, and a program with an operation in their place."""
+"""Fuses nodes of a graph: finds those that belong together, and puts one operation in their place."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ _Place = TypeVar("_Place")
 
 
 def before(node: Node) -> Iterable[str]:
-    """What ``node`` waits for."""
+    """Returns the names of the nodes that ``node`` waits for."""
     return (*[name for name, _ in node.inputs], *node.controls)
 
 
 def joined(
     program: Program, places: Mapping[str, _Place], alike: Callable[[_Place, _Place], bool]
 ) -> Callable[[str], str]:
-    """A function of nodes with a place: equal for those that wait for each other and have places that are alike."""
+    """Returns a function from a node with a place to its group's name.
+
+    Nodes are in one group if one waits for the other and ``alike`` holds for their places.
+    """
     parent = {name: name for name in places}
 
     def top(name: str) -> str:
@@ -36,7 +39,7 @@ def joined(
 
 
 def with_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref, Ref]) -> Program:
-    """``program`` with an operation in place of nodes, where the last of them was.
+    """Replaces nodes by the operations that were made of them, each where the last of its nodes was.
 
     Args:
       made: node that is replaced -> what stands for it.

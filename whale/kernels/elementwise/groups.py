@@ -1,4 +1,4 @@
-"""Which nodes become one operation on elements.
+"""Groups the nodes that become one elementwise operation.
 
 A group's nodes have results of one shape, or are sums of such results, and each reads another one's. No way leads out
 of a group and back into it: nodes have levels, which rise where a way leaves a group, and a group's nodes have one
@@ -23,7 +23,7 @@ _QUIET = READS | UPDATES | RANDOM | {"VarHandleOp", "Placeholder", "WhaleUpdate"
 
 
 class _Place(NamedTuple):
-    """Where a node may be joined with others: equal for those that may.
+    """A key that is equal for nodes that may be joined.
 
     Attributes:
       type: of its result, or of what it sums.
@@ -38,14 +38,14 @@ class _Place(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Nodes in the program's order; ``type``: of what they compute, or sum, element by element."""
+    """Nodes in the program's order; ``type`` is that of what they compute, or sum, element by element."""
 
     type: TensorType
     nodes: list[Node]
 
 
 def find_groups(program: Program) -> list[Group]:
-    """Groups of two nodes and more, or of a sum."""
+    """Returns the groups that have two nodes or more, or a sum."""
     types: dict[str, TensorType] = {}
     sums: set[str] = set()
     for node in program.nodes:
@@ -61,7 +61,7 @@ def find_groups(program: Program) -> list[Group]:
 
 
 def _places(program: Program, types: Mapping[str, TensorType], sums: Collection[str]) -> dict[str, _Place]:
-    """The earliest places."""
+    """Returns the earliest place of each node that may be fused."""
     levels: dict[str, int] = {}
     met: dict[str, int] = {}
     places: dict[str, _Place] = {}
@@ -89,14 +89,14 @@ def _places(program: Program, types: Mapping[str, TensorType], sums: Collection[
 
 
 def _meets(node: Node) -> bool:
-    """Whether others may have to do something before the node ends."""
+    """Tells whether others may have to do something before the node ends."""
     return node.op in EXCHANGES or (node.stateful and node.op not in _QUIET) or any(True for _ in function_refs(node))
 
 
 def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collection[str]) -> None:
-    """Gives a node the place of its readers, if these have one: what it computes is then no tensor any more.
+    """Moves a node to the place of its readers, if they have one in common: its result is then no tensor any more.
 
-    Not one of which as many large operands would be held instead, and more.
+    A node stays where several operands as large as its result would have to be held instead.
     """
     needed = {ref.node for ref in program.outputs}.union(program.effects)
     waited_for = {name for node in program.nodes for name in node.controls}
@@ -114,7 +114,7 @@ def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collecti
 
 
 def _together(program: Program, places: Mapping[str, _Place]) -> list[list[Node]]:
-    """The groups, no larger than the text of an operation can tell; one that would be is cut in the program's order."""
+    """Joins nodes to groups; a group that is too large for an operation's text is cut in the program's order."""
     top = joined(program, places, _Place.__eq__)
     whole: dict[str, list[Node]] = {}
     for node in program.nodes:

@@ -1,4 +1,4 @@
-"""Which nodes are arithmetic on elements, and how each of their operands lies in the result."""
+"""Tells which nodes are elementwise arithmetic, and how each of their operands is broadcast to the result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LEAST_RUN = 16  # elements for which one of a column stands: they are the proce
 
 
 def lies_in(given: TensorType, whole: TensorType) -> str:
-    """How a tensor is repeated in a result: v not at all, s as a scalar, r as a row, c as a column, "" otherwise."""
+    """Returns how a tensor is broadcast: v not at all, s as a scalar, r as a row, c as a column, "" otherwise."""
     if given.shape == whole.shape:
         return "v"
     if given.elements == 1:
@@ -53,7 +53,7 @@ def lies_in(given: TensorType, whole: TensorType) -> str:
 
 
 def elementwise_type(program: Program, node: Node) -> TensorType | None:
-    """The result's type, of a node that is arithmetic on elements and whose operands lie as ``lies_in`` says."""
+    """Returns the result's type of a node that is elementwise arithmetic, whose operands are as ``lies_in`` says."""
     if len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
         return None
     kind = node.outputs[0]
@@ -82,7 +82,7 @@ def elementwise_type(program: Program, node: Node) -> TensorType | None:
 
 
 def _of_contraction(program: Program, node: Node) -> bool:
-    """Whether what ``node`` takes is a contraction's result, with its bias or without.
+    """Tells whether ``node`` takes a contraction's result, with its bias or without.
 
     TensorFlow's own kernels add the bias, and rectify, while they compute it.
     """
@@ -91,7 +91,7 @@ def _of_contraction(program: Program, node: Node) -> bool:
 
 
 def summed(program: Program, node: Node) -> TensorType | None:
-    """The type of what a node sums over all its first sizes, so often that it matters; None: it does no such thing."""
+    """Returns the type of what a node sums over its first dimensions; None: it does not, or too little to matter."""
     if node.op not in _SUMS or len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
         return None
     whole, sum_type = program.type_of(node.inputs[0]), node.outputs[0]
@@ -115,7 +115,7 @@ def summed(program: Program, node: Node) -> TensorType | None:
 
 
 def instructions(node: Node, code: Code, operand: Callable[[Ref], Value]) -> Value:
-    """Adds what ``node`` does to ``code``; its value."""
+    """Adds the instructions of ``node`` to ``code`` and returns its value."""
     if node.op in IDENTITIES or node.op in REPEATS:
         return operand(node.inputs[0])
     if node.op in _SUMS:

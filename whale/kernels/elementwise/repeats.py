@@ -1,4 +1,4 @@
-"""Arithmetic on what a tensor repeats, in place of arithmetic on the repeated tensor."""
+"""Moves arithmetic on a repeated tensor before the repetition, where there are fewer elements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Repeat(NamedTuple):
 
 
 def repeated_last(program: Program) -> Program:
-    """``program`` whose arithmetic on repeated rows or columns, and scalars, comes before these are repeated.
+    """Makes arithmetic on repeated rows or columns, and scalars, come before these are repeated.
 
     The gradient of a mean divides a whole tensor by a number after each of its rows was made the same.
     """
@@ -48,7 +48,7 @@ def _fits(program: Program, node: Node) -> bool:
 
 
 def _common(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repeat | None:
-    """How all operands but scalars are repeated: in one way, which makes the size of the result."""
+    """Returns how all operands but scalars are repeated, if in one way, which makes the size of the result."""
     found = [repeats[ref] for ref in node.inputs if ref in repeats]
     if not found or any((one.given, one.node.outputs) != (found[0].given, node.outputs) for one in found):
         return None

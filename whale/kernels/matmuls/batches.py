@@ -1,4 +1,4 @@
-"""Batches of products that are one product of matrices, in what one rank runs.
+"""Replaces batches of products that have a matrix in common by one product of matrices, in what one rank runs.
 
 Keras' projections (EinsumDense, and with it all of its attentions) multiply a batch of matrices by one: TensorFlow
 computes a product for each of the batch, and for the weight's gradient as many weights, which it adds up.
@@ -17,7 +17,7 @@ _BATCHES = ("BatchMatMul", "BatchMatMulV2")
 
 
 def batches_as_products(program: Program) -> Program:
-    """``program`` of one rank, and its functions, with one product where a batch of them has a matrix in common."""
+    """Replaces batches of products with a common matrix by one product, in one rank's program and its functions."""
     return in_other_graphs(program, _with_products)
 
 
@@ -42,13 +42,13 @@ def _with_products(program: Program) -> Program:
 
 
 def _factors(program: Program, batch: Node) -> list[Factor]:
-    """A batch's operands as matrices of their last dimension."""
+    """Returns a batch's operands as matrices of their last dimension."""
     turned = (bool(batch.attrs.get(key, False)) for key in ("adj_x", "adj_y"))
     return [Factor(ref, program.type_of(ref), turn) for ref, turn in zip(batch.inputs, turned)]
 
 
 def _has_one_matrix(program: Program, node: Node) -> bool:
-    """Whether a batch of matrices is multiplied by the same one each."""
+    """Tells whether each matrix of a batch is multiplied by the same one."""
     if node.op not in _BATCHES:
         return False
     left, right = _factors(program, node)
@@ -58,7 +58,10 @@ def _has_one_matrix(program: Program, node: Node) -> bool:
 
 
 def _summed(program: Program) -> dict[str, Node]:
-    """Sums of all the products of a batch over the rows of each matrix -> the batch, which nothing else reads."""
+    """Finds sums of all the products of a batch over the rows of each matrix; returns each with its batch.
+
+    Nothing else reads such a batch.
+    """
     needed = {*program.effects, *[ref.node for ref in program.outputs]}
     needed.update(name for node in program.nodes for name in node.controls)
     found = {}

@@ -1,4 +1,4 @@
-"""Convolutions as products of matrices, where TensorFlow's kernels take longer on processors, in what one rank runs.
+"""Replaces convolutions by products of matrices, where TensorFlow's kernels take longer on processors.
 
 A convolution of single points (1x1 filters, as in MobileNet's and ResNet's bottlenecks) is the product of the matrices
 [points, channels] and [channels, filters], and so are its gradients; the gradient of any filter is such a product with
@@ -33,7 +33,7 @@ _MANY_WEIGHTS = 1 << 17
 
 
 def convolutions_as_products(program: Program) -> Program:
-    """``program`` of one rank, and its functions, with products of matrices in place of small convolutions."""
+    """Replaces small convolutions of one rank's program, and of its functions, by products of matrices."""
     return in_other_graphs(program, _with_products)
 
 
@@ -51,7 +51,7 @@ def _with_products(program: Program) -> Program:
 
 
 def _factors(program: Program, node: Node) -> list[Factor]:
-    """What a convolution would be the product of; [] where it is none that may become one."""
+    """Returns the operands of the product that a convolution would be; [] where it cannot become one."""
     if node.op not in _PRODUCTS or node.attrs.get("data_format", "NHWC") != "NHWC":
         return []
     found = [Factor(node.inputs[i], program.type_of(node.inputs[i]), turn) for i, turn in zip(*_PRODUCTS[node.op])]
@@ -59,7 +59,7 @@ def _factors(program: Program, node: Node) -> list[Factor]:
 
 
 def _of_small_points(node: Node, factors: list[Factor]) -> bool:
-    """Whether it is a convolution of single points, and small."""
+    """Tells whether the node is a convolution of single points, and small."""
     kernel = node.outputs[0] if node.op == _FILTERS else factors[1].type
     if static_shape(kernel)[:2] != (1, 1) or node.attrs["padding"] not in _PADDINGS:
         return False
@@ -72,7 +72,7 @@ def _of_small_points(node: Node, factors: list[Factor]) -> bool:
 
 
 def _of_few_points(node: Node, factors: list[Factor]) -> bool:
-    """Whether it is the gradient of a filter with many weights for its points."""
+    """Tells whether the node is the gradient of a filter with many weights for its points."""
     if node.op != _FILTERS or node.outputs[0].elements < _MANY_WEIGHTS or factors[1].matrix[0] > _FEW_POINTS:
         return False
     known = node.attrs["padding"] in _PADDINGS and set(node.attrs.get("dilations", (1,))) == {1}
@@ -80,7 +80,7 @@ def _of_few_points(node: Node, factors: list[Factor]) -> bool:
 
 
 def _patches(products: Products, node: Node, image: Factor, gradient: Factor) -> Factor:
-    """What gathers the patches of an image for the gradient of a filter: of each point, in the filter's order."""
+    """Emits the gathering of an image's patches for the gradient of a filter: of each point, in the filter's order."""
     height, width, depth, _ = static_shape(node.outputs[0])
     attrs = {
         "T": DType(image.type.dtype),

@@ -1,4 +1,4 @@
-"""Batches of products of small matrices by a kernel of ours, in what one rank runs.
+"""Replaces batches of products of small matrices by a kernel of Whale's own, in what one rank runs.
 
 An attention multiplies a matrix for each head of each row of the batch. TensorFlow's Einsum moves dimensions about
 until these are batches of whole matrices, as programs do that have no Einsum; and its products of those take no
@@ -44,23 +44,23 @@ class Equation:
     summed: str
 
     def in_order(self, order: Sequence[int]) -> Equation:
-        """With the result's dimensions in another order."""
+        """Returns the equation with the result's dimensions in another order."""
         left, right, out = self.terms
         return replace(self, terms=(left, right, "".join(out[i] for i in order)))
 
     @property
     def is_written(self) -> bool:
-        """Whether the result ends with rows or columns, which the kernel writes side by side."""
+        """Tells whether the result ends with rows or columns, which the kernel writes side by side."""
         return self.terms[2][-1] in self.rows + self.columns
 
     @property
     def is_batch(self) -> bool:
-        """Whether matrices lie whole, one behind the other."""
+        """Tells whether matrices lie whole, one behind the other."""
         left, right, out = (term[:-2] for term in self.terms)
         return left == right == out
 
     def node(self, of: Node) -> Node:
-        """The kernel's in place of a node that makes the result."""
+        """Returns the kernel's node in place of ``of``, which makes the result."""
         left, right, out = self.terms
         turned = out[-1] == self.rows
         attrs = {
@@ -73,9 +73,9 @@ class Equation:
 
 
 def einsums_by_own_kernel(program: Program) -> Program:
-    """``program`` of one rank, and its functions, with our kernel for batches of products of small matrices.
+    """Replaces batches of products of small matrices, in one rank's program and its functions, by our kernel.
 
-    Where operands or the result are transposed only for a product, they no longer are.
+    Operands or results that are transposed only for a product no longer are.
     """
     return in_other_graphs(program, _with_own)
 
@@ -102,7 +102,11 @@ def _with_own(program: Program) -> Program:
 
 
 def _transposed_after(program: Program, found: Mapping[str, Equation]) -> Iterator[tuple[str, Equation]]:
-    """Transpositions of products that nothing else reads, where the kernel can write these so; and what it computes."""
+    """Finds transpositions of products that nothing else reads, where the kernel can write its result transposed.
+
+    Yields:
+      (the transposition's name, the equation of its result).
+    """
     needed = {*program.effects, *[ref.node for ref in program.outputs]}
     needed.update(name for node in program.nodes for name in node.controls)
     needed.update(ref.node for one in found.values() for ref in (one.left, one.right))
@@ -116,14 +120,14 @@ def _transposed_after(program: Program, found: Mapping[str, Equation]) -> Iterat
 
 
 def _order(program: Program, node: Node) -> tuple[int, ...] | None:
-    """The dimensions of its operand in the order in which a transposition has them."""
+    """Returns the order of dimensions that a transposition makes; None: the node is none, or the order is unknown."""
     if node.op != "Transpose" or (order := program.const(node.inputs[1])) is None:
         return None
     return tuple(int(i) % len(order) for i in order)
 
 
 def _equation(program: Program, node: Node) -> Equation | None:
-    """What our kernel would compute for the node; None where it cannot, or would be slower."""
+    """Returns the equation that our kernel would compute for the node; None where it cannot, or would be slower."""
     if len(node.inputs) != 2 or not (node.op == "Einsum" or node.op in MATMULS):
         return None
     types = [*map(program.type_of, node.inputs), node.outputs[0]]
@@ -144,7 +148,7 @@ def _equation(program: Program, node: Node) -> Equation | None:
 
 
 def _kinds(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
-    """The letters of all terms, and the one of each two of them; None where there are others."""
+    """Returns the letters of all three terms, and the one letter of each pair; None where there are others."""
     left, right, out = (frozenset(term) for term in terms)
     if sum(map(len, terms)) > len(left) + len(right) + len(out) or "." in left | right | out:
         return None
@@ -157,7 +161,7 @@ def _kinds(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
 
 
 def _sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Mapping[str, int] | None:
-    """Of each letter; None where sizes broadcast."""
+    """Returns the size of each letter; None where sizes broadcast."""
     found: dict[str, int] = {}
     for term, t in zip(terms, types):
         shape = static_shape(t)
@@ -167,8 +171,10 @@ def _sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Mapping[str, in
 
 
 def _behind(program: Program, ref: Ref, term: str, batch: Collection[str]) -> tuple[Ref, str]:
-    """The tensor that an operand is transposed from, and the letters of its dimensions; itself where it is not, or
-    where what lies side by side then would be of other products."""
+    """Returns the tensor that an operand is transposed from, and the letters of its dimensions.
+
+    It is the operand itself where that is not transposed, or where what lies side by side would be of other products.
+    """
     node = program.by_name[ref.node]
     order = None if node.controls else _order(program, node)
     if order is None:

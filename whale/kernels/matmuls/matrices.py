@@ -1,4 +1,4 @@
-"""Tensors as matrices, and products of such in place of nodes."""
+"""Sees tensors as matrices, and puts products of matrices in place of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = ("float32", "float64")
 
 
 class Factor(NamedTuple):
-    """An operand of a product: its last size by all others, or transposed."""
+    """An operand of a product: the matrix of its last dimension by all others, or that one transposed."""
 
     ref: Ref
     type: TensorType
@@ -23,23 +23,23 @@ class Factor(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Its sizes as a matrix, before it is transposed."""
+        """Returns its sizes as a matrix, before it is transposed."""
         return matrix_sizes(self.type)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Its sizes in the product."""
+        """Returns its sizes in the product."""
         return self.matrix[::-1] if self.transposed else self.matrix
 
 
 def matrix_sizes(t: TensorType) -> tuple[int, int]:
-    """The sizes of a tensor as a matrix of its last dimension by all others."""
+    """Returns the sizes of a tensor as a matrix of its last dimension by all others."""
     shape = static_shape(t)
     return prod(shape[:-1]), shape[-1]
 
 
 def may_multiply(node: Node, types: Sequence[TensorType]) -> bool:
-    """Whether products may stand for ``node``, of operands and a result of these types."""
+    """Tells whether products may stand for ``node``, with operands and a result of these types."""
     if node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
         return False
     return all(t.dtype in _DTYPES and t.is_static and t.shape and t.elements for t in types)
@@ -62,7 +62,7 @@ class Products:
         self.emitter.nodes[node.name] = node
 
     def add(self, node: Node, factors: Sequence[Factor]) -> None:
-        """Adds a product, which waits for what ``node`` does, and what gives it the shape and name of its result."""
+        """Adds a product that waits for what ``node`` does, and a reshape that gives the result its shape and name."""
         e, result = self.emitter, node.outputs[0]
         inputs = []
         for number, one in enumerate(factors):

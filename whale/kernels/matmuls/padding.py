@@ -1,8 +1,8 @@
-"""Products of matrices that oneDNN reads at strides which caches bear badly, a little wider, in what one rank runs.
+"""Pads operands of products of matrices that oneDNN reads at strides which are bad for caches, in what one rank runs.
 
 oneDNN multiplies small matrices, and such with one small side, as they lie, without packing parts of them first. With
-AVX-512 it makes exceptions of rows that are a multiple of 1,024 numbers long, which fall upon each other in the
-caches; its kernels for AVX2 make none and take up to 2.7 times as long for them (`nocopy_checker_avx2` beside
+AVX-512 it makes exceptions of rows that are a multiple of 1,024 numbers long, which fall upon each other in the caches;
+its kernels for AVX2 make none and take up to 2.7 times as long for them (`nocopy_checker_avx2` beside
 `nocopy_checker_avx512` in oneDNN's src/cpu/x64/gemm/gemm_driver.cpp).
 """
 
@@ -28,7 +28,7 @@ _LITTLE = 1 / 8  # of a side, by which more work is still worth it
 
 
 class Padding(NamedTuple):
-    """Zeros behind one operand: of it, which dimension, and how many."""
+    """Zeros behind one operand: which operand, along which dimension, and how many."""
 
     operand: int
     dim: int
@@ -36,12 +36,12 @@ class Padding(NamedTuple):
 
 
 def with_padding(program: Program) -> Program:
-    """``program`` of one rank, and its functions, whose products have no rows that oneDNN is slow at."""
+    """Pads the products of one rank's program, and of its functions, that have rows which oneDNN is slow at."""
     return in_other_graphs(program, _padded)
 
 
 def padding_of(left: Factor, right: Factor) -> Padding | None:
-    """What makes a product of two matrices faster, if anything does."""
+    """Returns the padding that makes a product of two matrices faster, if any does."""
     (rows, inner), (_, columns) = left.sides, right.sides
     if right.transposed or min(rows, inner, columns) < _FEW or 1 / rows + 1 / columns < _UNPACKED:
         return None
@@ -58,13 +58,13 @@ def padding_of(left: Factor, right: Factor) -> Padding | None:
 
 
 def _until_packed(side: int, other: int) -> int:
-    """How much larger one side of a result has to be until oneDNN packs; 0: no size is enough."""
+    """Returns how much larger one side of a result has to be until oneDNN packs; 0: no size is enough."""
     rest = _UNPACKED - 1 / other
     return _WORD * (int(1 / rest / _WORD) + 1) - side if rest > 0 else 0
 
 
 def _copied(padding: Padding, left: Factor, right: Factor) -> int:
-    """Numbers of the larger one of what is copied: the operand, and the result if its rows become longer."""
+    """Counts the numbers of the larger copy: of the operand, or of the result if its rows become longer."""
     result = left.sides[0] * right.sides[1] if padding.operand else 0
     return max((left, right)[padding.operand].type.elements, result)
 
@@ -95,7 +95,7 @@ def _of(program: Program, node: Node) -> Padding | None:
 
 
 def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
-    """Adds a product of an operand with zeros behind it, and what takes the result out of it under its name."""
+    """Adds a product of a padded operand, and a slice that takes the result out of it under the node's name."""
     name, result = node.name, node.outputs[0]
     source = node.inputs[padding.operand]
     given = program.type_of(source)
@@ -105,7 +105,7 @@ def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
     counts[padding.dim, 1] = padding.zeros
     paddings = e.const(e.part(name, "paddings"), counts)
     kinds = {"T": DType(given.dtype), "Tpaddings": DType("int32"), **marks(node)}
-    # Not before the product can be computed: a copy of an activation or a weight would be held until then.
+    # The padding waits until the product can be computed: a copy of an activation or a weight would be held until then.
     after = tuple(dict.fromkeys((*node.controls, node.inputs[1 - padding.operand].node)))
     pad = Node(e.part(name, "operand"), "Pad", (source, paddings), after, kinds, (wider,))
     e.nodes[pad.name] = pad

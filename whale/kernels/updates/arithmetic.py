@@ -1,4 +1,4 @@
-"""What a unit computes of each element, as the text of an update (whale_ops/core/update/program.h)."""
+"""Writes what a unit computes of each element as the text of an update (whale_ops/core/update/program.h)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.kernels.updates.units import Accesses, Unit, is_row
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A unit as an update.
+    """The arithmetic of a unit, as the text of an update, with its operands.
 
     Attributes:
       lines: its program; units with equal ones can be one operation.
@@ -33,7 +33,10 @@ class Arithmetic:
 
 
 def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
-    """``unit`` as an update; None where it needs too many operands, or assigns one variable's old value to another."""
+    """Writes ``unit`` as an update.
+
+    None where it needs too many operands, or assigns one variable's old value to another.
+    """
     reading = _Reading(program, unit, found)
     for node in unit.nodes:
         reading.take(node)
@@ -57,7 +60,7 @@ def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | No
 
 
 class _Reading:
-    """A unit's nodes one by one, as instructions."""
+    """Reads a unit's nodes one by one and turns them into instructions."""
 
     def __init__(self, program: Program, unit: Unit, found: Accesses):
         self.program, self.unit, self.found = program, unit, found
@@ -118,14 +121,14 @@ class _Reading:
         return table.setdefault(ref, Value(kind, len(table)))
 
     def _inside(self, ref: Ref) -> Value | None:
-        """The value that a read of a variable sees which this unit writes."""
+        """Returns the value that a read sees of a variable that this unit writes; None: it reads something else."""
         if self.program.by_name[ref.node].op != "ReadVariableOp":
             return None
         handle = self.found.handle.get(ref.node, "")
         return self.values.get((handle, self.found.version.get(ref.node, -1)))
 
     def kept(self, outputs: Collection[str]) -> set[str] | None:
-        """Reads among the unit's nodes that stay nodes; None: one of them sees a value that nobody outside can see."""
+        """Returns the unit's reads that stay nodes; None: one of them sees a value that nobody outside can see."""
         kept: set[str] = set()
         for node in self.unit.nodes:
             if node.op != "ReadVariableOp":

@@ -1,4 +1,4 @@
-"""Units with the same arithmetic become one operation, which updates all their variables: WhaleUpdate."""
+"""Fuses units with the same arithmetic into one operation, WhaleUpdate, which updates all their variables."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from whale.kernels.updates.in_place import in_place
 from whale.kernels.updates.units import Unit, accesses, find_units
 
 UPDATE = "WhaleUpdate"
-# Of the variables that one operation updates. What it reads is held until it has run, and it waits for all of it.
+# Most bytes of the variables that one operation updates: what it reads is held until it has run, and it waits for all
+# of that.
 GROUP_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One variable's share of an operation (several variables, where they have to be updated together)."""
+    """The share that one variable has in an operation (or several variables that have to be updated together)."""
 
     unit: Unit
     does: Arithmetic
 
 
 def fuse_updates(program: Program) -> Program:
-    """``program`` of one rank with the updates of its own graph in as few operations as may be, in place if large."""
+    """Fuses the updates of one rank's own graph into as few operations as may be; large ones happen in place."""
     return in_place(_fused(program), UPDATE)
 
 
@@ -49,19 +50,22 @@ def _fused(program: Program) -> Program:
 
 
 def written_together(program: Program) -> tuple[int, int]:
-    """(operations that update variables together, variables that they write) of a program of ``fuse_updates``."""
+    """Counts the operations of ``fuse_updates`` that update variables together, and the variables that they write."""
     written = [node.attrs["H"] for node in program.nodes if node.op == UPDATE]
     return len(written), sum(written)
 
 
 def _came_with(program: Program, does: Arithmetic) -> str:
-    """The exchange that brings what an update takes: it starts when that is there, and waits for no other."""
+    """Returns the name of the exchange that brings what an update takes; "": none.
+
+    The update starts when that has ended, and waits for no other exchange.
+    """
     from_ranks = [ref.node for ref in does.tensors if program.by_name[ref.node].op in EXCHANGES]
     return from_ranks[-1] if from_ranks else ""
 
 
 def _replaced(program: Program, operations: list[list[_Part]]) -> Program:
-    """``program`` with an operation in place of each list's nodes, where the last of them was."""
+    """Puts an operation in place of each list's nodes, where the last of them was."""
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for i, parts in enumerate(operations):

@@ -1,4 +1,4 @@
-"""Large variables are updated in place: whoever reads their old value is waited for.
+"""Lets large variables be updated in place: their updates wait for all that reads their old value.
 
 A kernel that updates a variable whose value somebody still holds writes to memory of its own: a copy of a weight, for
 as long as the gradient of what came before it is computed.
@@ -16,7 +16,7 @@ LARGE_BYTES = 1 << 20
 
 
 def in_place(program: Program, fused: str) -> Program:
-    """``program`` of one rank whose updates of large variables come after all that reads what these held.
+    """Makes updates of large variables in one rank's program wait for all that reads the old values.
 
     What needs an update's result may read the old value, too; it cannot be waited for.
 
@@ -41,7 +41,7 @@ def in_place(program: Program, fused: str) -> Program:
 
 
 def _readers(program: Program, large: set[str]) -> dict[str, list[str]]:
-    """Variable -> the nodes that compute with its value, in the order of the program."""
+    """Returns, for each variable, the nodes that compute with its value, in the order of the program."""
     of: dict[str, str] = {}  # node whose output is a variable's value -> the variable
     found: dict[str, list[str]] = {}
     for node in program.nodes:
@@ -56,7 +56,7 @@ def _readers(program: Program, large: set[str]) -> dict[str, list[str]]:
 
 
 def _updates_late(program: Program, updates: set[str]) -> list[Node]:
-    """The nodes in an order in which each update comes after all that need not come after an update."""
+    """Orders the nodes so that each update comes after all that need not come after an update."""
     place = {node.name: i for i, node in enumerate(program.nodes)}
     waits_for = {n.name: dict.fromkeys([*(r.node for r in n.inputs), *n.controls]) for n in program.nodes}
     after: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Updates that wait for all exchanges of a step: a rank has taken a step whole, or has not begun to change anything."""
+"""Makes updates wait for all exchanges of a step: a rank has taken a step whole, or has changed nothing yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEETS = EXCHANGES | {"WhaleCheck", "WhaleBarrier"}
 
 
 def updates_last(program: Program) -> Program:
-    """``program`` of one rank whose updates wait for its exchanges, but those that exchanges wait for."""
+    """Makes the updates of one rank's program wait for its exchanges, but for updates that exchanges wait for."""
     meeting = [node.name for node in program.nodes if _does(node, program, _MEETS)]
     if not meeting:
         return program
@@ -31,7 +31,7 @@ def updates_last(program: Program) -> Program:
 
 
 def written_early(program: Program) -> tuple[str, ...]:
-    """Variables (their nodes) of one rank's program that are written before all its exchanges have ended."""
+    """Returns a rank program's variables (their nodes) that are written before all its exchanges have ended."""
     meeting = [node.name for node in program.nodes if _does(node, program, _MEETS)]
     early = _before(program, meeting).union(meeting)
     writing = [node for node in program.nodes if node.name in early and _updates(node, program)]
@@ -44,7 +44,7 @@ def _updates(node: Node, program: Program) -> bool:
 
 
 def _does(node: Node, program: Program, ops: frozenset[str]) -> bool:
-    """Whether a node is one of ``ops``, or runs a function with one."""
+    """Tells whether a node is one of ``ops``, or runs a function with one."""
     if node.op in ops:
         return True
     bodies: Mapping[str, Program] = program.functions
@@ -56,7 +56,7 @@ def _nodes(body: Program | None) -> tuple[Node, ...]:
 
 
 def _before(program: Program, names: list[str]) -> set[str]:
-    """What the nodes of these names wait for, without themselves unless one waits for another."""
+    """Returns all that the nodes of these names wait for, without themselves unless one waits for another."""
     nodes = [program.by_name[name] for name in names]
     return waited_for(
         program, [name for node in nodes for name in (*(ref.node for ref in node.inputs), *node.controls)]

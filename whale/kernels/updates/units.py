@@ -1,4 +1,4 @@
-"""Which nodes update a variable element by element.
+"""Finds the nodes that update variables element by element, and groups them into units.
 
 A unit is what becomes a part of one operation: writes of variables, and the arithmetic around them that takes tensors
 of the variable's shape, scalars, and long rows of its last sizes. No way leads out of a unit and back into it: nodes
@@ -21,7 +21,7 @@ from whale.kernels.updates.in_place import LARGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """Who touches which variable.
+    """The reads and writes of each variable.
 
     A program orders what writes a variable and whatever else touches it, so the order of its nodes is one in which they
     may run, and a value of a variable is told by how many writes came before.
@@ -38,7 +38,7 @@ class Accesses:
 
 
 def accesses(program: Program) -> Accesses:
-    """Of the variables of ``program``'s own graph; a call that takes a handle counts as a write."""
+    """Finds the accesses to the variables of ``program``'s own graph; a call that takes a handle counts as a write."""
     handles = dict.fromkeys((v.node for v in program.variables), 0)
     handle: dict[str, str] = {}
     version: dict[str, int] = {}
@@ -58,7 +58,7 @@ def accesses(program: Program) -> Accesses:
 
 
 def is_read(node: Node, found: Accesses) -> bool:
-    """Whether ``node`` yields the whole value of a variable that others may update together."""
+    """Tells whether ``node`` yields the whole value of a variable that others may update together."""
     return node.op == "ReadVariableOp" and found.handle.get(node.name, "") in found.seen
 
 
@@ -81,7 +81,7 @@ class Unit:
 
 
 def find_units(program: Program, found: Accesses) -> list[Unit]:
-    """The units of ``program``'s own graph, in the order of their first nodes."""
+    """Returns the units of ``program``'s own graph, in the order of their first nodes."""
     types = _updating(program, found)
     if not types:
         return []
@@ -100,7 +100,7 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
 
 
 def is_row(given: TensorType, whole: TensorType) -> bool:
-    """Whether an operand has the last sizes of ``whole``, so long and so often that it matters not to repeat it."""
+    """Tells whether an operand is a long row of ``whole`` (its last sizes), so that repeating it would cost much."""
     sizes, own = static_shape(whole), static_shape(given)
     while own and own[0] == 1:
         own = own[1:]
@@ -109,9 +109,10 @@ def is_row(given: TensorType, whole: TensorType) -> bool:
 
 
 def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
-    """The nodes that belong to updates -> the type of the tensors that they are about, one object for equal types.
+    """Returns the nodes that belong to updates, each with the type of the tensors that it is about.
 
-    These are writes, what is computed from them or assigned by them, and what is computed for nothing else.
+    These are writes, what is computed from them or assigned by them, and what is computed for nothing else. Equal types
+    are one object.
     """
     by_name, consumers = program.by_name, program.consumers
     returned = {ref.node for ref in program.outputs}
@@ -164,7 +165,7 @@ def _fits(kind: TensorType) -> bool:
 
 
 def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
-    """The result's type of arithmetic that goes element by element, if a unit can do it."""
+    """Returns the result's type of elementwise arithmetic, if a unit can do it."""
     if len(node.outputs) != 1 or node.attrs.get(COMPILED) or not _fits(node.outputs[0]):
         return None
     kind = node.outputs[0]

@@ -1,1 +1,1 @@
-"""The launcher's side of one run of the ranks (job.py): who they are, what they print, and how the run ends."""
+"""Runs the launcher's side of one run (job.py): who the ranks are, what they print, and how the run ends."""

@@ -1,4 +1,4 @@
-"""What the ranks have communicated, as tables for the end of a run."""
+"""Formats what the ranks have communicated as tables for the end of a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Sum:
 
 
 def tables(counters: Mapping[int, list[Counter]], size: int, width: int) -> str:
-    """The counters of all ranks by kind of operation, by key, and by rank, as text.
+    """Formats the counters of all ranks as text: tables by kind of operation, by key, and by rank.
 
     Args:
         counters: rank -> its ``OpCounter`` values as mappings; ranks that were killed are missing.

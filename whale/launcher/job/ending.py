@@ -1,4 +1,4 @@
-"""How a run comes to its end: who failed or who stopped it, who is told, and which signals the ranks get when."""
+"""Brings a run to its end: who failed or stopped it, who is told, and which signals the ranks get when."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ class Ending:
 
     @property
     def begun(self) -> bool:
-        """Whether the run is being ended."""
+        """Tells whether the run is being ended."""
         return self.stopped_by is not None or bool(self.failures)
 
     @property
     def is_failure(self) -> bool:
-        """Whether the run ends because of a rank, and not because it was told to."""
+        """Tells whether the run ends because of a rank, and not because it was told to."""
         return self.stopped_by is None and bool(self.failures)
 
     @property
     def deadlines_s(self) -> list[float]:
-        """When there is something to do next; monotonic times."""
+        """Returns the monotonic times at which there is something to do next."""
         return [self.give_up_s, *(when_s for when_s, _ in self._due)]
 
     def stop(self, number: int) -> None:
-        """This process got a signal: the ranks get it too, or are killed if it is not the first one."""
+        """Handles a signal that this process got: the ranks get it too, or are killed if it is not the first one."""
         if self.stopped_by is not None:
             self._signal_ranks(signal.SIGKILL)
             return
@@ -80,7 +80,7 @@ class Ending:
         self._signal_ranks(number)
 
     def fail(self, failure: ranks.Failure) -> None:
-        """A rank has failed: the others are told, and the first failure begins the end, or they go on without it."""
+        """Handles a rank's failure: tells the others, and begins the run's end unless they go on without it."""
         if (failure.signal and failure.signal in self._sent) or failure.rank in self.left:
             return
         if self._trace is not None:
@@ -97,7 +97,7 @@ class Ending:
         saved = self.notice_s > 0 and failure.by_itself  # and the others go on to save
         if not failure.is_consequence and not saved:
             self.tell_others(failure.rank, failure.reason)
-        # What this rank wrote before its own failure, though after another's, explains it as well.
+        # The text that this rank wrote before its own failure, though after another's, explains it as well.
         hidden = self._links[failure.rank].hidden if failure.rank is not None else b""
         text = hidden.decode(errors="replace") + failure.traceback
         self.failures.append(dataclasses.replace(failure, traceback=text))
@@ -108,7 +108,7 @@ class Ending:
             self._end_by_s(now_s + GRACE_S)
 
     def settle(self) -> None:
-        """After the end: a rank without which nobody went on, since no more steps were taken, has failed."""
+        """Marks a lost rank as failed, after the end, if the others took no step without it."""
         if self.stopped_by is not None:
             return
         for rank, failure in list(self.left.items()):
@@ -126,7 +126,7 @@ class Ending:
                 other.tell_lost(rank, what, goes_on)
 
     def _others_go_on(self, rank: int) -> bool:
-        """Whether the scripts of all other ranks are still there, and know what to do without this one."""
+        """Tells whether the scripts of all other ranks still run and can go on without this one."""
         others = [link for other, link in self._links.items() if other != rank and other not in self.left]
         return not self.begun and bool(others) and all(link.elastic and not link.exited for link in others)
 

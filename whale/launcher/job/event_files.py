@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written without TensorFlow: a folder for each rank, scalars and texts in it.
+"""Writes TensorBoard's event files without TensorFlow: a folder for each rank, with scalars and texts.
 
 A file is a row of records (length, its checksum, data, their checksum); a record is an ``Event`` of
 tensorflow/core/util/event.proto.
@@ -20,7 +20,7 @@ _DT_STRING = 7
 
 
 class EventFiles:
-    """Writes from its making to ``close``; each rank's file is made when it has something to say.
+    """The event files of a run, open from construction to ``close``; a rank's file is made with its first record.
 
     Args:
         folder: what TensorBoard is given as ``--logdir``.
@@ -47,19 +47,19 @@ class EventFiles:
             ) from error
 
     def scalars(self, rank: int, step: int, values: Mapping[str, float]) -> None:
-        """Values of a rank at a step, by tag."""
+        """Writes values of a rank at a step, by tag."""
         found = [string(1, tag) + field(2, FIXED32, struct.pack("<f", value)) for tag, value in values.items()]
         self._write(rank, step, found)
 
     def text(self, rank: int, tag: str, text: str) -> None:
-        """A text of a rank, shown as it is under TensorBoard's Text."""
+        """Writes a text of a rank, which TensorBoard shows as it is under Text."""
         shown = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown leaves indented lines alone
         tensor = number(1, _DT_STRING) + message(2, b"") + string(8, shown)
         metadata = message(1, string(1, "text"))
         self._write(rank, 0, [string(1, tag) + message(8, tensor) + message(9, metadata)])
 
     def summary(self) -> str:
-        """What was written, as a sentence."""
+        """Says in a sentence what was written."""
         if not self._files and self._error is None:
             return f"nothing for TensorBoard is in {self._folder}: no rank has run a step that Whale distributes"
         text = f"scalars and plans are in {self._folder}: tensorboard --logdir {self._folder}"
@@ -71,7 +71,7 @@ class EventFiles:
             file.close()
 
     def _write(self, rank: int, step: int, values: list[bytes]) -> None:
-        """A full disk must not end the run."""
+        """Writes values; an error (a full disk) is kept for `summary` and does not end the run."""
         if self._error is not None:
             return
         try:
@@ -112,7 +112,7 @@ _CRC32C = _crc_table()
 
 
 def _checksum(data: bytes) -> bytes:
-    """CRC-32C, masked as TensorFlow's records have it (tensorflow/core/lib/hash/crc32c.h)."""
+    """Returns the CRC-32C, masked as in TensorFlow's records (tensorflow/core/lib/hash/crc32c.h)."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]

@@ -1,4 +1,4 @@
-"""Looks after the ranks of a run: who is frozen, who waits in vain, and who waits for whom."""
+"""Detects ranks of a run that are frozen or wait in vain, and says who waits for whom."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STALL_GATHER_S = 1.0  # between the first report of a wait and the line about it
 
 
 class Lookout:
-    """Finds the failures that no rank reports.
+    """The detector of failures that no rank reports.
 
     Args:
         links: the ranks that have come up; the caller adds those that follow.
@@ -42,7 +42,7 @@ class Lookout:
 
     @property
     def deadlines_s(self) -> list[float]:
-        """When to look again at the latest; monotonic times."""
+        """Returns the monotonic times at which to look again at the latest."""
         deadlines_s = [self._looked_s + HEARTBEAT_S]
         for link in self._links.values():
             if link.stopped_s is not None and link.freeze_s:
@@ -50,7 +50,7 @@ class Lookout:
         return deadlines_s
 
     def expect_stalls(self) -> None:
-        """A rank has reported a wait: a line about all that wait follows soon."""
+        """Notes that a rank has reported a wait: a line about all that wait follows soon."""
         self._stall_report_s = min(self._stall_report_s, time.monotonic() + STALL_GATHER_S)
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""One run of the ranks: a loop that accepts the workers, shows their output (reports.py), and ends the run (ending.py).
+"""Runs the loop of one run, which accepts workers, shows their output (reports.py), and ends the run (ending.py).
 
 How a run ends:
 
@@ -48,7 +48,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Grows(Protocol):
-    """Starts ranks while a run goes on; see whale/launcher/scale_up/newcomers.py.
+    """The interface of what starts ranks while a run goes on; see whale/launcher/scale_up/newcomers.py.
 
     Attributes:
         processes: the mpiruns of all that it has started; links: of the ranks that have yet to come in.
@@ -56,12 +56,12 @@ class Grows(Protocol):
 
     @property
     def processes(self) -> list[MpirunProcess]:
-        """As above."""
+        """Returns the mpiruns of all ranks that it has started."""
         ...
 
     @property
     def links(self) -> list[ranks.RankLink]:
-        """As above."""
+        """Returns the connections of ranks that have yet to come in."""
         ...
 
     def ask(self) -> None:
@@ -71,11 +71,11 @@ class Grows(Protocol):
         """Starts newcomers, or has them come in, when it is time."""
 
     def expects(self, rank: int) -> bool:
-        """Whether a rank of this number was started, and has not come up yet."""
+        """Tells whether a rank of this number was started, and has not come up yet."""
         ...
 
     def greet(self, link: ranks.RankLink, rank: int) -> bool:
-        """A rank has come up; False: it is one of the run's start."""
+        """Takes the connection of a rank that has come up; False: it is one of the run's start."""
         ...
 
     def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> bool:
@@ -83,15 +83,15 @@ class Grows(Protocol):
         ...
 
     def lose(self, rank: int) -> bool:
-        """The connection of a rank has broken; False: it is one of the run's."""
+        """Handles the broken connection of a rank; False: it is one of the run's."""
         ...
 
     def close(self) -> None:
-        """Asks for hosts no more."""
+        """Stops asking for hosts."""
 
 
 class Job:
-    """One run: accepts the workers, hands on what they say, and holds the loop in which everything happens.
+    """One run: accepts the workers, passes on what they say, and holds the loop in which everything happens.
 
     Args:
         options: what `whale run` was asked for.
@@ -166,7 +166,7 @@ class Job:
 
     @property
     def failed(self) -> bool:
-        """Whether the run ended because of a rank, and not because it was told to."""
+        """Tells whether the run ended because of a rank, and not because it was told to."""
         alone = any(link.end is not None and link.end["alone"] for link in self._links.values())
         return self._ending.is_failure and not alone  # it would do the same again
 
@@ -226,7 +226,7 @@ class Job:
             self._ending.fail(ranks.mpirun_gone(self._mpiruns.processes[0].returncode))
 
     def _look_after_mpirun(self) -> None:
-        """Finds that an mpirun was stopped or killed: without it none of its ranks comes to its end."""
+        """Checks whether an mpirun was stopped or killed; its ranks then fail, since none of them can end."""
         if not self._ending.begun:
             for failure in list(self._mpiruns.gone(self._complete, self._links)):
                 self._ending.fail(failure)
@@ -255,7 +255,7 @@ class Job:
         self._register(connection, lambda: self._read_link(link))
 
     def _read_link(self, link: ranks.RankLink) -> None:
-        """Takes what a connection has to say. Nothing of it is an error here: the worst is a rank that is lost."""
+        """Reads what a connection has sent. Nothing of it is an error here: at worst the rank counts as lost."""
         wrong: Exception | None = None
         try:
             data = link.connection.recv(_READ_BYTES)
@@ -309,7 +309,7 @@ class Job:
     # The end
 
     def _end_processes(self) -> None:
-        """Closes the connections, upon which workers and mpirun end; kills what does not."""
+        """Closes the connections, upon which workers and mpirun end, and kills what does not."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket) and key.fileobj not in (self._wake, self._listener):
                 key.fileobj.close()
@@ -366,7 +366,7 @@ class Job:
         return cause.code
 
     def _end_well(self, ends: list[End | None]) -> int:
-        """The exit code of a run without a failure: that of one whose ranks end with different variables is 1."""
+        """Returns the exit code of a run without a failure: 1 if trainable variables differ between its ranks."""
         if all(end is not None for end in ends):
             found, _ = differing([end["held"] for end in ends if end is not None])
             if found:
@@ -387,6 +387,6 @@ class Job:
 
 
 def _ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], started: int) -> list[End | None]:
-    """How the runs of ranks ended that are not gone; newcomers that were never taken in say nothing."""
+    """Returns how each rank that is not gone ended its run; newcomers that were never taken in are left out."""
     left = [rank for rank in sorted(links) if rank not in gone]
     return [links[rank].end for rank in left if links[rank].end or rank < started]

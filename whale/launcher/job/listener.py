@@ -1,4 +1,4 @@
-"""Where connections come in: those that show the run's token become a rank's, all others are closed.
+"""Accepts connections: those that show the run's token become a rank's, all others are closed.
 
 Anybody who reaches the port may connect. So nothing that such a connection sends is decoded before as many bytes as a
 token has were compared with it, in a time that does not depend on them; only `STRANGERS` of them are held at once, the
@@ -25,7 +25,7 @@ TOKEN_S = 5.0
 
 
 class Door:
-    """Accepts connections of a listener, and hands on those that have shown the token.
+    """The acceptor of a listener's connections, which hands on those that have shown the token.
 
     Args:
         listener: set to not wait; the caller closes it.
@@ -50,11 +50,11 @@ class Door:
 
     @property
     def deadlines_s(self) -> list[float]:
-        """When the next stranger has had its time; monotonic."""
+        """Returns the monotonic time at which the next stranger has had its time."""
         return [since_s + TOKEN_S for since_s, _ in list(self._strangers.values())[:1]]
 
     def look(self) -> None:
-        """Closes connections that had time enough to show a token."""
+        """Closes connections that had enough time to show a token."""
         now_s = time.monotonic()
         while self._strangers and next(iter(self._strangers.values()))[0] + TOKEN_S <= now_s:
             self._dismiss(next(iter(self._strangers)))

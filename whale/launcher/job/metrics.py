@@ -1,4 +1,4 @@
-"""The port of `whale run --metrics-port`: Prometheus' text form at /metrics; at /healthz whether all ranks are up."""
+"""Serves `whale run --metrics-port`: Prometheus' text format at /metrics, and whether all ranks are up at /healthz."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 @contextmanager
 def metrics_port(address: tuple[str, int], progress: RunProgress) -> Iterator[str]:
-    """Answers under it, in threads of their own; what comes over a connection changes nothing of the run.
+    """Answers HTTP requests in threads of their own; what comes over a connection changes nothing of the run.
 
     Yields:
         The address of the metrics.
@@ -75,12 +75,12 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Answer)
 
     def server_bind(self) -> None:
-        """Binds, and asks no name service what this host is called."""
+        """Binds the port without asking a name service for this host's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begins a thread for a connection, while there are not too many; waits a moment for one to end."""
+        """Starts a thread for a connection; at too many, waits a moment for one to end."""
         if self._free.acquire(timeout=_FREE_S):
             super().process_request(request, client_address)
         else:
@@ -94,7 +94,7 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is nothing to say."""
+        """Ignores a client that goes away."""
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -103,7 +103,7 @@ class _Answer(BaseHTTPRequestHandler):
     server_version, sys_version = "whale", ""
 
     def do_GET(self) -> None:
-        """Answers; HTTP 1.0, so that the connection ends with it."""
+        """Answers a request; HTTP 1.0, so that the connection ends with it."""
         progress = self.server.progress
         if self.path == "/metrics":
             self._send(200, "text/plain; version=0.0.4; charset=utf-8", progress.text())
@@ -122,4 +122,4 @@ class _Answer(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing of requests."""
+        """Logs no requests."""

@@ -1,4 +1,4 @@
-"""The mpiruns that hold a run's workers.
+"""Starts, watches and ends the mpiruns that hold a run's workers.
 
 MpirunProcess   one: starts it, listens to what it says, and ends it with all that it started
 Mpiruns         those of a run's start: one for all ranks, or one for each host, without which the others go on
@@ -49,23 +49,23 @@ class MpirunProcess:
 
     @property
     def pid(self) -> int:
-        """Its process, which is its process group as well."""
+        """Returns the number of its process, which is that of its process group as well."""
         return self._process.pid
 
     @property
     def output(self) -> IO[bytes]:
-        """Its stdout and stderr, to wait for; `read` takes what is there."""
+        """Returns the file of its stdout and stderr, to wait for; `read` takes what is there."""
         assert self._process.stdout is not None  # a pipe was asked for
         return self._process.stdout
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended; its last words may not have been read yet."""
+        """Tells whether the process has ended; its last output may not have been read yet."""
         return self._process.poll() is not None
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped, as by SIGSTOP."""
+        """Tells whether the process is stopped, as by SIGSTOP."""
         try:
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
@@ -73,23 +73,23 @@ class MpirunProcess:
 
     @property
     def returncode(self) -> int:
-        """Of the ended process, as `subprocess` has it: the exit code, or minus the signal."""
+        """Returns, for an ended process, what `subprocess` does: the exit code, or minus the signal."""
         return self._process.returncode
 
     @property
     def said(self) -> str:
-        """What it has printed, at least the last of it, without space around."""
+        """Returns the output so far (at least the last part of it), without space around."""
         return b"".join(self._said).decode(errors="replace").strip()
 
     def read(self) -> bytes:
-        """What it has printed since, at least a byte once `output` is readable; nothing at its end."""
+        """Reads new output: at least a byte once `output` is readable, nothing at its end."""
         data = os.read(self.output.fileno(), _READ_BYTES)
         if data:
             self._said.append(data)
         return data
 
     def end(self, grace_s: float, by_itself: bool) -> None:
-        """Returns once the process has ended, or cannot even be killed.
+        """Ends the process; returns once it has ended, or cannot even be killed.
 
         Args:
             grace_s: how long it has after each of nothing, SIGTERM and SIGKILL.
@@ -108,7 +108,7 @@ class MpirunProcess:
                 continue
 
     def remove_files(self) -> None:
-        """Removes what Open MPI 5 keeps in the temporary folder, and leaves when it is killed; once all has ended."""
+        """Removes the files of Open MPI 5 in the temporary folder, which stay when it is killed; once all has ended."""
         temporary = tempfile.gettempdir()
         shutil.rmtree(os.path.join(temporary, f"ompi.{self.pid}"), ignore_errors=True)
         if (self.returncode or 0) >= 0:
@@ -124,7 +124,7 @@ class MpirunProcess:
 
 
 class Mpiruns:
-    """Starts them.
+    """The mpiruns of a run's start; starts them.
 
     Args:
         starts: their commands.
@@ -140,21 +140,21 @@ class Mpiruns:
 
     @property
     def ended(self) -> bool:
-        """Whether all have."""
+        """Tells whether all have ended."""
         return all(process.ended for process in self.processes)
 
     @property
     def any_ended(self) -> bool:
-        """Whether one has."""
+        """Tells whether one has ended."""
         return any(process.ended for process in self.processes)
 
     @property
     def said(self) -> str:
-        """What they have printed, at least the last of it."""
+        """Returns what they have printed, at least the last of it."""
         return "\n".join(filter(None, (process.said for process in self.processes)))
 
     def gone(self, complete: bool, links: Mapping[int, ranks.RankLink]) -> Iterator[ranks.Failure]:
-        """The failures of those that were stopped or killed: without one none of its ranks comes to its end.
+        """Yields the failures of mpiruns that were stopped or killed: none of the ranks of such a one can end.
 
         Args:
             complete: whether all ranks have come up.
@@ -185,6 +185,6 @@ class Mpiruns:
 
 
 def _end_with_parent() -> None:
-    """In mpirun, before it starts: a SIGTERM when the launcher dies, even by SIGKILL."""
+    """Asks the kernel, in mpirun before it starts, for a SIGTERM when the launcher dies, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Writes what the ranks print: whole lines, each with its rank in front."""
+"""Writes what the ranks print as whole lines, each with its rank in front."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOURS = (b"36", b"33", b"35", b"32", b"34", b"31", b"96", b"93", b"95", b"92"
 
 @dataclass(slots=True)
 class _Pending:
-    """What a rank has written to one stream since its last line end."""
+    """The text that a rank has written to one stream since its last line end."""
 
     data: bytearray = field(default_factory=bytearray)
     since_s: float = 0.0
@@ -32,14 +32,14 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Where an output device stands: who wrote last, and whether that line is still open."""
+    """The state of an output device: who wrote last, and whether that line is still open."""
 
     owner: tuple[int, int] | None = None
     ended_with: bytes = b"\n"
 
 
 class _Repeats:
-    """Counts the lines that one rank writes to stderr over and over.
+    """The filter of lines that one rank writes to stderr over and over, which are counted.
 
     What a library says of a descriptor that was closed under it comes thousands of times a second.
     """
@@ -50,7 +50,7 @@ class _Repeats:
         self._said_s = time.monotonic()
 
     def shown(self, lines: list[bytes]) -> list[bytes]:
-        """The lines that are to be written, with a line about the others now and then."""
+        """Returns the lines to write, now and then with a line about those that were left out."""
         found, now_s = [], time.monotonic()
         for line in lines:
             known = hash(line)
@@ -68,14 +68,14 @@ class _Repeats:
         return found
 
     def rest(self) -> list[bytes]:
-        """A line about those that were counted since the last one."""
+        """Returns a line about the lines left out since the last such line."""
         counted, self._counted, self._said_s = self._counted, 0, time.monotonic()
         text = f"whale run: {counted:,} more lines like those above, of which each came {SHOWN} times in a second\n"
         return [text.encode()] if counted else []
 
 
 class Printer:
-    """Interleaves the ranks' streams on this process's stdout and stderr without mixing lines.
+    """The printer that interleaves the ranks' streams on this process's stdout and stderr without mixing lines.
 
     A line is written when it is complete; a part of a line when nothing followed it for `IDLE_S` seconds, or when it
     is longer than `part_limit_bytes`. When another rank writes while a line is open, the line is ended first.
@@ -127,7 +127,7 @@ class Printer:
             self._flush(rank, stream)
 
     def write_lines(self, rank: int, stream: int, text: str) -> None:
-        """Writes a text of whole lines for a rank, after what it has printed before."""
+        """Writes a text of whole lines for a rank, after all that it has printed before."""
         self.flush_rank(rank)
         self._emit(rank, stream, [line.encode(errors="replace") + b"\n" for line in text.splitlines()])
 
@@ -152,7 +152,7 @@ class Printer:
 
     @property
     def waits(self) -> bool:
-        """Whether parts of lines wait for `flush_idle`."""
+        """Tells whether parts of lines wait for `flush_idle`."""
         return any(pending.data for pending in self._pending.values())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A run's trace as a profile that TensorBoard finds: an ``XSpace`` for each rank, beside the scalars.
+"""Converts a run's trace to a profile for TensorBoard: an ``XSpace`` for each rank, beside the scalars.
 
 The messages are those of tensorflow/tsl/profiler/protobuf/xplane.proto. Spans of one track become events of one line;
 what a trace says beside their names and times, their statistics.
@@ -21,7 +21,7 @@ _PLANE = "/host:CPU"  # of threads of a host, to those who show profiles
 
 @dataclass(slots=True)
 class _Track:
-    """Events of a track that have ended, encoded, and those that are under way: (name, start, arguments)."""
+    """A track's encoded events that have ended, and those under way as (name, start, arguments)."""
 
     name: str = ""
     events: list[bytes] = field(default_factory=list)
@@ -38,7 +38,7 @@ class _Rank:
     end_us: float = 0.0
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event of the trace."""
+        """Takes one event of the trace."""
         track = self.tracks.setdefault(int(event.get("tid", 0)), _Track())
         kind, name, args = event.get("ph"), str(event.get("name", "")), dict(event.get("args") or {})
         if kind == "M":
@@ -55,7 +55,7 @@ class _Rank:
             self._add(track, name, start_us, start_us + float(event.get("dur", 0.0)), args)
 
     def space(self, rank: int) -> bytes:
-        """All of it; what was under way at the end of the trace ends there."""
+        """Returns all of it encoded; what was under way at the end of the trace ends there."""
         for track in self.tracks.values():
             while track.open:
                 name, start_us, args = track.open.pop()
@@ -111,5 +111,5 @@ def _events(trace: str) -> Iterator[dict[str, Any]]:
 
 
 def _entry(at: int, key: int, name: str) -> bytes:
-    """An entry of a map from numbers to what has that number, and a name."""
+    """Encodes an entry of a map from numbers to messages that hold the number and a name."""
     return message(at, number(1, key) + message(2, number(1, key) + string(2, name)))

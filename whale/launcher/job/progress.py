@@ -1,4 +1,4 @@
-"""What the ranks of a run have told of their steps: handed to TensorBoard's files as it comes, and to Prometheus."""
+"""Collects what the ranks tell of their steps: for TensorBoard's files as it comes, and for Prometheus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PER_RANK = (
 
 
 class RunProgress:
-    """The latest of each rank; goes on over restarts. Thread-safe, as the port's threads read it.
+    """The latest progress of each rank, across restarts. Thread-safe, since the threads of the metrics port read it.
 
     Args:
         files: where scalars and plans go, or None.
@@ -35,25 +35,25 @@ class RunProgress:
         self._up: set[int] = set()
 
     def begin(self, size: int, restarts: int) -> None:
-        """The ranks are about to be started."""
+        """Resets what is known, before the ranks are started."""
         with self._lock:
             self._size, self._restarts = size, restarts
             self._up.clear()
             self._latest = {rank: told for rank, told in self._latest.items() if rank < size}
 
     def up(self, rank: int) -> None:
-        """A rank has come up."""
+        """Notes that a rank has come up."""
         with self._lock:
             self._up.add(rank)
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks have come up."""
+        """Tells whether all ranks have come up."""
         with self._lock:
             return bool(self._size) and len(self._up) == self._size
 
     def take(self, rank: int, told: Progress) -> None:
-        """A rank's sums, which begin at 0 again in a new process, and with another ``wh.init``."""
+        """Takes a rank's sums, which begin at 0 again in a new process, and with another ``wh.init``."""
         with self._lock:
             before = self._latest.get(rank, _NONE)
             if told["begun_ns"] != before["begun_ns"]:
@@ -64,16 +64,16 @@ class RunProgress:
             self._files.scalars(rank, self._before.get(rank, 0) + _steps(told), _changes(before, told))
 
     def take_plan(self, rank: int, name: str, text: str) -> None:
-        """A program's plan, as `whale plan` prints it."""
+        """Writes a program's plan, as `whale plan` prints it."""
         if self._files is not None:
             self._files.text(rank, f"plan/{name}", text)
 
     def summary(self) -> str:
-        """Where scalars and plans are, as a sentence; "" if nowhere."""
+        """Says in a sentence where scalars and plans are; "" if nowhere."""
         return "" if self._files is None else self._files.summary()
 
     def text(self) -> str:
-        """All of it in Prometheus' text form."""
+        """Returns all of it in Prometheus' text format."""
         with self._lock:
             size, restarts, latest = self._size, self._restarts, dict(sorted(self._latest.items()))
         lines = _metric("ranks", "gauge", "Ranks of the run", [("", size)])
@@ -96,7 +96,7 @@ def _steps(told: Progress) -> int:
 
 
 def _changes(before: Progress, told: Progress) -> dict[str, float]:
-    """Scalars of the steps between two messages, by tag."""
+    """Returns the scalars, by tag, of the steps between two messages."""
     steps = _steps(told) - _steps(before)
     found: dict[str, float] = {}
     for name, (calls, seconds) in told["programs"].items():

@@ -1,4 +1,4 @@
-"""What the launcher knows about each rank, and how a run ended."""
+"""Keeps what the launcher knows about each rank, and describes how ranks fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CONSEQUENCE = "CommError"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed.
+    """The failure of a rank, or of mpirun.
 
     Attributes:
         rank: which one; None when it is mpirun that failed.
@@ -59,22 +59,22 @@ class Failure:
 
     @property
     def who(self) -> str:
-        """What the sentence starts with."""
+        """Returns the subject of a sentence about the failure: "mpirun", or "rank 1"."""
         return "mpirun" if self.rank is None else f"rank {self.rank}"
 
     @property
     def by_itself(self) -> bool:
-        """Whether the script has ended with that code, as by sys.exit."""
+        """Tells whether the script has ended with that code itself, as by sys.exit."""
         return not (self.error_type or self.signal)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this failure only says that another rank is gone."""
+        """Tells whether this failure only says that another rank is gone."""
         return self.error_type == _CONSEQUENCE
 
 
 def raised(rank: int, report: Raised) -> Failure:
-    """The failure that a worker's FAILURE frame describes."""
+    """Returns the failure that a worker's FAILURE frame describes."""
     code, kind = report.code, report.type
     if not kind:
         return Failure(rank, code, f"failed: exit code {code}")
@@ -86,7 +86,7 @@ def raised(rank: int, report: Raised) -> Failure:
 
 
 def ended(rank: int, status: Exit) -> Failure | None:
-    """The failure that a worker's EXIT frame describes, or None for exit code 0."""
+    """Returns the failure that a worker's EXIT frame describes, or None for exit code 0."""
     if status.signal:
         return Failure(
             rank, status.code, f"was killed by {signal_name(status.signal)}", signal=status.signal, gone=True
@@ -97,49 +97,49 @@ def ended(rank: int, status: Exit) -> Failure | None:
 
 
 def lost(rank: int, host: str) -> Failure:
-    """The failure of a rank whose worker is gone without a word."""
+    """Returns the failure of a rank whose worker is gone without a word."""
     what = f"was lost: its connection from {host} broke, the process was killed or the host is gone"
     return Failure(rank, 1, what, gone=True)
 
 
 def unreadable(rank: int, host: str, why: object) -> Failure:
-    """The failure of a rank whose worker sends what none sends."""
+    """Returns the failure of a rank whose worker sends what no worker sends."""
     return Failure(rank, 1, f"was lost: what came over its connection from {host} is no message of a worker: {why}")
 
 
 def stopped(rank: int, seconds: float) -> Failure:
-    """The failure of a rank whose process was stopped, as by SIGSTOP, and did not go on."""
+    """Returns the failure of a rank whose process was stopped, as by SIGSTOP, and did not go on."""
     return Failure(rank, 1, f"is frozen: its process has been stopped for {seconds:.1f} s", gone=True)
 
 
 def closed(rank: int) -> Failure:
-    """The failure of a rank whose script has closed what belongs to Whale and to MPI."""
+    """Returns the failure of a rank whose script has closed what belongs to Whale and to MPI."""
     return Failure(rank, 1, "cannot be reached: its script goes on, and has closed descriptors that it has not opened")
 
 
 def mpirun_stopped(seconds: float) -> Failure:
-    """The failure of a run whose mpirun was stopped, as by SIGSTOP: none of its ranks could end."""
+    """Returns the failure of a run whose mpirun was stopped, as by SIGSTOP: none of its ranks could end."""
     return Failure(None, 1, f"is frozen: its process has been stopped for {seconds:.1f} s")
 
 
 def mpirun_gone(code: int) -> Failure:
-    """The failure of a run whose mpirun has ended before the ranks; the code is as `subprocess` has it."""
+    """Returns the failure of a run whose mpirun has ended before the ranks; the code is as `subprocess` has it."""
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"has ended with code {code} before the ranks"
     return Failure(None, 1, how)
 
 
 def lost_with_mpirun(rank: int, host: str, mpirun: Failure) -> Failure:
-    """The failure of a rank whose host's mpirun is gone, or stopped."""
+    """Returns the failure of a rank whose host's mpirun is gone, or stopped."""
     return Failure(rank, 1, f"was lost: the mpirun of {host} {mpirun.reason}", gone=True)
 
 
 def silent(rank: int, host: str, seconds: float) -> Failure:
-    """The failure of a rank whose worker does not answer."""
+    """Returns the failure of a rank whose worker does not answer."""
     return Failure(rank, 1, f"is frozen: nothing was heard from {host} for {seconds:.1f} s", gone=True)
 
 
 def absent(rank: int, waiting: int, called: bool) -> Failure:
-    """The failure of a rank whose script ended well but without the others, which wait for it at their start."""
+    """Returns the failure of a rank whose script ended well but alone, while the others wait for it at their start."""
     where = "inside wh.init" if called else "without calling wh.init"
     reason = f"has ended {where}, in which rank {waiting} waits for it"
     return Failure(rank, 1, reason)
@@ -164,7 +164,7 @@ def kill_group(pid: int, token: str) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and so on of a process of this host, as /proc has them; [] if there is none."""
+    """Returns the fields of a process of this host from /proc (state, parent and so on); [] if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -180,7 +180,7 @@ def _state(pid: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """For example SIGKILL for 9."""
+    """Returns the name of a signal, such as SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -188,7 +188,7 @@ def signal_name(number: int) -> str:
 
 
 def cause(failures: list[Failure]) -> Failure:
-    """The failure that the others follow from: the first that is no consequence, else the first."""
+    """Returns the failure that the others follow from: the first that is no consequence, else the first."""
     return next((failure for failure in failures if not failure.is_consequence), failures[0])
 
 
@@ -245,7 +245,7 @@ class RankLink:
     _silent_s: float = math.inf  # since when it is taken for frozen, unless a second look finds otherwise
 
     def greet(self, kind: Kind, payload: bytes, size: int, comes: Callable[[int], bool] | None) -> int | None:
-        """Handles the first frame: the rank, or None when it does not come from a worker of this run.
+        """Handles the first frame; returns the rank, or None when it does not come from a worker of this run.
 
         ``comes``: whether a rank of this number was started while the run goes on.
         """
@@ -261,7 +261,7 @@ class RankLink:
         return self.rank
 
     def send_signal(self, number: int) -> None:
-        """Asks the worker to send a signal to its script; nothing if it is gone."""
+        """Asks the worker to send a signal to its script; does nothing if the worker is gone."""
         self._send(Kind.SIGNAL, {"signal": int(number)})
 
     def tell_lost(self, rank: int | None, what: str, goes_on: bool = False) -> None:
@@ -276,7 +276,7 @@ class RankLink:
         self.tell({"rank": None, "start": start, "history": list(history)})
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Tells the script something, as whale/runtime/ranks/watch.py has it."""
+        """Tells the script something, in the form that whale/runtime/ranks/watch.py reads."""
         self._send(Kind.LOST, message)
 
     def take(self, message: FromScript) -> None:
@@ -293,7 +293,7 @@ class RankLink:
         self._send(Kind.CLOCK, {"asked_ns": self.clock.asked_ns})
 
     def frozen(self, now_s: float, silence_s: float) -> Failure | None:
-        """The failure, if this rank's process is stopped, or its worker silent, for longer than it may be."""
+        """Returns a failure if this rank's process is stopped, or its worker silent, for longer than it may be."""
         if self.rank is None or self.exited or not self.freeze_s:
             return None
         if self.stopped_s is not None and now_s - self.stopped_s >= self.freeze_s:
@@ -306,7 +306,7 @@ class RankLink:
         return silent(self.rank, self.host, now_s - self.heard_s) if now_s - self._silent_s >= silence_s / 8 else None
 
     def _is_starved(self) -> bool:
-        """Whether the worker, if it is on this host, would go on and gets no processor; elsewhere nobody can tell."""
+        """Tells whether the worker is on this host and ready to run but gets no processor; False on other hosts."""
         return self.host == socket.gethostname() and _state(_parent(self.pid)) == "R"
 
     def _send(self, kind: Kind, content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the workers' frames mean for a run: output to show, failures and ends, waits, pieces of the trace."""
+"""Acts on the frames of workers: output to show, failures and ends, waits, pieces of the trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STREAM_OF = {Kind.STDOUT: 0, Kind.STDERR: 1}
 
 
 class Reports:
-    """Takes the frames of ranks that have come up.
+    """The handler of frames from ranks that have come up.
 
     Args:
         printer: shows what they print.

@@ -1,4 +1,4 @@
-"""The line about ranks that wait: which, in what, for whom, and what those do that they wait for."""
+"""Formats the message about ranks that wait: in what, for whom, and what the ranks waited for are doing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from whale.launcher.job.ranks import RankLink
 
 
 def report(links: Mapping[int, RankLink], now_s: float) -> str:
-    """Takes the ranks' reports of their longest waits, and says them as text.
+    """Formats the ranks' reports of their longest waits as text, and clears them.
 
     For example::
 

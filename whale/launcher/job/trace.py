@@ -1,4 +1,4 @@
-"""The trace of a run: the events of all ranks in one file, in the launcher's time.
+"""Writes the trace of a run: the events of all ranks in one file, in the launcher's time.
 
 The file is a JSON array in Chrome's trace format. It is written as the events come, so that it can be looked at while
 the run goes on, and after the launcher itself was killed: viewers do without the closing bracket.
@@ -20,7 +20,7 @@ from whale.launcher.protocol import HEARTBEAT_S, Answer, Kind, unpack
 
 
 class TraceFile:
-    """Collects the ranks' traces from its making to ``close``; restarts of the run go on in the same file.
+    """The trace file, which collects the ranks' events from construction to ``close``, across restarts of the run.
 
     Raises:
         ClusterError: the file cannot be written.
@@ -44,12 +44,12 @@ class TraceFile:
             ) from error
 
     def greet(self, link: RankLink) -> None:
-        """A rank has come up: asks for its time, if it has a clock of its own."""
+        """Asks a rank that has come up for its time, if it has a clock of its own."""
         if not link.clock.is_known:
             link.ask_clock()
 
     def look_after(self, links: Iterable[RankLink]) -> None:
-        """Asks again for the time of those whose clocks may drift."""
+        """Asks ranks whose clocks may drift for their time again."""
         now_ns = time.monotonic_ns()
         for link in links:
             if not link.exited and link.clock.is_due(now_ns, HEARTBEAT_S):
@@ -71,19 +71,19 @@ class TraceFile:
             self._write_lines(link)
 
     def end(self, links: Iterable[RankLink]) -> None:
-        """The ranks have ended: takes what was still waiting for a better knowledge of their clocks."""
+        """Writes, once the ranks have ended, the events that still waited for a better estimate of their clocks."""
         for link in links:
             self._write_lines(link)
             self._unreadable += link.trace.count(b"\n")
 
     def mark(self, rank: int, what: str) -> None:
-        """Something has happened to a rank just now."""
+        """Marks that something has happened to a rank just now."""
         when_us = (time.monotonic_ns() - self._zero_ns) / 1e3
         event = {"name": what, "ph": "i", "s": "p", "pid": rank, "tid": 1, "ts": when_us}
         self._write([json.dumps(event).encode()])
 
     def summary(self) -> str:
-        """What is in the file, as the end of a sentence."""
+        """Says what is in the file, as the end of a sentence."""
         text = f"{self._events:,} events of the trace are in {self._path}; open it at https://ui.perfetto.dev"
         if self._unreadable:
             text += f"; {self._unreadable:,} could not be read"
@@ -92,7 +92,7 @@ class TraceFile:
         return text
 
     def close(self) -> None:
-        """Ends the array."""
+        """Ends the JSON array."""
         if self._error is None:
             self._put(b"\n]\n" if self._events else b"[]\n")
         self._file.close()
@@ -126,7 +126,7 @@ class TraceFile:
             self._put(b"".join(parts))
 
     def _put(self, data: bytes) -> None:
-        """A full disk must not end the run."""
+        """Writes text to the file; a full disk must not end the run."""
         view = memoryview(data)
         try:
             while view:

@@ -1,1 +1,1 @@
-"""Ranks that come and leave while a run of the launcher goes on."""
+"""Adds and removes ranks while a run of the launcher goes on."""

@@ -1,4 +1,4 @@
-"""The hosts that a run may have, asked again and again: of a file, or of a program that prints them."""
+"""Asks again and again for the hosts that a run may have: reads a file, or runs a program that prints them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANSWERS_S = 30.0
 
 
 def hosts_of(path: str) -> tuple[Host, ...]:
-    """The hosts that a file lists, or that a program prints: ``name slots=2`` (Open MPI, Horovod) or ``name:2`` a line.
+    """Reads the hosts of a file, or of a program's output: ``name slots=2`` (Open MPI, Horovod) or ``name:2`` a line.
 
     Raises:
         ClusterError: the program fails, or a line cannot be read; or no host is left.
@@ -46,7 +46,7 @@ def hosts_of(path: str) -> tuple[Host, ...]:
 
 
 class HostsFrom:
-    """Asks in a thread of its own, every `EVERY_S` seconds and whenever `ask` is called.
+    """The source of a run's hosts, asked in a thread of its own every `EVERY_S` seconds and whenever `ask` is called.
 
     Attributes:
         news: readable when there is an answer that `take` has not taken.
@@ -65,13 +65,13 @@ class HostsFrom:
         self._thread.start()
 
     def ask(self) -> None:
-        """Asks now; the answer is news even if it is the one before."""
+        """Asks now; the answer counts as news even if it is the one before."""
         with self._lock:
             self._forced = True
         self._asked.set()
 
     def take(self) -> tuple[bool, tuple[Host, ...] | str] | None:
-        """The latest answer (whether it was asked for; the hosts, or what is wrong in words), once."""
+        """Returns the latest answer (whether it was asked for; the hosts, or what is wrong in words), once."""
         try:
             self.news.recv(1 << 12)
         except BlockingIOError:
@@ -81,7 +81,7 @@ class HostsFrom:
         return found
 
     def close(self) -> None:
-        """Ends the asking; a program that is still at work is left to its end."""
+        """Stops asking; a program that is still at work is left to its end."""
         self._ended = True
         self._asked.set()
         self.news.close()

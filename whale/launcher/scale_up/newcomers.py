@@ -1,4 +1,4 @@
-"""Ranks that come while a run goes on: started where the hosts have room, and told to the others once they are ready.
+"""Starts ranks while a run goes on, where hosts have room, and tells the others of them once they are ready.
 
 A newcomer's process starts beside the run, imports what it imports and builds what it builds; nobody waits for it. When
 its script has come to where it would go on with the others, it says so. As soon as all that were started together have,
@@ -36,7 +36,7 @@ class _Batch:
 
 
 class Newcomers:
-    """Starts ranks while a run goes on.
+    """The starter of ranks while a run goes on.
 
     Args:
         options: what `whale run` was asked for.
@@ -73,16 +73,16 @@ class Newcomers:
 
     @property
     def processes(self) -> list[MpirunProcess]:
-        """The mpiruns of all newcomers."""
+        """Returns the mpiruns of all newcomers."""
         return [batch.mpirun for batch in self._batches]
 
     @property
     def links(self) -> list[ranks.RankLink]:
-        """Of those that have not come in."""
+        """Returns the connections of newcomers that have not come in."""
         return list(self._coming.values())
 
     def close(self) -> None:
-        """Asks for hosts no more."""
+        """Stops asking for hosts."""
         self._hosts.close()
 
     def ask(self) -> None:
@@ -90,11 +90,11 @@ class Newcomers:
         self._hosts.ask()
 
     def expects(self, rank: int) -> bool:
-        """Whether a rank of this number was started, and has not come up yet."""
+        """Tells whether a rank of this number was started, and has not come up yet."""
         return any(rank in batch.coming for batch in self._batches) and rank not in self._coming
 
     def greet(self, link: ranks.RankLink, rank: int) -> bool:
-        """A rank has come up; False: it is one of the run's start."""
+        """Takes the connection of a rank that has come up; False: it is one of the run's start."""
         if not self.expects(rank):
             return False
         self._coming[rank] = link
@@ -132,11 +132,11 @@ class Newcomers:
         return True
 
     def lose(self, rank: int) -> bool:
-        """The connection of a rank has broken; False: it is one of the run's."""
+        """Handles the broken connection of a rank; False: it is one of the run's."""
         return self._gone(rank, "was lost: its connection broke") if rank in self._coming else False
 
     def look(self) -> None:
-        """Starts newcomers, or has them come in, when it is time."""
+        """Starts newcomers, or lets them come in, when it is time."""
         if self._apart:
             self._connect()
         if self._ending.begun or not all(link.elastic or link.exited for link in self._links.values()):
@@ -158,7 +158,7 @@ class Newcomers:
 
     @property
     def _start(self) -> str | None:
-        """What a rank of the run's start has said that it began with."""
+        """Returns the start that a rank of the run's start has reported, or None while none has."""
         return next((link.start for link in self._links.values() if link.start), None)
 
     def _take_hosts(self) -> None:
@@ -174,7 +174,7 @@ class Newcomers:
             self.look()
 
     def _fill(self, hosts: tuple[Host, ...]) -> None:
-        """Starts ranks where hosts have room, and has the last ones leave where they have no more."""
+        """Starts ranks where hosts have room, and makes the last ones leave where they have too many."""
         here = [rank for rank, link in self._links.items() if not link.exited and rank not in self._ending.left]
         had = Counter(self._places[rank] for rank in here)
         room = {host.name: host.slots for host in hosts}
@@ -206,7 +206,7 @@ class Newcomers:
         self._selector.register(process.output, selectors.EVENT_READ, lambda: self._read(batch))
 
     def _read(self, batch: _Batch) -> None:
-        """Takes what an mpirun says; at its end those that it has not brought up do not come."""
+        """Reads an mpirun's output; at its end, the ranks that it has not brought up are given up."""
         if batch.mpirun.read():
             return
         self._selector.unregister(batch.mpirun.output)
@@ -238,6 +238,6 @@ class Newcomers:
 
 
 def _filled(hosts: tuple[Host, ...], count: int) -> list[str]:
-    """The host of each of so many ranks, as mpirun places them: one host is filled after the other."""
+    """Returns the host of each of so many ranks, as mpirun places them: one host is filled after the other."""
     names = [host.name for host in hosts for _ in range(host.slots)]
     return (names or [socket.gethostname()] * count)[:count]

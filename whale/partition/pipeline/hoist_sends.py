@@ -1,4 +1,4 @@
-"""Sends and receives of micro-batches, taken out of the functions that compute them.
+"""Hoists sends and receives of micro-batches out of the functions that compute them, into the main graph.
 
 Inside, a function would end only when its results have arrived, and a receive would begin only with the function that
 reads it. In the main graph receives wait from the beginning of the step, as far as there is room, and sends hold nobody
@@ -34,7 +34,7 @@ class _Outside:
 
 
 def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Program:
-    """``program`` (a rank's, rolled up) with sends and receives of rows in the main graph.
+    """Moves the sends and receives of rows of a rank's outlined program from its functions to the main graph.
 
     Args:
       room: (number of the sending stage group, of the receiving one) -> results of one kind that may be under way.
@@ -83,7 +83,7 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
 
 
 def _latest(before: Sequence[str], count: int) -> tuple[str, ...]:
-    """What has to be over before there is room for one more."""
+    """Returns, as controls, the one of ``before`` that has to be over before there is room for one more."""
     return (before[-count],) if len(before) >= count else ()
 
 

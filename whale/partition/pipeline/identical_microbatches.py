@@ -1,4 +1,4 @@
-"""Which micro-batches run the same functions."""
+"""Finds out which micro-batches of a rank run the same functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Kind:
 
 
 def kinds_of(program: Program, plan: Plan) -> list[Kind]:
-    """The kinds of micro-batches of a rank's program, in the order of their numbers."""
+    """Returns the kinds of micro-batches of a rank's program, in the order of their numbers."""
     alike = _Alike(program, plan)
     return [kind for run in alike.runs() for kind in alike.kinds(run)]
 
@@ -49,7 +49,7 @@ class _Alike:
         self.locals: dict[int, Program] = {}
 
     def runs(self) -> list[range]:
-        """Numbers in a row whose rows are as many."""
+        """Returns the ranges of consecutive micro-batches that have equally many rows."""
         cuts = {
             p.sizes for s in self.plan.strategies[""].values() for p in s.inputs + s.outputs if isinstance(p, Split)
         }
@@ -63,7 +63,10 @@ class _Alike:
 
     @_wrapping
     def kinds(self, run: range) -> list[Kind]:
-        """Programs of numbers in a row; they differ in constants that grow by the number, or they are told apart."""
+        """Returns the kinds of consecutive micro-batches with equally many rows.
+
+        They are one kind where their programs differ only in integer constants that grow with the number.
+        """
         first = self._local(run[0])
         if len(run) == 1:
             return [Kind(run, first)]
@@ -85,7 +88,7 @@ class _Alike:
 
 @_wrapping
 def at(varying: tuple[np.ndarray, np.ndarray], number: int, dtype: Any) -> np.ndarray:
-    """What a constant is in the micro-batch of a number: ``varying`` is its value in number 0, and the step."""
+    """Returns the value of a constant in micro-batch ``number``; ``varying`` is its value in number 0, and the step."""
     return (varying[0] + number * varying[1]).astype(dtype)
 
 
@@ -95,7 +98,7 @@ def _value(node: Node) -> np.ndarray:
 
 
 def _differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
-    """Integer constants of ``b`` that have another value in ``a``; None: the programs differ in more than that."""
+    """Returns the integer constants of ``b`` that have another value in ``a``; None: the programs differ in more."""
     if len(a.nodes) != len(b.nodes) or a.effects != b.effects or a.functions.keys() != b.functions.keys():
         return None
     found: dict[str, np.ndarray] = {}
@@ -122,14 +125,14 @@ def _same_attributes(x: Node, y: Node) -> bool:
 
 
 def may_carry(node: Node) -> bool:
-    """Whether an attribute of the node names a function: a loop, a branch, a call."""
+    """Tells whether an attribute of the node names a function, as that of a loop, a branch or a call does."""
     return any(
         isinstance(v, Func) or (isinstance(v, tuple) and v and isinstance(v[0], Func)) for v in node.attrs.values()
     )
 
 
 def with_own_bodies(program: Program, number: int) -> Program:
-    """Loops and branches of one kind of micro-batches have bodies of their own."""
+    """Gives the loops and branches of one kind of micro-batches bodies of their own, with names of their own."""
     if number == 0 or not program.functions:
         return program
     names = {name: f"{name}/micro_batch_{number}" for name in program.functions}

@@ -1,8 +1,8 @@
-"""Exchanges of the rows that ranks bring themselves, in micro-batches: a rank's rows are of each micro-batch in turn.
+"""Keeps exchanges of rows that ranks bring themselves within micro-batches: each rank's rows are of each in turn.
 
 Row i of a rank is of micro-batch i modulo their number, on every rank. What the ranks have together then is in turn as
-well, in the order of the batch: a dimension of rows is seen as (turns, micro-batches), and ranks join and cut turns.
-So a micro-batch's rows are brought together without those of others, and nothing is moved beforehand.
+well, in the order of the batch: a dimension of rows is seen as (turns, micro-batches), and ranks join and cut turns. So
+a micro-batch's rows are brought together without those of others, and nothing is moved beforehand.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen othe
 
 
 def interleaved_split(rows: int, micro_batches: int) -> Split:
-    """How so many rows of a rank are cut into micro-batches, in turn."""
+    """Returns how ``rows`` rows of a rank are cut into micro-batches in turn."""
     return split(0, (1,) * micro_batches, rows // micro_batches)
 
 
 def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple[int, ...]]) -> Program:
-    """``program`` (one rank's) whose exchanges of rows leave those of each micro-batch together.
+    """Rewrites one rank's exchanges of rows so that the rows of each micro-batch stay together.
 
     Args:
       rows: of the ranks along each axis of the mesh, multiples of the micro-batches.
@@ -47,7 +47,7 @@ def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple
 
 
 def _seen(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple[int, ...]]) -> list[Node]:
-    """``node``, between two views of what it moves where that has rows, or as many indices as if it had."""
+    """Puts ``node`` between two views of what it moves, where that has rows, or as many indices as if it had."""
     if node.op not in _OPS or not node.outputs[0].is_static or not graph.type_of(node.inputs[1]).is_static:
         return [node]
     turns: dict[int, int] = {}  # dimension -> indices of one turn
@@ -59,7 +59,7 @@ def _seen(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple
 
 
 def _in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batches: int) -> list[Node]:
-    """``node`` that sees dimensions as (turns, indices of one); where it is one, that of rows, it says so."""
+    """Makes ``node`` see dimensions as (turns, indices of one), and marks that of rows where there is just one."""
     e = Emitter(0, 1, "", "")
     source, made = graph.type_of(node.inputs[1]), node.outputs[0]
 

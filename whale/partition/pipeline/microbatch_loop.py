@@ -1,4 +1,4 @@
-"""A rank's program with its micro-batches rolled up: one function per phase, called once for each micro-batch.
+"""Rolls the micro-batches of a rank's program up: one function per phase, called once for each micro-batch.
 
 What is computed before and after the micro-batches stays in the main graph; sums over them are carried from call to
 call, rows that are wanted whole are joined after the last one. The calls are in one order, behind control edges.
@@ -28,7 +28,7 @@ _ACCUMULATES_FLAGS = {"sum": "LogicalOr", "prod": "LogicalAnd", "max": "LogicalO
 
 @dataclass
 class Function:
-    """What one phase runs: (what, of what) for each argument and result."""
+    """The signature of the function that runs one phase: (what, of what) for each argument and result."""
 
     name: str
     arguments: list[tuple[str, Any]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Function:
 
 
 class Body:
-    """One function in the making."""
+    """The body of one function in the making."""
 
     def __init__(self, kind: Kind, phase: str, function: Function, phase_of: Callable[[str], str | None]):
         self.kind, self.phase, self.function, self.phase_of = kind, phase, function, phase_of
@@ -49,7 +49,7 @@ class Body:
         self.outputs: list[Ref] = []
 
     def take(self, ref: Ref) -> Ref:
-        """``ref`` inside: computed here, or passed in."""
+        """Returns ``ref`` inside the function: computed here, or passed in as an argument."""
         stack = [ref.node] if self._here(ref.node) else []
         while stack:
             name = stack.pop()
@@ -62,7 +62,7 @@ class Body:
         return self._inside(ref)
 
     def _here(self, name: str) -> bool:
-        """Whether a node is computed in this function."""
+        """Tells whether a node is computed in this function."""
         region = self.kind.region[name]
         if region == "free":
             node = self.kind.program.by_name[name]
@@ -98,7 +98,7 @@ class Body:
         return self.passed[what, of]
 
     def _varying(self, node: Node) -> Node:
-        """A constant that grows with the number of the micro-batch."""
+        """Emits a constant that grows with the number of the micro-batch, computed from the number."""
         start, step = self.kind.varying[node.name]
         (t,) = node.outputs
         dtype, kind = numpy_dtype(t.dtype), {"T": DType(t.dtype)}
@@ -112,7 +112,7 @@ class Body:
         return Node(node.name, "AddV2", (Ref(names[2]), Ref(names[3])), (), kind, (t,), node.scope)
 
     def accumulated(self, join: Ref, source: Ref) -> Ref:
-        """What the micro-batches before have made of ``join``, and this one's part."""
+        """Emits the sum, or other reduction, of what earlier micro-batches made of ``join`` and this one's part."""
         t = self.kind.program.type_of(source)
         reduction = self.kind.program.by_name[join.node].attrs["reduction"]
         mine = self.take(source)
@@ -126,13 +126,13 @@ class Body:
         return Ref(name)
 
     def result(self, what: str, of: Ref, value: Ref) -> None:
-        """The function returns ``value``: ``what`` and ``of`` say what it is to the caller."""
+        """Makes the function return ``value``; ``what`` and ``of`` say what it is to the caller."""
         self.function.results.append((what, of))
         self.function.types.append(self.nodes[value.node].outputs[value.index])
         self.outputs.append(value)
 
     def finish(self, effects: Iterable[str]) -> Program:
-        """The function's body, with those nodes that run for what they do, and all that they read."""
+        """Returns the function's program, with the nodes that run for their effects, and all that these read."""
         effects = tuple(effects)
         for name in effects:
             if name not in self.nodes:
@@ -146,7 +146,7 @@ class Body:
 
 
 CALL = "WhaleCall"  # of a function that stays one
-# What makes one of the micro-batches' parts; they are all of one rank, so Horovod has nothing to do with it.
+# Exchanges that join the micro-batches' parts; they are all of one rank, so Horovod has nothing to do with it.
 _JOINS = (ALL_REDUCES - {HOROVOD_ALL_REDUCE}) | {"WhaleAllGather"}
 
 
@@ -165,7 +165,7 @@ def outline(
     calls: Sequence[Call] = (),
     phase: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
-    """``program`` (one rank's) with what its micro-batches compute in functions.
+    """Puts what the micro-batches of a rank's program compute into functions.
 
     Args:
       plan: over the program's micro-batches (``whale.passes.in_time.micro_batches.time_plan``).
@@ -183,7 +183,7 @@ def outline(
 
 
 def phase_of(call: Node) -> str:
-    """The phase that a call of a micro-batch is of."""
+    """Returns the phase that a call of a micro-batch runs."""
     return call.name.removeprefix(f"{TIME}/").rpartition("_")[0]
 
 
@@ -242,7 +242,7 @@ class _Outliner:
     # -- functions
 
     def _phase(self, kind: Kind, name: str) -> str | None:
-        """The phase that computes a node of each micro-batch; None: whichever reads it."""
+        """Returns the phase that computes a node of each micro-batch; None: whichever phase reads it."""
         if name in self.each:
             return self.phases.get(name, "")
         node = kind.program.by_name[name]
@@ -252,7 +252,7 @@ class _Outliner:
         return None
 
     def _wanted(self, kind: Kind) -> list[Ref]:
-        """What the main graph reads of the micro-batches: sums, gatherings, values that are the same in each."""
+        """Lists what the main graph reads of the micro-batches: sums, gatherings, values that are the same in each."""
         found: dict[Ref, None] = {}
         for node in kind.program.nodes:
             if kind.region[node.name] == "outer":
@@ -261,7 +261,7 @@ class _Outliner:
         return list(found)
 
     def _handed_on(self, kind: Kind, phase: str) -> list[Ref]:
-        """What other phases read of ``phase``."""
+        """Lists the results of ``phase`` that other phases read."""
         found: dict[Ref, None] = {}
         for node in kind.program.nodes:
             reader = self._phase(kind, node.name) if kind.region[node.name] == "each" else None
@@ -295,7 +295,7 @@ class _Outliner:
     # -- calls
 
     def _call(self, made: Mapping[tuple[str, int], tuple[Kind, Function]], wanted: Sequence[Ref]) -> str:
-        """The calls in their order; name of the last one."""
+        """Emits the calls in their order and returns the name of the last one."""
         sums: dict[Ref, Ref] = {}
         pieces: dict[Ref, dict[int, Ref]] = {}
         handed: dict[tuple[int, Ref], Ref] = {}
@@ -342,14 +342,14 @@ class _Outliner:
         return previous
 
     def _start(self, kind: Kind, ref: Ref) -> Ref:
-        """What the first call adds to: a scalar that changes nothing."""
+        """Emits what the first call adds to: a scalar that changes nothing."""
         node = kind.program.by_name[ref.node]
         dtype = node.outputs[0].dtype
         value = np.array(identity_value(node.attrs["reduction"], dtype), numpy_dtype(dtype))
         return self._const(f"{ref.node}/start", value)
 
     def _join(self, kind: Kind, ref: Ref, pieces: Sequence[Ref]) -> None:
-        """Rows of all micro-batches."""
+        """Concatenates the rows of all micro-batches."""
         node = kind.program.by_name[ref.node]
         t = node.outputs[0]
         axis = self._const(f"{ref.node}/axis", np.array(node.attrs["axis"], np.int32))
@@ -400,7 +400,7 @@ class _Outliner:
         )
 
     def _called(self) -> dict[str, Program]:
-        """The functions that are called, or that other nodes carry."""
+        """Returns the functions that are called, or that other nodes carry as attributes."""
         found: dict[str, Program] = {}
         stack = [f.name for n in self.nodes.values() if may_carry(n) for _, f in function_refs(n)]
         while stack:

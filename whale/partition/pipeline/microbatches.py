@@ -1,4 +1,4 @@
-"""A rank's program in micro-batches: planned over time, and rolled up."""
+"""Cuts a rank's program into micro-batches: plans it over time, and rolls it up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whale.passes.settings import PlanSettings
 
 
 def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
-    """Nodes of a rank's program that yield its rows of the batch -> how these are cut into micro-batches.
+    """Finds the nodes of a rank's program that yield its rows of the batch, and how micro-batches cut these.
 
     Args:
       position: of the rank in the mesh of the plan's axes.
@@ -55,8 +55,9 @@ def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) 
 
 
 def keeps_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
-    """Whether the rows that ranks bring themselves can stay there: they need none of others, or have as many each of
-    every micro-batch.
+    """Tells whether the rows that ranks bring themselves can stay where they are.
+
+    They can if ranks need none of others' rows, or each rank has equally many rows of every micro-batch.
 
     Args:
       rows: of every rank, of each input.
@@ -67,7 +68,7 @@ def keeps_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batche
 
 
 def own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
-    """Rows of the ranks along each axis, where they bring these themselves, as many each of every micro-batch.
+    """Returns the rows of the ranks along each axis, where they bring equally many themselves for every micro-batch.
 
     Args:
       program: of all ranks.
@@ -81,7 +82,7 @@ def own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class InTime:
-    """What a rank runs, the rows that it has, and the plan of its micro-batches: of ranks alike, once."""
+    """The program of a rank, its rows, and the plan of its micro-batches; one for all ranks that run the same."""
 
     program: Program
     rows: Mapping[str, Split]
@@ -97,7 +98,7 @@ def in_micro_batches(
     own: Collection[tuple[int, ...]],
     known: list[InTime],
 ) -> Program:
-    """What ``rank`` runs, its rows cut into micro-batches that run one after the other.
+    """Rewrites what ``rank`` runs on all its rows to micro-batches that run one after the other.
 
     Args:
       program: what it runs on all its rows.

@@ -1,4 +1,4 @@
-"""What one rank of a stage group sends to and receives from the ranks of others."""
+"""Emits the sends and receives between one rank of a stage group and the ranks of other groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whale.sharding_rules.structure.communication import EDGE, ROWS
 def connect(
     stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Split], check: tuple[str, str]
 ) -> Program:
-    """A rank's program with sends and receives in the place of the ends of its stage group's program.
+    """Replaces the ends of a stage group's program, on one rank, by sends and receives.
 
     Args:
       rows: what travels for each micro-batch -> how these cut the part that a rank has.
@@ -71,7 +71,7 @@ class _Connector:
         self.effects.append(name)
 
     def _receive(self, node: Node) -> dict[Ref, Ref]:
-        """Receives each output that is read; output -> where it is now."""
+        """Receives each output that is read; returns where each one is now."""
         found = {}
         source, travelling = int(node.attrs["source"]), self.stages.cuts[self.number].keys
         for index, key in enumerate(node.attrs["keys"]):
@@ -99,7 +99,7 @@ class _Connector:
     def _joined(
         self, name: str, t: TensorType, key: str, source: int, parts: Sequence[Part], pieces: Sequence[Ref]
     ) -> Ref:
-        """The parts of a tensor that several ranks sent, next to each other along each dimension in turn."""
+        """Joins the parts of a tensor that several ranks sent, along each dimension in turn."""
         if len(pieces) == 1:
             return pieces[0]
         if not pieces:
@@ -114,7 +114,7 @@ class _Connector:
     def _along(
         self, name: str, dtype: str, pieces: list[tuple[tuple[Span, ...], Ref]], block: tuple[Span, ...], dim: int
     ) -> Ref:
-        """Pieces that differ in no dimension before ``dim``, joined."""
+        """Joins pieces that differ in no dimension before ``dim``."""
         if len(pieces) == 1:
             return pieces[0][1]
         groups: dict[Span, list[tuple[tuple[Span, ...], Ref]]] = {}
@@ -126,7 +126,7 @@ class _Connector:
         return self._concatenated(name, dtype, inner, dim, next(iter(groups)).blocks)
 
     def _concatenated(self, name: str, dtype: str, refs: Sequence[Ref], dim: int, blocks: int) -> Ref:
-        """Tensors behind one another along a dimension, in each of its runs."""
+        """Concatenates tensors along a dimension, within each of its ``blocks`` runs."""
         e = self.emitter
         shapes = [static_shape(self.nodes[r.node].outputs[r.index]) for r in refs]
         whole = (*shapes[0][:dim], sum(s[dim] for s in shapes), *shapes[0][dim + 1 :])
@@ -159,7 +159,7 @@ class _Connector:
             self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), marked, ())
 
     def _cut(self, name: str, source: Ref, t: TensorType, part: Part) -> Ref:
-        """What one rank gets of the tensor that this one has."""
+        """Cuts the part that one rank gets out of the tensor that this one has."""
         e, shape, dtype = self.emitter, static_shape(t), t.dtype
         for dim, blocks, first, count in part.cut:
             at = f"{name}/along_{dim}"
@@ -184,7 +184,7 @@ class _Connector:
         return {**attrs, ROWS: str(self._rows_of(key, t, part.spans is None)), EDGE: edge}
 
     def _rows_of(self, key: str, t: TensorType, direct: bool) -> Split:
-        """How micro-batches cut what this rank has of a tensor that travels."""
+        """Returns how micro-batches cut this rank's part of a tensor that travels between stage groups."""
         cut = self.rows[key]
         if direct and not self.stages.plan.others:
             return cut

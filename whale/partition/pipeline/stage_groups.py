@@ -1,4 +1,4 @@
-"""Pipelines: each group of ranks runs its stages, planned as one group would run the whole program."""
+"""Plans and lowers pipelines: each stage group is planned as if it ran the whole program, and runs its own stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from whale.passes.settings import PlanSettings
 
 
 def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[StageGroup, ...]) -> Plan:
-    """The plan of a program with stages: that of one group for all of it, and what travels between the groups.
+    """Plans a program with stages: as one group would run all of it, and what travels between the groups.
 
     Raises:
       PlanError: see ``plan_program``; an option that pipelines lack.
@@ -59,7 +59,7 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What groups have in common that keep to one plan: how many ranks, their axes, shares of the rows (): even."""
+    """The properties shared by groups that keep to one plan: number of ranks, axes, shares of rows; (): even."""
 
     size: int
     mesh: tuple[Axis, ...]
@@ -67,7 +67,7 @@ class _Kind:
 
 
 def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
-    """The kind of a stage group: of shares for every rank of the run it has those of its own."""
+    """Returns the kind of a stage group; of shares for every rank of the run it has those of its own ranks."""
     shares, size = settings.batch.shares, len(group.ranks)
     mesh = settings.stage_meshes.get(group.ranks) or mesh_of_size(settings, size)
     if len(shares) != settings.size:
@@ -87,7 +87,11 @@ def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
 def _of_kinds(
     program: Program, settings: PlanSettings, groups: Sequence[StageGroup]
 ) -> tuple[Plan, tuple[StageGroup, ...]]:
-    """The plan for the largest stage groups, with those for the others; the groups, each with its plan's number."""
+    """Plans each kind of stage groups.
+
+    Returns:
+      (the plan of the largest groups, with those of the others in ``others``; the groups, each with its plan's number).
+    """
     kinds = sorted({_kind_of(group, settings): None for group in groups}, key=lambda kind: -kind.size)
     numbered = tuple(replace(group, plan=kinds.index(_kind_of(group, settings))) for group in groups)
     first, *rest = kinds
@@ -123,13 +127,13 @@ def _of_kinds(
 
 
 def _planned(program: Program, settings: PlanSettings, groups: Sequence[StageGroup], plan: int) -> Plan:
-    """The plan of this number: of the whole program on the mesh of the groups that keep to it."""
+    """Makes the plan of this number: of the whole program on the mesh of the groups that keep to it."""
     found = plan_program(in_positions(program, groups, plan), settings)
     return replace(found, fingerprint=fingerprint(program))
 
 
 def _shared_out(program: Program, settings: PlanSettings, kind: _Kind) -> tuple[BatchInput, ...] | None:
-    """The batch inputs with the rows of every rank of a group that has shares; None: they are to be found."""
+    """Returns the batch inputs with the rows of every rank of a group that has shares; None: they are to be found."""
     asked = settings.batch
     if not kind.shares:
         return asked.inputs
@@ -142,7 +146,7 @@ def _shared_out(program: Program, settings: PlanSettings, kind: _Kind) -> tuple[
 
 
 def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
-    """The axes of a stage group of so many ranks: those of the mesh, of which the first adapts to the number of ranks.
+    """Returns the axes of a stage group of ``size`` ranks: those of the mesh, the first adapted to the number of ranks.
 
     An inner axis that does not fit into the group is as large as the ranks can be divided.
     """
@@ -160,7 +164,7 @@ def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
 
 
 def _known(settings: PlanSettings, kind: _Kind) -> dict[str, Tiles]:
-    """The layouts of variables that earlier programs have fixed, as far as groups of a kind can have them."""
+    """Returns the layouts of variables that earlier programs have fixed, as far as groups of a kind can have them."""
     sizes = {kind.size, *(a.size for a in kind.mesh)}
     return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
 
@@ -168,7 +172,7 @@ def _known(settings: PlanSettings, kind: _Kind) -> dict[str, Tiles]:
 def lower_stage_groups(
     expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str, settings: PlanSettings
 ) -> list[Program]:
-    """What each of ``ranks`` runs under a plan of ``plan_stage_groups``.
+    """Lowers a program under a plan of ``plan_stage_groups`` to what each of ``ranks`` runs.
 
     Raises:
       PlanError: the stages cannot be gone through in micro-batches as the schedule asks.
@@ -195,7 +199,7 @@ def lower_stage_groups(
 
 
 class _InTime:
-    """What coordinates would run in micro-batches if they had all stages, once for those that run the same."""
+    """A cache of ``WholeInTime`` by coordinates, with one entry for those that run the same."""
 
     def __init__(self, expanded: Program, stages: Stages, settings: PlanSettings):
         self.expanded, self.stages, self.settings = expanded, stages, settings
@@ -203,7 +207,7 @@ class _InTime:
         self._known: dict[tuple[int, tuple[int, ...]], WholeInTime] = {}
 
     def whole(self, number: int, at: tuple[int, ...]) -> WholeInTime:
-        """That of the coordinates ``at`` in the mesh of a stage group."""
+        """Returns the ``WholeInTime`` of the coordinates ``at`` in the mesh of a stage group."""
         group = self.stages.plan.stage_groups[number]
         levels = self.stages.levels(number)
         readers = _first_readers(self.stages.plan.of(group))
@@ -220,9 +224,9 @@ class _InTime:
 
 
 def _first_readers(plan: Plan) -> list[tuple[int, ...]]:
-    """Coordinates along a plan's axes that together read all that some read for each micro-batch.
+    """Returns coordinates along a plan's axes that together read all that any of them reads for each micro-batch.
 
-    The first ones alone may have what is fetched; those without rows read nothing of what the others gather.
+    The first coordinates alone may have what is fetched; those without rows read nothing of what the others gather.
     """
     along: list[list[int]] = []
     more = False
@@ -255,7 +259,7 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
 
 
 def _with_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
-    """``plan`` with the variables of the stages only that its groups have; they lie over their ranks."""
+    """Keeps in each plan only the variables that the stages of its groups have; they lie over the groups' ranks."""
 
     def of_plan(one: Plan, number: int) -> Plan:
         mine = {v.node for g, part in zip(groups, cuts) if g.plan == number for v in part.program.variables}

@@ -1,4 +1,4 @@
-"""A rank's stages gone through in micro-batches, in the order of a schedule."""
+"""Rolls a rank's stages up into micro-batches that run in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What coordinates with rows know of when something is computed: one without rows reads nothing of what it sends.
+    """The phase and stage of what is computed for each micro-batch, as coordinates with rows know them.
+
+    A coordinate without rows reads nothing of what it sends, so it cannot tell by itself.
 
     Attributes:
       kinds: of what is computed for each micro-batch, F, B or W (see ``whale.passes.in_time.phases``).
@@ -39,13 +41,13 @@ class Agreed:
 
     @staticmethod
     def of(coordinates: Sequence[WholeInTime]) -> Agreed:
-        """What some coordinates know together: the earliest kind, and the first ones' stage, of what several have."""
+        """Merges what some coordinates know: each node's earliest kind, and the stage that the first of them names."""
         kinds = {name: k for kind in "WBF" for one in coordinates for name, k in one.kinds.items() if k == kind}
         return Agreed(kinds, {name: stage for one in reversed(coordinates) for name, stage in one.stages.items()})
 
 
 class WholeInTime:
-    """What one coordinate would run if it had all stages, in micro-batches: what all its ranks have to agree on.
+    """The program of one coordinate as if it had all stages, in micro-batches: what all its ranks have to agree on.
 
     Attributes:
       rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
@@ -61,7 +63,8 @@ class WholeInTime:
         settings: PlanSettings,
         agreed: Agreed = Agreed(),
     ):
-        """
+        """Plans the micro-batches of the whole program at one coordinate.
+
         Args:
           number: of the stage group; at: coordinates in its mesh, () for the first ones.
           agreed: what other coordinates know.
@@ -86,7 +89,7 @@ class WholeInTime:
         self.stages = {n.name: stage for n in whole.nodes if n.name in each and (stage := stage_of(n.scope))}
 
     def pipelined(self, program: Program, number: int) -> Program:
-        """The program of this coordinate's rank in stage group ``number``, rolled up.
+        """Rolls up the program of this coordinate's rank in stage group ``number``, in the schedule's order.
 
         Args:
           program: what it runs on all its rows.
@@ -134,7 +137,10 @@ class WholeInTime:
         waiting = credits(rows)
 
         def room(edge: tuple[int, int]) -> int:
-            """What may wait, and what is read; past other stages, no more is sent than is alive."""
+            """Returns how many results of one kind may be under way between two stage groups.
+
+            That is one that is read and those that may wait; past other stages, no more is sent than is alive.
+            """
             return 1 + waiting.get(edge, live_micro_batches(rows[edge[0]]))
 
         return hoist_sends(outline(program, time, each, calls, phases), room)
@@ -149,7 +155,7 @@ class WholeInTime:
 
 
 def _as_split(node: Node) -> Split:
-    """How micro-batches cut what travels for each of them."""
+    """Returns how micro-batches cut what ``node`` sends or receives for each of them."""
     placement = parse_placement(str(node.attrs[ROWS]))
     assert isinstance(placement, Split)
     return split(placement.dim, placement.sizes, placement.blocks)

@@ -1,8 +1,8 @@
-"""A pipeline's stage groups: what each runs, axis by axis of its mesh, and how tensors travel between them.
+"""Partitions the stage groups of a pipeline, axis by axis of their meshes, and says how tensors travel between them.
 
-Stages           the parts of a program under a plan with stages, and the layouts in which tensors cross
-Stages.part      what the ranks of a group run, axis by axis; Stages.lowered: one rank's, for all axes
-Stages.edges     what travels in a step
+Stages           the parts of a program under a plan with stages, and the layouts in which tensors cross Stages.part
+what the ranks of a group run, axis by axis; Stages.lowered: one rank's, for all axes Stages.edges     what travels in a
+step
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ Ends = Callable[[Program, tuple[int, ...]], Mapping[str, Strategy]]
 
 
 class StagePartitioner(AxisPartitioner):
-    """Partitions a stage group's part of a program. Its plans are those of the whole program, as far as the part goes.
+    """Partitions a stage group's part of a program, under the plans of the whole program as far as the part goes.
 
-    Where ranks run what those with the first coordinates run, but for values, they keep to the plan of these, whatever
-    the rest of the program is there.
+    Where ranks run the same as those with the first coordinates, but for values, they keep to the plan of these,
+    whatever the rest of the program is there.
     """
 
     def __init__(self, whole: AxisPartitioner, part: Program, ends: Ends):
-        """
+        """Takes the partitioner of the whole program, and a part of it.
+
         Args:
           whole: partitions the program that the part is of; part: as no axis has divided it yet.
         """
@@ -56,13 +57,13 @@ class StagePartitioner(AxisPartitioner):
         self.whole, self.ends = whole, ends
 
     def program(self, at: tuple[int, ...]) -> Program:
-        """What the ranks with these first coordinates run of the part."""
+        """Returns what the ranks with these first coordinates run of the part."""
         if at not in self._programs:
             self._programs[at] = self.lowered(at)
         return self._programs[at]
 
     def plan(self, at: tuple[int, ...]) -> Plan:
-        """The plan of the axis after these coordinates, of the part."""
+        """Returns the plan of the axis after these coordinates, for the part."""
         if at not in self._plans:
             one = (0,) * len(at) if self.is_like_first(at) else at
             model, settings = self.whole.plan(one), self.whole.settings_at(one)
@@ -71,7 +72,7 @@ class StagePartitioner(AxisPartitioner):
         return self._plans[at]
 
     def all_compute(self) -> bool:
-        """Whether no rank has constants where others compute, in any part of the program."""
+        """Tells whether every rank computes, in all parts of the program."""
         return self.whole.all_compute()
 
 
@@ -94,27 +95,27 @@ class Stages:
         self.meshes = [mesh_of(plan.of(g), g.ranks) for g in groups]
 
     def levels(self, number: int) -> AxisPartitioner:
-        """What the ranks of a group would run if they had all stages."""
+        """Returns the partitioner of the program as the ranks of a group would run it if they had all stages."""
         return self._of_plan[self.plan.stage_groups[number].plan]
 
     def where(self, rank: int) -> tuple[int, tuple[int, ...]]:
-        """Number of a rank's group, and its coordinates there."""
+        """Returns the number of a rank's group, and the rank's coordinates there."""
         number = next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
         return number, self.meshes[number].coordinates(rank)
 
     def part(self, number: int) -> StagePartitioner:
-        """What the ranks of a group run, with the ends of its program still there, axis by axis."""
+        """Returns the partitioner of what the ranks of a group run, with the ends of its program still there."""
         program = in_positions(self.cuts[number].program, self.plan.stage_groups, self.plan.stage_groups[number].plan)
         return StagePartitioner(self.levels(number), program, partial(self._ends, number))
 
     def lowered(self, part: StagePartitioner, rank: int, comm: str) -> Program:
-        """What a rank runs of its group's part."""
+        """Lowers a group's part to what one rank runs of it."""
         number, at = self.where(rank)
         program = map_to_ranks(part.lowered(at), self.meshes[number], rank, comm)
         return self.levels(number).with_own_rows(program, self.expanded, at)
 
     def _ends(self, number: int, program: Program, at: tuple[int, ...]) -> dict[str, Strategy]:
-        """How tensors come in and go out of a group's program, over the axis after these coordinates."""
+        """Returns the strategies of a program's ends, where tensors come in and go out, over the axis after ``at``."""
         travelling, found = self.cuts[number].keys, {}
         for node in program.nodes:
             if node.op == STAGE_INPUT:
@@ -131,11 +132,11 @@ class Stages:
     # -- layouts of what travels
 
     def is_direct(self, source: int, target: int) -> bool:
-        """Whether both groups have the same mesh, and rows on it, so that coordinates correspond."""
+        """Tells whether both groups have the same mesh, and rows on it, so that coordinates correspond."""
         return self.plan.stage_groups[source].plan == self.plan.stage_groups[target].plan
 
     def sent(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """How a tensor lies over each axis up to the one after ``at`` when it leaves the ranks of a group.
+        """Returns a tensor's layout, over each axis up to the one after ``at``, as it leaves the ranks of a group.
 
         Args:
           at: first coordinates of these ranks.
@@ -146,33 +147,33 @@ class Stages:
         return self._changed(key, made, self.meshes[source], at, sent_as, self._meets(key, source, target))
 
     def received(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """How a tensor lies over each axis up to the one after ``at`` when it has come to the ranks of a group."""
+        """Returns a tensor's layout, over each axis up to the one after ``at``, as it reaches the ranks of a group."""
         made = self._made(key, target, at)
         if self.is_direct(source, target):
             return made
         return self._changed(key, made, self.meshes[target], at, received_as, True)
 
     def parts_for(self, key: str, source: int, target: int, reader: int) -> list[Part]:
-        """What the rank at position ``reader`` of the target's mesh receives."""
+        """Lists what the rank at position ``reader`` of the target's mesh receives."""
         if self.is_direct(source, target):
             return [Part(reader, reader)] if self._holds_some(key, source, reader) else []
         makers = self._blocks(key, source, target, source)
         return parts(makers, self._blocks(key, source, target, target), reader)
 
     def parts_from(self, key: str, source: int, target: int, maker: int) -> list[Part]:
-        """What the rank at position ``maker`` of the source's mesh sends."""
+        """Lists what the rank at position ``maker`` of the source's mesh sends."""
         if self.is_direct(source, target):
             return self.parts_for(key, source, target, maker)
         found = (self.parts_for(key, source, target, reader) for reader in range(len(self.meshes[target].ranks)))
         return [part for of_one in found for part in of_one if part.sender == maker]
 
     def _holds_some(self, key: str, number: int, position: int) -> bool:
-        """Whether the rank at a position of a group's mesh has some of a tensor as it is made."""
+        """Tells whether the rank at a position of a group's mesh has some of a tensor as it is made."""
         t, at = self.type_of(key), coordinates_of(position, [a.size for a in self.meshes[number].axes])
         return not t.is_static or block_of(static_shape(t), self._made(key, number, at[:-1]), at) is not None
 
     def block(self, key: str, source: int, target: int, reader: int) -> tuple[Span, ...]:
-        """What the rank at position ``reader`` of the target's mesh has, once it is there."""
+        """Returns the block of a tensor that the rank at position ``reader`` of the target's mesh has in the end."""
         found = self._blocks(key, source, target, target)[reader]
         assert found is not None
         return found
@@ -191,7 +192,7 @@ class Stages:
         return {}
 
     def _meets(self, key: str, source: int, target: int) -> bool:
-        """Whether what is made can be sent in the parts in which it lies: both ends see runs of the same size."""
+        """Tells whether a tensor can be sent in the parts in which it is made: both ends see runs of the same size."""
         t = self.type_of(key)
         if not t.is_static:
             return True
@@ -217,9 +218,10 @@ class Stages:
         return tuple(found)
 
     def _made(self, key: str, number: int, at: tuple[int, ...]) -> Layout:
-        """How a tensor is made over each axis of a group's mesh up to the one after ``at``, if the group makes all.
+        """Returns the layout in which a group makes a tensor, if it makes all, up to the axis after ``at``.
 
-        With as many rows as the first coordinates it is made as there, where it is of the size that is cut there.
+        A coordinate with as many rows as the first one makes it as that does, where the size that is cut there is the
+        same.
         """
         levels, t = self.levels(number), self.type_of(key)
         found: list[Placement] = []
@@ -231,7 +233,7 @@ class Stages:
         return tuple(found)
 
     def _made_by(self, key: str, plan: Plan) -> Placement:
-        """How a tensor is made over the axis of a plan of the whole program."""
+        """Returns a tensor's placement over the axis of a plan of the whole program."""
         if key not in self._refs:
             return plan.returned[""][self._fetches[key]]
         ref = self._refs[key]
@@ -247,7 +249,7 @@ class Stages:
         return {FETCH_KEY.format(i): i for part in self.cuts for i in part.fetched}
 
     def type_of(self, key: str) -> TensorType:
-        """Type of a whole tensor that travels."""
+        """Returns the global type of a tensor that travels."""
         if key in self._fetches:
             return self.expanded.type_of(self.expanded.outputs[self._fetches[key]])
         ref = self._refs[key]
@@ -256,7 +258,7 @@ class Stages:
     # -- what is told
 
     def edges(self) -> tuple[Edge, ...]:
-        """What travels between stage groups in one step, in logical bytes of all ranks together."""
+        """Lists what travels between stage groups in one step, in logical bytes of all ranks together."""
         found = []
         for target, part in enumerate(self.cuts):
             travelling = [(str(ref), ref, source) for ref, source in part.taken.items()]
@@ -275,5 +277,5 @@ class Stages:
 
 
 def _fits(p: Placement, t: TensorType) -> bool:
-    """Whether a tensor of this type is of the size that a placement cuts."""
+    """Tells whether a tensor of this type has the size that a placement cuts."""
     return not isinstance(p, Split) or (t.shape is not None and t.shape[p.dim] == p.extent)

@@ -1,1 +1,1 @@
-"""What follows from a program as it stands: its scopes, stages, groups of ranks, batch, and what moving costs."""
+"""Analyses of a program as it stands: its scopes, stages, groups of ranks, batch, and what moving tensors costs."""

@@ -1,6 +1,6 @@
-"""Attention in a program: a product of queries and keys, what is done to its elements, softmax, a product with values.
+"""Finds attention in a program: a product of queries and keys, elementwise operations, softmax, a product with values.
 
-It is found by what the operations compute, forward and backward, whatever they are called: products are read as
+It is recognised by what the operations compute, forward and backward, whatever they are called: products are read as
 contractions, and everything element by element between the scores and the softmax (scales, masks, caps) belongs to it.
 """
 
@@ -67,12 +67,14 @@ class Attention:
 
     @property
     def name(self) -> str:
-        """A node by which plans name it."""
+        """Returns the node by which plans name it."""
         return self.mixed or (self.backward.scores if self.backward is not None else "")
 
 
 def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
-    """A product of two tensors as a contraction: a letter for each dimension of both and of the result."""
+    """Reads a product of two tensors as a contraction: a letter for each dimension of both and of the result,
+    or None.
+    """
     if len(node.inputs) != 2 or len(node.outputs) != 1:
         return None
     shapes = [program.type_of(r).shape for r in node.inputs] + [node.outputs[0].shape]
@@ -84,12 +86,12 @@ def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
     sizes: dict[str, int | None] = {}
     for word, shape in zip(words, shapes):
         if len(word) != len(shape or ()) or any(sizes.setdefault(c, n) != n for c, n in zip(word, shape or ())):
-            return None  # it broadcasts
+            return None  # the product broadcasts
     return words[0], words[1], words[2]
 
 
 def attentions(program: Program) -> list[Attention]:
-    """All attentions of a program with as many keys as queries, of which nothing but their results is read."""
+    """Finds all attentions of a program with as many keys as queries, of which nothing but their results is read."""
     found = [one for node in program.nodes if node.op == "Softmax" and (one := _Reader(program, node).read())]
     whole = [one for one in found if one.mixed]
     kept = []
@@ -115,7 +117,9 @@ class _Reader:
         self.product = ""
 
     def read(self) -> Attention | None:
-        """The attention; None where it is something else, or somebody reads what it would not have."""
+        """Returns the attention; None where it is something else, or where an intermediate tensor is read from
+        outside.
+        """
         program, shape = self.program, self.shape
         if len(shape) < 2 or None in shape or shape[-1] != shape[-2] or self.softmax.inputs[0].node in program.inputs:
             return None
@@ -156,7 +160,7 @@ class _Reader:
         )  # fmt: skip
 
     def _uses(self, ref: Ref) -> Iterator[tuple[Node, int] | None]:
-        """Who reads a tensor, through identities; None: who called the program."""
+        """Yields the readers of a tensor, through identities; None stands for the caller of the program."""
         if ref in self.program.outputs:
             yield None
         for node, i in self.program.consumers.get(ref, ()):
@@ -166,11 +170,11 @@ class _Reader:
                 yield node, i
 
     def _is_scores(self, shape: Dims | None) -> bool:
-        """Whether a tensor has both queries and keys."""
+        """Tells whether a tensor has both queries and keys."""
         return shape is not None and len(shape) >= 2 and shape[-2:] == self.shape[-2:]
 
     def _back(self, ref: Ref, path: dict[str, None], products: dict[str, None]) -> None:
-        """Collects what a tensor with queries and keys is made of, element by element."""
+        """Collects the nodes that make a tensor with queries and keys, element by element."""
         node = self.program.by_name[ref.node]
         if node.name in self.path or node.name in path or node.name in products or ref in self.sides:
             return
@@ -185,7 +189,8 @@ class _Reader:
             self.sides[ref] = None
 
     def _values(self, node: Node, shares: int, result: int) -> tuple[Ref, int, int, tuple[int, ...]] | None:
-        """(values, their dimension of the sequence, that of the result, the permutation), from a product with values.
+        """Returns (values, their dimension of the sequence, that of the result, the permutation), from a product with
+        values.
 
         Args:
           shares, result: which of its operands, or 2 for what it makes, these are, or have the gradient of.
@@ -201,7 +206,7 @@ class _Reader:
         )  # fmt: skip
 
     def _backward(self, uses: list[tuple[Node, int]], product: Node, at: int) -> Backward | None:
-        """The gradient: P' = product(dO, v); dS = (P' - sum(P' P)) P; dq, dk and dv from dS and P."""
+        """Returns the gradient:"""
         program = self.program
         values = [(n, i) for n, i in uses if (w := letters(program, n)) and _sums(w, i, -2, -1)]
         others = [n for n, _ in uses if n not in [v[0] for v in values]]
@@ -246,7 +251,8 @@ class _Reader:
         )  # fmt: skip
 
     def _slope(self, weighted: Node, scores: Node) -> tuple[Node, tuple[str, ...]] | None:
-        """The gradient of the shares, where ``scores`` = (it - sum(it x shares)) x shares, and the nodes between.
+        """Returns the gradient of the shares, where ``scores`` = (it - sum(it x shares)) x shares, and the nodes
+        between.
 
         Args:
           weighted: it x shares.
@@ -273,7 +279,7 @@ class _Reader:
         return slope, (weighted.name, total.inputs[1].node, total.name, less.name)
 
     def _ahead(self, ref: Ref, path: dict[str, None]) -> list[tuple[Node, int]] | None:
-        """The products that read what becomes of a gradient element by element; None where anything else does."""
+        """Returns the products that a gradient reaches through elementwise ops; None where anything else reads it."""
         found: list[tuple[Node, int]] = []
         known = {self.softmax.name: None, self.product: None}
         for use in self._uses(ref):
@@ -311,7 +317,7 @@ def _operand_with(words: tuple[str, str, str], letter: str, without: str) -> int
 
 
 def _sums(words: tuple[str, str, str], i: int, gone: int, stays: int) -> bool:
-    """Whether a product sums over one of the last two dimensions of operand ``i`` and keeps the other."""
+    """Tells whether a product sums over one of the last two dimensions of operand ``i`` and keeps the other."""
     mine, other, out = words[i], words[1 - i], words[2]
     if len(mine) < 2:
         return False
@@ -319,7 +325,9 @@ def _sums(words: tuple[str, str, str], i: int, gone: int, stays: int) -> bool:
 
 
 def _turned(shares: str, result: str) -> tuple[int, ...] | None:
-    """By which permutation [.., queries, 1] broadcasts over a result; None where its features are no one dimension."""
+    """Returns the permutation by which [.., queries, 1] broadcasts over a result; None where its features are no one
+    dimension.
+    """
     last = len(shares) - 1
     turn = tuple(shares.index(c) if c in shares[:-1] else last for c in result)
     return turn if sorted(turn) == list(range(len(shares))) else None

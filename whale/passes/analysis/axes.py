@@ -1,4 +1,4 @@
-"""Which axes a program's ranks form, and what of the program an axis sees.
+"""Finds which axes a program's ranks form, and shows the program as one axis sees it.
 
 An axis divides tensors under the ``wh.split`` scopes that name it, and rows of the batch everywhere else. A scope that
 names none means the axis ``tensor``.
@@ -32,7 +32,9 @@ ALL = "ranks"  # the one axis of a program that has no more
 
 
 def named_axes(paths: Iterable[str]) -> tuple[str, ...]:
-    """The axes that the ``wh.split`` scopes in scopes' paths divide tensors over, in the order of their entering."""
+    """Lists the axes that the ``wh.split`` scopes in these paths divide tensors over, in the order in which they were
+    entered.
+    """
     found: dict[str, None] = {}
     for path in sorted(set(paths)):
         for part in path.split("/"):
@@ -41,7 +43,8 @@ def named_axes(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
-    """The axes over which the ranks of ``settings`` divide a normalised program; one, where more make no difference.
+    """Returns the axes over which the ranks of ``settings`` divide a normalised program; one, where more make no
+    difference.
 
     Raises:
       PlanError: the ranks do not fill the mesh.
@@ -54,7 +57,7 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
 
 
 def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
-    """The coordinate of each of ``size`` ranks on the axis ``data``; () where the mesh says nothing of it.
+    """Returns the coordinate of each of ``size`` ranks on the axis ``data``; () where the mesh says nothing of it.
 
     Args:
       mesh: sizes of axes, outermost first. Ranks that they leave over are on ``data``, the first axis.
@@ -68,7 +71,7 @@ def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
 
 
 def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
-    """The batch inputs with the rows of every rank, as the user asks for them (see ``batch_inputs``)."""
+    """Returns the batch inputs with the rows of every rank, as the user asks for them (see ``batch_inputs``)."""
     asked, ranks = settings.batch, settings.split.ranks
     mesh = {a.name: a.size for a in settings.mesh} or ({TENSOR: ranks} if ranks else {})
     coordinates = data_coordinates(mesh, settings.size) if asked.shares else ()
@@ -76,7 +79,7 @@ def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]
 
 
 def _of_groups(settings: PlanSettings) -> tuple[Axis, ...]:
-    """The mesh that ``split.ranks`` is short for."""
+    """Returns the mesh that ``split.ranks`` is short for."""
     size, group = settings.size, settings.split.ranks
     if group > size or (group and size % group):
         raise PlanError(
@@ -89,7 +92,7 @@ def _of_groups(settings: PlanSettings) -> tuple[Axis, ...]:
 
 
 def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
-    """``given`` and one more axis of all ranks that are left: the first that a scope names, else ``data``."""
+    """Returns ``given`` and one more axis of all ranks that are left: the first that a scope names, else ``data``."""
     filled = prod(a.size for a in given)
     if size % filled:
         raise PlanError(
@@ -115,7 +118,7 @@ def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple
 
 
 def _merged(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
-    """Axes of more than one coordinate; neighbours that only divide rows are one."""
+    """Drops axes of one coordinate, and merges neighbours that only divide rows."""
     used = set(used)
     found: list[Axis] = []
     for axis in axes:
@@ -131,7 +134,7 @@ def _merged(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
 
 
 def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> dict[str, Placement]:
-    """How variables that earlier programs have fixed lie over one axis, by handle node.
+    """Returns the placements over one axis of variables that earlier programs have fixed, by handle node.
 
     Args:
       alone: whether it is the only axis of the program, whatever it was called where they were fixed.
@@ -144,7 +147,8 @@ def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> d
 
 
 def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]:
-    """How variables lie, as far as the axes of a program have parts of these sizes; the others as if they were whole.
+    """Returns the tiles of variables as far as the axes of a program have parts of these sizes; the others count as
+    replicated.
 
     Stage groups have axes of their own.
     """
@@ -167,8 +171,8 @@ def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]
 
 
 def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Program:
-    """``program`` as one axis sees it: without the ``wh.split`` scopes of others, and with coordinates along it in the
-    place of the ranks that scopes name.
+    """Returns ``program`` as one axis sees it: without the ``wh.split`` scopes of others, and with coordinates along it
+    in the place of the ranks that scopes name.
 
     A scope's ranks divide their rows along the axes along which it divides no tensors.
 
@@ -188,7 +192,7 @@ def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Progra
 
 
 def _located(path: str, axis: str, axes: Sequence[Axis]) -> str:
-    """A path that names ranks, as ``axis`` sees it: the innermost part that does names coordinates along it.
+    """Returns a path that names ranks as ``axis`` sees it: the innermost part that does names coordinates along it.
 
     Raises:
       PlanError: the ranks are no block of the mesh.
@@ -208,7 +212,7 @@ def _located(path: str, axis: str, axes: Sequence[Axis]) -> str:
 
 
 def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> set[tuple[int, ...]]:
-    """The coordinates of the ranks that a scope names.
+    """Returns the coordinates of the ranks that a scope names.
 
     Raises:
       PlanError: they are not all that some coordinates of one axis have in common with some of each other.

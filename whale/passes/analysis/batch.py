@@ -1,4 +1,4 @@
-"""Which inputs carry the batch, and how its rows are shared out."""
+"""Finds which inputs carry the batch, and divides its rows among the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.passes.analysis.stacks import stacks
 def rows_of_ranks(
     size: int, parts: int, shares: Sequence[int] = (), coordinates: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Rows of a batch of ``size`` rows that each rank computes.
+    """Returns the rows of a batch of ``size`` rows that each rank computes.
 
     Args:
       shares: rows per rank of the usual batch, or per coordinate of the axis ``data``; a batch of another size (the
@@ -54,7 +54,8 @@ def batch_inputs(
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     coordinates: Sequence[int] = (),
 ) -> tuple[BatchInput, ...]:
-    """Inputs that are divided along dimension 0, or along 1 where they are stacks of batches, with each rank's rows.
+    """Finds the inputs that are divided along dimension 0, or along 1 where they are stacks of batches, with each
+    rank's rows.
 
     Args:
       shares, coordinates: see ``rows_of_ranks``.
@@ -68,7 +69,7 @@ def batch_inputs(
     """
     types = {name: program.by_name[name].outputs[0] for name in program.inputs}
     stacked = stacks(program)
-    dims = {n: int(n in stacked and n not in local) for n in types}  # of the rows
+    dims = {n: int(n in stacked and n not in local) for n in types}  # the dimension of the rows
     candidates = {
         n: size
         for n, t in types.items()

@@ -1,4 +1,4 @@
-"""The costs by which propagation chooses: one unit, the time to move one byte over a link of 1 GB/s.
+"""Prices the alternatives that propagation chooses from; the unit is the time to move one byte over a link of 1 GB/s.
 
 These constants only have to order alternatives (move a tensor or compute it twice); the calibrated model of time and
 memory is cost_model's, and so are the FLOPs of a node.
@@ -22,7 +22,7 @@ PER_FLOP = 0.02  # a core at 50 GFLOP/s
 
 
 def fraction(placements: Sequence[Placement]) -> float:
-    """Largest share of the work that one coordinate has, given how operands and results lie."""
+    """Returns the largest share of the work that one coordinate has, given the placements of operands and results."""
     best = 1.0
     for p in placements:
         if isinstance(p, Split):
@@ -33,7 +33,7 @@ def fraction(placements: Sequence[Placement]) -> float:
 
 
 def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
-    """Cost of computing one node under ``strategy`` on the coordinate that has most to do.
+    """Returns the cost of computing one node under ``strategy`` on the coordinate that has most to do.
 
     Args:
       touched_bytes: of the whole operands and results; flops: of the whole node, if it is a product or convolution.
@@ -42,7 +42,7 @@ def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
 
 
 def exchange_cost(moved: int, parts: int, reads: bool, together: int = 1) -> float:
-    """Cost of rows that a node exchanges between ranks itself, of ``moved`` bytes in all.
+    """Returns the cost of rows that a node exchanges between ranks itself, of ``moved`` bytes in all.
 
     Args:
       reads: numbers of ids, the ids, and rows travel one after the other; what is added to rows takes the same route.
@@ -53,7 +53,7 @@ def exchange_cost(moved: int, parts: int, reads: bool, together: int = 1) -> flo
 
 @lru_cache(maxsize=1 << 16)
 def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int, unknown_rows: int = 1) -> float:
-    """Cost of having a tensor as ``wanted`` that lies as ``source``; infinite where there is no such change.
+    """Returns the cost of resharding a tensor from ``source`` to ``wanted``; infinite where there is no such change.
 
     Args:
       tensor: the whole of it; parts: size of the mesh axis.
@@ -70,7 +70,7 @@ def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts:
     if not tensor.is_static and (in_runs(source) or in_runs(wanted)):
         return inf
     if not tensor.is_static and isinstance(source, Split) and not isinstance(wanted, Broadcast):
-        return inf  # of sizes that only the run knows, what is cut can be gathered whole, nothing finer
+        return inf  # where only the run knows sizes, a split can be gathered whole, nothing finer
     if isinstance(source, Split) and isinstance(wanted, Partial):
         wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
     return move_cost(source, wanted, max(1, tensor.bytes) * (1 if tensor.is_static else unknown_rows), parts)
@@ -81,7 +81,9 @@ def _fits(wanted: Split, shape: Dims | None) -> bool:
 
 
 def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: int) -> float:
-    """Cost of one reshard of a tensor of ``tensor_bytes``: bytes per coordinate, and a latency when anything moves."""
+    """Returns the cost of one reshard of a tensor of ``tensor_bytes``: bytes per coordinate, and a latency when
+    anything moves.
+    """
     moved = moved_bytes(source, target, tensor_bytes, parts)
     if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):
         return 0.0

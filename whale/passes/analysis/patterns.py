@@ -1,4 +1,4 @@
-"""Scopes by the names of layers and variables: patterns, and what of a program they put into scopes.
+"""Puts parts of a program into scopes by the names of layers and variables, which patterns match.
 
 A pattern is a glob: ``*`` is any text, ``/`` included, ``?`` one character, ``[0-5]`` one of several. It begins and
 ends where parts of a name do: ``decoder/layers_[0-5]`` stands for all that is inside of those layers, whatever they are
@@ -40,7 +40,7 @@ class Pattern:
         return re.compile(r"(?:^|/)" + fnmatch.translate(self.text).removesuffix(r"\Z") + r"(?:/|$)")
 
     def matches(self, name: str) -> bool:
-        """Whether the name, or parts of it that follow each other, are what the pattern stands for."""
+        """Tells whether the pattern matches the name, or parts of it that follow each other."""
         return self._expression.search(name) is not None
 
 
@@ -59,7 +59,7 @@ class Named:
 
 
 def in_named_scopes(program: Program, patterns: Sequence[Pattern], variables: Mapping[str, str]) -> Named:
-    """``program`` with scopes on the nodes and variables whose names match; what has a scope keeps it.
+    """Puts the nodes and variables of ``program`` whose names match into scopes; what has a scope keeps it.
 
     Of each kind the first pattern that matches counts. What reads a variable stands in its split as well.
 
@@ -111,7 +111,9 @@ def _path(patterns: Iterable[Pattern]) -> str:
 
 
 def nearest(pattern: str, names: Collection[str], count: int = 3) -> list[str]:
-    """The names, or parts of names that follow each other, that are most like a pattern that matches nothing."""
+    """Returns the names, or parts of names that follow each other, that are most like a pattern that matches
+    nothing.
+    """
     parts = [name.split("/") for name in names]
     length = pattern.count("/") + 1
     inside = {"/".join(p[i : i + length]) for p in parts for i in range(max(1, len(p) - length + 1))}

@@ -26,7 +26,7 @@ from whale.passes.analysis.stages import stage_of
 
 
 def sizes_within(size: int, ranks: Collection[int] | None, parts: int) -> tuple[int, ...]:
-    """``size`` cut as evenly as possible over ``ranks`` (None: all ``parts`` of them), 0 for the others."""
+    """Divides ``size`` as evenly as possible over ``ranks`` (None: all ``parts`` of them), with 0 for the others."""
     if ranks is None:
         return even_sizes(size, parts)
     mine = dict(zip(sorted(ranks), even_sizes(size, len(ranks))))
@@ -34,18 +34,18 @@ def sizes_within(size: int, ranks: Collection[int] | None, parts: int) -> tuple[
 
 
 def named_ranks(program: Program) -> dict[str, frozenset[int]]:
-    """Scopes of a program that name ranks -> the ranks."""
+    """Maps the scopes of a program that name ranks to these ranks."""
     found = ((path, ranks_of_scope(path)) for path in sorted(all_paths(program)))
     return {path: ranks for path, ranks in found if ranks is not None}
 
 
 def brings_rows_together(program: Program) -> bool:
-    """Whether ranks need rows of others: where a scope divides tensors, or where its ranks are not all."""
+    """Tells whether ranks need rows of others: where a scope divides tensors, or where its ranks are not all."""
     return has_split_scopes(program) or bool(named_ranks(program))
 
 
 class RankGroups:
-    """How the rows of the batch lie under ``wh.replica`` scopes, where some of these name ranks."""
+    """The placements of the batch's rows under ``wh.replica`` scopes, where some of these name ranks."""
 
     def __init__(self, program: Program, parts: int, rows: Mapping[int, Split]):
         named = named_ranks(program) if parts > 1 and rows else {}
@@ -57,7 +57,7 @@ class RankGroups:
         }
 
     def placed(self, path: str, placement: Placement) -> Placement:
-        """Where rows that lie as ``placement`` are wanted by the nodes of a scope."""
+        """Returns the placement in which the nodes of a scope want rows that are placed as ``placement``."""
         if not self.active or type(placement) is not Split or not path or split_scope(path):
             return placement
         for by_group in self.rows.values():
@@ -68,7 +68,7 @@ class RankGroups:
 
 
 def _shared(whole: Split, ranks: Collection[int]) -> tuple[int, ...]:
-    """The rows of each rank of a group: in the proportion that all ranks have, where the group's have some."""
+    """Returns the rows of each rank of a group: in the proportion that all ranks have, where the group's have some."""
     mine = tuple(n if rank in ranks else 0 for rank, n in enumerate(whole.sizes))
     if whole.largest - whole.smallest <= 1 or not any(mine):
         return sizes_within(whole.run, ranks, len(whole.sizes))
@@ -89,7 +89,7 @@ def refuse_rank_groups(program: Program, size: int) -> None:
 
 
 def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> Program:
-    """``program`` whose scopes name positions in the mesh of their stage's group in the place of ranks of the run.
+    """Returns ``program`` whose scopes name positions in the mesh of their stage's group instead of ranks of the run.
 
     Args:
       plan: number of a plan. Scopes in stages whose groups keep to another one name none.
@@ -112,7 +112,7 @@ def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> P
 
 
 def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan: int) -> tuple[int, ...]:
-    """The positions of ranks in the group of their stage; () where the scope is to name none, or all."""
+    """Returns the positions of ranks in the group of their stage; () where the scope is to name none, or all."""
     mine = tuple(i for i, rank in enumerate(group.ranks) if rank in ranks) if group is not None else ()
     if group is not None and not mine:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What a scope's path says."""
+"""Reads and rewrites the paths of scopes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _SCOPE = re.compile(
 )
 _AXES = re.compile(r"\(axis=[\w+]+(?P<more>,|\)$)")
 
-# What passes a variable's elements on, so that what reads the result reads the variable.
+# Ops that pass a variable's elements on, so that a reader of the result reads the variable.
 PASSED_ON = VIEWS | {"ReadVariableOp", "Cast", "Transpose"}  # these make new memory, of the same elements
 
 
 def split_scope(path: str) -> tuple[str, int | None] | None:
-    """(path, ``dim`` as the user named it) of the scope a node is in, if that is a split; the innermost one counts."""
+    """Returns (path, ``dim`` as the user named it) of the scope a node is in, if that is a split; the innermost one
+    counts.
+    """
     match = _SCOPE.match(path.rsplit("/", 1)[-1])
     if match is None or match["kind"] != "split":
         return None
@@ -31,12 +33,12 @@ def split_scope(path: str) -> tuple[str, int | None] | None:
 
 
 def has_split_scopes(program: Program) -> bool:
-    """Whether anything of the program stands under ``wh.split``."""
+    """Tells whether any node of the program is under ``wh.split``."""
     return any("split_" in n.scope and split_scope(n.scope) for n in program.nodes)
 
 
 def axes_of_part(part: str) -> tuple[str, ...] | None:
-    """The axes that a part of a path divides tensors over, where it is a split; None: it is none."""
+    """Returns the axes that a part of a path divides tensors over, where it is a split; None otherwise."""
     match = _SCOPE.match(part)
     if match is None or match["kind"] != "split":
         return None
@@ -44,7 +46,9 @@ def axes_of_part(part: str) -> tuple[str, ...] | None:
 
 
 def without_axis(part: str, axis: str) -> str:
-    """A part of a path as ``axis`` sees it: "" for a split over others, and without the axes' names for its own."""
+    """Returns a part of a path as ``axis`` sees it: "" for a split over others, and without the axes' names for its
+    own.
+    """
     axes = axes_of_part(part)
     if axes is None:
         return part
@@ -54,7 +58,7 @@ def without_axis(part: str, axis: str) -> str:
 
 
 def with_ranks(part: str, ranks: Sequence[int]) -> str:
-    """A part of a path with other ranks, if it is a replica or a split that names some; (): without any."""
+    """Returns a part of a path with other ranks, if it is a replica or a split that names some; (): without any."""
     match = _SCOPE.match(part)
     if match is None or not match["ranks"]:
         return part
@@ -63,19 +67,19 @@ def with_ranks(part: str, ranks: Sequence[int]) -> str:
 
 
 def as_replica(part: str, ranks: Sequence[int]) -> str:
-    """A split, a part of a path, as an axis along which it divides no tensors sees it: its ranks have the rows."""
+    """Turns a split, a part of a path, into the replica that an axis along which it divides no tensors sees."""
     return f"replica_{part.partition('(')[0].rpartition('_')[2]}(ranks={'+'.join(map(str, ranks))})"
 
 
 def with_innermost(path: str, change: Callable[[str], str]) -> str:
-    """A path that names ranks, whose innermost part that does is as ``change`` has it; the others name none."""
+    """Applies ``change`` to the innermost part of a path that names ranks, and removes the ranks from the others."""
     parts = path.split("/")
     innermost = max(i for i, part in enumerate(parts) if with_ranks(part, ()) != part)
     return "/".join(change(part) if i == innermost else with_ranks(part, ()) for i, part in enumerate(parts))
 
 
 def with_paths(program: Program, change: Callable[[str], str]) -> Program:
-    """``program`` in other scopes, its functions as well; each path is asked for once."""
+    """Returns ``program`` in other scopes, its functions as well; ``change`` is called once for each path."""
     change = cache(change)
 
     def of_graph(graph: Program) -> Program:
@@ -89,13 +93,13 @@ def with_paths(program: Program, change: Callable[[str], str]) -> Program:
 
 @lru_cache(maxsize=4096)
 def sequence_of(path: str) -> int | None:
-    """The dimension along which a node's ``wh.split`` scope, the innermost one, divides what lies between products."""
+    """Returns the dimension along which a node's innermost ``wh.split`` scope divides activations between products."""
     return _dimension_of(path, "sequence")
 
 
 @lru_cache(maxsize=4096)
 def context_of(path: str) -> int | None:
-    """The dimension along which a node's ``wh.split`` scope, the innermost one, divides all layers."""
+    """Returns the dimension along which a node's innermost ``wh.split`` scope divides all layers."""
     return _dimension_of(path, "context")
 
 
@@ -106,7 +110,9 @@ def _dimension_of(path: str, way: str) -> int | None:
 
 @lru_cache(maxsize=4096)
 def ranks_of_scope(path: str) -> frozenset[int] | None:
-    """Ranks that a node's ``wh.split`` or ``wh.replica`` scopes name, the innermost that names some; None: all."""
+    """Returns the ranks that a node's ``wh.split`` or ``wh.replica`` scopes name, the innermost that names some; None:
+    all.
+    """
     for part in reversed(path.split("/")):
         match = _SCOPE.match(part)
         if match is not None and match["ranks"]:
@@ -115,12 +121,12 @@ def ranks_of_scope(path: str) -> frozenset[int] | None:
 
 
 def micro_batches_in(paths: Iterable[str]) -> dict[int, str]:
-    """The numbers of micro-batches that the pipelines in scopes' paths ask for, each with such a scope."""
+    """Returns the numbers of micro-batches that the pipelines in scopes' paths ask for, each with such a scope."""
     parts = sorted({part for path in set(paths) for part in path.split("/")})
     return {int(match[1]): part for part in parts if (match := _PIPELINE.match(part))}
 
 
 def all_paths(program: Program) -> set[str]:
-    """The paths of the scopes that a program, as it was captured, has anything in."""
+    """Returns the paths of all scopes of the nodes and variables of a program and its functions."""
     bodies = (program, *program.functions.values())
     return {x.scope for body in bodies for x in body.nodes} | {v.scope for body in bodies for v in body.variables}

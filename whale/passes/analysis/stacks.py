@@ -1,4 +1,6 @@
-"""Inputs that are a stack of batches, [k, rows, ...], of which a step takes one batch at a time, mostly in a loop."""
+"""Finds inputs that are a stack of batches, [k, rows, ...], of which a step takes one batch at a time, mostly in a
+loop.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _FIRST = 1  # the bit of the first dimension in the masks of a slice
 
 
 def stacks(program: Program) -> frozenset[str]:
-    """The inputs of which nothing is read but elements of dimension 0, one by one; rows are then dimension 1.
+    """Returns the inputs of which nothing is read but elements of dimension 0, one by one; rows are then dimension 1.
 
     Where one of them has no dimension 1, the elements are rows and no batches, and there are none.
     """
@@ -22,7 +24,7 @@ def stacks(program: Program) -> frozenset[str]:
 
 
 def _taken_apart(program: Program, graph: Program, ref: Ref) -> bool | None:
-    """Whether every reader takes one element at a time; None: nobody reads the tensor."""
+    """Tells whether every reader takes one element at a time; None: nobody reads the tensor."""
     if ref in graph.outputs:
         return False
     return _all(_by(program, graph, node, place) for node, place in graph.consumers.get(ref, ()))
@@ -34,7 +36,7 @@ def _all(found: Iterable[bool | None]) -> bool | None:
 
 
 def _by(program: Program, graph: Program, node: Node, place: int) -> bool | None:
-    """What one reader does with the tensor, which is its operand number ``place``."""
+    """Tells whether one reader takes one element of the tensor, its operand number ``place``, at a time."""
     if node.op in IDENTITIES:
         return _taken_apart(program, graph, Ref(node.name))
     if node.op in ASKS_SHAPE:
@@ -56,7 +58,7 @@ def _by(program: Program, graph: Program, node: Node, place: int) -> bool | None
 
 
 def _inside(program: Program, graph: Program, node: Node, place: int) -> bool | None:
-    """The same of the functions that a loop or a branch gives the tensor to; a loop hands it on as it is."""
+    """Tells the same of the functions that a loop or a branch gives the tensor to; a loop hands it on as it is."""
     first = 0 if node.op in LOOPS else 1
     if place < first:
         return False

@@ -1,4 +1,4 @@
-"""Stages: which part of a pipeline each node of a program belongs to, and which ranks run it.
+"""Finds which pipeline stage each node of a program belongs to, and which ranks run it.
 
 What is built under ``wh.stage`` belongs to that stage, with its backward nodes. A variable has one stage: the nodes
 that take its handle are there, and the value that they read travels. What costs little and depends on inputs, constants
@@ -26,32 +26,34 @@ from whale.passes.analysis.scopes import PASSED_ON
 
 STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes of a mesh
 _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
-# What may happen to a variable that every rank keeps a copy of, if its operands are free.
+# Ops on a variable that every rank may run on a copy of its own, if their operands are free.
 _COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
 
 
 @lru_cache(maxsize=4096)
 def stage_of(path: str) -> str:
-    """The part of a scope's path that names a stage; "" when it is in none."""
+    """Returns the part of a scope's path that names a stage; "" when it is in none."""
     parts = path.split("/")
     last = max((i for i, part in enumerate(parts) if _STAGE.match(part)), default=-1)
     return "/".join(parts[: last + 1])
 
 
 def has_stages(program: Program) -> bool:
-    """Whether something of the program was built under ``wh.stage``."""
+    """Tells whether something of the program was built under ``wh.stage``."""
     return any(stage_of(n.scope) for n in program.nodes) or any(stage_of(v.scope) for v in program.variables)
 
 
 def stages_of(program: Program) -> tuple[str, ...]:
-    """The stages in the order of the data; those that run side by side, in the order in which they were entered."""
+    """Lists the stages in the order of the data; those that run side by side, in the order in which they were
+    entered.
+    """
     stage = {n.name: stage_of(n.scope) for n in program.nodes}
     found = sorted({s for s in stage.values() if s}, key=_entered_as)
     if not found:
         return ()
-    before: dict[str, set[str]] = {s: set() for s in found}  # what it reads of, directly or not
+    before: dict[str, set[str]] = {s: set() for s in found}  # the stages that it reads from, directly or not
     handles, free = program.variable_of, free_nodes(program)
-    weights: set[str] = set()  # what is read from variables, whose stages say nothing about the order
+    weights: set[str] = set()  # values read from variables, whose stages say nothing about the order
 
     for node in program.nodes:
         reads = any(r.node in handles for r in node.inputs)
@@ -77,7 +79,7 @@ def _entered_as(stage: str) -> int:
 
 
 def stage_groups_of(program: Program, size: int, mesh: Sequence[Axis] = ()) -> tuple[StageGroup, ...]:
-    """The ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
+    """Returns the ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
 
     Stages without ``devices`` share the ranks: with S stages, stage s is on every S-th rank from s on. With R times as
     many ranks there are R replicas; with others the first stages have one rank more. With fewer ranks than stages,
@@ -122,7 +124,7 @@ def stage_groups_of(program: Program, size: int, mesh: Sequence[Axis] = ()) -> t
 
 
 def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[tuple[int, ...]]:
-    """The ranks of each stage, by their coordinates in a mesh.
+    """Returns the ranks of each stage, by their coordinates in a mesh.
 
     Raises:
       PlanError: the mesh is not that of so many ranks, or has another number of stages.
@@ -161,7 +163,7 @@ def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
 
 
 def free_nodes(program: Program) -> set[str]:
-    """Nodes that every stage group may make for itself."""
+    """Returns the nodes that every stage group may compute for itself."""
     handles = program.variable_of
     shared = set(handles)
     takers: dict[str, list[Node]] = {name: [] for name in handles}
@@ -193,7 +195,7 @@ def free_nodes(program: Program) -> set[str]:
 
 
 def _all_in(free: Collection[str], node: Node) -> bool:
-    """Whether all that a node reads or waits for is free."""
+    """Tells whether all that a node reads or waits for is free."""
     for ref in node.inputs:
         if ref.node not in free:
             return False
@@ -204,7 +206,7 @@ def _all_in(free: Collection[str], node: Node) -> bool:
 
 
 def _is_light(program: Program, node: Node) -> bool:
-    """Whether a node may be made wherever it is read, if what it reads may be."""
+    """Tells whether a node may be computed wherever it is read, if what it reads may be."""
     if node.name in program.inputs:
         return node.op == "Placeholder"
     if not node.inputs and not node.outputs:
@@ -219,7 +221,7 @@ def _is_light(program: Program, node: Node) -> bool:
 
 
 def assign_stages(program: Program, annotated: Program) -> Program:
-    """``annotated`` with each node that is not free, and does something, in a scope of its stage.
+    """Puts each node of ``annotated`` that is not free, and does something, into a scope of its stage.
 
     Args:
       program: the same program with the scopes that the user gave, and no others.
@@ -289,7 +291,7 @@ class _Assignment:
         return (reader for ref in node.refs() for reader, _ in self.program.consumers.get(ref, ()))
 
     def _together(self) -> dict[str, list[str]]:
-        """Groups of nodes between which something passes that cannot be sent."""
+        """Groups nodes between which something passes that cannot be sent."""
         leader: dict[str, str] = {n.name: n.name for n in self.program.nodes}
 
         def find(name: str) -> str:
@@ -336,8 +338,9 @@ class _Assignment:
                 self.stage[member] = stage
 
     def _nearest(self, node: Node, reads: Mapping[str, str]) -> str:
-        """The stage that has most of what the node reads, weights of several stages left out; of several, the last one,
-        or of gradients that are summed (for a tensor that several stages read) the first one, where backward passes go.
+        """Returns the stage that has most of what the node reads, weights of several stages left out; of several, the
+        last one, or of gradients that are summed (for a tensor that several stages read) the first one, where backward
+        passes go.
         """
         near: Counter[str] = Counter()
         for ref in dict.fromkeys(node.inputs):
@@ -363,5 +366,5 @@ class _Assignment:
 
 
 def does_nothing(node: Node) -> bool:
-    """Whether it only has others run before it: a NoOp."""
+    """Tells whether a node only has others run before it: a NoOp."""
     return not node.inputs and not node.outputs and not node.stateful

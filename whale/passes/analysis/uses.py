@@ -1,4 +1,4 @@
-"""What tensors are used for: by updates, and outside of the scopes that divide them."""
+"""Finds what tensors are used for: by updates, and outside of the scopes that divide them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
 
 
 def taken_by_updates(program: Program, ref: Ref) -> bool:
-    """Whether an update takes the elements of a tensor one by one: a gradient, clipped or scaled as it may be.
+    """Tells whether an update takes the elements of a tensor one by one: a gradient, clipped or scaled as it may be.
 
     On the way it may be cut among ranks, or gathered from them.
     """
@@ -34,18 +34,18 @@ def taken_by_updates(program: Program, ref: Ref) -> bool:
 
 
 def _keeps_elements(node: Node) -> bool:
-    """Whether each element of its result comes of the elements of its operands at that place."""
+    """Tells whether each element of a node's result comes from the elements of its operands at that place."""
     return node.op in ALIASES or node.op in EXCHANGES or node.op == "ClipByValue" or is_pointwise(node)
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether the one result has, at each place, what is made of the operands' elements there, which may broadcast."""
+    """Tells whether the one result is elementwise in the operands, which may broadcast."""
     line = getattr(rule_of(node.op), "spec", "")
     return len(node.outputs) == 1 and isinstance(line, str) and bool(_POINTWISE.fullmatch(line))
 
 
 def leaving(program: Program) -> frozenset[Ref]:
-    """Tensors that leave ``wh.split`` scopes for what the program returns: activations on their way to the loss.
+    """Finds tensors that leave ``wh.split`` scopes for what the program returns: activations on their way to the loss.
 
     Gradients, which may lead to a norm that is returned, are none of them.
     """

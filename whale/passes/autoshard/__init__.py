@@ -1,1 +1,1 @@
-"""The choice of layouts under `wh.split`: what may be chosen, candidates, what is not left to cost, and the solver."""
+"""Chooses layouts under `wh.split`: what may be chosen, candidates, what is not left to cost, and the solver."""

@@ -1,4 +1,4 @@
-"""What the nodes and variables of split scopes may do.
+"""Lists the candidate strategies of the nodes and variables of split scopes.
 
 Candidates spread from where weights can be cut and from how tensors arrive at the scopes' borders: each placement of a
 tensor brings about options of the nodes around it, and these bring placements.
@@ -36,8 +36,8 @@ class Candidates:
     ):  # fmt: skip
         """
         Args:
-          sequences: how activations between products are to lie (see ``whale.passes.autoshard.sequence``).
-          tables: that may lie whole on a rank, by handle node (see ``whale.passes.autoshard.tables``).
+          sequences: wanted placements of activations between products (see ``whale.passes.autoshard.sequence``).
+          tables: handles of tables that may be whole on a rank -> the rank (see ``whale.passes.autoshard.tables``).
           fixed: the only options of nodes and handles that have no other.
         """
         self.region, self.sequences, self.tables = region, sequences, tables
@@ -71,7 +71,7 @@ class Candidates:
                 self._note(ref, placement)
 
     def _seed(self) -> None:
-        """Where weights can be cut, and how tensors arrive."""
+        """Starts from where weights can be cut, and from the placements in which tensors arrive."""
         weights: dict[str, dict[frozenset[int], None]] = {}
         for reader, uses in self.region.weights.items():
             for _, handle in uses:
@@ -110,7 +110,7 @@ class Candidates:
                     self._note(ref, self.region.outside.produced[ref])
 
     def _seed_whole(self, lookup: Node, handle: str) -> None:
-        """A table, and ids, on one rank."""
+        """Adds the candidates of a table, and its ids, on one rank."""
         alone = frozenset({self.tables[handle]})
         self._few.add(alone)
         for ref, t in (
@@ -120,7 +120,7 @@ class Candidates:
             self._note(ref, split(0, sizes_within(static_shape(t)[0], alone, self.region.parts)))
 
     def _seed_result(self, node: Node) -> None:
-        """Parts of the sequence are not given for rows, which micro-batches would cut again."""
+        """Adds splits of a result; not those of rows, which micro-batches would cut again."""
         group = self.region.group[node.name]
         for dim, size in enumerate(node.outputs[0].shape or ()):
             if dim > 0 and size is not None and size >= len(group):
@@ -140,13 +140,15 @@ class Candidates:
         self._waiting.update(self._around.get(ref, ()))
 
     def _within(self, placement: Split, group: frozenset[int]) -> bool:
-        """Whether the ranks of a group have a part each, and no others; of few experts, those that have one."""
+        """Tells whether the ranks of a group have a part each, and no others; of few experts, those that have one."""
         if placement.holders in self._few and placement.holders < group:
             return True
         return placement.smallest > 0 if len(group) == self.region.parts else placement.holders == group
 
     def _spread(self) -> None:
-        """Each candidate of a tensor brings about options of the nodes around it, and these bring candidates."""
+        """Spreads candidates: each one of a tensor brings about options of the nodes around it, and these bring
+        candidates.
+        """
         names = list(self._asked)
         asked: dict[str, set[tuple[int, Placement]]] = {name: set() for name in names}
         around = {name: [*node.inputs, *node.refs()] for name, node in self._asked.items()}
@@ -170,7 +172,7 @@ class Candidates:
             names.reverse()
 
     def _ask(self, node: Node, at: int | None, placement: Placement | None) -> None:
-        """Options of ``node`` when tensor ``at`` (operands, then outputs) lies as ``placement``."""
+        """Adds the options of ``node`` when tensor ``at`` (operands, then outputs) is placed as ``placement``."""
         rule = rule_of(node.op)
         assert rule is not None
         current: list[Placement] = [B] * len(node.inputs)
@@ -201,7 +203,7 @@ class Candidates:
     def _pairs(
         self, node: Node, rows: Rows, at: int, placement: Placement
     ) -> Iterator[tuple[list[Placement], list[Placement | None]]]:
-        """Operands and result with two of them cut: rows are exchanged where a table and its ids are."""
+        """Yields operands and result with two of them cut: rows are exchanged where a table and its ids are."""
         around, result = [*node.inputs, *node.refs()], len(node.inputs)
         table, belong = (result if i is None else i for i in (rows.table, rows.values))
         for other in (rows.ids, belong) if at == table else (table,):
@@ -213,7 +215,9 @@ class Candidates:
                 yield [p or B for p in lie[:result]], lie[result:]
 
     def _settle_handles(self) -> None:
-        """A variable may lie as all that read or write it can take it; their other options go."""
+        """Keeps the placements of a variable that all its readers and writers can take, and drops their other
+        options.
+        """
         for name in self.region.handles:
             if name in self._fixed:
                 continue

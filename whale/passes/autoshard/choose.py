@@ -1,10 +1,10 @@
-"""The choice behind a split scope: one option for each node, so that the changes of layout cost least.
+"""Chooses one option for each node of split scopes, so that resharding costs least.
 
-A tensor lies as its producer's option says and is wanted as its readers' options say. A change from one form to another
-is paid once, however many readers want it; and a form that can be cut from the whole tensor costs nothing where the
-whole tensor is made anyway. The cheapest choice is found exactly: by eliminating one node after the other (dynamic
-programming, ``eliminate``), which takes a moment for the chains and blocks that models consist of; by an integer
-program (``integer_program``) where a graph is too wide for that.
+The producer's option decides a tensor's placement, and its readers' options the placements that they want. A change
+from one form to another is paid once, however many readers want it; and a form that can be cut from the whole tensor
+costs nothing where the whole tensor is made anyway. The cheapest choice is found exactly: by eliminating one node after
+the other (dynamic programming, ``eliminate``), which takes a moment for the chains and blocks that models consist of;
+by an integer program (``integer_program``) where a graph is too wide for that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whale.passes.autoshard.tensor_forms import TensorForms
 
 
 def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int]:
-    """The option of every node.
+    """Returns the option of every node.
 
     Args:
       costs: per node the cost of each of its options by itself.
@@ -50,7 +50,7 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
 
 
 def _simplified(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int]) -> TensorForms | None:
-    """Without readers that never cost anything; those that want one form only are fixed. None: the tensor is free."""
+    """Removes readers that never cost anything, and fixes those that want one form only. None: the tensor is free."""
     readers: dict[tuple[int | None, tuple[Placement, ...]], None] = {}
     for reader, forms in tensor.readers:
         if count := matters[forms]:
@@ -63,7 +63,7 @@ def _simplified(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int
 
 
 def _forms_that_matter(tensor: TensorForms) -> dict[tuple[Placement, ...], int]:
-    """What readers want -> how many forms these are; 0: none of them ever costs anything."""
+    """Maps what readers want to how many forms these are; 0: none of them ever costs anything."""
     sources = dict.fromkeys(tensor.forms)
     found = {}
     for _, forms in tensor.readers:
@@ -73,7 +73,7 @@ def _forms_that_matter(tensor: TensorForms) -> dict[tuple[Placement, ...], int]:
 
 
 def total_cost(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms], chosen: Sequence[int]) -> float:
-    """What an assignment costs, computed without the solver; infinite when it is none.
+    """Returns the cost of an assignment, computed without the solver; infinite when it is impossible.
 
     Args:
       costs, tensors: as of ``choose``; chosen: per node the number of its option.

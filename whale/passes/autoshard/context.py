@@ -1,4 +1,4 @@
-"""Context parallelism: the sequence is divided on every layer, and weights are whole.
+"""Context parallelism: the sequence is divided on every layer, and weights are replicated.
 
 What a product that reads a weight makes lies along the sequence, forward and backward; all between follows, since
 nothing has to move there. Between the layers stands attention, whose scores need every key: the choice by what is
@@ -23,7 +23,7 @@ from whale.sharding_rules.graph import view
 
 
 def layers_in_context(products: Mapping[str, Node]) -> dict[str, int]:
-    """Those of the products and lookups that read weights whose scope divides every layer: name -> the dimension."""
+    """Maps products and lookups that read weights under scopes that divide every layer to the divided dimension."""
     found = {name: context_of(node.scope) for name, node in products.items()}
     return {name: at for name, at in found.items() if at is not None}
 
@@ -32,7 +32,7 @@ def context_seeds(
     program: Program, layers: Mapping[str, int], read: Mapping[str, Sequence[tuple[int, str]]],
     groups: Mapping[str, frozenset[int]], parts: int,
 ) -> dict[Ref, Split]:  # fmt: skip
-    """The activations around such products, with how they are to lie; flattened ones as they were before.
+    """Returns the activations around such products, with their wanted placements; flattened ones as they were before.
 
     Args:
       read: the operands of products that are weights, and whose.
@@ -51,7 +51,7 @@ def context_seeds(
 
 
 def _unflattened(program: Program, ref: Ref) -> Ref:
-    """The tensor of three dimensions or more that one of fewer is a view of; itself where there is none."""
+    """Returns the tensor of three dimensions or more that one of fewer is a view of; itself where there is none."""
     first = ref
     while len(program.type_of(ref).shape or ()) < RANK:
         node = program.by_name[ref.node]
@@ -62,7 +62,7 @@ def _unflattened(program: Program, ref: Ref) -> Ref:
 
 
 def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Split]) -> bool:
-    """Whether a tensor of this shape is divided along its sequence, and nothing else.
+    """Tells whether a tensor of this shape is divided along its sequence, and nothing else.
 
     Args:
       lengths: how the sequences of the scope's activations are divided.
@@ -81,7 +81,7 @@ def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Split
 def with_sequence(
     program: Program, nodes: Mapping[str, Node], seeds: Mapping[Ref, Split], parts: int
 ) -> frozenset[Ref]:
-    """The tensors of scopes that divide every layer in which the sequence stands, as it is passed on from layers.
+    """Returns the tensors with the sequence, as layers pass it on, in scopes that divide every layer.
 
     Args:
       nodes: those of split scopes, by name.
@@ -111,7 +111,7 @@ def _note(found: dict[Ref, Placement], refs: Iterable[Ref], placements: Iterable
 
 
 def whole_activations(program: Program, node: Node, carriers: Collection[Ref], option: Strategy) -> float:
-    """What an option of a node costs that takes activations whole, or makes partial sums of them.
+    """Returns the surcharge of an option that takes activations whole, or makes partial sums of them.
 
     Args:
       carriers: the tensors in which the sequence stands.
@@ -122,7 +122,7 @@ def whole_activations(program: Program, node: Node, carriers: Collection[Ref], o
 
 
 def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:
-    """Nothing under the scopes of these products has a sequence that can be divided."""
+    """Returns the error for scopes in which no tensor around the products has a sequence that can be divided."""
     first = program.by_name[next(iter(layers))]
     shapes = dict.fromkeys(f"{program.by_name[n].op} {list(program.by_name[n].outputs[0].shape or ())}" for n in layers)
     at = layers[first.name]

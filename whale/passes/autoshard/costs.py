@@ -1,4 +1,4 @@
-"""What the choice under split scopes costs: work of nodes by themselves, and changes of how tensors lie."""
+"""Prices the choice under split scopes: work of nodes by themselves, and reshards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from whale.sharding_rules import rule_of
 from whale.sharding_rules.embedding import lies_with_owners
 from whale.sharding_rules.graph import view
 
-_WHOLE_VARIABLE = 1e-3  # what a variable costs that lies whole: it decides among layouts that cost the same
+_WHOLE_VARIABLE = 1e-3  # cost of a replicated variable: it decides among layouts that cost the same
 _WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
 
 
@@ -28,10 +28,10 @@ def node_costs(
     region: SplitRegion, sequences: Mapping[Ref, Split], name: str, options: Sequence[Strategy],
     tables: Collection[str] = (),
 ) -> list[float]:  # fmt: skip
-    """What each option of a node, or of a variable's handle, costs by itself, in the unit of ``facts.cost``.
+    """Returns what each option of a node, or of a variable's handle, costs by itself, in the unit of ``analysis.cost``.
 
     Args:
-      tables: handles of those that may lie whole on a rank: what is exchanged for them travels together.
+      tables: handles of tables that may be whole on a rank: what is exchanged for them travels together.
     """
     node = region.nodes.get(name)
     if node is None:
@@ -56,7 +56,7 @@ def node_costs(
 
 
 def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
-    """Of the rank that has most to do; where one has all of a table, others have other tables."""
+    """Returns the work of the rank that has most to do; where one has all of a table, others have other tables."""
     work = compute_cost(option, touched, flops)
     return work / parts if any(map(is_whole, option.inputs + option.outputs)) else work
 
@@ -64,11 +64,11 @@ def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
 def tensor_forms(
     region: SplitRegion, number: Mapping[str, int], options: Mapping[str, Sequence[Strategy]], together: int = 1
 ) -> list[TensorForms]:
-    """The tensors that nodes of the region make or read.
+    """Returns the tensors that nodes of the region make or read.
 
     Args:
       number: node or handle -> its number in the choice.
-      together: how many tables may lie whole on a rank: what goes there, or comes back, travels together.
+      together: how many tables may be whole on a rank: what goes there, or comes back, travels together.
     """
     found = []
     fetched = dict(zip(region.program.outputs, region.outside.outputs))
@@ -107,8 +107,9 @@ def tensor_forms(
 def _rows_elsewhere(
     region: SplitRegion, node: Node, operand: int | None, forms: Sequence[Placement]
 ) -> frozenset[Placement]:
-    """In which of these forms a node outside takes rows that it exchanges by their ids, or yields them (``operand``
-    None), as readily as in the form that it has there: its ids can be cut as any of them."""
+    """Returns those of these forms in which a node outside takes rows that it exchanges by their ids, or yields them
+    (``operand`` None), as readily as in the form that it has there: its ids can be cut as any of them.
+    """
     rule, lies = rule_of(node.op), region.outside.strategies[node.name]
     op = view(region.program, node, region.parts)
     if rule is None or rule.routes is None or rule.routes.values != operand or not rule.exchanges_rows(op, lies):
@@ -138,5 +139,5 @@ def _price(
 
 
 def _is_of_parts(source: Placement, wanted: Placement) -> bool:
-    """Whether parts along one dimension come to lie otherwise."""
+    """Tells whether a change moves parts along one dimension to other sizes along it."""
     return isinstance(source, Split) and isinstance(wanted, Split) and source.dim == wanted.dim

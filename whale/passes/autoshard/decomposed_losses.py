@@ -1,4 +1,4 @@
-"""Tokens that a program takes apart by expert, into as many rows as the run finds, do not go to where experts lie."""
+"""Refuses programs that take tokens apart by expert, into as many rows as the run finds, under split scopes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def refuse_rows_taken_apart(region: SplitRegion) -> None:
 
 
 def _part_behind(region: SplitRegion, ref: Ref) -> Ref | None:
-    """What took a tensor's rows, whose number only the run knows, out of one of known size."""
+    """Follows a tensor whose number of rows only the run knows back to the op result that took them out of a tensor of
+    known size; None without one.
+    """
     program = region.program
     while None in (program.type_of(ref).shape or ())[:1]:
         node = program.by_name[ref.node]

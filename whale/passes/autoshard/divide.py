@@ -1,10 +1,10 @@
-"""Split scopes: layouts for the nodes under ``wh.split``, and for the variables that they use.
+"""Divides split scopes: chooses layouts for the nodes under ``wh.split``, and for the variables that they use.
 
 Outside of split scopes the batch is divided, by propagation. The nodes of split scopes (forward, backward and update)
 may be divided along any dimension that their rules allow:
 
     region       the nodes and variables that the choice is about
-    tables       which of the variables may lie whole on one rank, and on which
+    tables       which of the variables may be whole on one rank, and on which
     candidates   options of these, which spread from where weights can be cut and from how tensors arrive at the border
     insist       what is not left to cost: a weight (a variable of rank 2 or more that a product or an embedding reads)
                  is split, and what reads it takes it split; every product that can be divided is
@@ -34,7 +34,7 @@ from whale.passes.propagation.propagate import NOTHING
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What was chosen: ``strategies`` of nodes (handles of split variables included), ``variables`` that lie split."""
+    """The outcome: ``strategies`` of nodes (handles of split variables included), ``variables`` that are split."""
 
     strategies: Mapping[str, Strategy] = field(default_factory=dict)
     variables: Mapping[str, Placement] = field(default_factory=dict)
@@ -49,13 +49,13 @@ def divide(
     tables: bool = True,
     before: Division | None = None,
 ) -> Division:
-    """Strategies for the nodes of split scopes.
+    """Returns strategies for the nodes of split scopes.
 
     Args:
-      outside: how the program lies when no scope is split: tells what arrives at the scopes' borders, and is wanted.
+      outside: the layout when no scope is split: tells what arrives at the scopes' borders, and is wanted.
       known: placements of variables (by handle node) that earlier programs of the run have fixed.
-      at_rest: whether variables that are not known yet may lie split between steps.
-      tables: whether tables may lie whole on one rank.
+      at_rest: whether variables that are not known yet may be split between steps.
+      tables: whether tables may be whole on one rank.
       before: of the same program with more operations taken apart. What stands in both lies as there; chosen is how
         these operations do.
 
@@ -89,9 +89,9 @@ def divide(
 
 
 def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
-    """The choice for all split scopes, where ``sequences`` says how activations between products are to lie.
+    """Chooses for all split scopes, where ``sequences`` says how activations between products are to be split.
 
-    On which ranks tables lie that are best whole is said before it is known which these are, so it is said again.
+    Tables get ranks before it is known which of them are best whole; once it is, these are spread over the ranks again.
     """
     tables = whole_tables(region)
     division = _among(region, sequences, tables)
@@ -107,7 +107,7 @@ def _among(
     tables: Mapping[str, int],
     fixed: Mapping[str, Strategy] = NOTHING,
 ) -> Division:
-    """The cheapest choice, in which ``tables`` may lie whole on these ranks, and nodes are ``fixed``."""
+    """Returns the cheapest choice, in which ``tables`` may be whole on these ranks, and nodes are ``fixed``."""
     candidates = Candidates(region, sequences, tables, fixed)
     insist(region, candidates)
     names = list(candidates.options)
@@ -122,7 +122,8 @@ def _among(
 
 
 def _behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """How nodes outside lie that read what one rank has of a table: over all ranks, as they would without.
+    """Returns the strategies of nodes outside that read what one rank has of a table: over all ranks, as without
+    tables.
 
     Left to follow what they read, they and all behind them would be on that rank.
     """

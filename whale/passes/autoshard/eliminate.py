@@ -1,4 +1,4 @@
-"""The choice of ``whale.passes.autoshard.choose`` by eliminating nodes.
+"""Solves the choice of ``whale.passes.autoshard.choose`` by eliminating nodes.
 
 All that depends on a node is put into one table over the node and its neighbours; the node's best option is written
 down for every combination of theirs, and the table of these best costs takes the node's place (Bertele and Brioschi,
@@ -19,7 +19,7 @@ from whale.ir.layout import B
 from whale.passes.autoshard.tensor_forms import TensorForms
 
 _LARGEST_TABLE = 30_000_000  # entries, of eight bytes
-_FEW_ENTRIES = 10_000  # of all tables, per node: to look for a better order takes as long as these
+_FEW_ENTRIES = 10_000  # entries of all tables, per node: the search for a better order takes as long as these
 _MOST_TRIES = 12
 _SWAY = 0.3
 _OF_A_BIT = 1 << 20  # parts in which logarithms of sizes are counted
@@ -29,7 +29,7 @@ _Table = tuple[tuple[int, ...], np.ndarray]
 
 
 def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int] | None:
-    """The option of every node; None when a table would become too large."""
+    """Returns the option of every node; None when a table would become too large."""
     tables: list[_Table] = [((i,), np.array(options, float)) for i, options in enumerate(costs)]
     known: dict[Hashable, np.ndarray] = {}  # the tables of repeated blocks are the same
     for tensor in tensors:
@@ -67,7 +67,7 @@ def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> l
 
 
 def _joined(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.ndarray]:
-    """(the other nodes of these tables, the sum of the tables with ``node`` as the first dimension)."""
+    """Returns (the other nodes of these tables, the sum of the tables with ``node`` as the first dimension)."""
     others = tuple(sorted({n for nodes, _ in tables for n in nodes} - {node}))
     place = {n: i for i, n in enumerate((node, *others))}
     total = np.zeros((1,) * len(place))
@@ -81,7 +81,9 @@ def _joined(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.nd
 
 
 def _least(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The least along the first dimension, and the first index that has it; NumPy's own reductions take far longer."""
+    """Returns the least along the first dimension, and the first index that has it; NumPy's own reductions take far
+    longer.
+    """
     least = np.array(total[0])
     where = np.zeros(least.shape, np.uint16)
     for i in range(1, len(total)):
@@ -91,7 +93,7 @@ def _least(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """Nodes in the order of elimination; None when a table on the way would be too large."""
+    """Returns the nodes in the order of elimination; None when a table on the way would be too large."""
     found = _Elimination(sizes, groups).run(math.inf)
     assert found is not None
     for seed in range(_MOST_TRIES):
@@ -139,7 +141,7 @@ class _Elimination:
         self.fill = [self._missing(around) for around in self.near] if by_fill else []
 
     def run(self, most: float) -> _Found | None:
-        """The whole order; None: its tables have ``most`` entries or more."""
+        """Eliminates all nodes and returns the order; None: its tables have ``most`` entries or more."""
         keys = [self._key(n) for n in range(len(self.sizes))]
         heap = [(key, n) for n, key in enumerate(keys)]
         heapq.heapify(heap)
@@ -192,7 +194,7 @@ class _Elimination:
         return both
 
     def _missing(self, around: set[int]) -> int:
-        """What the pairs of some nodes weigh that are not linked."""
+        """Returns the weight of the pairs of some nodes that are not linked."""
         return sum(self.bits[m] * self._weight(around - self.near[m] - {m}) for m in around) // 2
 
     def _weight(self, nodes: set[int]) -> int:
@@ -208,11 +210,11 @@ class _Elimination:
 
 
 def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Sequence[float]]) -> np.ndarray:
-    """What a tensor costs, for every combination of options of the nodes around it."""
+    """Returns the cost of a tensor for every combination of options of the nodes around it."""
     place = {n: i for i, n in enumerate(nodes)}
 
     def along(node: int | None, flags: Sequence[bool]) -> np.ndarray:
-        """Whether each combination has one of the flagged options of ``node``."""
+        """Tells whether each combination has one of the flagged options of ``node``."""
         if node is None:
             return np.array(flags[0])
         shape = [1] * len(nodes)

@@ -1,4 +1,4 @@
-"""The choice of whale.passes.autoshard.choose as an integer program, for graphs that are too wide to be eliminated.
+"""Solves the choice of whale.passes.autoshard.choose as an integer program, for graphs too wide to be eliminated.
 
 With ``x`` for "node takes option", ``f`` for "produced as p, wanted by this reader as q" (tied to both by flow
 conservation) and ``e`` for "changed from p to q":
@@ -23,12 +23,12 @@ from whale.ir.layout import B, Placement
 from whale.passes.autoshard.tensor_forms import TensorForms
 
 _TIME_LIMIT_S = 120.0
-_GAP = 1e-4  # what is proved of the optimum, relative to it
+_GAP = 1e-4  # the gap to the optimum that is proved, relative to it
 
 
 @dataclass
 class _Columns:
-    """Columns and rows of the linear program as they are collected."""
+    """The columns and rows of the linear program as they are collected."""
 
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -39,13 +39,13 @@ class _Columns:
     row_upper: list[float] = field(default_factory=list)
 
     def column(self, cost: float, upper: float = 1.0) -> int:
-        """The number of a new column, which is between 0 and ``upper``."""
+        """Adds a column, which is between 0 and ``upper``, and returns its number."""
         self.cost.append(cost)
         self.upper.append(upper)
         return len(self.cost) - 1
 
     def row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        """A new row: ``lower`` <= the sum over (column, factor) of ``terms`` <= ``upper``."""
+        """Adds a row: ``lower`` <= the sum over (column, factor) of ``terms`` <= ``upper``."""
         self.row_start.append(len(self.row_index))
         self.row_index += [i for i, _ in terms]
         self.row_value += [v for _, v in terms]
@@ -54,7 +54,7 @@ class _Columns:
 
 
 def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int]:
-    """The option of every node; see ``whale.passes.autoshard.choose.choose``.
+    """Returns the option of every node; see ``whale.passes.autoshard.choose.choose``.
 
     Raises:
       PlanError: no assignment is possible, or none was found in the time.
@@ -75,7 +75,7 @@ def _distinct(forms: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 def _add_tensor(table: _Columns, taken: Sequence[Sequence[int]], tensor: TensorForms) -> None:
-    """Columns and rows of one tensor."""
+    """Adds the columns and rows of one tensor."""
     sources = _distinct(tensor.forms)
     flows: list[dict[tuple[Placement, Placement], list[tuple[int, float]]]] = []
     for reader, forms in tensor.readers:
@@ -103,7 +103,7 @@ def _flow(
     forms: Sequence[Placement],
     prices: dict[tuple[Placement, Placement], float],
 ) -> dict[tuple[Placement, Placement], list[tuple[int, float]]]:
-    """For each pair (produced as p, wanted as q) the columns whose sum says whether it is so."""
+    """Returns, for each pair (produced as p, wanted as q), the columns whose sum says whether it is so."""
     one = table.column(0.0, 1.0)
     table.row([(one, 1.0)], 1.0, 1.0)
     produced = {
@@ -134,7 +134,7 @@ def _flow(
 
 
 def _solve(table: _Columns, integral: int) -> np.ndarray:
-    """Values of the columns, of which the first ``integral`` are 0 or 1."""
+    """Returns the values of the columns, of which the first ``integral`` are 0 or 1."""
     import highspy  # takes a fifth of a second to load, and only wide split scopes need it
 
     count, rows = len(table.cost), len(table.row_lower)
@@ -152,7 +152,7 @@ def _solve(table: _Columns, integral: int) -> np.ndarray:
     )
 
     class Silent(highspy.Highs):
-        """From 1.16 on the constructor enables callbacks, and says its version when it does."""
+        """HiGHS without output: from 1.16 on its constructor enables callbacks, and prints its version when it does."""
 
         def enableCallbacks(self) -> None:
             self.setOptionValue("output_flag", False)

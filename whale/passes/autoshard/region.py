@@ -1,4 +1,6 @@
-"""What stands under split scopes: the nodes whose layouts are chosen, their variables, and the weights among these."""
+"""Collects what is under split scopes: the nodes whose layouts are chosen, their variables, and the weights among
+these.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ class SplitRegion:
     """All split scopes of a program.
 
     Attributes:
-      outside: how the program lies when no scope is split.
+      outside: the layout of the program when no scope is split.
       parts: number of ranks.
       known: placements of variables, by handle node, that earlier programs of the run have fixed.
-      at_rest: whether variables that are not known yet may lie split between steps.
-      tables: whether tables may lie whole on one rank.
+      at_rest: whether variables that are not known yet may be split between steps.
+      tables: whether tables may be whole on one rank.
       nodes: whose layouts are chosen, by name; handles: the variables whose placements are, by handle node.
       weights: products and lookups -> (operand that is a weight, or is made from weights alone; the handle of one).
       layers: the like under scopes that divide every layer along the sequence and leave weights whole -> the dimension.
-      context: how activations around these are to lie.
+      context: wanted placements of the activations around these.
       read: as ``weights``, of those as well.
       carriers: the tensors under these scopes in which the sequence stands.
       unknown_rows: the most rows that a tensor may have of which only the run knows how many: ids that are taken once.
@@ -58,7 +60,9 @@ class SplitRegion:
         self.groups = {everyone, *self.group.values()}
 
     def cut_of_image(self, name: str) -> Split | None:
-        """How a convolution's result lies where its scope names rows or columns, which leaves its weight whole."""
+        """Returns the split of a convolution's result where its scope names rows or columns, which replicates its
+        weight.
+        """
         node, scope = self.nodes[name], split_scope(self.nodes[name].scope)
         shape = node.outputs[0].shape
         if scope is None or scope[1] is None or shape is None or node.op not in _IMAGES:
@@ -72,15 +76,17 @@ class SplitRegion:
         return split(at, sizes_within(size, group, self.parts)) if size is not None and size >= len(group) else None
 
     def touched_bytes(self, node: Node) -> int:
-        """Bytes of a node's operands and results."""
+        """Returns the bytes of a node's operands and results."""
         return sum(self.program.type_of(r).bytes for r in node.inputs) + sum(t.bytes for t in node.outputs)
 
     def flops(self, node: Node) -> int:
-        """FLOPs of a node that is a product; of others, 0."""
+        """Returns the FLOPs of a node that is a product; 0 for others."""
         return matmul_flops(node, [self.program.type_of(r) for r in node.inputs])
 
     def _can_choose(self, node: Node) -> bool:
-        """Whether the node's layout may be chosen here: it has a rule, and takes nothing but tensors and variables."""
+        """Tells whether the node's layout may be chosen here: it has a rule, and takes nothing but tensors and
+        variables.
+        """
         program, rule = self.program, rule_of(node.op)
         if rule is None or node.op in HAS_BODIES or node.op == "Placeholder":
             return False
@@ -95,18 +101,22 @@ class SplitRegion:
         return self.outside.strategies[node.name].once is False
 
     def communicates(self, name: str) -> bool:
-        """Whether it is the communicator of ops over another mesh axis."""
+        """Tells whether a node is the communicator of ops over another mesh axis."""
         return self.program.by_name[name].op == "WhaleCommunicator"
 
     def _belongs(self, variable: Variable) -> bool:
-        """Whether a split scope may say how the variable lies: it is the scope's, or nothing else uses it."""
+        """Tells whether a split scope may decide the variable's placement: it is the scope's, or nothing else
+        uses it.
+        """
         readers = {n.name for n, _ in self.program.consumers.get(Ref(variable.node), ())}
         if split_scope(variable.scope):
             return not readers.isdisjoint(self.nodes)
         return not variable.scope and bool(readers) and readers <= self.nodes.keys()
 
     def _weights(self) -> dict[str, list[tuple[int, str]]]:
-        """Products and lookups -> (operand made from variables of rank 2 or more, and nothing else; their handles)."""
+        """Maps products and lookups to (operand made from variables of rank 2 or more, and nothing else; their
+        handles).
+        """
         found: dict[str, list[tuple[int, str]]] = {}
         alone = self._made_from_weights()
         for node in self.nodes.values():
@@ -119,7 +129,8 @@ class SplitRegion:
         return {name: uses for name, uses in found.items() if uses}
 
     def _made_from_weights(self) -> set[str]:
-        """Variables, constants, and what is computed from these alone: normalised weights, scaled ones, their sums.
+        """Returns variables, constants, and what is computed from these alone: normalised weights, scaled ones, their
+        sums.
 
         What ranks along an earlier axis hold of a weight, and gather where it is read, is such a thing as well.
         """
@@ -135,7 +146,8 @@ class SplitRegion:
         return found
 
     def _behind(self, ref: Ref) -> list[str]:
-        """The weights that a tensor is made from element by element, those of products on the way left out.
+        """Returns the weights that a tensor is made from element by element, leaving out what products and
+        lookups on the way read.
 
         Weights are variables of rank 2 or more, and as large as the tensor if any is: beside them stand factors of low
         rank, scales of columns, masks.

@@ -1,4 +1,4 @@
-"""What is not left to cost: weights lie split and are read split, and every product that can be divided is."""
+"""Imposes what is not left to cost: weights are split and read split, and so is every product that can be divided."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from whale.sharding_rules.nn.attention import RINGS
 
 
 def insist(region: SplitRegion, candidates: Candidates) -> None:
-    """Weights lie split and are read split, along the named dimension of the result where there is one.
+    """Keeps the options that split weights and read them split, along the named dimension of the result where there is
+    one.
 
     Raises:
       PlanError: nothing under a scope can be divided, or not as the scope says.
@@ -84,7 +85,7 @@ def _reads_variables(region: SplitRegion) -> bool:
 
 
 def _along_context(region: SplitRegion, candidates: Candidates) -> None:
-    """Where every layer is divided along the sequence, what reads a weight makes parts of the sequence."""
+    """Makes products that read a weight yield parts of the sequence, where every layer is divided along it."""
     split_elsewhere = {handle for uses in region.weights.values() for _, handle in uses}
     lengths = list(dict.fromkeys(region.context.values()))
     found = False

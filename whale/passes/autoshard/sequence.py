@@ -1,4 +1,4 @@
-"""Sequence parallelism: what lies between the products of a split scope is divided along the sequence.
+"""Sequence parallelism: activations between the products of a split scope are divided along the sequence.
 
 Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 4.2: normalisations,
 residual sums and dropout work on parts of the sequence. The sum behind a product becomes a reduce-scatter, and an
@@ -19,7 +19,7 @@ from whale.passes.analysis.rank_groups import sizes_within
 from whale.passes.analysis.scopes import sequence_of
 
 _REDUCTIONS = frozenset({"Sum", "Mean", "BiasAddGrad"})  # a normalisation's statistics, and gradients of its weights
-RANK = 3  # of activations at least: batch and sequence in either order, features
+RANK = 3  # least rank of activations: batch and sequence in either order, features
 _WHOLE = 4.0  # transfers of an activation; to divide it takes two at most
 
 
@@ -27,7 +27,7 @@ def along_sequence(
     program: Program, nodes: Mapping[str, Node], groups: Mapping[str, frozenset[int]], parts: int,
     weights: Collection[Dims], strategies: Mapping[str, Strategy],
 ) -> dict[Ref, Split]:  # fmt: skip
-    """How the activations between products are to lie, in the scopes that name a sequence.
+    """Returns the placements of the activations between products, in the scopes that name a sequence.
 
     Args:
       nodes: those of split scopes, by name; ``groups``: the ranks that divide them.
@@ -51,7 +51,9 @@ def along_sequence(
 
 
 def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option: Strategy) -> float:
-    """What an option of a node costs that does not divide the sequence; a product's sum may be passed on as it is."""
+    """Returns the surcharge of an option that does not divide the sequence; a product's sum may be passed on as
+    it is.
+    """
     pairs = [*zip(node.refs(), option.outputs), *(zip(node.inputs, option.inputs) if node.op in _REDUCTIONS else ())]
     found = 0.0
     for ref, placement in pairs:
@@ -63,7 +65,7 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option:
 
 
 def kept_whole(activation: TensorType) -> float:
-    """What it costs that an activation is not divided along its sequence: as if it were sent so often."""
+    """Returns the surcharge of an activation that is not divided along its sequence: as if it were sent so often."""
     return _WHOLE * (LATENCY + activation.bytes)
 
 

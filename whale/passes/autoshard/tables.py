@@ -1,4 +1,4 @@
-"""Tables that may lie whole, each on one rank: which, and on which rank.
+"""Chooses which tables may be whole, each on one rank, and on which rank.
 
 Such a table's ids go to its rank, which looks rows up and adds them up to bags; one row of each bag comes back. By rows
 all rows of a bag would travel, and by columns all ids would go to all ranks. Where nothing is added up it moves what
@@ -21,9 +21,9 @@ from whale.sharding_rules.base import OWNED
 
 
 def whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> dict[str, int]:
-    """Handles of tables that may lie whole on one rank -> the rank.
+    """Maps the handles of tables that may be whole on one rank to that rank.
 
-    Those are read by lookups alone, under scopes that name no dimension and no ranks, or one rank. Where earlier
+    Such tables are read by lookups alone, under scopes that name no dimension and no ranks, or one rank. Where earlier
     programs have put a table on a rank it stays there.
 
     Args:
@@ -44,7 +44,7 @@ def whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> di
 
 
 def spread(loads: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Each name's rank, so that no rank has much more than others of any of the loads."""
+    """Returns each name's rank, so that no rank has much more than others of any of the loads."""
     totals = [max(1, sum(kind)) for kind in zip(*loads.values())]
     shares = {name: [n / total for n, total in zip(load, totals)] for name, load in loads.items()}
     have = [[0.0] * len(totals) for _ in range(ranks)]
@@ -57,13 +57,14 @@ def spread(loads: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
 
 
 def is_whole(placement: object) -> bool:
-    """Whether one rank has all of a tensor, and the others nothing."""
+    """Tells whether one rank has all of a tensor, and the others nothing."""
     return isinstance(placement, Split) and len(placement.sizes) > 1 and len(placement.holders) == 1
 
 
 def _lookups(region: SplitRegion) -> dict[str, list[str]]:
-    """Tables that nothing but lookups of as many ids as are known reads -> these lookups. Updates where the table has
-    its rows read them as well, wherever that is."""
+    """Maps tables that nothing but lookups of a known number of ids reads to these lookups. Updates where the table has
+    its rows read them as well, wherever that is.
+    """
     readers: dict[str, list[str]] = {}
     for name, uses in region.weights.items():
         for _, handle in uses if OWNED not in region.nodes[name].attrs else ():
@@ -81,7 +82,7 @@ def _reads_rows(region: SplitRegion, name: str, handle: str) -> bool:
 
 
 def _given(region: SplitRegion, handle: str, lookups: Collection[str]) -> int | None:
-    """The rank that has the table already, or that the scopes of all its lookups name."""
+    """Returns the rank that has the table already, or that the scopes of all its lookups name."""
     known = region.known.get(handle)
     if isinstance(known, Split) and is_whole(known):
         return next(iter(known.holders))
@@ -92,7 +93,7 @@ def _given(region: SplitRegion, handle: str, lookups: Collection[str]) -> int | 
 
 
 def _is_free(region: SplitRegion, readers: Collection[str]) -> bool:
-    """Whether the lookups' scopes leave to cost how the table lies."""
+    """Tells whether the lookups' scopes leave the table's placement to cost."""
     scopes = [split_scope(region.nodes[name].scope) for name in readers]
     alone = all(len(region.group[name]) == region.parts for name in readers)
     return alone and all(scope is not None and scope[1] is None for scope in scopes)

@@ -1,4 +1,4 @@
-"""What the choice behind a split scope is given of a tensor (see ``whale.passes.autoshard.choose``)."""
+"""The description of a tensor for the choice behind a split scope (see ``whale.passes.autoshard.choose``)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from whale.ir.layout import Placement
 
 @dataclass(frozen=True, slots=True)
 class TensorForms:
-    """One tensor.
+    """The forms of one tensor, and what changes between them cost.
 
     Attributes:
-      forms: how it lies, per option of the producer; one form when the producer is fixed.
+      forms: its placement, per option of the producer; one form when the producer is fixed.
       producer: number of the node; None when it is fixed.
       readers: (number of the node or None when fixed, form wanted per option).
       price: cost of a change of form; infinite when it cannot be made.
@@ -28,10 +28,10 @@ class TensorForms:
 
     @property
     def shape(self) -> Hashable:
-        """What is equal for the same tensors of repeated blocks: all but the nodes' numbers."""
+        """Returns what is equal for the same tensors of repeated blocks: all but the nodes' numbers."""
         return self.kind, self.forms, tuple([forms for _, forms in self.readers])
 
     @property
     def nodes(self) -> tuple[int | None, ...]:
-        """The producer and the readers; None where they are fixed."""
+        """Returns the producer and the readers; None where they are fixed."""
         return self.producer, *[reader for reader, _ in self.readers]

@@ -1,4 +1,4 @@
-"""Micro-batches: time as one more mesh axis, whose coordinates run one after the other.
+"""Plans micro-batches: time is one more mesh axis, whose coordinates run one after the other.
 
 The program of a rank (lowered already for the axes of ranks) is planned over ``micro_batches`` coordinates like over
 ranks: ``S`` in time are slices, ``P`` is accumulated, ``B`` is computed once. Three regions follow:
@@ -42,7 +42,8 @@ BEFORE, EACH, AFTER = "before", "each", "after"
 def time_plan(
     program: Program, micro_batches: int, rows: Mapping[str, Split], streams: bool = False, statistics: bool = False
 ) -> tuple[Plan, dict[str, str]]:
-    """The plan of a rank's program over an axis of ``micro_batches`` coordinates in time, and the region of each node.
+    """Plans a rank's program over an axis of ``micro_batches`` coordinates in time, and returns the region of each
+    node.
 
     Regions are what runs ``before`` the micro-batches, for ``each``, and ``after`` them.
 
@@ -86,7 +87,7 @@ def time_plan(
                 return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
             fixed.update(corrected)
             for body in [b for name in corrected for b in bodies_of(program, program.by_name[name])]:
-                no_rows.pop(body, None)  # what is computed once exchanges once
+                no_rows.pop(body, None)  # a loop that is computed once communicates once
 
 
 def _layouts(
@@ -107,7 +108,7 @@ def _layouts(
 
 
 def _computed_once(layout: GraphLayout) -> GraphLayout:
-    """What runs on the first coordinate only is, in time, what runs once."""
+    """Replicates in time what runs on the first coordinate only: it runs once."""
 
     def of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(B if p == FIRST else p for p in placements)
@@ -121,7 +122,7 @@ def _computed_once(layout: GraphLayout) -> GraphLayout:
 
 
 def _crosses(r: Reshard) -> bool:
-    """Whether the change needs what all micro-batches have made."""
+    """Tells whether the reshard needs what all micro-batches have made."""
     if isinstance(r.source, Broadcast):
         return False
     return not (isinstance(r.source, Split | PerRank) and isinstance(r.target, Partial | PerRank)) and not (
@@ -130,7 +131,7 @@ def _crosses(r: Reshard) -> bool:
 
 
 def _level_of(plan: Plan, level: Mapping[str, int], ref: Ref, wanted: Placement) -> int:
-    """Level at which a tensor is there as ``wanted``."""
+    """Returns the level at which a tensor is there as ``wanted``."""
     if plan.strategies[""][ref.node].outputs[ref.index] == wanted:
         return level[ref.node]
     r = plan.reshard_of["", ref, wanted]
@@ -143,7 +144,7 @@ def _is_each(strategy: Strategy) -> bool:
 
 
 def _levels(program: Program, plan: Plan) -> dict[str, int]:
-    """Node -> how often the micro-batches have begun (odd) and have ended (even) before it."""
+    """Maps each node to how often the micro-batches have begun (odd) and have ended (even) before it."""
     strategies, level = plan.strategies[""], dict[str, int]()
     leading: set[str] = set()  # to what each micro-batch computes
     for node in reversed(program.nodes):
@@ -167,7 +168,9 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
 
 
 def _moved_once(program: Program, plan: Plan) -> dict[str, Strategy]:
-    """Exchanges of what micro-batches have of a sum each."""
+    """Returns strategies for communication of sums of which each micro-batch has a part: it runs once, after
+    the last.
+    """
     found: dict[str, Strategy] = {}
     for node in program.nodes:
         if node.op in EXCHANGES and any(
@@ -178,7 +181,8 @@ def _moved_once(program: Program, plan: Plan) -> dict[str, Strategy]:
 
 
 def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict[str, Strategy]:
-    """Nodes that have to be computed once, so that the micro-batches are gone through once; none: they are.
+    """Returns strategies of nodes that have to be computed once, so that the micro-batches are gone through once; empty
+    if they are.
 
     Raises:
       PlanError: there is no such way.
@@ -226,7 +230,9 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
 
 
 def _leading_to_products(program: Program) -> set[str]:
-    """What a layer is computed from, forward or backward; what an optimizer makes of rows of gradients is not."""
+    """Returns the nodes from which a layer is computed, forward or backward, but not what an optimizer makes of rows of
+    gradients.
+    """
     found: set[str] = set()
     for node in reversed(program.nodes):
         if node.name in found or _has_products(program, node):
@@ -240,8 +246,9 @@ def _has_products(program: Program, node: Node) -> bool:
 
 
 def _takes_whole(strategy: Strategy) -> bool:
-    """Whether it waits for all micro-batches anyway; its result was divided only because that costs nothing, as the
-    gradient of a table is that has as many rows as the batch has words."""
+    """Tells whether a node waits for all micro-batches anyway; its result was divided only because that costs nothing,
+    as the gradient of a table is that has as many rows as the batch has words.
+    """
     return all(isinstance(p, Broadcast) for p in strategy.inputs)
 
 
@@ -250,13 +257,13 @@ def _is_whole(ref: Ref, strategies: Mapping[str, Strategy], once: Collection[str
 
 
 def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
-    """Whether nothing that it reads is made in rows: it was divided only because that costs nothing."""
+    """Tells whether nothing that a node reads is made in rows: it was divided only because that costs nothing."""
     made = (strategies[r.node].outputs[r.index] for r in node.inputs if r.node not in once)
     return not any(isinstance(p, Split | PerRank) for p in made)
 
 
 def _leading_to_updates(program: Program) -> set[str]:
-    """What some effect of the program depends on: an update, a message."""
+    """Returns the nodes that some effect of the program depends on: an update, a message."""
     found: set[str] = set()
     stack = list(program.effects)
     while stack:
@@ -273,7 +280,7 @@ def _once(node: Node, why: str) -> Strategy:
 
 
 def _summed_before(program: Program, plan: Plan, level: Mapping[str, int], node: Node) -> list[Ref]:
-    """What the micro-batches make, all together, that leads to ``node`` of a second round."""
+    """Returns the tensors that all micro-batches together make and that lead to ``node`` of a second round."""
     strategies = plan.strategies[""]
     found, seen, stack = dict[Ref, None](), {node.name}, [node]
     while stack:
@@ -293,7 +300,8 @@ def _summed_before(program: Program, plan: Plan, level: Mapping[str, int], node:
 def _on_whole_batch(
     program: Program, strategies: Mapping[str, Strategy], ref: Ref, reader: Node, parts: int
 ) -> dict[str, Strategy]:
-    """``ref`` and all that it is made from, computed on the whole batch before the first micro-batch.
+    """Returns strategies that compute ``ref``, and all it is made from, on the whole batch before the first
+    micro-batch.
 
     Raises:
       PlanError: it depends on more than inputs, and variables that the step does not write.
@@ -325,7 +333,9 @@ def _on_whole_batch(
 
 
 def _is_kept(program: Program, handle: Ref) -> bool:
-    """Whether nothing in a step may write a variable: what is read of it is known before the first micro-batch."""
+    """Tells whether nothing in a step may write a variable: what is read of it is known before the first
+    micro-batch.
+    """
     return all(reader.op in READS for reader, _ in program.consumers.get(handle, ()))
 
 
@@ -346,7 +356,7 @@ def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
 
 
 def _that_wants(program: Program, node: Node) -> Node:
-    """The operation of the user's program for whose sake there is a node that lowering added."""
+    """Returns the operation of the user's program for whose sake lowering added a node."""
     while node.name.startswith("whale/"):
         found = next((reader for ref in node.refs() for reader, _ in program.consumers.get(ref, ())), None)
         if found is None:
@@ -356,7 +366,9 @@ def _that_wants(program: Program, node: Node) -> Node:
 
 
 def _summed_inside(plan: Plan, node: Node) -> Ref | None:
-    """What a loop or branch of a micro-batch has inside that is wanted of all: it cannot wait for the others."""
+    """Returns a tensor inside a loop or branch of a micro-batch that is wanted of all: it cannot wait for the
+    others.
+    """
     bodies = {func.name for func in called_functions(node)}
     return next((r.ref for r in plan.reshards if r.graph in bodies and _crosses(r)), None)
 

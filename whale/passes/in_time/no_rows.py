@@ -1,4 +1,4 @@
-"""How a rank without rows goes through micro-batches: it exchanges as often as those that have some."""
+"""Takes a rank without rows through micro-batches: it communicates as often as those that have some."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from whale.sharding_rules.structure.communication import RUNS
 
 
 def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
-    """How a rank that has no rows takes part where others exchange theirs: in each micro-batch, as they do."""
+    """Returns strategies by which a rank without rows takes part where others exchange theirs, in each micro-batch."""
     found: dict[str, Strategy] = {}
-    known: set[str] = set()  # what constants alone make, or ranks that have no rows either
+    known: set[str] = set()  # values made from constants alone, or by ranks that have no rows either
     for node in program.nodes:
         of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
         if node.op == "Const" or of_known or (node.op in COLLECTIVES and all(map(_has_no_elements, node.outputs))):
@@ -33,7 +33,7 @@ def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
 
 
 def bodies_of(program: Program, node: Node) -> list[str]:
-    """The bodies of a loop or branch, and of those inside."""
+    """Returns the names of the bodies of a loop or branch, and of those inside."""
     names = [f.name for f in called_functions(node)] if node.op in HAS_BODIES else []
     return [
         *names,

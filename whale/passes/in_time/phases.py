@@ -1,4 +1,4 @@
-"""Phases: what a stage computes of a micro-batch in its forward pass, and what in its backward pass, by structure.
+"""Assigns what a stage computes of a micro-batch to its forward and its backward pass, by structure.
 
 Backward is what depends on something that a later stage has sent back, and what neither a later stage nor a fetch
 needs: the gradients that the last stage begins with. Weights' gradients are what no earlier stage waits for.
@@ -23,7 +23,7 @@ def kinds(
     weights_apart: bool,
     agreed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """F, B or W for each node of a micro-batch.
+    """Returns F, B or W for each node of a micro-batch.
 
     Args:
       program: the whole program, all stages.
@@ -100,7 +100,7 @@ def _add_what_is_fetched(
 
 
 def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
-    """Nodes of a micro-batch that something reads, computed once, which is fetched."""
+    """Returns the nodes of a micro-batch that are read by something computed once and fetched."""
     found, seen = set(), set[str]()
     stack = [r.node for r in program.outputs]
     while stack:
@@ -114,7 +114,7 @@ def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
 
 
 def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Mapping[str, str]) -> Program:
-    """``program`` in which ranks bring parts of an input, which has no stage, together in the first that reads them.
+    """Moves the nodes by which ranks gather parts of an input, which has no stage, to the first stage that reads them.
 
     Args:
       agreed: stages of nodes on other ranks: one without rows reads nothing of what it sends to them.
@@ -134,7 +134,9 @@ def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Ma
 
 
 def _numbers(program: Program, stages: Mapping[str, int]) -> dict[str, int]:
-    """The stage of each node; of what lowering added, that of its operands. Free nodes have none."""
+    """Returns the number of each node's stage; nodes that lowering added get that of their operands, free nodes
+    none.
+    """
     at: dict[str, int] = {}
     free = free_nodes(program)
     for node in program.nodes:
@@ -167,7 +169,7 @@ def phases_of_rank(
     kind: Mapping[str, str],
     stages: Mapping[str, int],
 ) -> dict[str, str]:
-    """Phase, such as F0, of each node of a micro-batch in the program of one rank.
+    """Returns the phase, such as F0, of each node of a micro-batch in the program of one rank.
 
     Args:
       kind: see ``kinds``, of the nodes that the whole program has.

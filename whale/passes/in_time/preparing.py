@@ -1,4 +1,4 @@
-"""A rank's program without what would tie a micro-batch to others."""
+"""Removes from a rank's program what would tie a micro-batch to others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name wha
 
 
 def prepared(program: Program) -> Program:
-    """``program`` without order and operands that are of no consequence, which would tie a micro-batch to others: that
-    something without effects waits for something without effects, or for an assertion, which is of the whole batch;
-    what ones and zeros are like. What is computed again for the backward pass waits for it. Scopes name no ranks, which
-    were told what they compute already.
+    """Removes order and operands of no consequence that would tie a micro-batch to others: that something without
+    effects waits for something without effects, or for an assertion, which is of the whole batch; what ones and zeros
+    are like. What is computed again for the backward pass waits for it. Scopes name no ranks, which were told what they
+    compute already.
     """
     if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
         program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
@@ -59,7 +59,7 @@ def prepared(program: Program) -> Program:
 
 
 def _is_nothing(node: Node) -> bool:
-    """Whether it makes no rows: what a rank without any computes of its own."""
+    """Tells whether a node makes no rows: what a rank without any computes of its own."""
     if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
         return False
     t = node.outputs[0]
@@ -67,7 +67,7 @@ def _is_nothing(node: Node) -> bool:
 
 
 def acts(program: Program, node: Node) -> bool:
-    """Whether it does more than compute and look: a branch or loop that only reads variables does not."""
+    """Tells whether a node does more than compute and look: a branch or loop that only reads variables does not."""
     if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
         return False
     bodies = [program.functions[f.name] for f in called_functions(node)] if node.op in HAS_BODIES else []
@@ -75,7 +75,7 @@ def acts(program: Program, node: Node) -> bool:
 
 
 def _asserts(program: Program, node: Node) -> bool:
-    """Whether all that it does is to fail where a condition does not hold."""
+    """Tells whether all that a node does is to fail where a condition does not hold."""
     if node.op == "Assert" or node.op not in HAS_BODIES:
         return node.op == "Assert"
     bodies = [program.functions[f.name] for f in called_functions(node)]

@@ -1,4 +1,4 @@
-"""Stage groups: the part of a program that one group of ranks runs, and what travels between groups.
+"""Cuts a program into the part that each stage group (one group of ranks) runs, and what travels between groups.
 
 The plan is made for the whole program over a mesh like a group's; groups of other meshes have plans of their own. A
 group then runs its nodes as its plan says. A tensor that another group makes arrives as it is made, from the rank of
@@ -20,7 +20,7 @@ from whale.passes.analysis.stages import does_nothing, free_nodes, stage_of
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one stage group runs.
+    """The part of a program that one stage group runs.
 
     Attributes:
       program: its part; a tensor from elsewhere is an output of a ``WhaleStageInput`` with its producer's name.
@@ -36,7 +36,7 @@ class Cut:
 
     @property
     def keys(self) -> frozenset[str]:
-        """By which names what comes from other groups travels."""
+        """Returns the names by which tensors from other groups travel."""
         return frozenset([*map(str, self.taken), *(FETCH_KEY.format(i) for i in self.fetched)])
 
 
@@ -45,7 +45,7 @@ FETCH_KEY = "fetched {}"
 
 
 def cut(program: Program, groups: Sequence[StageGroup]) -> tuple[Cut, ...]:
-    """The program of each stage group.
+    """Returns the program of each stage group.
 
     Args:
       program: with stages assigned (see ``assign_stages``), expanded.
@@ -62,7 +62,7 @@ class _Cutter:
         self.program = self._with_tokens(program)
 
     def _with_tokens(self, program: Program) -> Program:
-        """``program`` with a small tensor to be sent in place of each control edge between groups."""
+        """Replaces each control edge between groups by a small tensor to be sent."""
         nodes: list[Node] = []
         tokens: dict[str, str] = {}
         for node in program.nodes:
@@ -89,7 +89,7 @@ class _Cutter:
         return tuple(self._program(k, needed[k], taken[k], given[k]) for k in range(len(self.groups)))
 
     def _needed(self, k: int) -> set[str]:
-        """Its nodes, and the free ones that they read."""
+        """Returns the nodes of group ``k``, and the free ones that they read."""
         by_name, found = self.program.by_name, set()
         stack = [n for n, group in self.group_of.items() if group == k]
         stack += [n for n in self.program.effects if n in self.free]
@@ -104,10 +104,10 @@ class _Cutter:
         return found
 
     def _taken(self, needed: Sequence[Collection[str]]) -> list[dict[Ref, int]]:
-        """What each group reads of others, and of which, given the names of the nodes that it needs."""
+        """Returns what each group reads of others, and of which, given the names of the nodes that it needs."""
         found: list[dict[Ref, int]] = [{} for _ in needed]
         for node in self.program.nodes:
-            # What is left of what nodes wait for are tokens.
+            # The control edges between groups that are left are to tokens.
             read = [r for r in (*node.inputs, *map(Ref, node.controls)) if r.node in self.group_of]
             if not read:
                 continue
@@ -172,7 +172,7 @@ def _group_numbers(program: Program, groups: Sequence[StageGroup], free: Collect
 
 
 def without_waits(program: Program) -> Program:
-    """``program`` without NoOps: what waits for one waits for what that waits for.
+    """Removes NoOps from ``program``: what waits for one waits for what that waits for.
 
     A result that only waits, so that whoever fetches it has the rest done, need not: the rest is done for its effects.
     """

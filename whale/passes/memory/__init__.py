@@ -1,1 +1,3 @@
-"""What is held, where, and for how long: ZeRO, gathering at use, offload, recomputation, categories of memory."""
+"""Decides what is held, where, and for how long: ZeRO, gathering at use, offload, recomputation, categories of
+memory.
+"""

@@ -1,8 +1,8 @@
-"""What memory is for: the categories of a rank's variables and tensors.
+"""Sorts a rank's variables and tensors into categories of memory.
 
 parameters (what a model computes with), slots (what only updates read), buffers (other variables; a step's inputs; what
 communication keeps), gradients (with the sums of micro-batches, and what updates make of them on their way), gathered
-(weights that lie split, put together for their use), activations (all else, scratch memory of kernels as well).
+(split weights, put together for their use), activations (all else, scratch memory of kernels as well).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from whale.ir.values import TensorType
 from whale.passes.memory.zero import is_model, leading_to, only_state
 
 CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
-# What makes a gradient of activations; what it reads is none.
+# Ops that make a gradient from activations; their operands are no gradients.
 _MADE_BY = (
     MATMULS
     | FILTER_GRADIENTS
@@ -24,7 +24,9 @@ _MADE_BY = (
 
 
 def variable_kinds(program: Program) -> dict[str, str]:
-    """Handle node -> parameters (what a model computes with), slots (what only updates read), or buffers (the rest)."""
+    """Maps handle nodes to parameters (what a model computes with), slots (what only updates read), or buffers (the
+    rest).
+    """
     state, model = only_state(program), leading_to(program, lambda node: is_model(program, node))
     found = {}
     for variable in program.variables:
@@ -36,7 +38,8 @@ def variable_kinds(program: Program) -> dict[str, str]:
 
 
 def tensor_kinds(program: Program) -> dict[Ref, str]:
-    """Category of the tensors that are no activations, in a rank's program or the function of a micro-batch.
+    """Returns the category of the tensors that are no activations, in a rank's program or the function of a
+    micro-batch.
 
     Gradients are what is reduced over ranks or summed over micro-batches, and what of a variable's shape leads to its
     update.

@@ -1,4 +1,4 @@
-"""Weights that lie split and are gathered at use (ZeRO-3): every use gets a value of its own, which goes after it.
+"""Gathers weights that are split at each use (ZeRO-3): every use gets a value of its own, which is freed after it.
 
 A program reads a weight once and uses the value twice or more: in the forward product, and in the backward one.
 Gathered once, it would stay in memory from the beginning of a step to its end. Here every use has a copy, so that there
@@ -29,7 +29,7 @@ class _Use:
 
 
 def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
-    """``program`` in which each use of a variable's value has a copy of it.
+    """Gives each use of a variable's value in ``program`` a copy of it.
 
     Args:
       min_bytes: smaller variables stay whole and keep one value.
@@ -64,7 +64,7 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
 
 
 def _is_of_parts(program: Program, reader: Node) -> bool:
-    """Whether parts serve ``reader`` as well: no product or lookup comes of it but by way of a single number.
+    """Tells whether parts serve ``reader`` as well: no product or lookup comes of it but by way of a single number.
 
     So it is with the norm of a weight in a loss, and with the gradient of that.
     """
@@ -84,7 +84,7 @@ def _is_of_parts(program: Program, reader: Node) -> bool:
 
 
 def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collection[str]) -> Iterator[_Use]:
-    """The readers of the value, behind nodes that only pass it on; those of ``kept`` are wanted themselves."""
+    """Yields the readers of the value, behind nodes that only pass it on; those of ``kept`` are wanted themselves."""
     value = Ref((chain or (read,))[-1].name)
     for reader, operand in program.consumers.get(value, ()):
         passes_on = reader.op in PASSED_ON and operand == 0 and not reader.controls and reader.name not in kept
@@ -95,7 +95,9 @@ def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collectio
 
 
 def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]:
-    """The value for one use: marked in front of what passes it on, where it is whole, and behind it."""
+    """Yields the copies of the value for one use: marked in front of what passes it on, where it is whole, and behind
+    it.
+    """
     scope = use.reader.scope
     value = Ref(use.read.name)
     for place, node in enumerate((None, *use.chain)):

@@ -1,7 +1,7 @@
-"""Weights that loops and branches only read are read in front of them, where they can lie split (ZeRO-3).
+"""Hoists reads of weights that loops and branches only read in front of them, where the weights can be split (ZeRO-3).
 
-A body that is given a variable's handle reads it in every turn. Where the weight lies split, each reading would be a
-gathering, by ranks that need not be in the same turn. So the body is given the value: it is gathered once for the
+A body that is given a variable's handle reads it in every iteration. Where the weight is split, each read would be an
+all-gather, by ranks that need not be in the same iteration. So the body is given the value: it is gathered once for the
 loop, and is there as long as that runs.
 """
 
@@ -21,7 +21,7 @@ from whale.sharding_rules.graph import called_functions
 
 
 def hoist_reads(program: Program, min_bytes: int) -> Program:
-    """``program`` in which loops and branches get the values of variables that they only read.
+    """Gives loops and branches of ``program`` the values of variables that they only read.
 
     Args:
       min_bytes: smaller variables stay whole, and are read where they were.
@@ -51,7 +51,7 @@ def hoist_reads(program: Program, min_bytes: int) -> Program:
 
 
 def _operands(node: Node) -> range:
-    """The operands that the functions get; the first one of a branch chooses it."""
+    """Returns the range of the operands that the functions get; the first one of a branch chooses it."""
     if node.op in LOOPS:
         return range(len(node.inputs))
     return range(1, len(node.inputs)) if node.op in BRANCHES else range(0)
@@ -62,7 +62,7 @@ def _argument(node: Node, operand: int, function: Program) -> str:
 
 
 def _is_only_read(program: Program, node: Node, operand: int) -> bool:
-    """Whether the functions do nothing to the handle but read it, and pass it on to the next turn."""
+    """Tells whether the functions do nothing to the handle but read it, and pass it on to the next iteration."""
     for func in called_functions(node):
         function = program.functions[func.name]
         handles = [Ref(_argument(node, operand, function))]
@@ -80,14 +80,16 @@ def _is_only_read(program: Program, node: Node, operand: int) -> bool:
 
 
 def _shape(node: Node, kind: TensorType) -> Node:
-    """A node that asks for a variable's shape, as a constant."""
+    """Replaces a node that asks for a variable's shape by a constant."""
     (t,) = node.outputs
     value = Tensor.of(np.array(kind.shape, t.dtype))
     return Node(node.name, "Const", (), node.controls, {"dtype": DType(t.dtype), "value": value}, (t,), node.scope)
 
 
 def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Program]) -> Node:
-    """The loop or branch whose operands ``kinds`` are values now, as its functions' are."""
+    """Adapts a loop or branch, and its functions, to operands (the numbers in ``kinds``) that are values now, not
+    handles.
+    """
     attrs: dict[str, Any] = dict(node.attrs)
     types = "T" if node.op in LOOPS else "Tin"
     first = _operands(node).start
@@ -117,7 +119,7 @@ def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Progra
 
 
 def _with_values(function: Program, arguments: dict[str, TensorType], functions: dict[str, Program]) -> Program:
-    """``function`` that is given values where it was given handles."""
+    """Rewrites ``function`` to take values for ``arguments`` where it took handles."""
     values = {Ref(name): kind for name, kind in arguments.items()}
     nodes = []
     for node in function.nodes:
@@ -139,6 +141,6 @@ def _with_values(function: Program, arguments: dict[str, TensorType], functions:
 
 
 def _without(effects: Collection[str], nodes: list[Node]) -> tuple[str, ...]:
-    """Reading has no effect any more that a function would have to be run for."""
+    """Drops effects that only pass a value on or yield a constant: the function need not be run for them any more."""
     plain = {n.name for n in nodes if n.op in ("Identity", "Const") and not n.stateful}
     return tuple(name for name in effects if name not in plain)

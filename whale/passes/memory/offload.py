@@ -1,6 +1,6 @@
-"""Offload: variables that lie in the host's memory, while the model is computed on an accelerator.
+"""Offloads variables to the host's memory, while the model is computed on an accelerator.
 
-Of tables only the rows that a step looks up move, and the gradients of these.
+Of tables, only the rows that a step looks up, and the gradients of these, are moved.
 
 Ren et al., "ZeRO-Offload: democratizing billion-scale model training", USENIX ATC 2021: the update is computed where
 the optimizer's state lies, so that a step moves each gradient to the host and each change of a weight back, and the
@@ -36,11 +36,11 @@ COPY = "WhaleOffload"
 TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
 LEVELS = {"optimizer": ("slots",), "v0": ("slots", "parameters")}  # the kinds that do at another level
 _BY_ROWS = READS_ROWS | SCATTERS | APPLIES_ROWS
-_RUNS_PARTS = BRANCHES | CALLS  # of functions, and of a micro-batch's, some nodes may be computed there
+_RUNS_PARTS = BRANCHES | CALLS  # some nodes of their functions may be computed there
 
 
 def offloaded(program: Program, level: str) -> tuple[str, ...]:
-    """Handle nodes of the variables that come to lie in the host's memory; what one op updates lies together.
+    """Returns the handle nodes of the variables to offload to the host's memory; what one op updates stays together.
 
     Raises:
       PlanError: a loop takes such a variable, or a step changes every row of a table.
@@ -78,7 +78,7 @@ def offloaded(program: Program, level: str) -> tuple[str, ...]:
 
 
 def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
-    """Variables of which a step reads and changes rows, by their numbers, and nothing else.
+    """Returns the variables of which a step reads and changes rows, by their numbers, and nothing else.
 
     Raises:
       PlanError: of one, rows are read, and all of it is changed.
@@ -108,14 +108,15 @@ def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
 
 
 def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
-    """Variables in which a step looks rows up, and which are not in the host's memory -> an op that needs all of one.
+    """Maps variables in which a step looks rows up, and which are not in the host's memory, to an op that needs all of
+    one.
 
     Args:
       program: normalised.
       handles: of the variables that lie there.
     """
     looked_up: set[str] = set()
-    lookups: dict[str, str] = {}  # those that could not be made in the variable
+    lookups: dict[str, str] = {}  # lookups that could not be made in the variable itself
     others: dict[str, str] = {}
     for use in uses_of_variables(program):
         node = use.node
@@ -139,14 +140,14 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
 
 
 def _looked_up_in(program: Program, loop: Node) -> set[int]:
-    """Of the operands of a loop those in which its functions look rows up."""
+    """Returns those operands of a loop in which its functions look rows up."""
     bodies = [program.functions[f.name] for f in called_functions(loop)] if loop.op in LOOPS else []
     gathers = [(body, node) for body in bodies for node in body.nodes if node.op in READS_ROWS]
     return {body.inputs.index(n.inputs[0].node) for body, n in gathers if n.inputs[0].node in body.inputs}
 
 
 def offload(program: Program, handles: Collection[str]) -> Program:
-    """``program`` (one rank's) with what is computed in the host's memory marked, and copies where tensors cross.
+    """Marks what ``program`` (one rank's) computes in the host's memory, and adds copies where tensors cross.
 
     Args:
       handles: of the variables that lie there.
@@ -157,8 +158,8 @@ def offload(program: Program, handles: Collection[str]) -> Program:
 
 
 def crossing_bytes(program: Program) -> tuple[int, int]:
-    """(bytes to the host, bytes from it) that a step of a rank's program copies, at the most where it has branches;
-    sizes that only it knows are 0.
+    """Returns (bytes to the host, bytes from it) that a step of a rank's program copies, at the most where it has
+    branches; sizes that only the run knows are 0.
     """
     to_host = from_host = 0
     for node in program.nodes:
@@ -178,14 +179,16 @@ def _is_call(node: Node) -> bool:
 
 
 def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
-    """Nodes that take such a variable, what is computed from state, and what for it alone and would move more."""
+    """Returns nodes that take such a variable, what is computed from state, and what for it alone and would
+    move more.
+    """
     there: set[str] = set()
     of_state: set[str] = set()
     state = _only_for_updates(program).intersection(handles)
     for node in program.nodes:
         taken = [r.node for r in node.inputs if r.node in program.variable_of]
         if node.op in _RUNS_PARTS:
-            continue  # what it runs is looked at by itself
+            continue  # its functions are looked at by themselves
         if any(h in handles for h in taken):
             there.add(node.name)
             if any(h in state for h in taken):
@@ -202,7 +205,7 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
 
 
 def _only_for_updates(program: Program) -> set[str]:
-    """As `only_state`, and state of which a lazy update reads rows."""
+    """Returns what `only_state` does, and state of which a lazy update reads rows."""
     fetched = {ref.node for ref in program.outputs}
     other = leading_to(
         program, lambda node: node.name in fetched or (node.op not in READS_ROWS and is_model(program, node))
@@ -211,7 +214,9 @@ def _only_for_updates(program: Program) -> set[str]:
 
 
 def _cheaper_there(program: Program, there: Collection[str], kept: Collection[str]) -> set[str]:
-    """Nodes of which all readers are in the host's memory, and whose operands are less to move than their results."""
+    """Returns nodes whose readers are all in the host's memory, and whose operands are less to move than their
+    results.
+    """
     crossing = {ref for node in program.nodes if node.name in there for ref in node.inputs}
     found: set[str] = set()
     for node in reversed(program.nodes):
@@ -261,7 +266,9 @@ class _Crossings:
         return self.program.with_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
 
     def _caller(self, node: Node) -> Node:
-        """The node whose functions compute in the host's memory what is to be computed there."""
+        """Rewrites the functions of a call or branch so that they compute in the host's memory what is to be computed
+        there.
+        """
         operands = node.inputs if node.op in CALLS else node.inputs[1:]
 
         def rewritten(func: Func) -> Func:
@@ -292,7 +299,7 @@ class _Crossings:
         if source.name in self.program.variable_of or (source.name in self.there) == on_host:
             return ref
         if source.name in self.program.inputs and not self.inside:
-            return ref  # it is where the caller has it
+            return ref  # an argument is where the caller has it
         if (ref, on_host) not in self.made:
             made = self._again(source) if source.op in ("Const", "WhaleCommunicator") else self._copy(ref, on_host)
             self.nodes.append(made)

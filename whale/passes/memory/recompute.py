@@ -1,4 +1,4 @@
-"""Activations that are computed again for the backward pass (``gradient_checkpoint.type``), not held until then.
+"""Recomputes activations for the backward pass (``gradient_checkpoint.type``), so that they are not held until then.
 
 Chen et al., "Training deep nets with sublinear memory cost", 2016. Some tensors of the forward pass, the checkpoints,
 are held; they cut it into segments. What the backward pass reads of a segment, it reads from a copy of the segment's
@@ -38,7 +38,7 @@ _MOST_SEGMENTS = 64
 
 
 def recompute(program: Program, kind: str) -> Program:
-    """``program`` with copies of the forward nodes that its backward nodes read.
+    """Adds copies of the forward nodes that the backward nodes of ``program`` read.
 
     Args:
       kind: ``collection``: the checkpoints are those that the user marked, or all but what the user marked to be
@@ -75,7 +75,7 @@ def recompute(program: Program, kind: str) -> Program:
 
 
 class _Forward:
-    """Which nodes of a program are of the forward pass, and which of these may be computed twice."""
+    """The forward pass of a program: which nodes belong to it, and which of these may be computed twice."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -95,7 +95,9 @@ class _Forward:
         self.twice = {n.name for n in program.nodes if self._may_run_twice(n)}
 
     def _drawn(self) -> set[str]:
-        """What is made from random numbers only, a mask for dropout: it is small, and no part of the batch's rows."""
+        """Returns what is made from random numbers only, a mask for dropout: it is small, and no part of the batch's
+        rows.
+        """
         found: set[str] = set()
         for node in self.program.nodes:
             made = node.op in RANDOM or (bool(node.inputs) and not node.stateful)
@@ -118,7 +120,7 @@ class _Forward:
         return not any(t.dtype in UNMOVABLE for t in types)
 
     def marked(self) -> dict[str, int]:
-        """The user's checkpoints, numbered in the order of the program; with what one of them only passes on.
+        """Returns the user's checkpoints, numbered in the order of the program; with what one of them only passes on.
 
         Raises:
           PlanError: the user marked both what is held and what is computed again.
@@ -146,10 +148,10 @@ class _Forward:
         return found
 
     def _around(self, again: set[str]) -> dict[str, int]:
-        """All that is not computed again, numbered by how often one has left what is, or come behind what read it."""
+        """Numbers all that is not computed again by how often one has left what is, or come behind what read it."""
         found: dict[str, int] = {}
         level: dict[str, int] = {}
-        behind: set[str] = set()  # what reads results that are computed again
+        behind: set[str] = set()  # nodes that read results that are computed again
         for node in self.program.nodes:
             name = node.name
             if name in self.backward or name in self.fixed:
@@ -164,7 +166,7 @@ class _Forward:
         return found
 
     def sent(self) -> dict[str, int]:
-        """What a stage hands to another one, numbered by stage in the order of the program."""
+        """Returns what a stage hands to another one, numbered by stage in the order of the program."""
         found: dict[str, int] = {}
         numbers: dict[str, int] = {}
         for node in self.program.nodes:
@@ -177,7 +179,9 @@ class _Forward:
         return found
 
     def chosen(self) -> dict[str, int]:
-        """The checkpoints with which least is held at once: all that is alive at some places in the forward pass."""
+        """Chooses the checkpoints with which least is held at once: all that is alive at some places in the forward
+        pass.
+        """
         nodes = [n for n in self.program.nodes if n.name not in self.backward and n.name not in self.fixed]
         place = {n.name: i for i, n in enumerate(nodes)}
         last = list(range(len(nodes)))  # where a node is read last in the forward pass
@@ -215,7 +219,7 @@ class _Forward:
 
 
 def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
-    """Places behind which segments of about ``wanted`` bytes end, where little is alive."""
+    """Returns the places behind which segments of about ``wanted`` bytes end, where little is alive."""
     found: list[int] = []
     total, best = 0, -1
     i = 0
@@ -231,7 +235,7 @@ def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
 
 
 def _held_at_most(held: list[int], alive: list[int], cuts: list[int]) -> int:
-    """Bytes of the checkpoints so far and of one segment, where they are most."""
+    """Returns the bytes of the checkpoints so far and of one segment, where they are most."""
     most = checkpoints = start = 0
     for cut in (*cuts, len(held) - 1):
         most = max(most, checkpoints + sum(held[start : cut + 1]))
@@ -241,7 +245,9 @@ def _held_at_most(held: list[int], alive: list[int], cuts: list[int]) -> int:
 
 @dataclass
 class _Segment:
-    """What is computed again, in the order of the program; who reads it; and what it waits for."""
+    """A segment that is computed again: its nodes in the order of the program, its first reader, and what it
+    waits for.
+    """
 
     nodes: list[Node]
     first_reader: int
@@ -249,7 +255,7 @@ class _Segment:
 
 
 class _Copies:
-    """The program in the making."""
+    """The program in the making, with the copies."""
 
     def __init__(self, forward: _Forward, numbers: Mapping[str, int]):
         self.forward, self.program, self.numbers = forward, forward.program, numbers
@@ -292,7 +298,9 @@ class _Copies:
         return self.program.with_nodes(topological(nodes))
 
     def _segments(self) -> dict[str, int]:
-        """Forward node -> number of the first checkpoint that it leads to; none: it follows the last one."""
+        """Maps each forward node to the number of the first checkpoint that it leads to; those that follow the last one
+        are missing.
+        """
         found: dict[str, int] = {}
         for node in reversed(self.program.nodes):
             if node.name in self.forward.backward:
@@ -304,7 +312,7 @@ class _Copies:
         return found
 
     def _depths(self) -> dict[str, int]:
-        """Node -> the last segment that it depends on; -1 for what depends on variables only."""
+        """Maps each node to the last segment that it depends on; -1 for what depends on variables only."""
         end = max(self.numbers.values()) + 1
         found: dict[str, int] = {}
         for node in self.program.nodes:
@@ -315,7 +323,9 @@ class _Copies:
         return found
 
     def _is_copied(self, name: str) -> bool:
-        """Whether a forward node is computed again where it is needed; what another segment reads of it is held."""
+        """Tells whether a forward node is computed again where it is needed; what another segment reads of it
+        is held.
+        """
         if name not in self.segment or name in self.numbers or name not in self.forward.twice:
             return False
         for ref in self.program.by_name[name].refs():
@@ -334,7 +344,9 @@ class _Copies:
                 stack += [r.node for r in self.program.by_name[name].inputs if self._is_copied(r.node)]
 
     def _segment(self, number: int, names: set[str]) -> _Segment | None:
-        """The copies of a segment and what they wait for; None: they would not have to wait for any gradient."""
+        """Returns the copies of a segment and what they wait for; None: they would not have to wait for any
+        gradient.
+        """
         reached, first = set(names), -1
         for i, node in enumerate(self.program.nodes):
             if node.name not in self.forward.backward or reached.isdisjoint(r.node for r in node.inputs):
@@ -349,7 +361,7 @@ class _Copies:
         return None
 
     def _arrives(self, name: str, number: int, reached: set[str], first: int) -> bool:
-        """Whether a node brings a gradient from behind the segment, and no copy of the segment's."""
+        """Tells whether a node brings a gradient from behind the segment, and no copy of the segment's."""
         return (
             name in self.forward.backward
             and name not in reached

@@ -1,8 +1,8 @@
-"""What one rank holds at the fullest moment of a step, by category: the one figure by which memory is judged.
+"""Computes what one rank holds at the fullest moment of a step, by category: the one figure by which memory is judged.
 
 step_bytes      of its tensors
 taken_bytes     and what NCCL takes beside them
-at_most_bytes   more than that, found without a play
+at_most_bytes   an upper bound, found without a simulation
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _KINDS = ("activations", *(name for name in CATEGORIES if name != "activations")
 
 
 def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int = 0) -> dict[str, int]:
-    """Category -> bytes of ``rank`` at the moment of a step of ``program`` (its own) when they are most together.
+    """Returns category -> bytes of ``rank`` at the moment of a step of ``program`` (its own) when they are most
+    together.
 
     Args:
       size: number of ranks.
@@ -39,21 +40,24 @@ def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int =
 
 
 def taken_bytes(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
-    """As `step_bytes`, with what NCCL takes of the rank's GPU as a category of its own."""
+    """Returns what `step_bytes` does, with what NCCL takes of the rank's GPU as a category of its own."""
     return step_bytes(program, rank, settings.size) | nccl_memory(program, rank, settings)
 
 
 def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
-    """What NCCL takes for what ``rank`` exchanges, as a category; none beside a limit that the user has set."""
+    """Returns what NCCL takes for the communication of ``rank``, as a category; none beside a limit that the user has
+    set.
+    """
     if settings.exchange.backend != "nccl" or settings.size == 1 or settings.memory.limit_bytes:
         return {}
     return {"NCCL": nccl_bytes(*partners(program, rank, settings.size), os.environ)}
 
 
 def at_most_bytes(program: Program, rank: int, settings: PlanSettings) -> int:
-    """More than ``rank`` can take: all tensors of a step at once, in pieces twice as large, and NCCL's memory.
+    """Bounds what ``rank`` can take from above: all tensors of a step at once, in pieces twice as large, and NCCL's
+    memory.
 
-    Found without a play.
+    It needs no simulation.
     """
     called = (times * _all_bytes(program.functions[name]) for name, times in executions(program).items())
     tensors = 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))

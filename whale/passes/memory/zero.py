@@ -1,16 +1,16 @@
-"""ZeRO: the optimizer's state lies split between steps, although the computation is data parallel.
+"""ZeRO: splits the optimizer's state between steps, although the computation is data parallel.
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020; for the update's
 time, Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020. Here it is a
-matter of layouts: where the state of an update lies split, propagation finds that the gradient is wanted split (a
-reduce-scatter in place of an all-reduce), that the update is computed on a part, and that a weight which lies whole
+matter of layouts: where the state of an update is split, propagation finds that the gradient is wanted split (a
+reduce-scatter in place of an all-reduce), that the update is computed on a part, and that a replicated weight
 takes the parts of all ranks (an all-gather). An update that is one op (``ResourceApplyAdam``) takes its weight and
-its state in one layout, so such a weight lies split as well, and is gathered where it is read.
+its state in one layout, so such a weight is split as well, and is gathered where it is read.
 
 Left to the costs of single nodes, propagation would gather the state as readily as it scatters the gradient. So the
 nodes of an update that every rank would run alike, whole, get the state's layout here.
 
-    state_at_rest       which variables lie split, and how
+    state_at_rest       which variables are split, and how
     update_strategies   which nodes of the updates are computed in parts
 """
 
@@ -42,18 +42,18 @@ def state_at_rest(
     weights: bool = False,
     avoid: Mapping[str, frozenset[int]] = MappingProxyType({}),
 ) -> dict[str, Split]:
-    """Placements of the variables that lie split between steps, by handle node.
+    """Returns the placements of the variables that are split between steps, by handle node.
 
     Args:
       parts: ranks that share the state.
       min_bytes: variables below that size stay whole: moving their parts takes longer than updating them.
       taken: variables whose layout something else decides.
-      known: placements that earlier programs of the run have fixed; what is updated together with one lies like it.
-      weights: whether the variables that a model reads lie split as well.
+      known: placements that earlier programs of the run have fixed; what is updated with one is placed like it.
+      weights: whether the variables that a model reads are split as well.
       avoid: dimensions of variables along which later axes of the mesh divide them.
 
     Raises:
-      PlanError: a weight that is to lie split cannot.
+      PlanError: a weight that is to be split cannot be.
     """
     variables = {v.node: v for v in program.variables if v.node not in taken}
     if not any(is_model(program, node) for node in program.nodes):
@@ -84,14 +84,18 @@ def state_at_rest(
 
 
 def _read_by_layers(program: Program) -> set[str]:
-    """What a layer or a fetched tensor is computed from. The rest is state of optimizers, which may be looked up too: a
-    number for each row of a table has no dimension besides the rows, of which ids of the whole batch need all."""
+    """Returns what a layer or a fetched tensor is computed from. The rest is state of optimizers, which may be looked
+    up too: a number for each row of a table has no dimension besides the rows, of which ids of the whole batch need
+    all.
+    """
     fetched = {ref.node for ref in program.outputs}
     return leading_to(program, lambda n: n.name in fetched or (is_model(program, n) and n.op not in LOOKUPS))
 
 
 def gathered_type(program: Program, handle: Ref, min_bytes: int) -> TensorType | None:
-    """What a variable holds that may lie split as a weight, and is gathered where it is read; None: it may not."""
+    """Returns the type of a variable that may be split as a weight, and is gathered where it is read; None: it
+    may not.
+    """
     variable = program.variable_of.get(handle.node)
     if variable is None or not _is_number(variable):
         return None
@@ -123,7 +127,7 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
 
 
 def _updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
-    """Variables whose handles are operands of one op have one layout: groups of them."""
+    """Groups variables whose handles are operands of one op, which have one layout."""
     group_of = {name: [name] for name in uses}
     for use in chain.from_iterable(uses.values()):
         handles = [name for name in use.handles if name in uses]
@@ -136,14 +140,16 @@ def _updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
 
 
 def only_state(program: Program) -> set[str]:
-    """Nodes of whose values nothing but updates of variables comes: no product, lookup or fetched tensor."""
+    """Returns the nodes from whose values only updates of variables are computed: no product, lookup or fetched
+    tensor.
+    """
     fetched = {ref.node for ref in program.outputs}
     other = leading_to(program, lambda node: node.name in fetched or is_model(program, node))
     return {node.name for node in program.nodes if node.name not in other}
 
 
 def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
-    """Nodes that are such an end, or whose values one is computed from, however far behind."""
+    """Returns the nodes that are such an end, or from whose values one is computed, however far behind."""
     found: set[str] = set()
     for node in reversed(program.nodes):
         if node.name in found or is_end(node):
@@ -153,8 +159,8 @@ def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
 
 
 def is_model(program: Program, node: Node) -> bool:
-    """Whether it is a part of a model: a product, a lookup, or what has parts of its own."""
-    if node.op in BRANCHES:  # it may be nothing but updates, every so many steps
+    """Tells whether a node is a part of a model: a product, a lookup, or what has parts of its own."""
+    if node.op in BRANCHES:  # a branch may hold nothing but updates, every so many steps
         functions = program.functions
         bodies = [replace(functions[func.name], functions=functions) for func in called_functions(node)]
         return any(is_model(body, inside) for body in bodies for inside in body.nodes)
@@ -173,9 +179,9 @@ def _common(
     known: Mapping[str, Placement],
     later: Collection[int],
 ) -> Split | None:
-    """The layout that all of them can have, along the first dimension that allows one; None: they stay whole.
+    """Returns the split that all variables can have, along the first dimension that allows one; None: they stay whole.
 
-    What ``later`` axes divide is cut along other dimensions: the exchanges of one axis then pass by the other.
+    Dimensions that ``later`` axes divide are avoided: collectives along one axis then do not involve the other.
     """
     given = {known[v.node] for v in variables if v.node in known}
     if len(given) > 1 or B in given:
@@ -196,7 +202,7 @@ def _common(
 
 
 def _can_take(use: Use, handle: str, placement: Split, parts: int) -> bool:
-    """Whether an op can take a variable, and all that it updates together with it, as ``placement``.
+    """Tells whether an op can take a variable, and all that it updates together with it, as ``placement``.
 
     Rows go to where a table has them under split scopes alone: here ids are those of the whole batch.
     """
@@ -209,10 +215,10 @@ def _can_take(use: Use, handle: str, placement: Split, parts: int) -> bool:
 def update_strategies(
     program: Program, whole: GraphLayout, state: Mapping[str, Placement], parts: int
 ) -> dict[str, Strategy]:
-    """Strategies for the nodes that compute updates of split state, and of the weights that come of it.
+    """Returns strategies for the nodes that compute updates of split state, and of the weights that come of it.
 
     Args:
-      whole: how the program lies when no state is split, partial sums reduced: what every rank computes alike there is
+      whole: the layout when no state is split, partial sums reduced: what every rank computes alike there is
         what can be computed in parts instead; where a gradient is still a partial sum, its reduction scatters it.
       state: handle node -> placement.
     """
@@ -220,7 +226,7 @@ def update_strategies(
 
 
 class _Updates:
-    """Walks from the state to what is computed from it and for it, element by element."""
+    """The walk from the state to what is computed from it and for it, element by element."""
 
     def __init__(self, program: Program, whole: GraphLayout, state: Mapping[str, Placement], parts: int):
         self.program, self.whole, self.state, self.parts = program, whole, state, parts
@@ -253,7 +259,7 @@ class _Updates:
         return self.chosen
 
     def _maker(self, ref: Ref) -> None:
-        """What makes a tensor that is wanted in parts makes a part, where every rank would make all of it."""
+        """Makes the producer of a tensor that is wanted in parts make a part, where every rank would make all of it."""
         node = self.program.by_name[ref.node]
         if not self._is_alike(node):
             return
@@ -264,7 +270,7 @@ class _Updates:
             self._take(node, option)
 
     def _reader(self, node: Node, operand: int) -> None:
-        """What is made of a part alone is made of parts; what sums it up sums its part up."""
+        """Splits what is made of a part alone, and makes sums over a part partial."""
         if not node.outputs or not self._is_alike(node):
             return
         option = self._option(node, [self.parted.get(r, B) for r in node.inputs], operand)
@@ -286,7 +292,7 @@ class _Updates:
         wanted: Sequence[Placement | None] = (),
         output: int = 0,
     ) -> Strategy | None:
-        """The first way to run the node that takes the operand, or makes the output, as it lies."""
+        """Returns the first way to run the node that takes the operand, or makes the output, as it is placed."""
         rule = rule_of(node.op)
         if rule is None:
             return None
@@ -298,7 +304,7 @@ class _Updates:
         return None
 
     def _is_alike(self, node: Node) -> bool:
-        """Whether every rank would run the node on whole tensors, and none has decided about it here."""
+        """Tells whether every rank would run the node on whole tensors, and no strategy was chosen for it here."""
         strategy = self.whole.strategies[node.name]
         return (
             node.name not in self.chosen

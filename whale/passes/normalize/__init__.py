@@ -1,1 +1,3 @@
-"""Programs rewritten before they are planned: calls inlined, shapes folded, composite ops apart, types and scopes."""
+"""Rewrites programs before they are planned: inlines calls, folds shapes, decomposes composite ops, sets types and
+scopes.
+"""

@@ -1,4 +1,4 @@
-"""Task graphs: every node ends in the scope of the forward node that it serves, found by structure.
+"""Assigns nodes to task graphs: every node ends in the scope of the forward node that it serves, found by structure.
 
 Capture puts the scope on forward nodes and on gradient nodes whose forward op it saw. What is left here: updates join
 the scope that reads their variable; any other node joins the scope of its first annotated operand, or else of its
@@ -21,7 +21,7 @@ from whale.sharding_rules.structure.shape import CUT_IN_RUNS
 
 
 def annotate(program: Program) -> Program:
-    """``program`` with a scope on every node that can be related to an annotated one, and on its variables."""
+    """Gives a scope to every node of ``program`` that can be related to an annotated one, and to its variables."""
     if not any(n.scope for n in program.nodes) and not any(v.scope for v in program.variables):
         return program
     program = _free_updates(program)
@@ -51,14 +51,14 @@ def annotate(program: Program) -> Program:
 
 
 def _in_scope(n: Node, scope: str) -> Node:
-    """The node in a scope: of most nodes of a step, and ``replace`` takes three times as long."""
+    """Copies a node into a scope; most nodes of a step need it, and ``replace`` takes three times as long."""
     return Node(n.name, n.op, n.inputs, n.controls, n.attrs, n.outputs, scope, n.stateful)
 
 
 def _free_updates(program: Program) -> Program:
-    """``program`` whose updates of what a split scope divides are in no other scope, nor is an optimizer's state.
+    """Takes updates of what a split scope divides, and optimizers' state, out of the other scopes of ``program``.
 
-    They are where ``minimize`` was called inside of an open ``wh.replica``, which says nothing of them.
+    They are there where ``minimize`` was called inside of an open ``wh.replica``, which says nothing of them.
     """
     readers: dict[str, set[bool]] = {v.node: set() for v in program.variables}
     updates: dict[str, list[str]] = {}  # node -> the variables that it updates
@@ -100,7 +100,7 @@ def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Ma
 
 
 def _between(program: Program, node: Node, scope: Mapping[str, str], serves: Collection[str]) -> str:
-    """The split scope that all operands of a node come from, if the node leads to updates only; else "".
+    """Returns the split scope that all operands of a node come from, if the node leads to updates only; else "".
 
     The slopes that the parts of a layer send back are added up by nodes of no scope: laid out with what made them,
     they are added up where they are, and one sum leaves the scope in place of several, for updates of one scope too.
@@ -111,14 +111,17 @@ def _between(program: Program, node: Node, scope: Mapping[str, str], serves: Col
 
 
 def _is_between(program: Program, node: Node, path: str) -> bool:
-    """Whether all that a node reads, and all that reads it, was put into one scope: sums of gradients are in none."""
+    """Tells whether all that a node reads, and all that reads it, is in the scope ``path``; sums of gradients are in
+    none.
+    """
     readers = [reader for ref in node.refs() for reader, _ in program.consumers.get(ref, ())]
     near = [program.by_name[r.node].scope for r in node.inputs] + [reader.scope for reader in readers]
     return bool(node.inputs and readers) and all(other == path for other in near)
 
 
 def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
-    """Node -> scopes of the variables whose updates it leads to; "" stands for everything else that it leads to.
+    """Maps each node to the scopes of the variables whose updates it leads to; "" stands for everything else that it
+    leads to.
 
     A variable without a scope (an optimizer's) counts as what its readers lead to.
     """
@@ -147,7 +150,9 @@ def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, froze
 
 
 def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, ...]:
-    """One task graph per scope, in order of first appearance; nodes outside all scopes are in a default ``replica``."""
+    """Makes one task graph per scope, in order of first appearance; nodes outside all scopes are in a default
+    ``replica``.
+    """
     counts: Counter[str] = Counter(n.scope for n in program.nodes)
     order = dict.fromkeys(n.scope for n in program.nodes)
     rows = []
@@ -160,7 +165,7 @@ def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, 
 
 
 def mark_flattened(program: Program) -> Program:
-    """``program`` whose reshapes may be cut along any of their dimensions, under scopes that divide the sequence.
+    """Marks reshapes under scopes that divide the sequence, so that they may be cut along any of their dimensions.
 
     There [rows, sequence, ..] becomes [rows x sequence, ..] and keeps its sequence. Elsewhere they may not, so that no
     layout in runs comes up where rows, columns or heads are divided.

@@ -1,4 +1,4 @@
-"""ArgMax and ArgMin in simple ops, so that the dimension they search can be split.
+"""Decomposes ArgMax and ArgMin into simple ops, so that the dimension they search can be split.
 
 The result is the smallest of the indices whose element equals the extremum, so both reductions are over parts. Where no
 element equals it (NaN) the index is 0.
@@ -14,7 +14,7 @@ from whale.passes.normalize.emitter import NodeEmitter
 
 
 def is_arg_extremum(program: Program, node: Node) -> bool:
-    """Whether ``arg_extremum`` knows the node: shape and dimension are known."""
+    """Tells whether ``arg_extremum`` can decompose the node: shape and dimension are known."""
     if node.op not in ("ArgMax", "ArgMin"):
         return False
     kind = program.type_of(node.inputs[0])
@@ -23,7 +23,7 @@ def is_arg_extremum(program: Program, node: Node) -> bool:
 
 
 def arg_extremum(emit: NodeEmitter) -> list[Ref]:
-    """The output of the emitter's node, computed by simple ones."""
+    """Computes the output of the emitter's node by simple ones."""
     node, x = emit.node, emit.node.inputs[0]
     shape = static_shape(emit.type_of(x))
     at = int(np.asarray(emit.program.const(node.inputs[1])).reshape(())) % len(shape)

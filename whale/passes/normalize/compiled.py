@@ -1,4 +1,4 @@
-"""Functions that ask for XLA: inlined like others, with a mark on the nodes that TensorFlow's CPU kernels may not know.
+"""Inlines functions that ask for XLA, with a mark on the nodes that TensorFlow's CPU kernels may not know.
 
 Communication cannot sit inside a compiled region, so such a function is taken apart. XLA is an optimisation for most of
 it. Some ops need it: on the CPU there is no kernel for the gradients of grouped or dilated convolutions, for three
@@ -16,12 +16,12 @@ from whale.ir.program import COMPILED, Node, Program, function_refs
 
 
 def asks_for_xla(call: Node) -> bool:
-    """Whether a call is of a function with ``jit_compile=True``."""
+    """Tells whether a call is of a function with ``jit_compile=True``."""
     return bool(call.attrs.get(COMPILED))
 
 
 def marked(program: Program) -> Program:
-    """The body of a compiled function with its marks; functions that it calls are left as they are."""
+    """Marks nodes in the body of a compiled function; functions that it calls are left as they are."""
     if not any(map(_needs_xla, program.nodes)):
         return program
     return program.with_nodes(
@@ -30,7 +30,7 @@ def marked(program: Program) -> Program:
 
 
 def called_from(program: Program, functions: Mapping[str, Program]) -> set[str]:
-    """Names of the functions that loops and branches of ``program`` run, and of those that these run."""
+    """Returns the names of the functions that loops and branches of ``program`` run, and of those that these run."""
     found: set[str] = set()
     bodies = [program]
     while bodies:

@@ -1,4 +1,4 @@
-"""Scalars that an optimizer computes for each variable anew, though they are the same for all of them: computed once.
+"""Computes scalars once that an optimizer computes anew for each variable, though they are the same for all of them.
 
 Keras' optimizers read the learning rate and the step's number, and compute the bias corrections, for every variable:
 nearly half of a step's operations. What is one here is looked at once by every pass that follows.
@@ -15,7 +15,7 @@ from whale.ir.values import UNMOVABLE
 
 
 def share_scalars(program: Program) -> Program:
-    """``program`` in which equal scalars of updates are one: what constants and reads of scalar variables make.
+    """Merges equal scalars of updates in ``program``: those made of constants and of reads of scalar variables.
 
     Values are equal that the same operation makes of equal values, and reads that nothing has to come before: these
     see what a step begins with. Those of different scopes stay apart, since each belongs to a stage.
@@ -47,7 +47,7 @@ def share_scalars(program: Program) -> Program:
 
 
 def _behind_updates(program: Program) -> set[str]:
-    """Names of what updates are computed of element by element, and of the scalars behind it."""
+    """Returns the names of what updates are computed from element by element, and of the scalars behind it."""
     found: set[str] = set()
     nodes = program.by_name
     for node in reversed(program.nodes):
@@ -63,7 +63,7 @@ def _behind_updates(program: Program) -> set[str]:
 
 
 def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
-    """Whether it makes one value, of its operands and attributes alone."""
+    """Tells whether a node makes one value, from its operands and attributes alone."""
     if node.controls or len(node.outputs) != 1:
         return False
     kind = node.outputs[0]
@@ -75,7 +75,7 @@ def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
 
 
 def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
-    """A number that is equal for attributes with which nodes do the same; -1: that cannot be told of these.
+    """Returns a number that is equal for attributes with which nodes do the same; -1: that cannot be told of these.
 
     Args:
       known: the numbers of values, and of attributes that nodes share.

@@ -1,6 +1,6 @@
-"""One reading of a variable where a program has several of the same value.
+"""Merges reads of a variable where a program has several of the same value.
 
-Version 1 reads a variable anew for every use. Where the variable lies split between steps and is gathered where it is
+Version 1 reads a variable anew for every use. Where the variable is split between steps and gathered where it is
 read, each of these would be a gathering.
 """
 
@@ -12,7 +12,7 @@ from whale.ir.program import Program, Ref
 
 
 def merge_reads(program: Program) -> Program:
-    """``program`` in which one ``ReadVariableOp`` serves all readers of the value that a step begins with.
+    """Lets one ``ReadVariableOp`` serve all readers of the value that a step begins with.
 
     A reading that nothing has to come before reads that value: one behind a write waits for it. Readings of different
     scopes stay apart, since each belongs to a stage.

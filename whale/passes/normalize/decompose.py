@@ -1,5 +1,5 @@
-"""Composite ops as simple ones that have a distributed form: batch normalisation over a batch that is divided, softmax,
-its losses and the search for an extremum over classes that are split (whale.passes.normalize.softmax,
+"""Decomposes composite ops into simple ones that have a distributed form: batch normalisation over a batch that is
+divided, softmax, its losses and the search for an extremum over classes that are split (whale.passes.normalize.softmax,
 whale.passes.normalize.arg_extremum).
 
 Formulas: Ioffe and Szegedy, "Batch Normalization" (ICML 2015), sections 3 and 3.1, with what TensorFlow's fused
@@ -24,19 +24,21 @@ from whale.passes.normalize.softmax import is_softmax, softmax
 
 
 def is_composite(node: Node) -> bool:
-    """Whether ``node`` is a batch normalisation with the statistics of the batch, or its gradient."""
+    """Tells whether ``node`` is a batch normalisation with the statistics of the batch, or its gradient."""
     if node.op not in BATCH_NORMS and node.op not in BATCH_NORM_GRADIENTS:
         return False
     return node.attrs.get("is_training", True) is not False  # where the attribute is absent, it is its default
 
 
 def has_split_form(program: Program, node: Node) -> bool:
-    """Whether ``decompose`` has a form of the node in which the dimension that it searches or sums can be split."""
+    """Tells whether ``decompose`` has a form of the node in which the dimension that it searches or sums can be
+    split.
+    """
     return is_softmax(node) or is_arg_extremum(program, node)
 
 
 def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node: True) -> Program:
-    """``program`` with the composite nodes that ``predicate`` picks written in simple ops, called ``<name>/...``.
+    """Writes the composite nodes of ``program`` that ``predicate`` picks in simple ops, called ``<name>/...``.
 
     A gradient reads mean and variance from its forward node's reserve spaces: both are decomposed, or neither.
     Bodies of functions are decomposed too.
@@ -126,23 +128,23 @@ class _Emitter(NodeEmitter):
         self.epsilon = node.attrs.get("epsilon", 1e-4)
 
     def reduce(self, suffix: str, op: str, source: Ref) -> Ref:
-        """``op`` over all but the channels: [channels]."""
+        """Adds ``op`` over all but the channels: [channels]."""
         return self.reduce_over(suffix, op, source, self.axes, keep=False)
 
     def spread(self, suffix: str, vector: Ref) -> Ref:
-        """A [channels] vector in a shape that broadcasts over the activations."""
+        """Reshapes a [channels] vector so that it broadcasts over the activations."""
         if self.last:
             return vector
         shape = self.const(f"{suffix}/shape", np.array(self.wide, np.int32))
         return self.add(suffix, "Reshape", (vector, shape), self.wide, Tshape=DType("int32"))
 
     def rest(self, start: int) -> list[Ref]:
-        """Empty tensors for the outputs that only the fused kernels use."""
+        """Adds empty tensors for the outputs that only the fused kernels use."""
         return [self.const(f"unused_{i}", np.zeros(0, np.float32)) for i in range(start, len(self.node.outputs))]
 
 
 def _forward(emit: _Emitter) -> list[Ref]:
-    """(y, batch mean, batch variance, reserve spaces 1 and 2: mean and variance of the batch, ...)."""
+    """Returns (y, batch mean, batch variance, reserve spaces 1 and 2: mean and variance of the batch, ...)."""
     node = emit.node
     x, scale, offset = node.inputs[:3]
     kind = emit.type_of(x).dtype
@@ -174,14 +176,14 @@ def _reciprocal_deviation(emit: _Emitter, variance: Ref) -> Ref:
 
 
 def _mixed(emit: _Emitter, name: str, new: Ref, old: Ref, share: float) -> Ref:
-    """``share * new + (1 - share) * old``."""
+    """Computes ``share * new + (1 - share) * old``."""
     a = emit.binary(f"{name}_new", "Mul", new, emit.scalar(f"{name}_share", share))
     b = emit.binary(f"{name}_old", "Mul", old, emit.scalar(f"{name}_rest", 1.0 - share))
     return emit.binary(f"{name}_running", "AddV2", a, b)
 
 
 def _backward(emit: _Emitter) -> list[Ref]:
-    """Gradients for (x, scale, offset, ...).
+    """Returns the gradients for (x, scale, offset, ...).
 
     With c = x - mean, r = 1/sqrt(variance + epsilon) and means over all but the channels:
     dscale = r sum(dy c), doffset = sum(dy), dx = scale r (dy - mean(dy) - c r^2 mean(dy c)).

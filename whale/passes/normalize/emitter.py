@@ -11,7 +11,7 @@ from whale.ir.values import Dims, DType, Tensor, TensorType, numpy_dtype, static
 
 
 class NodeEmitter:
-    """Nodes called ``<composite>/...``, in its scope, behind what it waits for.
+    """The nodes that are added for a composite one: called ``<composite>/...``, in its scope, behind what it waits for.
 
     Attributes:
       dtype: of what is computed, unless a call names another.
@@ -22,16 +22,16 @@ class NodeEmitter:
         self.dtype = self.type_of(node.inputs[0]).dtype
 
     def type_of(self, ref: Ref) -> TensorType:
-        """Type of a tensor of the program, or of a node that was added."""
+        """Returns the type of a tensor of the program, or of a node that was added."""
         return (self.nodes.get(ref.node) or self.program.by_name[ref.node]).outputs[ref.index]
 
     def add(self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any) -> Ref:
-        """A new node with ``T`` among its attributes; ``dtype`` is that of the statistics unless given."""
+        """Adds a node with ``T`` among its attributes; ``dtype`` is that of the statistics unless given."""
         kind = TensorType(dtype or self.dtype, shape)
         return self.node_of(suffix, op, inputs, kind, {"T": DType(kind.dtype), **attrs})
 
     def node_of(self, suffix: str, op: str, inputs: tuple[Ref, ...], kind: TensorType, attrs: dict[str, Any]) -> Ref:
-        """A new node with exactly these attributes and this type."""
+        """Adds a node with exactly these attributes and this type."""
         name, n = f"{self.node.name}/{suffix}", 1
         while name in self.taken:
             name, n = f"{self.node.name}/{suffix}_{n}", n + 1
@@ -41,17 +41,17 @@ class NodeEmitter:
         return Ref(name)
 
     def const(self, suffix: str, value: np.ndarray) -> Ref:
-        """A constant with the value's own element type."""
+        """Adds a constant with the value's own element type."""
         tensor = Tensor.of(value)
         attrs = {"dtype": DType(tensor.dtype), "value": tensor}
         return self.node_of(suffix, "Const", (), TensorType(tensor.dtype, tensor.shape), attrs)
 
     def scalar(self, suffix: str, value: float) -> Ref:
-        """A constant of rank 0, of the type that is computed in."""
+        """Adds a constant of rank 0, of the type that is computed in."""
         return self.const(suffix, np.asarray(value, numpy_dtype(self.dtype)))
 
     def binary(self, suffix: str, op: str, a: Ref, b: Ref) -> Ref:
-        """An elementwise op; the result's shape is what its operands' shapes broadcast to."""
+        """Adds an elementwise op; the result's shape is what its operands' shapes broadcast to."""
         x, y = self.type_of(a), self.type_of(b)
         shape: Dims
         if x.shape is None or y.shape is None or len(x.shape) == len(y.shape):
@@ -61,7 +61,7 @@ class NodeEmitter:
         return self.add(suffix, op, (a, b), shape)
 
     def cast(self, suffix: str, source: Ref, dtype: str) -> Ref:
-        """``source`` as ``dtype``; itself where it is that already."""
+        """Casts ``source`` to ``dtype``; returns it as it is where it has that type."""
         own = self.type_of(source)
         if own.dtype == dtype:
             return source
@@ -69,7 +69,7 @@ class NodeEmitter:
         return self.node_of(suffix, "Cast", (source,), TensorType(dtype, own.shape), attrs)
 
     def reduce_over(self, suffix: str, op: str, source: Ref, axes: tuple[int, ...], keep: bool) -> Ref:
-        """``op`` over dimensions ``axes``, which are kept with size 1 or left out."""
+        """Adds ``op`` over dimensions ``axes``, which are kept with size 1 or left out."""
         dims = static_shape(self.type_of(source))
         shape = tuple(1 if i in axes else d for i, d in enumerate(dims) if keep or i not in axes)
         numbers = self.const(f"{suffix}/axes", np.array(axes, np.int32))

@@ -1,4 +1,4 @@
-"""Function calls are replaced by the bodies of the functions; loops and conditionals stay whole."""
+"""Replaces function calls by the bodies of the functions; loops and conditionals stay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whale.passes.normalize.compiled import asks_for_xla, called_from, marked
 
 
 def inline(program: Program) -> Program:
-    """``program`` with every call (of a micro-batch as well) replaced by its function's nodes.
+    """Replaces every call in ``program`` (of a micro-batch as well) by its function's nodes.
 
     A body's nodes are called ``call/inner``. What waited for the call waits for all that the body does; what the call
     waited for precedes the body's stateful nodes. Bodies of While, If and Case are inlined inside. A function that
@@ -47,7 +47,7 @@ class _Inliner:
         return replace(flat, functions={n: marked(f) if n in self.compiled else f for n, f in kept.items()})
 
     def _function(self, name: str, call: Node) -> Program:
-        """The function ``name``, inlined inside."""
+        """Returns the function ``name``, inlined inside."""
         if name in self.active:
             raise ProgramError(
                 "a function calls itself",
@@ -97,7 +97,7 @@ class _Splice:
         self.placeholders = {n.name for n in program.nodes if n.op == "Placeholder"}
 
     def keep(self, node: Node) -> None:
-        """A node that is no call, with its operands where they are now."""
+        """Keeps a node that is no call, with its operands where they are now."""
         if self.moved:
             inputs = tuple([self.moved.get(r, r) for r in node.inputs])
             if inputs != node.inputs:
@@ -105,7 +105,7 @@ class _Splice:
         self.nodes[node.name] = node
 
     def call(self, call: Node, body: Program) -> None:
-        """The body's nodes in place of ``call``.
+        """Puts the body's nodes in place of ``call``.
 
         Raises:
           ProgramError: the call does not fit the function.
@@ -171,7 +171,7 @@ class _Splice:
         return unique
 
     def _keep_type(self, result: Ref, wanted: TensorType) -> None:
-        """Sizes that only the call knew stay known."""
+        """Keeps the sizes that only the call knew."""
         node = self.nodes.get(result.node)
         if node is None:
             return

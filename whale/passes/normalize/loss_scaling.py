@@ -1,4 +1,4 @@
-"""Steps whose gradients overflow change nothing (``amp.dtype=float16``): the updates ask whether all are finite.
+"""Makes steps whose gradients overflow change nothing (``amp.dtype=float16``): the updates ask whether all are finite.
 
 Tracing has scaled losses and marked the unscaled gradients (whale.capture.scaling). Here one answer is made of all of
 them, in ordinary nodes: propagation finds that it needs sums over ranks, so it is the same everywhere, and waits for
@@ -47,7 +47,7 @@ _NAME = "whale/all_finite"
 
 
 def skip_overflow(program: Program) -> Program:
-    """``program`` with its updates skipped where a gradient is not finite.
+    """Skips the updates of ``program`` where a gradient is not finite.
 
     Raises:
       PlanError: an update is one op that cannot be skipped, or gradients are computed inside loops or branches.
@@ -93,7 +93,7 @@ class _Skipper:
         return bool(handles) and node.op not in READS
 
     def _behind(self, names: Collection[str]) -> set[str]:
-        """What depends on ``names``, by operands or by a variable that is read after its update."""
+        """Returns what depends on ``names``, by operands or by a variable that is read after its update."""
         found = set(names)
         for node in self.program.nodes:
             is_read_after = node.op == "ReadVariableOp" and not found.isdisjoint(node.controls)
@@ -102,12 +102,12 @@ class _Skipper:
         return found
 
     def _counters(self, behind: Collection[str]) -> set[str]:
-        """Updates that do not depend on gradients or inputs, of variables that are read for updates that do."""
+        """Returns updates that do not depend on gradients or inputs, of variables that are read for updates that do."""
         before = {n.name for n in self.gradients}
         for node in reversed(self.program.nodes):
             if node.name in before:
                 before.update(r.node for r in node.inputs)
-        for_updates: set[str] = set()  # what leads to a gradient's update, but not to a gradient
+        for_updates: set[str] = set()  # nodes that lead to a gradient's update, but not to a gradient
         fed = set(self.program.inputs)
         for node in reversed(self.program.nodes):
             readers = [r for ref in node.refs() for r, _ in self.program.consumers.get(ref, ())]
@@ -131,7 +131,7 @@ class _Skipper:
         }
 
     def _steps(self, skipped: Collection[str]) -> set[str]:
-        """Counts of updates, as a global step is: integers that are told to wait for what is skipped."""
+        """Returns counts of updates, as a global step is: integers that are told to wait for what is skipped."""
         done = {n.name for n in self.program.nodes if n.name in skipped and self._updates(n)}
         for node in self.program.nodes:
             if node.op in ("NoOp", "Const") and not done.isdisjoint(node.controls):
@@ -145,7 +145,7 @@ class _Skipper:
         }
 
     def _answer(self) -> Ref:
-        """Whether all gradients are finite."""
+        """Computes whether all gradients are finite."""
         each: list[Ref] = []
         for i, node in enumerate(self.gradients):
             t = node.outputs[0]

@@ -18,7 +18,7 @@ from whale.ir.program import WIDE, Node, Program, Ref
 from whale.ir.values import DType, TensorType
 
 _WIDE = "float32"
-_PRODUCTS = CONTRACTIONS - {"BatchMatMulV3"}  # of which both operands and the result have types of their own
+_PRODUCTS = CONTRACTIONS - {"BatchMatMulV3"}  # there both operands and the result have types of their own
 # All their float operands and results are of the type T.
 _BETWEEN = VIEWS | frozenset(
     "Add AddV2 AddN Sub Mul Neg BiasAdd Relu ReluGrad Relu6 Relu6Grad LeakyRelu LeakyReluGrad Tanh TanhGrad Sigmoid "
@@ -28,7 +28,7 @@ _BETWEEN = VIEWS | frozenset(
 
 
 def mixed_precision(program: Program, low_dtype: str) -> Program:
-    """``program`` with its float32 products, and what lies between two of them, in ``low_dtype``."""
+    """Computes the float32 products of ``program``, and the ops between two of them, in ``low_dtype``."""
     bodies = {name: _of_graph(body, low_dtype) for name, body in program.functions.items()}
     return replace(_of_graph(program, low_dtype), functions=bodies)
 
@@ -41,7 +41,7 @@ def _of_graph(program: Program, low_dtype: str) -> Program:
     casts: dict[tuple[Ref, str], Ref] = {}
 
     def as_type(ref: Ref, dtype: str, scope: str) -> Ref:
-        """``ref``, which is float32 in the program, as ``dtype``."""
+        """Casts ``ref``, which is float32 in the program, to ``dtype`` where needed."""
         made = low_dtype if ref.node in low else _WIDE
         if made == dtype:
             return ref
@@ -66,7 +66,7 @@ def _of_graph(program: Program, low_dtype: str) -> Program:
 
 
 def _computed_low(program: Program) -> set[str]:
-    """Nodes that are computed in 16 bits."""
+    """Returns the nodes that are computed in 16 bits."""
     fitting = {n.name: n for n in program.nodes if n.attrs.get("T") == _WIDE and WIDE not in n.attrs}
     products = {name for name, node in fitting.items() if node.op in _PRODUCTS}
     between = {name: node for name, node in fitting.items() if node.op in _BETWEEN}
@@ -79,7 +79,7 @@ def _computed_low(program: Program) -> set[str]:
 
 
 def _read_by(program: Program, products: Collection[str], between: Mapping[str, Node]) -> set[str]:
-    """Nodes from which a product's operand comes, by ops in between."""
+    """Returns the nodes from which a product's operand comes, by ops in between."""
     found: set[str] = set()
     for node in reversed(program.nodes):
         if node.name in products or (node.name in between and node.name in found):

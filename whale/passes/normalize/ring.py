@@ -1,4 +1,4 @@
-"""Attention as one operation whose queries, keys and values lie along the sequence: the ring's form.
+"""Replaces attention by one operation whose queries, keys and values are split along the sequence, for ring attention.
 
 ``WhaleAttention`` is the part of the program from queries, keys and values to the result; ``WhaleAttentionGrad`` the
 part from the gradient of the result to theirs, which computes the scores again. Each keeps what it stands for as a
@@ -19,7 +19,7 @@ from whale.sharding_rules.nn.attention import ATTENTION, ATTENTION_GRADIENT, has
 
 
 def in_rings(program: Program, chosen: Collection[str], scores_bytes: int = 0) -> Program:
-    """``program`` with some of its attentions, by name, as one operation forward and one backward.
+    """Replaces the attentions with the ``chosen`` names by one operation forward and one backward each.
 
     Args:
       scores_bytes: with more of them on a rank these are computed in blocks; 0: never.
@@ -51,7 +51,7 @@ def in_rings(program: Program, chosen: Collection[str], scores_bytes: int = 0) -
 
 
 def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
-    """``program`` with the attentions that have more bytes of scores as one operation; 0: with none."""
+    """Replaces the attentions that have more bytes of scores by one operation each; with 0, none."""
     if not scores_bytes or not any(n.op == "Softmax" and n.outputs[0].bytes > scores_bytes for n in program.nodes):
         return program
     large = [one.name for one in attentions(program) if program.by_name[one.softmax].outputs[0].bytes > scores_bytes]
@@ -59,7 +59,7 @@ def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
 
 
 def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:
-    """The attentions that a ring is for, of those under scopes that divide the sequence on every layer, by name.
+    """Names the attentions that a ring suits, of those under scopes that divide the sequence on every layer.
 
     A ring moves (p-1)(K + V) bytes forward and twice that backward; giving heads for parts of the sequence moves
     (p-1)/p of queries, keys, values and result, forward and backward, but needs a head for each rank, and
@@ -143,7 +143,7 @@ def _backward(program: Program, one: Attention, ahead: str, name: str, scores_by
 def _body(
     program: Program, name: str, operands: tuple[Ref, ...], inner: tuple[str, ...], results: tuple[str, ...]
 ) -> Program:
-    """The nodes that an operation stands for, as a function of its operands."""
+    """Wraps the nodes that an operation stands for as a function of its operands."""
     arguments = {ref: f"operand_{i}" for i, ref in reversed(list(enumerate(operands)))}
     nodes = [Node(f"operand_{i}", "Placeholder", (), (), {}, (program.type_of(r),)) for i, r in enumerate(operands)]
     for n in dict.fromkeys(inner):

@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and softmax cross-entropy in simple ops, so that the classes can be split.
+"""Decomposes softmax, log-softmax and softmax cross-entropy into simple ops, so that the classes can be split.
 
 With m = max(x), s = sum(exp(x - m)) over the classes: softmax = exp(x - m) / s, log-softmax = x - m - log(s), and the
 cross-entropy of label k is log(s) - (x[k] - m) with the gradient softmax - one_hot(k). Where classes are split, m, s
@@ -19,12 +19,12 @@ _DENSE = "SoftmaxCrossEntropyWithLogits"
 
 
 def is_softmax(node: Node) -> bool:
-    """Whether ``softmax`` knows the node."""
+    """Tells whether ``softmax`` can decompose the node."""
     return (node.op in SOFTMAXES or node.op in (_SPARSE, _DENSE)) and all(t.is_static for t in node.outputs)
 
 
 def softmax(emit: NodeEmitter) -> list[Ref]:
-    """The outputs of the emitter's node, computed by simple ones."""
+    """Computes the outputs of the emitter's node by simple ones."""
     node = emit.node
     kind = emit.dtype
     if kind in ("float16", "bfloat16"):
@@ -47,7 +47,7 @@ def softmax(emit: NodeEmitter) -> list[Ref]:
 
 
 def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
-    """Integer labels; one that is no class gives NaN, as on a GPU."""
+    """Computes loss and gradient for integer labels; one that is no class gives NaN, as on a GPU."""
     labels = emit.node.inputs[1]
     kind = emit.type_of(labels).dtype
     depth = emit.const("classes", np.array(shape[-1], np.int32))
@@ -68,7 +68,9 @@ def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...])
 
 
 def _dense(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
-    """A distribution of labels; classes of probability 0 do not count, whatever their logits are."""
+    """Computes loss and gradient for a distribution of labels; classes of probability 0 do not count, whatever their
+    logits.
+    """
     labels = emit.cast("labels", emit.node.inputs[1], emit.dtype)
     cost = emit.binary("cost", "Sub", log, z)
     weighted = emit.add("weighted", "MulNoNan", (cost, labels), shape)

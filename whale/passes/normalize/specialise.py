@@ -15,7 +15,7 @@ from whale.ir.values import Func
 
 
 def specialise(program: Program) -> Program:
-    """``program`` in which no function body is called from two places; copies are named after node and attribute."""
+    """Copies functions so that none is called from two places; copies are named after node and attribute."""
     if not program.functions:
         return program
     functions: dict[str, Program] = {}
@@ -33,7 +33,7 @@ def specialise(program: Program) -> Program:
         return replace(func, name=name)
 
     def of_value(value: Any, name: str) -> Any:
-        """``value`` with new names for the functions in it; they are copied as they are, once each."""
+        """Renames the functions in ``value``; they are copied as they are, once each."""
         if isinstance(value, tuple):
             return tuple(of_value(item, f"{name}{i}") for i, item in enumerate(value))
         if not isinstance(value, Func) or value.name not in source:

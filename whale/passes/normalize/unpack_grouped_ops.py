@@ -1,4 +1,4 @@
-"""Values that a branch saves for its gradient travel as tensors, not as optionals.
+"""Passes values that a branch saves for its gradient as tensors, not as optionals.
 
 TensorFlow hands what the taken branch computed to the gradient's branch in optionals, and one optional serves a
 different value in each alternative: values of different shapes and layouts share a slot that nothing can be told of.
@@ -20,7 +20,8 @@ from whale.sharding_rules.graph import called_functions
 
 
 def unpack(program: Program) -> Program:
-    """``program``, in which every function has one caller, without the optionals between branches and their gradients.
+    """Removes the optionals between branches and their gradients from ``program``, in which every function has one
+    caller.
 
     Optionals that anything else reads, and values without a static shape, stay.
     """
@@ -72,7 +73,7 @@ def _slots(graph: Program, functions: Mapping[str, Program]) -> list[_Slot]:
 
 
 def _held(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
-    """What the optional ``ref`` holds, () for an empty one; None when it is something else."""
+    """Returns what the optional ``ref`` holds, () for an empty one; None when it is something else."""
     node = _origin(body, ref)
     if node.op == "OptionalNone":
         return ()
@@ -92,7 +93,7 @@ def _origin(graph: Program, ref: Ref) -> Node:
 
 def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, index: int,
              saved: list[tuple[Ref, ...] | None]) -> tuple[tuple[str, int], ...] | None:  # fmt: skip
-    """The arguments of other branch nodes that take the slot; None when it cannot be unpacked."""
+    """Returns the arguments of other branch nodes that take the slot; None when it cannot be unpacked."""
     if any(s is None for s in saved):
         return None
     found: list[tuple[str, int]] = []
@@ -116,7 +117,7 @@ def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, i
 
 
 def _only_gets(body: Program, argument: int, values: int) -> bool:
-    """Whether the body does nothing with the argument but take ``values`` values out."""
+    """Tells whether the body does nothing with the argument but take ``values`` values out."""
     todo = [Ref(body.inputs[argument])]
     while todo:
         ref = todo.pop()
@@ -131,7 +132,7 @@ def _only_gets(body: Program, argument: int, values: int) -> bool:
 
 
 def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Program:
-    """``graph`` and ``functions`` with the slot replaced: its place takes the first value, the others come last."""
+    """Replaces the slot in ``graph`` and ``functions``: its place takes the first value, the others come last."""
     producer = graph.by_name[slot.producer]
     names = [f.name for f in called_functions(producer)]
     values = [(a, ref, functions[names[a]].type_of(ref)) for a, refs in enumerate(slot.saved) for ref in refs]
@@ -168,7 +169,9 @@ def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Prog
 
 
 def _placed(items: tuple, places: list[int], values: list) -> tuple:
-    """``items`` with ``values`` at ``places``; the first place is taken over, the others follow the last item."""
+    """Returns ``items`` with ``values`` at ``places``; the first place is taken over, the others follow the
+    last item.
+    """
     result = list(items) + [None] * (len(places) - 1)
     for place, value in zip(places, values):
         result[place] = value
@@ -176,7 +179,7 @@ def _placed(items: tuple, places: list[int], values: list) -> tuple:
 
 
 def _taking(body: Program, argument: int, types: list[TensorType], mine: list[int]) -> Program:
-    """``body`` with tensors of ``types`` for the optional ``argument``; those numbered ``mine`` are what it reads."""
+    """Gives ``body`` tensors of ``types`` for the optional ``argument``; those numbered ``mine`` are what it reads."""
     old = body.inputs[argument]
     fresh = _fresh_names(body)
     names = [fresh(f"{old}_value_{i}") for i in range(len(types))]
@@ -203,7 +206,7 @@ def _taking(body: Program, argument: int, types: list[TensorType], mine: list[in
 
 
 def _moved(node: Node, moved: Mapping[Ref, Ref], gone: set[str]) -> Node:
-    """A node that reads arguments in place of what was taken out of optionals, and does not wait for those."""
+    """Makes a node read arguments in place of what was taken out of optionals, without waiting for those."""
     return replace(
         node,
         inputs=tuple(moved.get(r, r) for r in node.inputs),
@@ -224,7 +227,7 @@ def _fresh_names(body: Program) -> Callable[[str], str]:
 
 
 def _nothing(name: str, t: TensorType) -> list[Node]:
-    """Nodes that make zeros, or an empty optional for lists and optionals; the last one yields it."""
+    """Makes nodes that yield zeros, or an empty optional for lists and optionals; the last one yields it."""
     if t.dtype == "variant":
         return [Node(name, "OptionalNone", outputs=(t,))]
     dims = np.array(t.shape, np.int32)

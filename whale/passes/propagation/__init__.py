@@ -1,1 +1,3 @@
-"""How every tensor lies: propagation, choice under split scopes, where partial sums are reduced, what is per rank."""
+"""Finds a placement for every tensor: propagation, choice under split scopes, reduction of partial sums, per-rank
+values.
+"""

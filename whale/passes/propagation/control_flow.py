@@ -1,4 +1,4 @@
-"""Loops and conditionals: the placements with which their bodies are entered and left."""
+"""Finds the placements with which the bodies of loops and conditionals are entered and left."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Walk = Callable[[str, Sequence[Placement], Sequence[bool]], GraphState]
 
 
 def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
-    """Fixpoint: the placement of each loop variable that its initial value can take and its body keeps.
+    """Finds, as a fixpoint, the placement of each loop variable that its initial value can take and its body keeps.
 
     Args:
-      graph: that the loop is in; current: how its operands lie there; walk: the way through a body.
+      graph: that the loop is in; current: the placements of its operands there; walk: the way through a body.
 
     Raises:
       NeededWhole: a variable that cannot be sent would have to be brought elsewhere.
@@ -74,7 +74,8 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
 
 
 def branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
-    """Each branch with the operands as they lie; a result in what the branches agree on.
+    """Walks through each branch with the operands as they are placed; results take placements that the branches agree
+    on.
 
     Args:
       graph, current, walk: as of ``loop``; the first operand says which branch is taken.
@@ -106,7 +107,9 @@ def branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wa
 
 
 def at_next_turn(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:
-    """What a loop variable becomes when it enters as ``state`` and the body yields ``out``."""
+    """Returns the placement of a loop variable in the next iteration when it enters as ``state`` and the body yields
+    ``out``.
+    """
     if state == out or type(out) is FirstRank:
         return state
     if dtype in UNMOVABLE:
@@ -119,7 +122,7 @@ def at_next_turn(state: Placement, out: Placement, dtype: str, free: bool) -> Pl
 
 
 def behind_branches(options: Sequence[Placement], dtype: str) -> Placement:
-    """How a result leaves a conditional whose branches yield it as ``options``."""
+    """Returns the placement in which a result leaves a conditional whose branches yield it as ``options``."""
     first = options[0]
     if all(o == first for o in options):
         return B if type(first) is FirstRank else first

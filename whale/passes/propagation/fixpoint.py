@@ -1,4 +1,6 @@
-"""Propagation that agrees with itself on batch statistics: each rank's own in both passes, or whole in both."""
+"""Repeats propagation until it agrees with itself on batch statistics: each rank's own in both passes, or whole in
+both.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def settled_layouts(
     gathered: Collection[str] = (),
     model: ReferencePlan | None = None,
 ) -> dict[str, GraphLayout]:
-    """The layouts of a program (key "") and of each function body that it calls.
+    """Returns the layouts of a program (key "") and of each function body that it calls.
 
     Args:
       local_statistics: batch statistics are of each coordinate's rows, but for those whose gradient is written in

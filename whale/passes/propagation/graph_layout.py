@@ -1,4 +1,4 @@
-"""How everything in one graph lies: what propagation finds, and the passes behind it go on with."""
+"""The layout of one graph: the placements that propagation finds, and that the passes behind it go on with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whale.ir.values import UNMOVABLE
 
 @dataclass
 class GraphLayout:
-    """Result for one graph (the program or a function body).
+    """The result of propagation for one graph (the program or a function body).
 
     Attributes:
       strategies: per node.
@@ -30,12 +30,12 @@ class GraphLayout:
     unruled: list[str] = field(default_factory=list)
 
     def place(self, ref: Ref) -> Placement:
-        """Where consumers find a tensor: in its preferred placement, or in that of its producer."""
+        """Returns the placement in which consumers find a tensor: its preferred one, or that of its producer."""
         return self.preferred.get(ref) or self.produced[ref]
 
 
 def fetched(program: Program, produced: Mapping[Ref, Placement]) -> tuple[Placement, ...]:
-    """How a program's outputs are wanted, given how they are made: whole, but for what cannot be sent."""
+    """Returns the placements in which a program's outputs are wanted: whole, but for what cannot be sent."""
     return tuple(
         FIRST if produced[r] == FIRST and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
     )

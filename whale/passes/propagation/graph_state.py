@@ -1,4 +1,4 @@
-"""What propagation knows of one graph on its way through it."""
+"""The state of propagation on its way through one graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What all graphs of a program have in common: the mesh axis over which it is propagated.
+    """The mesh axis over which a program is propagated, and what all its graphs have in common.
 
     Attributes:
       root: the program itself, which has the functions.
@@ -41,13 +41,13 @@ class Axis:
 
 
 class GraphState:
-    """How the tensors of one graph lie, as far as propagation has come.
+    """The placements of the tensors of one graph, as far as propagation has come.
 
     Attributes:
       name: of the function body; "" is the program itself.
       layout: what was decided.
       remakable: tensors that may take any placement for nothing.
-      origins: whole tensors made from divided ones -> how these lay.
+      origins: whole tensors made from divided ones -> the placements of these.
       per_rank: what is each rank's own on purpose.
     """
 
@@ -61,7 +61,7 @@ class GraphState:
         self.origins: dict[Ref, tuple[Split, ...]] = {}
 
     def seen(self, node: Node) -> list[Placement]:
-        """How a node's operands lie for it."""
+        """Returns the placements in which a node finds its operands."""
         layout = self.layout
         found = [layout.preferred.get(r) or layout.produced[r] for r in node.inputs]
         if self.axis.groups.active:
@@ -69,11 +69,11 @@ class GraphState:
         return found
 
     def is_whole(self, ref: Ref) -> bool:
-        """Whether the tensor has to be made whole."""
+        """Tells whether the tensor has to be made whole."""
         return (self.name, ref) in self.axis.whole
 
     def reshard_cost(self, ref: Ref, wanted: Placement) -> float:
-        """Cost of having ``ref`` as ``wanted``; infinite when it cannot be had."""
+        """Returns the cost of having ``ref`` as ``wanted``; infinite when it cannot be had."""
         source = self.layout.produced[ref]
         if source == wanted or self.layout.preferred.get(ref) == wanted:
             return 0.0
@@ -84,14 +84,16 @@ class GraphState:
         return change_cost(tensor, source, wanted, self.parts)
 
     def need(self, ref: Ref, wanted: Placement, reader: Node, also: Sequence[tuple[str, Ref]] = ()) -> None:
-        """Raises NeededWhole when ``ref`` cannot be sent, lies otherwise than ``wanted`` and cannot be made anew."""
+        """Raises NeededWhole when ``ref`` cannot be sent, is placed otherwise than ``wanted`` and cannot be
+        made anew.
+        """
         source, t = self.layout.produced[ref], self.program.type_of(ref)
         if source in (wanted, FIRST) or t.dtype not in UNMOVABLE or ref in self.remakable:
             return
         raise NeededWhole({(self.name, ref), *also}, reader, f"{ref} is {t}, laid out {source}")
 
     def on_first_rank(self, node: Node, why: str) -> Strategy:
-        """The strategy of a node that runs on the first rank only.
+        """Returns the strategy of a node that runs on the first rank only.
 
         Operands come broadcast: the others need not have them, but collectives are joint.
 
@@ -105,10 +107,10 @@ class GraphState:
         return Strategy(inputs, (FIRST,) * len(node.outputs), why, once=True)
 
     def track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
-        """Slice again after ops that had to see everything: correct whatever the dimension means, and free.
+        """Slices the batch again after ops that had to see everything: correct whatever the dimension means, and free.
 
-        Not only right behind such an op: two halves of the batch that are joined again, or the rows that a loop
-        stacked, are the batch once more.
+        This holds not only right behind such an op: two halves of the batch that are joined again, or the rows that
+        a loop stacked, are the batch once more.
         """
         if not self.origins and Split not in map(type, current):
             return

@@ -1,4 +1,4 @@
-"""Lets what is made from shapes alone be made in parts: a broadcast gradient, a mask, zeros of a batch.
+"""Computes only a part of what is made from shapes alone: a broadcast gradient, a mask, zeros of a batch.
 
 Propagation goes forward, so a Tile, Fill or BroadcastTo of whole operands comes out whole and is cut by its readers.
 Where all readers cut it alike, it makes just the part: nothing moves either way, but nothing is made twice.
@@ -15,7 +15,7 @@ from whale.sharding_rules.graph import view
 
 
 def make_in_place(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
-    """``layout`` with such nodes producing the split that all their readers want."""
+    """Changes ``layout`` so that such nodes produce the split that all their readers want."""
     strategies, produced = dict(layout.strategies), dict(layout.produced)
     fetched = set(program.outputs)
     for node in program.nodes:

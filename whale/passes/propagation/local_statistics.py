@@ -1,4 +1,4 @@
-"""Batch statistics that each rank takes from its own rows: which tensors they are, and what is made of them.
+"""Finds the batch statistics that each rank takes from its own rows, and what is made of them.
 
 Batch normalisation divides by the moments of the batch. Taken from each rank's rows alone they need no communication
 in either direction; that is what data parallel training usually means, and it is not what one device computes. Here
@@ -58,10 +58,10 @@ class LocalStatistics:
 
 
 def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> LocalStatistics:
-    """The moments of ``program``, but for those whose mean is among ``without``.
+    """Finds the moments of ``program``, but for those whose mean is among ``without``.
 
-    Of its main graph: moments in the bodies of loops and branches stay those of the whole batch. So do those whose
-    gradient was not derived by TensorFlow.
+    Only the main graph is searched: moments in the bodies of loops and branches stay those of the whole batch. So do
+    those whose gradient was not derived by TensorFlow.
     """
     found = [(_mean_of(program, node), Ref(node.name)) for node in program.nodes]
     pairs = {mean: variance for mean, variance in found if mean is not None}
@@ -82,7 +82,7 @@ def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> Lo
 
 
 def _mean_of(program: Program, node: Node) -> Ref | None:
-    """The mean around which ``node`` is a variance, if it is one."""
+    """Returns the mean around which ``node`` is a variance, if it is one."""
     axes = _axes(program, node)
     if axes is None or 0 not in axes:
         return None
@@ -101,7 +101,7 @@ def _mean_of(program: Program, node: Node) -> Ref | None:
 
 
 def _axes(program: Program, node: Node) -> frozenset[int] | None:
-    """The dimensions over which ``node`` is a floating mean that leaves others; None for any other node."""
+    """Returns the dimensions over which ``node`` is a floating mean that leaves others; None for any other node."""
     if node.op != "Mean" or node.outputs[0].dtype not in FLOATING:
         return None
     shape = program.type_of(node.inputs[0]).shape
@@ -113,7 +113,7 @@ def _axes(program: Program, node: Node) -> frozenset[int] | None:
 
 
 def _source(program: Program, ref: Ref) -> Ref:
-    """The tensor of which ``ref`` is a copy or a cast."""
+    """Returns the tensor of which ``ref`` is a copy or a cast."""
     while True:
         node = program.by_name[ref.node]
         if node.op not in _PASSED_ON:
@@ -122,8 +122,8 @@ def _source(program: Program, ref: Ref) -> Ref:
 
 
 def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[Ref], frozenset[str], frozenset[str]]:
-    """What is made of ``statistics`` and is not larger, the nodes that spread that over the rows, and the other nodes
-    that make something of the rows' size of it.
+    """Returns what is made of ``statistics`` and is not larger, the nodes that spread that over the rows, and the other
+    nodes that make something of the rows' size of it.
     """
     limit = max(program.type_of(r).elements for r in statistics)
     rows = program.type_of(program.by_name[statistics[0].node].inputs[0]).elements
@@ -145,7 +145,7 @@ def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[R
 
 
 def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> bool:
-    """Whether rows of this shape are summed likewise elsewhere and meet the result again: a gradient by hand."""
+    """Tells whether rows of this shape are summed likewise elsewhere and meet the result again: a gradient by hand."""
     statistic = program.by_name[mean.node]
     rows, axes = program.type_of(statistic.inputs[0]).shape or (), _axes(program, statistic)
     for node in program.nodes:
@@ -158,7 +158,7 @@ def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> 
 
 
 def _gradient_of_mean(program: Program, spreads: frozenset[str], mean: Ref) -> frozenset[str] | None:
-    """The node that spreads the mean's gradient: it is added to what the variance's gradient becomes.
+    """Returns the node that spreads the mean's gradient, which is added to what the variance's gradient becomes.
 
     The mean may enter linearly, and then nothing of it is left in its gradient; but both gradients end in the gradient
     of the rows. None: it is not found.
@@ -182,7 +182,7 @@ def _gradient_of_mean(program: Program, spreads: frozenset[str], mean: Ref) -> f
 
 
 def _spread_behind(program: Program, ref: Ref) -> str | None:
-    """The spreading node of which ``ref`` is a multiple."""
+    """Returns the spreading node of which ``ref`` is a multiple."""
     while True:
         node = program.by_name[ref.node]
         if node.op in _SPREADS:
@@ -195,7 +195,7 @@ def _spread_behind(program: Program, ref: Ref) -> str | None:
 
 
 def half_local(program: Program, layout: GraphLayout, statistics: LocalStatistics) -> set[Ref]:
-    """Means of moments of which something is made whole for the rows to read: a gradient written in another form.
+    """Finds moments whose gradient is written in another form, and returns their means.
 
     The forward pass would use each rank's own statistics and the gradient those of the whole batch, so these moments
     must be whole in both.

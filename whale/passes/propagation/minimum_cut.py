@@ -1,4 +1,4 @@
-"""Cheapest cuts of networks, for ``whale.passes.propagation.partial_sums``.
+"""Finds cheapest cuts of networks, for ``whale.passes.propagation.partial_sums``.
 
 Networks of a step are many and small, and a library for graphs takes longer to load than all of them to cut.
 """
@@ -12,11 +12,11 @@ from itertools import pairwise
 from whale.errors import PlanError
 
 UNBOUNDED = float("inf")
-_LEAST = 1e-6  # of a capacity, or of 1: less than this is left of what is used up
+_LEAST = 1e-6  # relative to a capacity, or to 1: with less than this left it counts as used up
 
 
 class Network:
-    """Points, and what may flow from one to another.
+    """A flow network: points, and how much may flow from one to another.
 
     Attributes:
       after: point -> the points that it flows to, and how much may; before: point -> those that flow to it.
@@ -35,7 +35,7 @@ class Network:
         self.before[other][point] = None
 
     def parts(self, ends: Iterable[Hashable]) -> Iterator[list[Hashable]]:
-        """The points without ``ends``, by what is connected without these."""
+        """Yields the connected components of the points without ``ends``."""
         seen = set(ends)
         for first in self.after:
             if first in seen:
@@ -50,7 +50,8 @@ class Network:
             yield found
 
     def reached(self, members: Iterable[Hashable], source: Hashable, sink: Hashable) -> set[Hashable]:
-        """The points on the side of ``source`` of a cheapest cut among ``members``: of several cuts, the nearest one.
+        """Returns the points on the side of ``source`` of a cheapest cut among ``members``: of several cuts, the
+        nearest one.
 
         By E. A. Dinic's algorithm: flow along shortest ways, as long as there are any.
 

@@ -1,4 +1,4 @@
-"""The choice for one node: of what its rule allows, given where its operands lie, what costs least."""
+"""Chooses a strategy for one node: the cheapest that its rule allows, given the placements of its operands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NodeChoice:
         self._chosen: dict[Hashable, Strategy] = {}
 
     def strategy(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
-        """How the node runs whose operands lie as ``current``.
+        """Returns the strategy of the node whose operands are placed as ``current``.
 
         Args:
           like: how it runs in a program that is almost this one; what differs in sizes at most goes first.
@@ -55,7 +55,8 @@ class NodeChoice:
         return found
 
     def _key(self, node: Node) -> Hashable | None:
-        """What the choice for a node follows from, where it is no more than types and how its operands lie.
+        """Returns what the choice for a node follows from, where that is no more than types and placements of its
+        operands.
 
         The updates of many variables are alike. Types are told apart by their numbers, which is cheaper than by what
         they are: the program keeps them.
@@ -78,7 +79,7 @@ class NodeChoice:
         return tuple(key)
 
     def all_broadcast(self, node: Node) -> Strategy:
-        """Of whole operands what is whole, on every rank."""
+        """Replicates a node whose operands are replicated."""
         key = (len(node.inputs), len(node.outputs))
         found = self._replicated.get(key)
         if found is None:
@@ -90,7 +91,7 @@ class NodeChoice:
         return found
 
     def choose(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
-        """The cheapest strategy that the node's rule allows; on the first rank, where there is none."""
+        """Returns the cheapest strategy that the node's rule allows; on the first rank, where there is none."""
         rule = rule_of(node.op)
         op = view(self.state.program, node, self.state.parts)
         if handles_lists(node) and FIRST not in current:
@@ -120,7 +121,7 @@ class NodeChoice:
             if rule.routes is not None:
                 options += [o for o in self._exchanging(rule, rule.routes, op, current) if o not in options]
                 if not rule.routes.table_of(op).is_static:
-                    # Of the other ways, whose bytes only the run knows, each moves the whole table.
+                    # The other strategies, whose bytes only the run knows, all move the whole table.
                     options = [o for o in options if rule.exchanges_rows(op, o)] or options
         if like is not None:
             divided = self._divided(node, rule, op) if flops else []
@@ -143,7 +144,9 @@ class NodeChoice:
         return best
 
     def _may_be_divided(self, node: Node) -> bool:
-        """Whether it is divided for its own sake: a product of something made from the batch, random rows."""
+        """Tells whether a node is divided for its own sake: a product of something made from the batch, or
+        random rows.
+        """
         if self.state.per_rank.draws(node):
             return True
         if not any(r in self.state.origins for r in node.inputs):
@@ -153,10 +156,10 @@ class NodeChoice:
     def _by_rows(
         self, rule: LineRule, op: OpView, current: Sequence[Placement], options: Sequence[Strategy]
     ) -> list[Strategy]:
-        """Ways to take an operand by its rows that lies cut along another dimension, which no option takes so but for a
-        result of partial sums.
+        """Returns strategies that split an operand by rows which is split along another dimension, and which no option
+        takes so but for a result of partial sums.
 
-        Such operands come out of split scopes; to exchange parts for rows is less than to gather all of it.
+        Such operands come out of split scopes; an all-to-all moves less than gathering all of it.
         """
         found: dict[Strategy, None] = {}
         for i, (p, t) in enumerate(zip(current, op.inputs)):
@@ -170,7 +173,7 @@ class NodeChoice:
         return [o for o in found if o not in options]
 
     def _exchanging(self, rule: LineRule, rows: Rows, op: OpView, current: Sequence[Placement]) -> dict[Strategy, None]:
-        """Ways to exchange rows by their ids that do not follow from how the operands lie.
+        """Returns strategies that exchange rows by their ids and do not follow from the placements of the operands.
 
         Ids that are whole are cut as others that read them have them, as the rows are wanted, or as the batch. Where
         the table is the result, that is cut as it is wanted.
@@ -195,7 +198,7 @@ class NodeChoice:
         return found
 
     def _wanted(self, op: OpView) -> dict[Placement, None]:
-        """How a result is wanted by nodes that are decided already, and as the batch lies if it has as many rows."""
+        """Returns the placements in which decided nodes want a result, and that of the batch if it has as many rows."""
         found: dict[Placement, None] = {}
         for reader, i in self.state.program.consumers.get(Ref(op.node.name), ()):
             if reader.name in self.fixed:
@@ -206,7 +209,9 @@ class NodeChoice:
         return found if rows is None else {**found, split(at, rows.sizes, rows.blocks): None}
 
     def _rows_cut(self, rows: int) -> Split:
-        """How as many rows lie as the batch does, of which they are several each, or several of which they are."""
+        """Splits ``rows`` rows as the batch is split, where they are a multiple or a fraction of its rows; else
+        evenly.
+        """
         for s in self.state.axis.rows.values():
             more, less = (rows // s.extent, 1) if rows >= s.extent > 0 else (1, max(1, s.extent // max(rows, 1)))
             if rows * less == s.extent * more and not any(n % less for n in s.sizes):
@@ -214,7 +219,7 @@ class NodeChoice:
         return split(0, even_sizes(rows, self.state.parts))
 
     def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
-        """Ways to divide a product whose operands are whole or partial, but made from the batch."""
+        """Returns strategies that divide a product whose operands are whole or partial, but made from the batch."""
         found: dict[Strategy, None] = {}
         for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):
             if rule is None or ref not in self.state.origins or not t.is_static:
@@ -227,8 +232,9 @@ class NodeChoice:
         return list(found)
 
     def _cut_as(self, origins: Iterable[Split], dim: int, size: int) -> Split:
-        """A dimension cut as it was where it comes from; as the batch's rows in their runs, or several times these; as
-        another one of its size; else evenly."""
+        """Splits a dimension as it was split where it comes from; as the batch's rows in their runs, or several times
+        these; as another one of its size; else evenly.
+        """
         alike = sorted((s for s in origins if s.extent == size), key=lambda s: s.dim != dim)
         if alike and alike[0].dim == dim:
             return split(dim, alike[0].sizes, alike[0].blocks)
@@ -250,7 +256,8 @@ class NodeChoice:
         )
 
     def cost(self, node: Node, option: Strategy, touched: int, flops: int) -> float:
-        """What an option costs: its work on the rank that has most, what has to move, and partial sums to be reduced.
+        """Returns the cost of an option: its work on the rank that has most, what has to move, and partial sums to be
+        reduced.
 
         Args:
           touched: bytes of operands and results; flops: of the product, if it is one.
@@ -276,7 +283,7 @@ class NodeChoice:
 
 
 def _as_in(like: Strategy, op: OpView, current: Sequence[Placement]) -> list[Placement]:
-    """How operands would lie as another program has them, where their sizes allow it; else as they do."""
+    """Returns the operands' placements of another program where their sizes allow it; else their own."""
     found = list(current)
     for i, (p, t) in enumerate(zip(like.inputs, op.inputs)):
         if type(p) is not Split or (t.shape is not None and p.dim < len(t.shape) and t.shape[p.dim] == p.extent):

@@ -1,4 +1,4 @@
-"""Where partial sums are reduced: a minimum cut of each region of linear ops.
+"""Chooses where partial sums are reduced, by a minimum cut of each region of linear ops.
 
 Propagation keeps a sum partial through every linear op. Reducing at the consumers may then reduce one sum on every
 branch; reducing at the producer loses where two sums are added. Each node of a region is computed on partial values
@@ -26,7 +26,7 @@ _NEVER = 1e30  # the cost of what cannot be done
 
 
 def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
-    """``layout`` with the nodes of each linear region moved to the cheapest side (see the module's text)."""
+    """Moves the nodes of each linear region of ``layout`` to the cheapest side (see the module's text)."""
     flexible = {
         n.name
         for n in program.nodes
@@ -45,7 +45,7 @@ def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> Gr
 
 
 def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[str]) -> Network:
-    """Flow network: node -> its partial results (capacity: their all-reduce) -> their readers."""
+    """Builds the flow network: node -> its partial results (capacity: their all-reduce) -> their readers."""
     network = Network()
     wanted_whole = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is not Partial}
     forced: set[str] = set()
@@ -95,7 +95,9 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
 
 
 def _target(program: Program, layout: GraphLayout, ref: Ref) -> Placement:
-    """What a partial tensor is reduced to: parts, where all that do not take it partial want these; else all of it."""
+    """Returns what a partial tensor is reduced to: a split, where all that do not take it partial want it; else
+    ``B``.
+    """
     wanted = {layout.strategies[reader.name].inputs[i] for reader, i in program.consumers.get(ref, ())}
     finished = [p for p in wanted if type(p) not in (Partial, PerRank)]
     return finished[0] if len(finished) == 1 and type(finished[0]) is Split else B
@@ -108,7 +110,9 @@ def _widens(program: Program, node: Node) -> bool:
 
 
 def _contributions(program: Program, layout: GraphLayout) -> set[str]:
-    """Nodes whose partial sums meet or become each rank's own values: they must stay what each rank contributed."""
+    """Finds nodes whose partial sums meet or become each rank's own values: they must stay what each rank
+    contributed.
+    """
     stack: list[str] = []
     for node in program.nodes:
         strategy = layout.strategies[node.name]
@@ -130,7 +134,9 @@ def _contributions(program: Program, layout: GraphLayout) -> set[str]:
 
 
 def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str) -> float | None:
-    """Cost of computing a node on whole operands instead (gathering split ones, all work on each); None if illegal."""
+    """Returns the cost of computing a node on whole operands instead (gathering split ones, all work on each); None if
+    illegal.
+    """
     node = program.by_name[name]
     strategy = layout.strategies[name]
     price, gathered = 0.0, False
@@ -156,7 +162,7 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
 
 
 def _broadcast_side(network: Network, members: Sequence[Hashable]) -> list[str]:
-    """Node names of one region that end on the B side."""
+    """Returns the node names of one region that end on the B side."""
     ops = [m for m in members if isinstance(m, str)]
     made = network.after.get(_SOURCE, {})
     if len(ops) == 1 and len(network.before[ops[0]]) == 1:

@@ -1,4 +1,4 @@
-"""What is each rank's own on purpose, and how propagation treats it: statistics of its rows, random rows."""
+"""Lets propagation treat values that are each rank's own on purpose: statistics of its rows, random rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whale.sharding_rules.registry import LineRule
 
 @dataclass(frozen=True)
 class Semantics:
-    """What differs from one device.
+    """The ways in which a run differs from one device.
 
     Attributes:
       statistics: batch statistics of each rank's rows; None: of the whole batch.
@@ -35,11 +35,11 @@ AS_ONE_DEVICE = Semantics()
 
 @dataclass
 class PerRankRows:
-    """The part of one graph's propagation that knows of ranks' own values.
+    """The part of one graph's propagation that handles ranks' own values.
 
     Attributes:
       rows: size of the batch -> how it is divided; groups: and under scopes that name ranks.
-      lies: mean of own moments -> how the rows lie that they are of.
+      lies: mean of own moments -> the placement of the rows that they are of.
     """
 
     program: Program
@@ -50,7 +50,7 @@ class PerRankRows:
     lies: dict[Ref, Split] = field(default_factory=dict)
 
     def options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
-        """What the rule allows, and the same for operands that are each rank's own."""
+        """Returns the strategies that the rule allows, and the same for operands that are each rank's own."""
         drawn = self._stream(rule, op, current) if self.semantics.streams and rule.local_stream else None
         if drawn is not None:
             return [drawn]
@@ -66,12 +66,12 @@ class PerRankRows:
         return lifted + options
 
     def draws(self, node: Node) -> bool:
-        """Whether each rank may draw its rows of this node's result."""
+        """Tells whether each rank may draw its rows of this node's result."""
         rule = rule_of(node.op) if self.semantics.streams else None
         return rule is not None and rule.local_stream != ""
 
     def kept(self, node: Node, strategy: Strategy) -> dict[Ref, Placement]:
-        """How the readers of a mean over rows see it that stays each rank's own."""
+        """Returns the placement in which readers see a mean over rows that stays each rank's own."""
         ref = Ref(node.name)
         known = self.semantics.statistics
         moments = known.statistic.get(ref) if known is not None and node.op == "Mean" else None
@@ -84,7 +84,9 @@ class PerRankRows:
         return {ref: PerRank(rows.sizes)}
 
     def spread(self, node: Node, produced: Sequence[Placement]) -> Strategy | None:
-        """What is made of own statistics, put over the rows again: each rank's own value over its own rows."""
+        """Returns the strategy of a node that puts own statistics over the rows again: each rank's value over its own
+        rows.
+        """
         known = self.semantics.statistics
         moments = known.spread.get(node.name) if known is not None else None
         rows = self.lies.get(moments.mean) if moments is not None else None
@@ -100,7 +102,7 @@ class PerRankRows:
         return None
 
     def _stream(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> Strategy | None:
-        """A random tensor that has the batch's rows, each rank drawing its own."""
+        """Returns the strategy of a random tensor with the batch's rows, of which each rank draws its own."""
         for dim, size in enumerate(op.outputs[0].shape or ()):
             rows = self.rows.get(size or 0)
             if rows is None:

@@ -1,10 +1,10 @@
-"""Propagation: a strategy for every node, cheapest legal choice, forward, backward and update in one go.
+"""Propagates placements: a strategy for every node, cheapest legal choice, forward, backward and update in one go.
 
-One mesh axis. Nodes are visited in topological order; a node's rule lists what it may do given where its operands lie,
-and the cheapest alternative wins: bytes that have to move, work that would be done twice, and for a partial sum the
-all-reduce it will need some day (a potential: it is credited when the sum is passed on, so that a region of linear ops
-stays partial unless reducing early is cheaper). Where exactly partial sums are reduced is decided afterwards, exactly,
-by ``whale.passes.propagation.partial_sums``.
+One mesh axis. Nodes are visited in topological order; a node's rule lists what it may do given its operands'
+placements, and the cheapest alternative wins: bytes that have to move, work that would be done twice, and for a partial
+sum the all-reduce it will need some day (a potential: it is credited when the sum is passed on, so that a region of
+linear ops stays partial unless reducing early is cheaper). Where exactly partial sums are reduced is decided
+afterwards, exactly, by ``whale.passes.propagation.partial_sums``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def propagate(
     gathered: Collection[str] = (),
     model: ReferencePlan | None = None,
 ) -> dict[str, GraphLayout]:
-    """Strategies for the program (key "") and each function body it calls.
+    """Returns strategies for the program (key "") and each function body it calls.
 
     Args:
       parts: size of the mesh axis.
@@ -50,8 +50,8 @@ def propagate(
       semantics: what is not global.
       local: batch inputs that come divided; the others come whole and are cut.
       fixed: strategies of nodes of the program that are decided already.
-      gathered: variables that lie split only to be kept so: what is read of them is gathered for who wants it whole.
-      model: how a program that is almost this one lies, which is kept to.
+      gathered: variables that are split only to be kept so: what is read of them is gathered for who wants it whole.
+      model: the plan of a program that is almost this one, which is kept to.
 
     Raises:
       PlanError: a tensor that cannot be sent would have to be.
@@ -77,7 +77,7 @@ def _propagate(
     gathered: Collection[str],
     model: ReferencePlan | None,
 ) -> dict[str, GraphLayout]:
-    """``propagate``, given which tensors have to be made whole."""
+    """Propagates once, given which tensors have to be made whole."""
     rows = {p.extent: p for p in batch.values() if type(p) is Split}
     axis = Axis(program, parts, semantics, rows, RankGroups(program, parts, rows), whole, {})
     main = GraphState(axis, "")
@@ -97,7 +97,7 @@ def _propagate(
 
 
 class Propagation:
-    """The way through one graph; bodies of loops and branches are gone through on the way, by others of this class.
+    """The walk through one graph; bodies of loops and branches are walked on the way, by other objects of this class.
 
     Args:
       choice: for the nodes that neither are decided already nor are loops or branches.
@@ -162,7 +162,9 @@ class Propagation:
                 preferred[Ref(node.name)] = B
 
     def _is_gathered(self, node: Node, given: bool) -> bool:
-        """Whether it yields a weight that lies split only to be kept so, to who uses it: each use, or the one read."""
+        """Tells whether a node yields a weight that is split only to be kept so, to its users: each use, or the one
+        read.
+        """
         if node.op == "Identity":
             return USE in node.attrs and type(self.state.layout.strategies[node.name].outputs[0]) is Split
         if given or node.op != "ReadVariableOp" or node.inputs[0].node not in self.gathered:

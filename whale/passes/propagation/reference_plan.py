@@ -1,4 +1,4 @@
-"""A plan to keep to: of a program that differs only in what belongs to the coordinate of another mesh axis."""
+"""A plan to keep to, of a program that differs only in what belongs to the coordinate of another mesh axis."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ReferencePlan:
     rows: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def exact(self, program: Program, graph: str, node: Node) -> Strategy | None:
-        """How the node runs there, if it can run so here: its tensors have the sizes that are cut, or this program's
-        rows where rows are.
+        """Returns the node's strategy there, if it can run so here: its tensors have the sizes that are cut, or this
+        program's rows where rows are.
 
         Loops and branches are gone through again, with their bodies.
         """
@@ -61,7 +61,8 @@ class ReferencePlan:
         return mine if self._is_legal(program, node, mine) else None
 
     def layout_of_part(self, part: Program, ends: Mapping[str, Strategy]) -> GraphLayout | None:
-        """How a part of the other program lies; None where that is not all said, or there are loops or branches.
+        """Returns the layout of a part of the other program; None where a node's strategy is missing, or for loops and
+        branches.
 
         Args:
           ends: how tensors come in and go out.
@@ -77,7 +78,7 @@ class ReferencePlan:
         return GraphLayout(strategies, produced, outputs=fetched(part, produced))
 
     def _here(self, p: Placement, t: TensorType) -> Placement | None:
-        """How a tensor lies here that lies as ``p`` there; None: what is cut may be rows or not."""
+        """Translates a tensor's placement ``p`` there to the one here; None: what is cut may be rows or not."""
         if not isinstance(p, Split):
             return p
         if t.dtype in UNMOVABLE:
@@ -92,7 +93,7 @@ class ReferencePlan:
         return p
 
     def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
-        """Whether the node's rule allows it here, where other dimensions may have other sizes."""
+        """Tells whether the node's rule allows the strategy here, where other dimensions may have other sizes."""
         rule = rule_of(node.op)
         cut = next((p for p in found.inputs + found.outputs if isinstance(p, Split)), None)
         if rule is None or found.once or cut is None:
@@ -102,19 +103,19 @@ class ReferencePlan:
         return any((o.inputs, o.outputs) == (inputs, outputs) for o in rule.strategies(op, inputs, outputs))
 
     def alike(self, graph: str, node: Node) -> Strategy | None:
-        """How the node runs there, whatever the sizes."""
+        """Returns the node's strategy there, whatever the sizes."""
         return self.strategies.get(graph, {}).get(node.name)
 
 
 def _of_nothing(p: Placement, t: TensorType) -> Split | None:
-    """How a tensor lies of which there is nothing here along the dimension that is cut; None: there is something."""
+    """Returns the split of a tensor that is empty here along the dimension that is cut; None: it is not empty."""
     if not isinstance(p, Split) or t.shape is None or t.dtype in UNMOVABLE or p.dim >= len(t.shape):
         return None
     return split(p.dim, (0,) * len(p.sizes), p.blocks) if t.shape[p.dim] == 0 else None
 
 
 def _fits(p: Placement, t: TensorType) -> bool:
-    """Whether a tensor has the dimension and the size that a placement cuts."""
+    """Tells whether a tensor has the dimension and the size that a placement cuts."""
     if not isinstance(p, Split) or t.shape is None or t.dtype in UNMOVABLE:
         return True
     return p.dim < len(t.shape) and t.shape[p.dim] == p.extent
@@ -125,7 +126,7 @@ def _is_whole(strategy: Strategy) -> bool:
 
 
 def same_kind(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies differ in sizes at most."""
+    """Tells whether two strategies differ in sizes at most."""
     placements = zip(one.inputs + one.outputs, other.inputs + other.outputs)
     same_number = len(one.inputs) == len(other.inputs) and len(one.outputs) == len(other.outputs)
     return same_number and one.once == other.once and all(_kind(a) == _kind(b) for a, b in placements)

@@ -1,4 +1,4 @@
-"""What propagation says about tensors that cannot be sent: lists, strings, handles."""
+"""Errors of propagation about tensors that cannot be sent: lists, strings, handles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from whale.ir.program import Node, Ref
 
 
 class NeededWhole(Exception):
-    """Tensors that cannot be sent (lists, strings) are divided, and somebody needs them whole: made whole they must be.
+    """Raised where tensors that cannot be sent (lists, strings) are divided, and a reader needs them whole.
 
     ``refs`` are (graph, tensor); the region that is computed on every rank grows upward from them.
     """
@@ -18,7 +18,7 @@ class NeededWhole(Exception):
 
 
 def cannot_be_sent(needed: NeededWhole) -> PlanError:
-    """The error when making them whole did not help."""
+    """Returns the error for the case that making the tensors whole did not help."""
     return PlanError(
         "an operation reads a value that is spread and can neither be sent nor be made whole",
         op=f"{needed.reader.name} ({needed.reader.op})",

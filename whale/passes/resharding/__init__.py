@@ -1,1 +1,1 @@
-"""Changes of layout made explicit: what moves, what travels together, in which type, and who carries it."""
+"""Makes changes of layout explicit: what moves, what travels together, in which type, and which backend carries it."""

@@ -1,5 +1,5 @@
-"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time. So travels what goes to tables
-that lie whole on one rank, and what comes back: to all tables together, whichever ranks have them.
+"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time. Messages to and from tables that
+are whole on one rank are fused as well: those of all tables together, whichever ranks have them.
 
 Members of a group are ready at about the same time and none waits for another: the *depth* of a collective is the
 number of collectives on the longest path into it, and only equal depths join (a member that needed another's result
@@ -25,7 +25,7 @@ def fuse_all_reduces(
     group_bytes: int,
     in_time: bool = False,
 ) -> tuple[Reshard, ...]:
-    """``reshards`` with group numbers; tensors above ``group_bytes`` travel alone, and so does what finds no partner.
+    """Numbers groups of ``reshards``; tensors above ``group_bytes`` travel alone, and so does what finds no partner.
 
     Args:
       group_bytes: largest sum of tensor bytes of one group.
@@ -62,12 +62,12 @@ def fuse_all_reduces(
 
 
 def is_all_reduce(r: Reshard) -> bool:
-    """Whether a sum, or another reduction, is wanted whole."""
+    """Tells whether a sum, or another reduction, is wanted whole."""
     return isinstance(r.source, Partial) and isinstance(r.target, Broadcast)
 
 
 def is_of_whole_table(r: Reshard) -> bool:
-    """Whether what all ranks have parts of goes to one rank, or comes from there."""
+    """Tells whether a reshard moves what all ranks have parts of to one rank, or from there."""
     have, want = r.source, r.target
     if not isinstance(have, Split) or not isinstance(want, Split) or have.dim != want.dim:
         return False
@@ -76,12 +76,12 @@ def is_of_whole_table(r: Reshard) -> bool:
 
 
 def moves(r: Reshard) -> bool:
-    """Whether data travel. (A sum of unknown size has no bytes in the plan, but moves some.)"""
+    """Tells whether data travel. (A sum of unknown size has no bytes in the plan, but moves some.)"""
     return r.bytes > 0 or (isinstance(r.source, Partial) and not isinstance(r.target, PerRank | Partial))
 
 
 def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> dict[str, int]:
-    """Reshard key -> number of moving collectives on the longest path that ends with it."""
+    """Maps each reshard's key to the number of moving collectives on the longest path that ends with it."""
     by_target = {(r.ref, r.target): r for r in reshards}
     changed = {r.ref for r in reshards}
     tensor_depth: dict[str, int] = {}

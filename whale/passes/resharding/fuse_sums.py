@@ -1,4 +1,4 @@
-"""Sums of gradients that travel together, in a rank's program over several axes.
+"""Fuses sums of gradients in a rank's program over several axes.
 
 The plan of an axis fuses the sums along the last one only: a sum along an earlier axis is an op like others to the axes
 after it, and a rule cannot cut many tensors, each in a way of its own. In what a rank runs they are local tensors.
@@ -16,7 +16,7 @@ from whale.passes.analysis.uses import taken_by_updates
 
 
 def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes: Sequence[tuple[int, ...]]) -> Program:
-    """``program`` in which the all-reduces of gradients over the same ranks, none behind another, are few.
+    """Fuses the all-reduces of gradients of ``program`` over the same ranks, none of which depends on another.
 
     All ranks of a group come to the same groups: keys and types are the same there, and which sums over the same ranks
     are behind others. What is between them along later axes may differ, where rows do; so axes are taken in turn.
@@ -32,7 +32,7 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
 
 
 def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
-    """The sums over ``ranks`` that are to become one each."""
+    """Returns the groups of sums over ``ranks`` that are to become one each."""
     over = [n for n in program.nodes if n.op == ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
     joining = {n.name for n in over if _may_join(program, n, group_bytes)}
     if len(joining) < 2:

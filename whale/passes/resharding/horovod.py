@@ -1,4 +1,4 @@
-"""Which sums Horovod carries out when it is the backend, and programs that already use it by themselves.
+"""Finds which sums Horovod carries out when it is the backend, and programs that already use it by themselves.
 
 Horovod gets the sums for which nothing else has to travel afterwards: gradients, the loss, metrics. They are known by
 that, not by names: no path leads from such a sum to another reshard that moves data. What the computation itself waits
@@ -19,7 +19,7 @@ from whale.passes.resharding.fuse_all_reduces import moves
 
 # Element types of Horovod's all-reduce kernels for TensorFlow.
 HOROVOD_DTYPES = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
-# What Horovod's Python calls leave in a graph -> the calls.
+# Ops that Horovod's Python calls leave in a graph -> the calls.
 _CALLS = {
     "HorovodAllreduce": "hvd.DistributedOptimizer, hvd.DistributedGradientTape or hvd.allreduce",
     "HorovodGroupedAllreduce": "hvd.DistributedOptimizer, hvd.DistributedGradientTape or hvd.grouped_allreduce",
@@ -60,7 +60,7 @@ def refuse_horovod(program: Program) -> None:
 
 
 def horovod_can(program: Program, r: Reshard) -> bool:
-    """Whether Horovod has a kernel for this change of layout: a sum in the step itself (not in a loop or branch)."""
+    """Tells whether Horovod has a kernel for this reshard: a sum in the step itself (not in a loop or branch)."""
     return (
         r.graph == ""
         and isinstance(r.source, Partial)
@@ -71,7 +71,7 @@ def horovod_can(program: Program, r: Reshard) -> bool:
 
 
 def give_to_horovod(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> tuple[Reshard, ...]:
-    """``reshards`` with those sums given to Horovod that no other movement waits for."""
+    """Gives those sums of ``reshards`` to Horovod that no other movement waits for."""
     moves_after = waited_for(program, layout, reshards)
     return tuple(
         replace(r, backend="horovod") if horovod_can(program, r) and r.key not in moves_after else r for r in reshards
@@ -79,14 +79,16 @@ def give_to_horovod(program: Program, layout: GraphLayout, reshards: tuple[Resha
 
 
 def waited_for(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> set[str]:
-    """Keys of the step's reshards from which a path leads to another one that moves data."""
+    """Returns the keys of the step's reshards from which a path leads to another one that moves data."""
     mine = [r for r in reshards if r.graph == ""]
     by_target = {(r.ref, r.target): r for r in mine}
     waited: set[str] = set()  # nodes from which a path leads to a movement
     moves_after: set[str] = set()
 
     def follow(ref: Ref, placement: Placement, leads_on: bool) -> bool:
-        """Whether a movement lies on the way from a tensor as it was produced to its form ``placement`` or behind."""
+        """Tells whether a movement lies on the way from a tensor as it was produced to its form ``placement`` or
+        behind.
+        """
         r = by_target.get((ref, placement))
         while r is not None:
             if leads_on:

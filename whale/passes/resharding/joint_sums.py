@@ -1,4 +1,4 @@
-"""Sums over two axes of a mesh, one behind the other, become one over both.
+"""Joins sums over two axes of a mesh, one behind the other, into one over both.
 
 Each axis is planned by itself, so a gradient that is partial along two of them is summed along the first and then along
 the second, or the other way round. Where nothing else reads what is between, one sum over all of these ranks gives the
@@ -21,7 +21,7 @@ from whale.ir.program import Node, Program, Ref, rewired
 
 
 def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]]:
-    """Key of a sum along earlier axes -> the sum along the axis of ``plan`` before or behind it, and its node.
+    """Maps the key of a sum along earlier axes to the sum along the axis of ``plan`` before or behind it, and its node.
 
     Args:
       program: expanded, what the first coordinates of the earlier axes run.
@@ -42,7 +42,7 @@ def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]
 
 
 def _is_joint(body: Program, graph: str, plan: Plan, node: Node, r: Reshard) -> bool:
-    """Whether a sum along the plan's axis is taken up by ``node`` only, or takes up all that ``node`` makes."""
+    """Tells whether a sum along the plan's axis is taken up by ``node`` only, or takes up all that ``node`` makes."""
     if r.target != B or r.source != Partial(str(node.attrs["reduction"])):
         return False
     strategies = plan.strategies[graph]
@@ -56,7 +56,7 @@ def _is_joint(body: Program, graph: str, plan: Plan, node: Node, r: Reshard) -> 
 
 
 def join_sums(program: Program, keys: Collection[str], axis: str) -> Program:
-    """What one rank runs, in which the sums with ``keys`` go on along ``axis`` at once."""
+    """Merges sums along ``axis`` in one rank's program into those with ``keys``, which then are along both axes."""
     if not keys:
         return program
     functions = {name: _joined(body, keys, axis) for name, body in program.functions.items()}
@@ -66,7 +66,7 @@ def join_sums(program: Program, keys: Collection[str], axis: str) -> Program:
 def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
     moved: dict[Ref, Ref] = {}
     over: dict[str, Node] = {}
-    left: dict[str, list[int]] = {}  # of a sum along the axis: which of its operands it keeps
+    left: dict[str, list[int]] = {}  # sum along the axis -> the operands that it keeps
     for node in program.nodes:
         if node.op != ALL_REDUCE or node.attrs.get(AXIS) != axis or node.controls:
             continue
@@ -97,7 +97,7 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
 
 
 def _takes_up(one: Node, node: Node, keys: Collection[str]) -> bool:
-    """Whether ``one``, a sum along earlier axes, is to be that of ``node`` as well."""
+    """Tells whether ``one``, a sum along earlier axes, is to be that of ``node`` as well."""
     alike = all(one.attrs.get(name) == node.attrs.get(name) for name in ("reduction", "wire_dtype"))
     return str(one.attrs.get("key", "")) in keys and _is_one_sum(one) and alike
 
@@ -108,7 +108,7 @@ def _only_reader(program: Program, ref: Ref) -> Node | None:
 
 
 def _with(node: Node, kept: Collection[int]) -> Node:
-    """A sum of some of its tensors only."""
+    """Restricts a sum to some of its tensors."""
     return replace(
         node,
         inputs=(node.inputs[0], *(node.inputs[1 + i] for i in kept)),
@@ -118,7 +118,7 @@ def _with(node: Node, kept: Collection[int]) -> Node:
 
 
 def axes_of_sum(node: Node) -> tuple[str, ...]:
-    """The axes along which a sum is, until it names ranks."""
+    """Returns the axes along which a sum is, until it names ranks."""
     axes = node.attrs[AXIS]
     return axes if isinstance(axes, tuple) else (axes,)
 

@@ -1,4 +1,5 @@
-"""Which exchanges go from accelerator to accelerator, when `communication.backend` names what carries them there.
+"""Moves collectives and messages from host memory to accelerators, when `communication.backend` names what carries them
+there.
 
 All that a rank's program itself does with tensors, and its micro-batches do: what is exchanged through the host is
 copied there and back. Decided last, for each rank's program by itself, from what is equal on all ranks of an exchange:
@@ -25,7 +26,7 @@ from whale.ir.values import Func
 # Values of `communication.backend` that mean accelerators. With the last one ranks that have none take part.
 PINNED = "pinned"
 DEVICE_BACKENDS = ("nccl", "cuda-ipc", PINNED)
-# What accelerators add up.
+# Types that accelerators add up.
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _UNSIZED = frozenset({"string", "resource", "variant"})  # elements have no fixed size
 _COMMUNICATOR = "WhaleCommunicator"
@@ -46,7 +47,7 @@ class HostExchange:
 
 
 def on_devices(program: Program, comm: str, rank: int) -> Program:
-    """What ``rank`` runs, with its exchanges carried out by devices where they can.
+    """Returns the program of ``rank`` with its communication carried out by devices where they can.
 
     Args:
       comm: name of the communicator.
@@ -61,7 +62,9 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
 
 
 def told_apart(program: Program, backend: str) -> Program:
-    """What a rank runs, its micro-batches written out, with a mark at what ``backend`` has devices exchange."""
+    """Marks the communication that ``backend`` has devices carry out, in a rank's program with its micro-batches
+    written out.
+    """
     if backend not in DEVICE_BACKENDS:
         return program
     marked = (replace(n, attrs={**n.attrs, THROUGH: backend}) if _why_not(n) == "" else n for n in program.nodes)
@@ -69,7 +72,7 @@ def told_apart(program: Program, backend: str) -> Program:
 
 
 def _without_handles(program: Program, direct: frozenset[str]) -> Program:
-    """``program`` whose calls pass no handle of a communicator that the function has no use for any more.
+    """Removes handles of a communicator from calls of ``program`` whose function has no use for them any more.
 
     TensorFlow would place the call, and all that the function computes, where the handle is: on the host.
     """
@@ -103,7 +106,8 @@ def _without_handles(program: Program, direct: frozenset[str]) -> Program:
 
 
 def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
-    """What ``rank`` of ``size`` exchanges with by its device: (groups that reduce, gather or broadcast; other ranks).
+    """Counts what ``rank`` of ``size`` communicates with by its device: (groups that reduce, gather or broadcast; other
+    ranks).
 
     Args:
       program: what it runs, before `on_devices`.
@@ -125,7 +129,7 @@ def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
 
 
 def host_exchanges(program: Program) -> Iterator[HostExchange]:
-    """What a rank exchanges through the host's memory where devices carry out what they can.
+    """Yields what a rank communicates through the host's memory where devices carry out what they can.
 
     Args:
       program: what it runs, before `on_devices`.
@@ -140,7 +144,9 @@ def host_exchanges(program: Program) -> Iterator[HostExchange]:
 
 
 def _called_directly(program: Program) -> frozenset[str]:
-    """Functions that only calls run, from the program on: those of micro-batches, of loops and branches none."""
+    """Returns the functions that only calls run, from the program on: those of micro-batches, not of loops and
+    branches.
+    """
     functions: Mapping[str, Program] = program.functions
     found: set[str] = set()
     stack = [program]
@@ -154,7 +160,9 @@ def _called_directly(program: Program) -> frozenset[str]:
 
 
 def _why_not(node: Node) -> str:
-    """Why a device cannot carry out an exchange of a graph that is called directly; "": it can."""
+    """Returns why a device cannot carry out the communication of a node in a graph that is called directly; "":
+    it can.
+    """
     if node.op not in EXCHANGES:
         return "no exchange"
     if node.op in ROW_EXCHANGES:
@@ -178,7 +186,7 @@ def _why_not(node: Node) -> str:
 
 
 def _on_device(node: Node, comm: str, rank: int) -> Node:
-    """The same exchange by the op of devices, which takes no handle of the communicator."""
+    """Replaces a communication op by the op of devices, which takes no handle of the communicator."""
     attrs = {**node.attrs, "communicator": comm, "rank": rank}
     if node.op in ("WhaleSend", "WhaleRecv"):
         attrs.pop("ranks", None)
@@ -186,7 +194,7 @@ def _on_device(node: Node, comm: str, rank: int) -> Node:
 
 
 def host_lines(programs: Sequence[Program]) -> list[str]:
-    """What all ranks together exchange through the host in a step, with its bytes, in lines for people.
+    """Formats what all ranks together communicate through the host in a step, with its bytes, in lines for people.
 
     Args:
       programs: what every rank runs, before `on_devices`.

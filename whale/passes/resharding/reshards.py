@@ -12,7 +12,7 @@ from whale.sharding_rules.nn.attention import RINGS, ring_bytes
 
 
 def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> tuple[Reshard, ...]:
-    """All reshards of the program and its function bodies, in the order of the tensors' producers.
+    """Lists all reshards of the program and its function bodies, in the order of the tensors' producers.
 
     A tensor that is wanted whole and also split or partial is moved once; the second form is cut from the first.
     """
@@ -42,7 +42,8 @@ def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], part
 def reshards_of_tensor(
     graph: str, program: Program, ref: Ref, source: Placement, targets: Mapping[Placement, str], parts: int
 ) -> list[Reshard]:
-    """The changes of a tensor that is there as ``source`` and wanted as each of ``targets`` (placement -> by whom).
+    """Lists the reshards of a tensor that is there as ``source`` and wanted as each of ``targets`` (placement -> by
+    whom).
 
     Args:
       graph: name of the function body that the tensor is in; "" is the program; parts: size of the mesh axis.
@@ -50,7 +51,7 @@ def reshards_of_tensor(
     tensor = program.type_of(ref)
     per_rank = {t: why for t, why in targets.items() if type(t) is PerRank}
     if per_rank:
-        # What each rank contributed, before any of it is reduced.
+        # Own values need what each rank contributed, before any of it is reduced.
         rest = {t: why for t, why in targets.items() if type(t) is not PerRank}
         rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
         return rows + [_row(graph, ref, source, t, 0, why) for t, why in per_rank.items()]
@@ -61,7 +62,7 @@ def reshards_of_tensor(
         return [first] + (reshards_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
     wide = {t: why for t, why in targets.items() if isinstance(t, Split) and t is not t.plain}
     if wide:
-        # What neighbours have is fetched by who has its own part already.
+        # A rank that has its own part already fetches what its neighbours have.
         rest = {t: why for t, why in targets.items() if t not in wide}
         cut = type(source) is Broadcast
         for t, why in wide.items():
@@ -89,7 +90,9 @@ def reshards_of_tensor(
 
 
 def _round(graph: str, program: Program, node: Node, strategy: Strategy) -> Reshard:
-    """What goes round the ranks for an attention: its keys lie as before, and all ranks have seen them."""
+    """Returns the reshard of an attention's keys and values around the ring: they end as placed before, seen by all
+    ranks.
+    """
     moved = ring_bytes(program, node, strategy)
     keys, placement = node.inputs[1], strategy.inputs[1]
     return Reshard(graph, keys, placement, placement, node.name, moved, origin=f"round the ranks, for {node.name}")

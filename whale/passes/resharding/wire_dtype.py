@@ -1,7 +1,7 @@
-"""Which sums are rounded to 16 bits before they are sent (`communication.wire_dtype`).
+"""Chooses which sums are rounded to 16 bits before they are sent (`communication.wire_dtype`).
 
 Gradients: float32 sums of the step itself with at least one dimension that end in an update of a variable and that no
-other movement waits for; or that are scattered for an update of state that lies split. The loss and metrics are numbers
+other movement waits for; or that are scattered for an update of state that is split. The loss and metrics are numbers
 that a user reads, statistics of the batch are what the computation goes on with; both stay as they are. What Horovod
 sums is Horovod's.
 """
@@ -24,7 +24,7 @@ _UPDATES = UPDATES | REF_UPDATES
 
 
 def can_narrow(program: Program, r: Reshard) -> bool:
-    """Whether Whale can send this sum with fewer bits."""
+    """Tells whether Whale can send this sum with fewer bits."""
     return (
         r.graph == ""
         and r.backend == "whale"
@@ -37,7 +37,7 @@ def can_narrow(program: Program, r: Reshard) -> bool:
 def narrow(
     program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...], dtype: str, size: int
 ) -> tuple[Reshard, ...]:
-    """``reshards`` with the gradients' sums as ``dtype``, over ``size`` ranks."""
+    """Sends the gradients' sums of ``reshards`` as ``dtype``, over ``size`` ranks."""
     moves_after = waited_for(program, layout, reshards)
     updating: set[str] = set()
     for node in reversed(program.nodes):
@@ -60,5 +60,5 @@ def narrow(
 
 
 def reshard_bytes(r: Reshard, tensor: TensorType, size: int) -> int:
-    """Bytes that a change of layout of ``tensor`` moves between ``size`` ranks, in total."""
+    """Returns the bytes that a reshard of ``tensor`` moves between ``size`` ranks, in total."""
     return moved_bytes(r.source, r.target, bytes_on_wire(tensor.bytes, tensor.dtype, r.wire_dtype), size)

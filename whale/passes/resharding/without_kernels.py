@@ -1,6 +1,6 @@
-"""Operations of which TensorFlow has no kernel for GPUs, computed on the processor, and what that moves.
+"""Reports operations that TensorFlow computes on the processor for want of a GPU kernel, and the bytes copied for them.
 
-TensorFlow places them so by itself, and copies what they take and give; here is only told which they are.
+TensorFlow places them there by itself, and copies their operands and results; this module only names them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from whale.ir.plan_text import human_bytes
 from whale.ir.program import ON_HOST, Node, Program
 from whale.ir.values import Func
 
-# Whether TensorFlow has a kernel for GPUs, by the node's op and its attributes.
+# Tells whether TensorFlow has a kernel for GPUs, by the node's op and its attributes.
 HasKernel = Callable[[Node], bool]
 _HANDLES = frozenset({"resource", "variant", "string"})  # lie in the host's memory wherever they are used
 
 
 def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[str]:
-    """What all ranks together compute on processors in a step, with the bytes copied for it, in lines for people.
+    """Formats what all ranks together compute on processors in a step, with the bytes copied for it, in lines for
+    people.
 
     Bytes are of what comes from operations on the GPU and goes to such; in a loop's body, of one round.
 
@@ -43,14 +44,14 @@ def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[
 
 
 def _called(program: Program) -> frozenset[str]:
-    """Functions that calls run, once each time."""
+    """Returns the functions that calls run, once each time."""
     graphs = (program, *program.functions.values())
     calls = (n.attrs.get("f") for g in graphs for n in g.nodes if n.op in CALLS)
     return frozenset(f.name for f in calls if isinstance(f, Func))
 
 
 def _of_graph(graph: Program, has_kernel: HasKernel) -> list[tuple[Node, int]]:
-    """Its nodes without a kernel, each with the bytes that are copied for it."""
+    """Returns the graph's nodes without a kernel, each with the bytes that are copied for it."""
 
     def computes(node: Node) -> bool:
         return node.op not in EXCHANGES and not node.attrs.get(ON_HOST) and node.name not in graph.inputs

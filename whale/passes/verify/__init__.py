@@ -1,1 +1,1 @@
-"""Independent of how a plan was found: whether it is legal, and why it is what it is."""
+"""Verifies plans independently of how they were found, and explains why they are what they are."""

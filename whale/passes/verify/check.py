@@ -1,4 +1,4 @@
-"""The checker: proves, independently of how a plan was found, that it is legal for a program.
+"""Proves, independently of how a plan was found, that it is legal for a program.
 
 It reads only the program, the rules and the plan: every node has a strategy that its rule allows, every operand is
 available in the placement that the strategy wants (as produced, or by a reshard of the plan), every reshard starts
@@ -115,7 +115,7 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
 
 
 def _check_variable(variable: Variable, node: Node, placement: Placement, parts: int) -> None:
-    """A variable lies whole, or split; a rank outside the group that its scope names has an empty part."""
+    """Checks that a variable is whole, or split; a rank outside the group that its scope names has an empty part."""
     if placement == B:
         return
     shape = variable.type.shape or ()
@@ -125,7 +125,7 @@ def _check_variable(variable: Variable, node: Node, placement: Placement, parts:
 
 
 def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
-    """What a loop or branch passes to its functions, and what it expects of them."""
+    """Checks what a loop or branch passes to its functions, and what it expects of them."""
     functions = [f.name for f in called_functions(node)]
     loop = node.op in LOOPS
     for name in functions:
@@ -137,7 +137,9 @@ def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> 
 
 
 def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, parts: int) -> None:
-    """A split has one size per rank, and they add up (the dimensions of a list's elements are not known here)."""
+    """Checks that a split has one size per rank, and that they add up (dimensions of a list's elements are not known
+    here).
+    """
     if not isinstance(placement, Split):
         return
     t = program.type_of(ref)
@@ -173,7 +175,9 @@ def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted:
 
 
 def _check_reshards(program: Program, plan: Plan) -> None:
-    """Each reshard is of a tensor of the program, one that lowering has nodes for, and says what it moves."""
+    """Checks that each reshard is of a tensor of the program, one that lowering has nodes for, and says what it
+    moves.
+    """
     keys: set[str] = set()
     for r in plan.reshards:
         body = program if r.graph == "" else program.functions.get(r.graph)
@@ -209,7 +213,9 @@ def _check_reshards(program: Program, plan: Plan) -> None:
 
 
 def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> None:
-    """What meets or becomes a rank's own value is what its rows contribute: nothing was reduced and put back before."""
+    """Checks that what meets or becomes a rank's own value is what its rows contribute: nothing was reduced and put
+    back before.
+    """
     strategies, seen = plan.strategies[graph], set()
     stack = list(zip(node.inputs, strategies[node.name].inputs))
     while stack:
@@ -235,7 +241,7 @@ def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> 
 
 
 def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, known: set[Hashable]) -> None:
-    """A node runs as its rule allows.
+    """Checks that a node runs as its rule allows.
 
     Args:
       known: what was found legal in this graph: the updates of many variables are alike.
@@ -248,7 +254,7 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, k
 
 
 def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable | None:
-    """From what it follows whether a strategy is legal, where that is no more than types; None: it is more.
+    """Returns what the legality of a strategy follows from, where that is no more than types; None: it is more.
 
     Strategies and types are told apart by their numbers: plan and program keep them.
     """
@@ -297,7 +303,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
 
 
 def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
-    """Whether a stateful op has to run on all ranks: its rule says how, or it holds a variable."""
+    """Tells whether a stateful op has to run on all ranks: its rule says how, or it holds a variable."""
     rule = rule_of(node.op)
     if rule is None:
         return holds_variable(program, node)
@@ -327,13 +333,13 @@ def _check_groups(program: Program, plan: Plan) -> None:
 
 
 def _check_order(program: Program, graph: str, plan: Plan) -> None:
-    """No fused collective waits, through other nodes, for its own result."""
+    """Checks that no fused collective waits, through other nodes, for its own result."""
     strategies = plan.strategies[graph]
 
     moved = {r.ref for r in plan.reshards if r.graph == graph}
 
     def behind(ref: Ref, placement: Placement) -> str | int:
-        """What an operand waits for: its producer, or the group that reduces it."""
+        """Returns what an operand waits for: its producer, or the group that reduces it."""
         if ref not in moved:
             return ref.node
         r = plan.reshard_of.get((graph, ref, placement))

@@ -1,4 +1,4 @@
-"""Why an operation of a plan lies as it does: its layout, where that comes from, what it moves, what else is legal.
+"""Explains the layout of an operation of a plan: where it comes from, what it moves, what else is legal.
 
 What a saved plan says without its program is in `whale.ir.plan_explain`.
 """
@@ -19,11 +19,11 @@ from whale.sharding_rules import rule_of
 from whale.sharding_rules.graph import view
 
 MOST_ALTERNATIVES = 6
-SHOWN_STEPS = 5  # of a chain, beside its end
+SHOWN_STEPS = 5  # steps of a chain that are shown, beside its end
 
 
 def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
-    """What is known of the operations that a pattern names, with the chain back to the batch and the alternatives.
+    """Describes the operations that a pattern names, with the chain back to the batch and the alternatives.
 
     Args:
         program: that the plan speaks of (see whale.passes.plan_builder.expand).
@@ -49,7 +49,7 @@ def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
 
 
 def _chain(program: Program, plan: Plan, name: str) -> list[str]:
-    """From the operation back along the operand that is divided (or is a partial sum) to where that began."""
+    """Follows the operand that is divided (or is a partial sum) from the operation back to where that began."""
     strategies, seen = plan.strategies[""], {name}
     lines: list[str] = []
     inputs = {b.name: b for b in plan.batch_inputs}
@@ -118,7 +118,7 @@ def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
 def _starts(
     made: Sequence[Placement], shapes: Iterable[tuple[int | None, ...] | None], parts: int
 ) -> Iterable[list[Placement]]:
-    """Layouts of the operands from which a rule derives what it allows: as made, whole, and one divided."""
+    """Yields placements of the operands from which a rule derives what it allows: as made, whole, and one divided."""
     yield list(made)
     yield [B] * len(made)
     for i, shape in enumerate(shapes):
@@ -130,7 +130,9 @@ def _starts(
 
 
 def _moved(program: Program, plan: Plan, node: Node, made: Sequence[Placement], option: Strategy) -> int | None:
-    """Bytes that a step moves for the operation's operands, and for what reads its results; None: impossible."""
+    """Returns the bytes that a step moves for the operation's operands, and for what reads its results; None:
+    impossible.
+    """
     strategies, moved = plan.strategies[""], 0
     pairs = [(program.type_of(r), source, wanted) for r, source, wanted in zip(node.inputs, made, option.inputs)]
     for index, placement in enumerate(option.outputs):

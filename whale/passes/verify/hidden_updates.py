@@ -1,5 +1,6 @@
-"""Updates of variables that a plan cannot see: inside functions of ops that only the first rank runs, or that no
-pass looks into. The copies of such a variable would drift apart, so the program is refused."""
+"""Refuses programs with updates of variables that a plan cannot see: inside functions of ops that only the first rank
+runs, or that no pass looks into. The copies of such a variable would drift apart, so the program is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of itself beside its layouts: how much of the work is divided, and what is not as it might be."""
+"""Summarises a plan beside its layouts: how much of the work is divided, and what is not as it might be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.sharding_rules.graph import view
 
 
 def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
-    """What the run computes otherwise than one device, in words.
+    """Describes what the run computes otherwise than one device.
 
     Args:
       layout: of the program itself, without its functions.
@@ -46,7 +46,7 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
 
 
 def routed(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> dict[str, int]:
-    """Nodes that exchange rows of a table by their ids, with the bytes that they are expected to move."""
+    """Returns the nodes that exchange rows of a table by their ids, with the bytes that they are expected to move."""
     found = {}
     for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
@@ -60,7 +60,9 @@ def routed(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> 
 
 
 def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) -> tuple[int, int]:
-    """(divided, all) FLOPs of matrix products and convolutions; a loop whose turns are not known counts as one turn."""
+    """Returns (divided, all) FLOPs of matrix products and convolutions; a loop of unknown length counts as one
+    iteration.
+    """
     divided = total = 0
     often = executions(program)
     for graph, layout in layouts.items():
@@ -77,7 +79,7 @@ def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) 
 
 
 def unruled(program: Program, layouts: Mapping[str, GraphLayout], reshards: Iterable[Reshard]) -> dict[str, int]:
-    """Nodes whose op has no rule -> logical bytes moved to bring their operands together."""
+    """Maps nodes whose op has no rule to the logical bytes moved to bring their operands together."""
     reshards = tuple(reshards)
     result: dict[str, int] = {}
     for graph, layout in layouts.items():

@@ -1,4 +1,4 @@
-"""Programs of which nothing is divided: every rank computes all of it, and what would change that."""
+"""Explains why nothing of a program is divided, so that every rank computes all of it, and what would change that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _READS = frozenset({"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAs
 
 
 def undivided(program: Program, plan: Plan) -> str:
-    """Why every rank computes all of a program that has something to divide, and what to do; "" where it does not.
+    """Explains why every rank computes all of a program that has something to divide, and what to do; "" where it does
+    not.
 
     Args:
       program: expanded, as the plan speaks of it.

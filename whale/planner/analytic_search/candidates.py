@@ -1,4 +1,4 @@
-"""What a search is asked for, what it looks at before layers are cut, and what it finds."""
+"""Defines the input of a search (``Constraints``), its candidates, and its result."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute"
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user has fixed; None: free.
+    """The choices that the user has fixed; None: free.
 
-    `budget_s`: seconds on the clock; the best spread so far is returned.
-    `hurried`: only powers of two of rows, and stages that divide the layers, are looked at.
-    `faster_than_s`: only spreads that are estimated to be faster are looked at.
-    `exact_devices`: with at most so many, every assignment of devices to stages is looked at.
-    `runnable`: the replicas of a stage divide tensors over equally many ranks, as the runtime's meshes have them.
+    `budget_s`: seconds on the clock; the best spread so far is returned. `hurried`: only powers of two of rows, and
+    stages that divide the layers, are looked at. `faster_than_s`: only spreads that are estimated to be faster are
+    looked at. `exact_devices`: with at most so many, every assignment of devices to stages is looked at. `runnable`:
+    the replicas of a stage divide tensors over equally many ranks, as the runtime's meshes have them.
     """
 
     stages: int | None = None
@@ -58,22 +57,22 @@ class Candidate:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Returns the number of stages."""
         return sum(count for _, count in self.kinds)
 
     @property
     def ranks(self) -> list[tuple[Part, ...]]:
-        """The parts of each stage, in order."""
+        """Returns the parts of each stage, in order."""
         return [parts for parts, count in self.kinds for _ in range(count)]
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The pools that have a part in it, how deep it is, and how far tensors are divided."""
+        """Returns the shape: the pools that have a part in it, how deep it is, and how far tensors are divided."""
         parts = [part for parts, _ in self.kinds for part in parts]
         return frozenset(part.pool for part in parts), self.stages.bit_length(), max(part.tensor for part in parts)
 
     def even(self, layers: int) -> Spread:
-        """The spread with equally many of a model's layers per stage and chunk, whether it fits or not."""
+        """Returns the spread with equally many of a model's layers per stage and chunk, whether it fits or not."""
         chunks = even_chunks(layers, self.stages, self.chunks)
         stages = tuple(Stage(ranges, parts) for ranges, parts in zip(chunks, self.ranks))
         return msgspec.structs.replace(self.settings, stages=stages)
@@ -81,7 +80,7 @@ class Candidate:
 
 @dataclass
 class SearchResult:
-    """What a search found, and how it went.
+    """The result of a search, with figures of how it went.
 
     Attributes:
         spread, evaluation: the best, and what it costs.

@@ -1,4 +1,4 @@
-"""The families of spreads that the search lists, each with its estimate: on one kind of device, and mixed ones."""
+"""Enumerates the spreads that the search looks at, by families (on one kind of device, mixed), with estimates."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ LEAST_FILLED = 4  # a pipeline of more than so many stages for each micro-batch 
 
 
 def stage_counts(layers: int, most: int) -> list[int]:
-    """Numbers of stages worth trying: for every number of layers per stage the fewest stages, and the most."""
+    """Returns the numbers of stages worth trying: the fewest for each number of layers per stage, and the most."""
     most = min(most, layers)
     return sorted({-(-layers // n) for n in range(1, layers + 1) if -(-layers // n) <= most} | {most})
 
 
 class Families(Estimates):
-    """Lists candidates."""
+    """Enumerates the candidates of each family."""
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
         super().__init__(model, machines, batch, limits)
         self.stage_counts: dict[int, list[int]] = {}
 
     def counts(self, most: int) -> list[int]:
-        """Numbers of stages to try, at most so many."""
+        """Returns the numbers of stages to try, at most ``most``."""
         key = min(most, self.model.count)
         if key not in self.stage_counts:
             found = stage_counts(self.model.count, key)
@@ -43,7 +43,7 @@ class Families(Estimates):
         return self.stage_counts[key]
 
     def pure(self) -> Iterator[Candidate]:
-        """Stages on one pool each, all with the same number of replicas and rows."""
+        """Enumerates candidates whose stages lie on one pool each, all with the same number of replicas and rows."""
         pools, limits = self.machines.pools, self.limits
         sets = [s for n in range(1, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
         if len(sets) > MOST_SETS:  # of many pools: each alone, and all
@@ -118,7 +118,7 @@ class Families(Estimates):
                             yield Candidate(estimate_s, kinds, settings, chunks)
 
     def _by_memory(self, chosen: Sequence[int]) -> list[int]:
-        """First stages hold the most activations: the devices with the most memory come first."""
+        """Orders pools by memory, largest first: first stages hold the most activations."""
         return sorted(range(len(chosen)), key=lambda i: -self.machines.pools[chosen[i]].memory_bytes)
 
     def _chunks(self, stages: int, micro_batches: int, pools: int) -> list[int]:
@@ -130,7 +130,7 @@ class Families(Estimates):
         return [v for v in CHUNKS if count % (stages * v) == 0]
 
     def mixed(self) -> Iterator[Candidate]:
-        """Stages that are all alike, each with replicas of all pools, rows by speed."""
+        """Enumerates candidates whose stages are all alike, each with replicas of all pools and rows by speed."""
         pools, limits = self.machines.pools, self.limits
         if limits.chunks not in (None, 1):
             return

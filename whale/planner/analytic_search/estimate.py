@@ -1,4 +1,4 @@
-"""What the search estimates in microseconds: layers' seconds on a rank, the end of a step, whether layers have room."""
+"""Estimates, in microseconds each, layers' seconds on a rank, the end of a step, and whether layers have room."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BACKWARD = 2 / 3  # of both passes
 
 
 def divisors(n: int) -> list[int]:
-    """All of a positive number, in growing order."""
+    """Returns all divisors of a positive number, in growing order."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
 class Estimates:
-    """What a layer, a step's end and a stage's memory cost on a cluster's ranks, remembered."""
+    """Estimates of what layers, a step's end and a stage's memory cost on a cluster's ranks; some are cached."""
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
         self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
@@ -39,13 +39,13 @@ class Estimates:
         self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
 
     def late(self, part: float = 1.0) -> bool:
-        """Whether a part of the budget is used up; once it was, the search has not looked at everything."""
+        """Tells whether a part of the budget is used up; once it was, the search has not looked at everything."""
         late = time.monotonic() - self.started > part * self.limits.budget_s
         self.was_late = self.was_late or late
         return late
 
     def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[LayerCosts, float, float]:
-        """(costs, seconds of all layers' passes, seconds of one layer in the middle)."""
+        """Returns (costs, seconds of all layers' passes, mean seconds of one layer)."""
         key = (pool, tensor, rows, *how)
         if key not in self.each:
             # Experts are taken to be divided over all of the pool's devices, until a stage is known.
@@ -57,38 +57,42 @@ class Estimates:
         return self.each[key]
 
     def rows_of(self, pool: int, tensor: int) -> list[int]:
-        """Sizes of a rank's micro-batch that are looked at, in growing order."""
+        """Returns the sizes of a rank's micro-batch that are looked at, in growing order."""
         known = self.model.row_choices(pool, tensor)
         return known if known is not None else list(range(1, min(self.batch, MOST_ROWS) + 1))
 
     def allowed(self, part: Part) -> bool:
-        """Whether a stage may lie on these ranks alone: its rows are known there, and what the user fixed is kept."""
+        """Tells whether a stage may lie on these ranks alone: its rows are known there, and the user's choices kept."""
         known, limits = self.rows_of(part.pool, part.tensor), self.limits
         fixed = limits.micro_batch in (None, part.rows) and limits.data in (None, part.replicas)
         return fixed and known[0] <= part.rows <= known[-1]
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """(recompute, sequence parallel) that the model knows and the user leaves free."""
+        """Returns the pairs (recompute, sequence parallel) that the model knows and the user leaves free."""
         found = self.model.recomputes()
         wanted = self.limits.recompute
         return [one for one in found if wanted is None or one[0] == wanted]
 
     def recompute_kinds(self, sequence_parallel: bool) -> list[Recompute]:
-        """What a stage may compute again; least first."""
+        """Returns the kinds of recompute that a stage may use; the least comes first."""
         return [kind for kind, parallel in self.recomputes() if parallel == sequence_parallel]
 
     def tensors(self, pool: int) -> list[int]:
-        """Tensor-parallel degrees on a pool that the user leaves free."""
+        """Returns the tensor-parallel degrees on a pool that the user leaves free."""
         found = self.model.tensor_degrees(pool)
         return [d for d in found if self.limits.tensor in (None, d)]
 
     def settings(self, micro_batches: int, how: tuple[str, bool]) -> Spread:
-        """A spread without stages; `how`: (recompute, sequence parallel)."""
+        """Returns a spread without stages; `how`: (recompute, sequence parallel)."""
         recompute, sequence_parallel = how
         return Spread((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
 
     def after_s(self, parts: tuple[Part, ...], how: tuple[str, bool], stages: int) -> tuple[float, float]:
-        """Seconds of the reduction, with what passes hide of it, and of the update, of one of so many like stages."""
+        """Estimates the end of a step for one of ``stages`` like stages.
+
+        Returns:
+            (seconds of the reduction, with what passes hide of it; seconds of the update).
+        """
         costs = [self.whole(p.pool, p.tensor, p.rows, how)[0] for p in parts]
         own = [(one.parameters[-1] - one.twice) / stages for one in costs]
         reduce_s = reduction_s(self.model, self.machines, parts, own, self.zero)
@@ -104,14 +108,14 @@ class Estimates:
         return reduce_s, update_s
 
     def reduced_s(self, reduce_s: float, passes_s: float, stages: int, chunks: int, micro_batches: int) -> float:
-        """What equal stages' passes leave of the reduction; `passes_s`: of one micro-batch on a stage."""
+        """Estimates what equal stages' passes do not hide of the reduction; `passes_s`: of one micro-batch."""
         if not self.model.stack.hides_data_parallel:
             return reduce_s
         counts = [max(1, self.model.count // (stages * chunks))] * chunks
         return not_hidden_s(reduce_s, counts, [BACKWARD * passes_s / chunks] * chunks, min(stages, micro_batches))
 
     def sends_s(self, parts: Sequence[Part], how: tuple[str, bool]) -> float:
-        """Seconds of a micro-batch's sends to a stage on like ranks and back, on the slowest of the pools' ways."""
+        """Estimates the seconds of a micro-batch's sends to a stage on like ranks and back, on the slowest path."""
         ranks, cut = sum(part.ranks for part in parts), max(1, self.model.count // 2)
         each = 0.0
         for part in parts:
@@ -120,7 +124,7 @@ class Estimates:
         return 2 * each
 
     def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
-        """Whether a candidate is among the best so far of its shape (recompute, stages, tensors, pools)."""
+        """Tells whether a candidate is among the best so far of its shape (recompute, stages, tensors, pools)."""
         self.estimated += 1
         best = self.shapes.setdefault(shape, [])
         if len(best) < self.kept_per_shape:
@@ -132,7 +136,7 @@ class Estimates:
         return True
 
     def roomy(self, one: Candidate) -> bool:
-        """Whether the stages' memory could hold all layers, if layers could be divided at will."""
+        """Tells whether the stages' memory could hold all layers, if layers could be divided at will."""
         s, stages = one.settings, one.stages
         room, at = 0.0, 0
         how = (s.recompute, s.sequence_parallel)
@@ -153,7 +157,7 @@ class Estimates:
         return room >= self.model.count
 
     def bound_s(self) -> float:
-        """No spread of these families is faster: all devices at their best rate, all of the time, nothing sent."""
+        """Returns a lower bound of the step: all devices at their best rate all of the time, nothing sent."""
         speed = 0.0
         for pool in self.machines.pools:
             rates = [0.0]

@@ -1,4 +1,4 @@
-"""For few devices: every assignment of device groups to stages, by dynamic programming.
+"""Finds the best assignment of device groups to stages by dynamic programming, where there are few devices.
 
 State: the devices that later stages use, the pool of the first of them (which says what sends to it take), the first
 layer of what they hold, and how many stages they are (which says how many micro-batches a stage before them holds in
@@ -34,7 +34,7 @@ BEHIND = 1.25  # ...so many times as long as the best, by this program
 def exact(
     search: Estimates, fastest_s: float | None, choices: dict[tuple[int, bool], list[StageRanks]]
 ) -> Iterator[Spread]:
-    """The best spreads for every number of micro-batches, without interleaving; best first.
+    """Yields the best spreads of every number of micro-batches, without interleaving; best first.
 
     Args:
         fastest_s: seconds of the best known step; None: none is known.
@@ -73,7 +73,7 @@ def exact(
 def _grid(
     count: int, sizes: tuple[int, ...], micro_batches: int, options: list[StageOption], fastest_s: float | None
 ) -> np.ndarray:
-    """Limits on the seconds of the slowest stage that can make a step faster than the best known one."""
+    """Returns limits on the seconds of the slowest stage that can make a step faster than the best known one."""
     whole = [float(o.seconds[0, count]) for o in options if o.live[0, count] >= 1]
     high = max(float(o.seconds[np.isfinite(o.seconds)].max()) + 2 * float(o.send_s.max()) for o in options)
     if fastest_s is not None:
@@ -83,13 +83,13 @@ def _grid(
     if micro_batches == 1:  # the slowest stage counts once, as any other
         return np.array([high])
     low = min(_ideal_s(sizes, options, count), high)
-    # What a step may lose by the distance of two limits is the same for each of them.
+    # The limits lie at equal ratios, so that a step may lose the same part of itself between any two neighbours.
     points = min(GRID, 2 + int(np.log(high / low) / np.log(1 + GRID_LOSS / micro_batches))) if low < high else 1
     return np.geomspace(low, high * 1.0001, points)  # the largest limit itself is allowed, whatever it is rounded to
 
 
 def _ideal_s(sizes: tuple[int, ...], options: list[StageOption], count: int) -> float:
-    """Half the seconds of a micro-batch if all devices shared it without loss: no slowest stage is faster.
+    """Returns half the seconds of a micro-batch if all devices shared it without loss: no slowest stage is faster.
 
     Where no pool has options of its own (replicas on several are asked for): the seconds of the least stage.
     """
@@ -119,9 +119,9 @@ class _Chains:
 
 
 class _Solver:
-    """The best chains of stages for each limit of a grid.
+    """Finds the best chains of stages for each limit of a grid.
 
-    Of a chain of later stages that time is made small that one micro-batch takes until its gradients are summed.
+    Of a chain of later stages it minimises the time until one micro-batch's gradients are summed.
 
     Args:
         settings: of the spreads.
@@ -154,11 +154,11 @@ class _Solver:
         for option in options:
             self.by_use.setdefault(option.used, []).append(option)
         self.fits = {id(o): np.arange(later)[:, None, None] < o.live for o in options}
-        # What was put before a chain: (devices of the chain, its head, option).
+        # The stages put before chains: (devices of the chain, its head, option).
         self.log: list[tuple[tuple[int, ...], int, StageOption]] = []
 
     def best(self, late: Callable[[], bool]) -> list[tuple[float, Spread]]:
-        """(seconds of a step, spread), the fastest first; of those that were found until it was ``late``."""
+        """Returns (seconds of a step, spread), the fastest first, of what it finds until it is ``late``."""
         for used in sorted(self.states, key=sum)[1:]:
             for own, options in self.by_use.items():
                 rest = tuple(a - b for a, b in zip(used, own))
@@ -180,7 +180,7 @@ class _Solver:
         return sorted(((seconds, spread) for spread, seconds in result.items()), key=lambda e: e[0])[:CHAINS]
 
     def _put_before(self, option: StageOption, rest: tuple[int, ...], here: _Chains) -> None:
-        """Chains that begin with a stage, before those on other devices; kept where they are better."""
+        """Puts a stage before the chains on other devices; keeps the new chains where they are better."""
         grid, count = self.grid, self.count
         passes_s, summed_s = self._behind(self.chains[rest], option.head)
         for head in np.flatnonzero(np.isfinite(passes_s[:, -1]).any(axis=(1, 2))):
@@ -204,7 +204,7 @@ class _Solver:
             self.log.append((rest, int(head), option))
 
     def _behind(self, chains: _Chains, head: int) -> tuple[np.ndarray, np.ndarray]:
-        """Chains' seconds (passes, summed) behind a stage on such a pool, to which their first stage sends."""
+        """Returns the chains' seconds (passes, summed) behind a stage on the pool ``head``, sends to it included."""
         if head not in chains.behind:
             back_s = np.zeros(chains.came.shape)
             some = chains.came >= 0
@@ -217,7 +217,7 @@ class _Solver:
         return chains.behind[head]
 
     def _chain(self, used: tuple[int, ...], head: int, stages: int, at: int) -> tuple[Spread, float]:
-        """The stages from the first on, and the slowest one's seconds of a micro-batch."""
+        """Follows a chain from its first stage on; returns the spread and its slowest stage's seconds."""
         low, slowest = 0, 0.0
         found: list[Stage] = []
         again: list[Recompute] = []

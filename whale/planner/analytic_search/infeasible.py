@@ -1,4 +1,4 @@
-"""When nothing fits: which memory is too small, by how much, and changes after which something fits.
+"""Explains why nothing fits: which memory is too small, by how much, and after which changes something fits.
 
 Every change that is proposed was tried: with it, the search finds a plan.
 """
@@ -33,7 +33,7 @@ Fits = Callable[[Model, Machines, Constraints], bool]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What could be otherwise so that something fits: in words, and as what is searched then."""
+    """A change after which something fits: in words, and as the model, machines and constraints to search then."""
 
     text: str
     model: Model
@@ -42,7 +42,7 @@ class Change:
 
 
 def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) -> PlanError:
-    """The error that says so, from the spread that lacks the least memory of all that were looked at.
+    """Returns the error for a search in which nothing fits, about the spread that lacks the least memory.
 
     Args:
         searches: one for each way to divide or offload the state, at their ends.
@@ -87,7 +87,7 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
 
 
 def _nearest(searches: Sequence[Search]) -> tuple[Spread, Evaluation] | None:
-    """The spread that lacks least, and what it costs; None: there is none at all."""
+    """Returns the spread that lacks least, and what it costs; None: there is none at all."""
     best: tuple[float, Search, Candidate] | None = None
     for search in searches:
         for one in search.least_memory():
@@ -105,7 +105,7 @@ def _nearest(searches: Sequence[Search]) -> tuple[Spread, Evaluation] | None:
 
 
 def _lacking_bytes(search: Search, one: Candidate) -> float:
-    """By how much a candidate's worst stage does not fit, with as many layers in each."""
+    """Returns the bytes by which a candidate's worst stage does not fit, with equally many layers in each stage."""
     spread, at, lacking = one.even(search.model.count), 0, float("-inf")
     firsts = []
     for _, count in one.kinds:  # the first of equal stages holds most micro-batches
@@ -118,7 +118,7 @@ def _lacking_bytes(search: Search, one: Candidate) -> float:
 
 
 def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, fits: Fits) -> Iterator[Change]:
-    """Changes of which each alone is enough: of what was fixed, the hosts, their devices, the model."""
+    """Yields changes of which each alone is enough: of what was fixed, the hosts, their devices, the model."""
     yield from _unfixed(model, machines, limits, fits)
     host = pool.host
 
@@ -156,7 +156,7 @@ def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, f
 
 
 def _smaller(model: TransformerModel, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:
-    """Fewer layers, a shorter sequence."""
+    """Yields changes of the model: fewer layers, a shorter sequence."""
     t = model.transformer
 
     def of(**other: int) -> TransformerModel:
@@ -189,7 +189,7 @@ def _freed(model: Model, machines: Machines, limits: Constraints, fits: Fits) ->
 
 
 def _least(good: Callable[[int], bool], most: int) -> int | None:
-    """The first power of two that is good, from 2 on."""
+    """Returns the first power of two, from 2 on, that is good; None: none up to ``most`` is."""
     n = 2
     while n <= most:
         if good(n):
@@ -199,7 +199,7 @@ def _least(good: Callable[[int], bool], most: int) -> int | None:
 
 
 def _halved(good: Callable[[int], bool], most: int) -> int:
-    """How many fewer than a number that is good are good as well, by halving; less than `most`."""
+    """Finds by bisection how much a good number can shrink and still be good; less than `most`."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2

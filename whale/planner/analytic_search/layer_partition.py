@@ -19,7 +19,7 @@ HALVINGS, PRECISION = 24, 2e-4
 
 
 class Chain:
-    """The stages' ranks in order; answers how many layers a stage takes within so many seconds and its memory."""
+    """The stages' ranks in order; tells how many layers a stage takes within a limit of seconds and its memory."""
 
     def __init__(
         self,
@@ -30,7 +30,12 @@ class Chain:
         ranks: int,
         recomputes: Sequence[Recompute] = (),
     ) -> None:
-        """`kinds`: the parts of each stage; `recomputes`: what one may compute again (none: as the settings say)."""
+        """Takes the stages' ranks and the layers' costs on them.
+
+        Args:
+            kinds: the parts of each stage.
+            recomputes: what a stage may compute again (none: as the settings say).
+        """
         self.model, self.machines, self.settings = model, machines, settings
         self.kinds, self.recomputes = kinds, tuple(recomputes) or (settings.recompute,)
         of: dict[tuple[tuple[Part, ...], Recompute], list[LayerCosts]] = {}
@@ -42,22 +47,22 @@ class Chain:
         self.stages = len(kinds)
 
     def seconds(self, kind: tuple[Part, ...], how: Recompute, low: int, high: int) -> float:
-        """Of both passes of layers low..high-1, on the slowest part."""
+        """Returns the seconds of both passes of layers low..high-1, on the slowest part."""
         return slowest_passes_s(self.costs[kind, how], low, high)
 
     def live(self, stage: int) -> int:
-        """Micro-batches that a stage holds at its peak."""
+        """Returns the number of micro-batches that a stage holds at its peak."""
         return live_chunks(self.settings.schedule, self.stages, 1, self.settings.micro_batches, stage)
 
     def fits(self, stage: int, how: Recompute, low: int, high: int) -> bool:
-        """Whether layers low..high-1, computed again like this, have room on a stage's ranks and in their hosts."""
+        """Tells whether layers low..high-1, recomputed like this, have room on a stage's ranks and in their hosts."""
         kind = self.kinds[stage]
         one, costs = Stage(((low, high),), kind), self.costs[kind, how]
         memory = stage_memory(self.settings, one, costs, self.live(stage), self.stages)
         return lacking_bytes(self.machines, self.settings, one, costs, memory) <= 0
 
     def within(self, limit_s: float) -> list[int] | None:
-        """Ends of the stages where none takes longer, layers as early as possible; None: impossible."""
+        """Returns the ends of stages none of which takes longer, with layers as early as possible; None: impossible."""
         ends, low, count = [], 0, self.model.count
         taken = max(1, count // self.stages)
         for stage in range(self.stages):
@@ -85,7 +90,7 @@ class Chain:
         return ends if low == count else None
 
     def best(self) -> list[int] | None:
-        """Ends of the stages that minimise the slowest stage; None: no division fits into memory."""
+        """Returns the ends of the stages that minimise the slowest stage; None: no division fits into memory."""
         if self.stages > self.model.count:
             return None
         if self.stages == 1:
@@ -109,7 +114,7 @@ class Chain:
         return ends
 
     def slowest(self, ends: list[int]) -> float:
-        """Seconds of the slowest of these stages, each computing again as little as its memory lets it."""
+        """Returns the seconds of the slowest of these stages, each computing again as little as its memory lets it."""
 
         def own(stage: int, low: int, high: int) -> float:
             kind = self.kinds[stage]
@@ -120,7 +125,7 @@ class Chain:
         return max(own(stage, low, high) for stage, (low, high) in enumerate(zip([0, *ends[:-1]], ends)))
 
     def spread(self, ends: list[int]) -> Spread:
-        """The spread whose stages end before these layers."""
+        """Returns the spread whose stages end before these layers."""
         lows = [0, *ends[:-1]]
         stages = tuple(Stage(((low, high),), kind) for kind, low, high in zip(self.kinds, lows, ends))
         return msgspec.structs.replace(self.settings, stages=stages)

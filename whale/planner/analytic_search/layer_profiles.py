@@ -1,4 +1,4 @@
-"""Measured tables of a model's layers, from which a model is planned without its code (`whale plan --profile`).
+"""Reads measured tables of a model's layers, from which a model is planned without its code (`whale plan --profile`).
 
 JSON or YAML:
 
@@ -49,7 +49,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class TableLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """So many equal layers in a row."""
+    """A run of equal layers, with its length."""
 
     name: str
     count: Count = 1
@@ -124,7 +124,7 @@ def read(path: str | Path) -> LayerProfile:
 
 
 def _unlike(measured: list[Measured]) -> str:
-    """What is measured with one kind of recompute and not with another; empty: nothing."""
+    """Describes what is measured with one kind of recompute and not with another; empty: nothing."""
     of: dict[str, set[tuple[str, str, int, int]]] = {"none": set()}
     for one in measured:
         of.setdefault(one.recompute, set()).add((one.layer, one.device, one.tensor, one.micro_batch))
@@ -150,7 +150,7 @@ class TableModel:
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
     def on(self, machines: Machines) -> TableModel:
-        """The same model on other machines."""
+        """Returns the same model on other machines."""
         return TableModel(self.table, self.stack, machines)
 
     def _measured(self, pool: int, tensor: int, recompute: str = "none") -> dict[str, dict[int, Measured]]:
@@ -192,7 +192,7 @@ class TableModel:
         )
 
     def tensor_degrees(self, pool: int) -> list[int]:
-        """Degrees at which every layer is measured on the pool's device, and which its hosts have devices for."""
+        """Returns degrees at which every layer is measured on the pool's device, and that its hosts have room for."""
         own = self.machines.pools[pool]
         wanted = {layer.name for layer in self.table.layers}
         return sorted(
@@ -202,24 +202,24 @@ class TableModel:
         )
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
-        """Sizes of a micro-batch between the smallest and the largest at which every layer is measured."""
+        """Returns sizes of a micro-batch between the smallest and the largest at which every layer is measured."""
         known = self._measured(pool, tensor).values()
         low, high = max(min(sizes) for sizes in known), min(max(sizes) for sizes in known)
         return list(range(low, high + 1))
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """What is measured; tensors are never divided along the sequence."""
+        """Returns the measured kinds of recompute; tensors are never divided along the sequence."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         measured = {recompute for _, _, recompute in self.of}
         return [(kind, False) for kind in kinds if kind in measured]
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
-        """Seconds to hand a micro-batch of so many rows to layer `cut`; `path`: (bytes/s, step in us)."""
+        """Returns the seconds to hand a micro-batch of ``rows`` rows to layer `cut`; `path`: (bytes/s, step in us)."""
         return point_to_point_s(self.kinds[cut - 1].output_bytes * rows, *path)
 
 
 def _between(sizes: dict[int, Measured], rows: int) -> Measured:
-    """The measurement of so many rows: itself, or between its neighbours."""
+    """Returns the measurement of so many rows, interpolated between its neighbours where it was not measured itself."""
     if rows in sizes:
         return sizes[rows]
     order = sorted(sizes)

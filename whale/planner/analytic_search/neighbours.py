@@ -1,4 +1,4 @@
-"""Spreads that differ little from one: a cut moved, ranks exchanged or in another order, one stage more."""
+"""Yields spreads that differ little from one: a cut moved, ranks exchanged or in another order, one stage more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ StageRanks = tuple[tuple[int, ...], tuple[Part, ...]]  # what a stage may lie on
 
 
 def _with_another(spread: Spread, at: int, parts: tuple[Part, ...]) -> Iterator[Spread]:
-    """The spread with a stage divided: some of its layers, at either end, go to another stage on other ranks."""
+    """Yields the spread with a stage divided: some of its layers, at either end, go to another stage on other ranks."""
     low, high = spread.stages[at].layers[0]
     for cut in range(low + 1, high):
         kept, new = Stage(((low, cut),), spread.stages[at].parts), Stage(((cut, high),), parts)
@@ -26,7 +26,7 @@ def _with_another(spread: Spread, at: int, parts: tuple[Part, ...]) -> Iterator[
 
 
 def move_cut(spread: Spread, at: int, move: int) -> Spread | None:
-    """The spread with the cut after stage `at` moved by so many layers; None where a stage would be empty."""
+    """Moves the cut after stage `at` by ``move`` layers; None where a stage would be empty."""
     stages = list(spread.stages)
     (low, middle), (_, high) = stages[at].layers[0], stages[at + 1].layers[0]
     middle += move
@@ -38,7 +38,7 @@ def move_cut(spread: Spread, at: int, move: int) -> Spread | None:
 
 
 def neighbours(spread: Spread, few: bool) -> Iterator[Spread]:
-    """Spreads that differ little: a cut moved by a layer; with few devices also two stages' ranks exchanged."""
+    """Yields spreads with a cut moved by a layer; with few devices also with two stages' ranks exchanged."""
     count = len(spread.stages)
     for at in range(count - 1):
         for move in (1, -1, 2, -2) if few else (1, -1):
@@ -62,7 +62,7 @@ def neighbours(spread: Spread, few: bool) -> Iterator[Spread]:
 
 
 def _in_order(spread: Spread, order: Sequence[int]) -> Spread:
-    """The spread's stages in another order, each with its ranks and as many layers as before."""
+    """Returns the spread with its stages in another order, each with its ranks and as many layers as before."""
     stages, low = [], 0
     for at in order:
         stage = spread.stages[at]
@@ -72,7 +72,7 @@ def _in_order(spread: Spread, order: Sequence[int]) -> Spread:
 
 
 def other_orders(ranks: Sequence[tuple[Part, ...]]) -> Iterator[list[tuple[Part, ...]]]:
-    """The stages' ranks in other orders: runs of stages on equal ranks permuted, or one stage moved elsewhere."""
+    """Yields the stages' ranks in other orders: runs of stages on equal ranks permuted, or one stage moved."""
     runs = [list(run) for _, run in itertools.groupby(ranks)]
     known = {tuple(ranks)}
     orders: list[list[tuple[Part, ...]]] = []
@@ -91,7 +91,7 @@ def other_orders(ranks: Sequence[tuple[Part, ...]]) -> Iterator[list[tuple[Part,
 def with_idle(
     spread: Spread, machines: Machines, tensors: Callable[[int], Sequence[int]], allowed: Callable[[Part], bool]
 ) -> Iterator[list[tuple[Part, ...]]]:
-    """The ranks of the stages with another stage, anywhere between them, on devices of one pool that no stage has.
+    """Yields the ranks of the stages with one more stage, anywhere between them, on idle devices of one pool.
 
     Args:
         tensors: pool -> degrees by which tensors may be divided there.
@@ -112,7 +112,7 @@ def with_idle(
 
 
 def other_ranks(spread: Spread, machines: Machines, choices: Sequence[StageRanks], more: bool) -> Iterator[Spread]:
-    """The spread with other ranks for one stage, of those it has and those that no stage has.
+    """Yields the spread with other ranks for one stage, of those it has and those that no stage has.
 
     Args:
         choices: what a stage may lie on.

@@ -1,4 +1,4 @@
-"""What is wrong with a spread, found independently of the search that made it."""
+"""Checks a spread independently of the search that made it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_HOSTS = 64  # of a pool, up to which groups are laid on hosts one by one; w
 
 
 def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[str]:
-    """What is wrong with a spread, independently of the search: layers, devices, rows. Empty: nothing."""
+    """Lists what is wrong with a spread's layers, devices and rows, independently of the search. Empty: nothing."""
     wrong = []
     pools = {part.pool for stage in spread.stages for part in stage.parts}
     if most := [pool for pool in pools if not 0 <= pool < len(machines.pools)]:

@@ -1,4 +1,4 @@
-"""Which stages of a spread compute activations again: each the fastest way with which it fits into its memory."""
+"""Chooses what each stage of a spread computes again: each the fastest way with which it fits into its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cost_model.cluster.pools import Machines
 
 
 class RecomputeChoice:
-    """Chooses for stages, of kinds of recompute activations again; what was chosen is remembered.
+    """Chooses a kind of recompute for each stage, and caches what it chose.
 
     With the cuts and the schedule given, no other choice is faster: a step is the shorter the shorter each stage's
     passes are, and what a stage holds is its own.
@@ -22,7 +22,7 @@ class RecomputeChoice:
         self.known: dict[tuple[Stage, int, int, int, str, bool], Recompute] = {}
 
     def fitted(self, spread: Spread, kinds: Sequence[Recompute], live: Callable[[int], int]) -> Spread:
-        """The spread with what each stage computes again; where nothing fits, that which takes the least memory.
+        """Returns the spread with each stage's recompute chosen; where nothing fits, it takes the least memory.
 
         Args:
             kinds: what may be computed again, "none" for nothing.
@@ -42,7 +42,7 @@ class RecomputeChoice:
         return self.known[key]
 
     def _cost(self, spread: Spread, stage: Stage, live: int, how: Recompute) -> tuple[float, float]:
-        """(seconds of both passes of a micro-batch, bytes by which the worst part does not fit)."""
+        """Returns (seconds of both passes of a micro-batch, bytes by which the worst part does not fit)."""
         costs = [costs_of(self.model, spread, p, self.ranks, stage.replicas, how) for p in stage.parts]
         seconds = sum(slowest_passes_s(costs, low, high) for low, high in stage.layers)
         memory = stage_memory(spread, stage, costs, live, len(spread.stages))

@@ -1,4 +1,4 @@
-"""Rows of a micro-batch for unequal replicas: whole numbers that make the slowest replica as fast as possible."""
+"""Divides a micro-batch among unequal replicas, in whole rows, so that the slowest one is as fast as possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_S = 1e-12  # what a row takes at least: speeds are finite
 def row_shares(
     kinds: Sequence[tuple[int, int, int]], rows: int, seconds: Callable[[int, int, int], float], most: Sequence[int]
 ) -> tuple[Part, ...] | None:
-    """The parts of a stage, or None where so many rows cannot be divided so.
+    """Returns the parts of a stage with their rows, or None where so many rows cannot be divided so.
 
     Args:
         kinds: (pool, tensor, replicas).
@@ -75,7 +75,7 @@ def row_shares(
 
 
 def variants(parts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
-    """The parts, and those with one row moved from a replica of one pool to one of another (memory may want that)."""
+    """Returns the parts, and those with a row moved between replicas of two pools, which memory may need."""
     found = [parts]
     for giver, taker in itertools.permutations(range(len(parts)), 2):
         if parts[giver].pool == parts[taker].pool or parts[giver].rows == 1:

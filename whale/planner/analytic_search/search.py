@@ -1,4 +1,4 @@
-"""The search: many spreads are ordered by an estimate, the best are cut into stages, the best of those are simulated.
+"""Searches for the fastest spread: estimates order many, the best are cut into stages, the best of those are simulated.
 
 Families of spreads, which together hold what is known to be good:
 
@@ -8,8 +8,7 @@ Families of spreads, which together hold what is known to be good:
 * exact: for few devices, every assignment of devices to stages (see `whale.planner.analytic_search.exact`).
 
 Within a family an estimate costs microseconds: the layers' seconds over the ranks' speed, the pipeline's bubble, the
-reduction. Repeated layers are looked at once. What the estimate favours is cut by `layer_partition`, then
-simulated.
+reduction. Repeated layers are looked at once. What the estimate favours is cut by `layer_partition`, then simulated.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from whale.planner.analytic_search.recompute_stages import RecomputeChoice
 
 @dataclass(frozen=True)
 class _Effort:
-    """How many spreads each step of a search takes on.
+    """The number of spreads that each step of a search takes on.
 
     Attributes:
         cut: candidates whose layers are cut.
@@ -67,14 +66,14 @@ SHORTER = 1e-9  # part by which a step must be shorter than another to count as 
 
 @dataclass
 class _Simulated:
-    """(seconds, spread, evaluation) of all that were simulated and fit, and all that were looked at."""
+    """The spreads simulated: (seconds, spread, evaluation) of those that fit, and all that were looked at."""
 
     entries: list[tuple[float, Spread, Evaluation]] = field(default_factory=list)
     seen: set[Spread] = field(default_factory=set)
 
 
 class NothingFits(Exception):
-    """No spread fits of those that a search looked at."""
+    """Raised when none of the spreads that a search looked at fits."""
 
     def __init__(self, search: Search) -> None:
         super().__init__("nothing fits")
@@ -98,7 +97,7 @@ class Search(Families):
         self.ordered: set[tuple[Spread, tuple[tuple[Part, ...], ...]]] = set()  # (settings, ranks) that have been cut
 
     def build(self, one: Candidate) -> Spread | None:
-        """The candidate's layers cut; None where it does not fit into memory.
+        """Cuts the candidate's layers into stages; None where it does not fit into memory.
 
         A stage computes again what the candidate does, or less.
         """
@@ -112,7 +111,7 @@ class Search(Families):
     def _cut(
         self, settings: Spread, ranks: Sequence[tuple[Part, ...]], kinds: Sequence[Recompute] | None = None
     ) -> Spread | None:
-        """Stages on these ranks, in order, that are as fast as possible; None where they have no room.
+        """Cuts layers into stages on these ranks, in order, as fast as possible; None where they have no room.
 
         Args:
             settings: of the spread; its stages, if it has any, count for nothing.
@@ -124,12 +123,12 @@ class Search(Families):
         return None if ends is None else chain.spread(ends)
 
     def fitted(self, spread: Spread) -> Spread:
-        """The spread, every stage of which computes again as little as its memory lets it."""
+        """Returns the spread with every stage computing again as little as its memory lets it."""
         kinds = self.recompute_kinds(spread.sequence_parallel)
         return self.recompute.fitted(spread, kinds, lambda index: self.live(spread, index))
 
     def consider(self, spread: Spread) -> float:
-        """Simulates a spread and keeps it; its step's seconds, infinite where it does not fit."""
+        """Simulates a spread and keeps it; returns its step's seconds, infinite where it does not fit or is known."""
         if self.limits.zero is None and spread.zero and all(stage.replicas == 1 for stage in spread.stages):
             spread = msgspec.structs.replace(spread, zero=0)  # there is nobody to share the state with
         spread = self.fitted(spread)
@@ -169,7 +168,7 @@ class Search(Families):
             spread, seconds = best
 
     def _reordered(self, spread: Spread) -> Iterator[Spread]:
-        """The spread's stages in other orders of their ranks, cut anew.
+        """Yields the spread's stages in other orders of their ranks, cut anew.
 
         Families put the devices with the most memory first, which hold the most activations. Where all have room, what
         the first and the last layer have besides may be cheaper elsewhere.
@@ -185,7 +184,7 @@ class Search(Families):
                 yield found
 
     def _beginnings(self) -> list[tuple[float, Spread]]:
-        """Spreads to improve: the best of each number of stages and micro-batches, then the others."""
+        """Returns the spreads to improve: the best of each number of stages and micro-batches, then the others."""
         first: dict[tuple[int, int], tuple[float, Spread]] = {}
         others = []
         for seconds, spread, _ in sorted(self.kept.entries, key=lambda e: e[0]):
@@ -280,7 +279,7 @@ class Search(Families):
             self.consider(spread)
 
     def quick_s(self, spread: Spread) -> float:
-        """The step without its simulation: the slowest stage's passes, and once those of all; infinite: no room."""
+        """Estimates the step without a simulation: the slowest stage's passes, and all once; infinite: no room."""
         count, stages = spread.micro_batches, len(spread.stages)
         slowest = total = after = 0.0
         ranks = spread.ranks
@@ -300,11 +299,11 @@ class Search(Families):
         return count * slowest + (total - slowest) / spread.chunks + after
 
     def live(self, spread: Spread, index: int) -> int:
-        """Chunks of micro-batches that a stage holds at its peak."""
+        """Returns how many chunks of micro-batches a stage holds at its peak."""
         return live_chunks(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches, index)
 
     def least_memory(self) -> Iterator[Candidate]:
-        """What was listed, and what is divided most and computes most again, however slow it is."""
+        """Yields what was listed, and then what is divided most and computes most again, however slow it is."""
         yield from self.candidates
         limits = self.limits
         again = limits.recompute or self.model.recomputes()[-1][0]
@@ -321,7 +320,7 @@ class Search(Families):
             self.consider(spread)
 
     def _with_idle(self) -> None:
-        """The best spread with one stage more, on devices that it leaves idle, while that makes its step shorter.
+        """Adds stages to the best spread, on devices that it leaves idle, while that makes its step shorter.
 
         Families give the stages of a spread equal parts; what leaves devices idle may gain by a lesser stage on some.
         """
@@ -340,6 +339,6 @@ class Search(Families):
             self.improve(best[0], best[1].step_s, wide=False)
 
     def _without_zero(self) -> None:
-        """The best spread with the optimizer's state on every rank, where the user leaves that free."""
+        """Simulates the best spread with the optimizer's state on every rank too, where the user leaves that free."""
         if self.limits.zero is None and self.fastest is not None:
             self.consider(msgspec.structs.replace(self.fastest[0], zero=0))

@@ -1,4 +1,4 @@
-"""The search as a whole: rounds that look at more each time, ways to divide or offload the state, fewer devices.
+"""Runs the whole search: rounds that look at more each time, ways to divide or offload the state, fewer devices.
 
 A round of so many seconds is the same whatever the whole budget is, and the best of all rounds is taken: with a larger
 budget nothing slower is found. What a round finds depends on the clock only where it is cut short.
@@ -35,7 +35,7 @@ FEWER = (2, 4, 8)  # of so many devices of a host one is used, where a host's ad
 
 
 def search(model: Model, machines: Machines, batch: int, limits: Constraints | None = None) -> SearchResult:
-    """The best spread of a model's training step over a cluster (see `Search`).
+    """Finds the best spread of a model's training step over a cluster (see `Search`).
 
     Raises:
         PlanError: nothing fits in any way.
@@ -79,7 +79,7 @@ def search(model: Model, machines: Machines, batch: int, limits: Constraints | N
 
 
 def rounds_s(budget_s: float) -> Iterator[float]:
-    """Seconds of each round within a budget; without one, rounds have none either."""
+    """Yields the seconds of each round within a budget; without a budget, rounds have none either."""
     if math.isinf(budget_s):
         yield from (budget_s, budget_s)
         return
@@ -94,7 +94,7 @@ def rounds_s(budget_s: float) -> Iterator[float]:
 def _round(
     model: Model, machines: Machines, batch: int, limits: Constraints, failed: list[NothingFits]
 ) -> SearchResult | None:
-    """One round: the best of all modes; None where nothing fits of what was looked at.
+    """Runs one round and returns the best of all modes; None where nothing fits of what was looked at.
 
     ZeRO 1 (and 0) with all on the devices is looked at first. Where memory binds there (recompute, tensors or layers
     divided), ZeRO 3 has its turn as well; where nothing fits, so have all levels, with state and weights offloaded as
@@ -133,14 +133,14 @@ def _round(
 
 
 def fits(batch: int, model: Model, machines: Machines, limits: Constraints) -> bool:
-    """Whether anything is found, however long that takes."""
+    """Tells whether a search finds anything, however long that takes."""
     return (
         _round(model, machines, batch, replace(limits, budget_s=FITS_S, hurried=True, exact_devices=0), []) is not None
     )
 
 
 def _modes(machines: Machines, limits: Constraints, found: SearchResult | None) -> list[tuple[int, Offload]]:
-    """What else is worth a search, of what the user leaves free."""
+    """Returns the other (ZeRO level, offload) pairs that are worth a search, of what the user leaves free."""
     if found is not None:
         s = found.spread
         bound = (
@@ -158,7 +158,10 @@ def _modes(machines: Machines, limits: Constraints, found: SearchResult | None) 
 def _fewer(
     model: Model, machines: Machines, batch: int, limits: Constraints, started: float, known_s: float
 ) -> Iterator[SearchResult]:
-    """What is faster on a part of the cluster, for as long as the rounds have taken, within the budget."""
+    """Yields results that are faster on a part of the cluster.
+
+    It searches for as long as the rounds have taken, within the budget.
+    """
     tried = [machines.cluster]
     taken_s = time.monotonic() - started
     most_s = limits.budget_s if math.isinf(limits.budget_s) else min(limits.budget_s, 2 * taken_s + LEAST_FEWER_S)
@@ -176,7 +179,10 @@ def _fewer(
 
 
 def _parts(cluster: Cluster, few: int) -> Iterator[Cluster]:
-    """Some devices of each host, of all hosts or of one kind of them; so few of a kind that all plans are looked at."""
+    """Yields clusters with some devices of each host, of all hosts or of one kind of them.
+
+    Of a kind of hosts there are also so few that all plans are looked at.
+    """
 
     def part_of(host: HostEntry, part: int) -> HostEntry:
         devices = [msgspec.structs.replace(e, count=max(1, e.count // part)) for e in host.devices]

@@ -1,4 +1,4 @@
-"""What one stage may lie on where there are few devices: every choice of devices, tensor degrees and rows worth a look.
+"""Lists what one stage may lie on where there are few devices: all devices, tensor degrees and rows worth a look.
 
 The costs of an option are arrays over all ranges of layers, so that `exact` can look at all cuts at once.
 """
@@ -50,7 +50,7 @@ class StageOption:
 def stage_options(
     search: Estimates, states: list[tuple[int, ...]], settings: Spread, reductions: dict[tuple[Part, ...], np.ndarray]
 ) -> list[StageOption]:
-    """What a stage may lie on: any devices, with one tensor degree per pool, rows by speed."""
+    """Lists what a stage may lie on: any devices, with one tensor degree per pool, rows by speed."""
     rows = search.batch // settings.micro_batches
     how = (settings.recompute, settings.sequence_parallel)
     pools, kept = search.machines.pools, _Options(search, settings, reductions)
@@ -86,7 +86,7 @@ def stage_options(
 
 
 class _Options:
-    """Options for one number of micro-batches and way of recompute; what several of them have in common is kept."""
+    """Makes the options for one number of micro-batches and kind of recompute; keeps what several have in common."""
 
     def __init__(self, search: Estimates, settings: Spread, reductions: dict[tuple[Part, ...], np.ndarray]) -> None:
         self.search, self.settings, self.reductions = search, settings, reductions
@@ -95,7 +95,7 @@ class _Options:
         self.sends: dict[tuple[int, int, int, int], np.ndarray] = {}
 
     def option(self, used: tuple[int, ...], parts: tuple[Part, ...]) -> StageOption:
-        """One choice: so many devices of each pool, as these parts."""
+        """Returns the option of so many devices of each pool, as these parts."""
         replicas = sum(p.replicas for p in parts)
         costs = [costs_of(self.search.model, self.settings, part, self.search.ranks, replicas) for part in parts]
         ahead, back = (
@@ -118,7 +118,7 @@ class _Options:
         )
 
     def _reduction_s(self, parts: tuple[Part, ...], costs: list[LayerCosts]) -> np.ndarray:
-        """Depends on the replicas of each pool, not on their rows."""
+        """Returns the seconds of the reduction, which depend on the replicas of each pool and not on their rows."""
         count, key = self.search.model.count, tuple(msgspec.structs.replace(p, rows=0) for p in parts)
         if key not in self.reductions:
             found = self.reductions[key] = np.zeros((count + 1, count + 1))
@@ -131,7 +131,7 @@ class _Options:
         return self.reductions[key]
 
     def _live(self, part: Part, one: LayerCosts, replicas: int) -> np.ndarray:
-        """How many micro-batches a part's memory holds, up to as many as there can be stages."""
+        """Returns how many micro-batches a part's memory holds, up to as many as there can be stages."""
         count, s, key = self.search.model.count, self.settings, (part.pool, part.tensor, part.rows, replicas)
         if key not in self.lives:
             found = self.lives[key] = np.zeros((count + 1, count + 1), dtype=int)
@@ -147,7 +147,7 @@ class _Options:
         return self.lives[key]
 
     def _send_s(self, part: Part, ranks: int) -> np.ndarray:
-        """Seconds of a micro-batch through each cut, to each pool, and to the slowest of them."""
+        """Returns the seconds of a micro-batch's send through each cut, to each pool, and to the slowest of them."""
         model, machines, key = self.search.model, self.search.machines, (part.pool, part.tensor, part.rows, ranks)
         if key not in self.sends:
             paths = [machines.send_path(part.pool, pool.number, ranks) for pool in machines.pools]
@@ -159,7 +159,7 @@ class _Options:
 
 
 def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> np.ndarray:
-    """Seconds of a pass of layers low..high-1, as `LayerCosts.forward` says; infinite where there are no layers."""
+    """Returns a pass' seconds of layers low..high-1, as `LayerCosts.forward` says; infinite where there are none."""
     device, host = np.asarray(device_s), np.asarray(host_s)
     begin_s = np.full((len(device), len(device)), one.begin_s)
     begin_s[0, -1] = 0.0
@@ -169,7 +169,7 @@ def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> 
 
 
 def _undominated(options: list[StageOption]) -> list[StageOption]:
-    """Options on the same devices without those that another one is no worse than in anything."""
+    """Removes, of options on the same devices, those that another option equals or beats in everything."""
     kept: list[StageOption] = []
     for one in sorted(options, key=lambda o: float(o.seconds[0, -1])):
         fit = one.live > 0
@@ -186,7 +186,7 @@ def _undominated(options: list[StageOption]) -> list[StageOption]:
 
 
 def undominated(options: list[StageOption]) -> list[StageOption]:
-    """For each devices the options, of all ways to compute again, that no other is better than."""
+    """Returns, for each set of devices, the options of all kinds of recompute that no other is better than."""
     by_use: dict[tuple[int, ...], list[StageOption]] = {}
     for one in options:
         by_use.setdefault(one.used, []).append(one)

@@ -1,9 +1,9 @@
-"""The load balancing of "Whale: Efficient Giant Model Training over Heterogeneous GPUs" (ATC 2022), as published.
+"""Implements the load balancing of "Whale: Efficient Giant Model Training over Heterogeneous GPUs" (ATC 2022).
 
 For comparison only. Formula 1: replicas of a task graph take shares of the batch in proportion to their devices'
-FLOP/s; stages take layers so that FLOPs are in proportion. Algorithm 1: while a device's memory does not suffice,
-load is moved from the device that lacks most to the one that is used least and has room. Communication is not counted,
-and memory is taken to be in proportion to load.
+FLOP/s; stages take layers so that FLOPs are in proportion. Algorithm 1: while a device's memory does not suffice, load
+is moved from the device that lacks most to the one that is used least and has room. Communication is not counted, and
+memory is taken to be in proportion to load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MICRO_BATCHES_PER_STAGE = 4  # of the pipeline, at most
 
 
 def formula_1(load: int, flops_per_s: list[float]) -> list[int]:
-    """Whole shares of `load` in proportion to FLOP/s: the largest remainders get what is left."""
+    """Divides `load` into whole shares in proportion to FLOP/s: the largest remainders get what is left."""
     total = sum(flops_per_s)
     exact = [load * f / total for f in flops_per_s]
     shares = [int(x) for x in exact]
@@ -54,7 +54,7 @@ def algorithm_1(
 
 
 def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
-    """Data parallelism over all devices by Formula 1 and Algorithm 1; a pipeline where that does not fit.
+    """Plans data parallelism over all devices by Formula 1 and Algorithm 1; a pipeline where that does not fit.
 
     Raises:
         PlanError: neither fits.
@@ -76,7 +76,7 @@ def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
 
 
 def flops_of(model: Model, machines: Machines) -> list[float]:
-    """Nominal FLOP/s of each pool's devices, single precision as in the paper."""
+    """Returns the nominal FLOP/s of each pool's devices, single precision as in the paper."""
     return [p.device.peak_flops_per_s("float32") * p.entry.share for p in machines.pools]
 
 
@@ -99,7 +99,7 @@ def _data_parallel(model: Model, machines: Machines, batch: int) -> Spread | Non
 
 
 def _pipeline(model: Model, machines: Machines, batch: int) -> Spread | None:
-    """One stage per device, layers by FLOP/s, the devices with the most memory first."""
+    """Plans one stage per device, layers by FLOP/s, the devices with the most memory first."""
     order = sorted(
         (p.number for p in machines.pools for _ in range(p.devices)),
         key=lambda n: -machines.pools[n].memory_bytes,

@@ -1,4 +1,4 @@
-"""Rows of a batch for unequal ranks, some of whose work does not depend on their rows."""
+"""Balances rows of a batch over unequal ranks, some of whose work does not depend on their rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from whale.ir.layout import proportional_sizes
 
 
 def balanced(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tuple[int, ...]:
-    """So many rows for each rank that all take equally long, as far as whole rows allow.
+    """Returns rows for each rank such that all take equally long, as far as whole rows allow.
 
     A rank that takes longer for what it does once than the others take for everything has no rows.
 

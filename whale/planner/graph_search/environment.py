@@ -60,23 +60,23 @@ class SearchEnvironment:
 
     @property
     def origin(self) -> str:
-        """Where the figures come from, in words."""
+        """Says in words where the figures come from."""
         if isinstance(self.prices, MachineProfile):
             return f"{self.prices.host} as `whale profile` measured it"
         return self.rates[0].origin
 
     def machine(self, program: Program) -> Machine:
-        """What prices the operations of ranks that run ``program``."""
+        """Returns the machine that prices the operations of ranks that run ``program``."""
         if isinstance(self.prices, MachineProfile):
             return measured_machine(self.prices, len(self.rates), [fingerprint(program)])
         return rated_machine(self.rates) if self.prices is None else cluster_machine(self.prices)
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:
-        """By how much ranks that take so much do not fit, the one that lacks most; below 0: they do."""
+        """Returns the bytes that the rank lacks that lacks most, if ranks hold so much; below 0: all fit."""
         return max(size - self.limits_bytes[rank] for rank, size in held.items())
 
     def seconds_of_each(self, program: Program, stands_for: int) -> list[float]:
-        """Seconds that each rank would take for what rank ``stands_for`` runs, if nobody waited for another."""
+        """Returns the seconds that each rank would take, without waiting, for what rank ``stands_for`` runs."""
         size, kinds = len(self.rates), list(dict.fromkeys(self.rates))
         seconds = rank_seconds(program, stands_for, size, [_without_waiting([one] * size) for one in kinds])
         of_kind = dict(zip(kinds, seconds))
@@ -84,13 +84,13 @@ class SearchEnvironment:
 
 
 def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
-    """Whether ranks differ by more than what is taken to be noise."""
+    """Tells whether ranks differ by more than what is taken to be noise."""
     speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
     return max(speeds) > by * min(speeds)
 
 
 def _without_waiting(rates: Sequence[Rates]) -> Machine:
-    """Of exchanges, what is work of the rank's own core: all that it sends is read, added and written."""
+    """Returns a machine whose exchanges are only work of the rank's core: what it sends is read, added and written."""
     return rated_machine([
         replace(
             one,

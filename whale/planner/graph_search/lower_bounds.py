@@ -1,11 +1,9 @@
-"""What ways to spread a captured program take at least, by its operations: what cannot be fastest is not planned.
+"""Computes lower bounds of a step for ways to spread a captured program, so that what cannot be fastest is not planned.
 
-Speed, speed_of         a kind of rank, by its prices
-Shares                  how much of an operation a rank has at least
-alone                   every rank does everything
-of_pipelines            stages and micro-batches
-of_divided_state        rows divided, and the optimizer's state
-of_splits               tensors divided from a weight on, by all ranks or in groups
+Speed, speed_of         a kind of rank, by its prices Shares                  how much of an operation a rank has at
+least alone                   every rank does everything of_pipelines            stages and micro-batches
+of_divided_state        rows divided, and the optimizer's state of_splits               tensors divided from a weight
+on, by all ranks or in groups
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Speed:
 def speed_of(
     programs: Sequence[Program], price: Callable[[Program, Node, Work], tuple[float, int]], start_s: float
 ) -> Speed:
-    """A kind of rank by its price of the operations of some programs; each is asked for once.
+    """Returns a kind of rank by its price of the operations of some programs; each operation is priced once.
 
     What runs in place of an operation may have its name.
     """
@@ -83,7 +81,7 @@ def speed_of(
 def of_pipelines(
     program: Program, whole: Program, kinds: Sequence[Speed], equal_rows: bool
 ) -> Callable[[Choice], float]:
-    """What pipelines take at least, by the operations that each micro-batch repeats.
+    """Returns a lower bound for pipelines, by the operations that each micro-batch repeats.
 
     Of ``count`` micro-batches a stage does all, after the stages before it have sent it the first one, and they go on
     with the last one afterwards. And of ``n`` stages the slowest one does all, and the first and last wait for the
@@ -102,7 +100,7 @@ def of_pipelines(
         if node is not None and name in of_rows and not {node.op, program.by_name[name].op} & MAY_BE_FUSED:
             counted.append((node, level))
     weights = len(chain(program))
-    # Up to a weight of the chain: seconds, and how many operations take any.
+    # Sums up to each weight of the chain: seconds, and how many operations take any.
     sums: dict[Speed, list[tuple[float, int]]] = {}
     for kind in dict.fromkeys(kinds):
         seconds, started = [0.0] * weights, [0] * weights
@@ -132,13 +130,13 @@ def of_pipelines(
 
 
 def alone(program: Program, seconds: Callable[[Node], float]) -> float:
-    """What a rank takes at least that does everything: all operations, one after the other."""
+    """Returns a lower bound for a rank that does everything: all operations, one after the other."""
     return sum(seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of an operation a rank has at least.
+    """The least share of an operation that a rank has.
 
     Attributes:
         rows: of what is divided by rows of the batch.
@@ -151,7 +149,7 @@ class Shares:
     whole: bool
 
     def of(self, program: Program, node: Node, by_rows: bool) -> float:
-        """Of a node that is divided along any of its dimensions, or by rows."""
+        """Returns the least share of a node that is divided along any of its dimensions, or by rows."""
         if self.whole:
             return 1 / self.parts
         if by_rows:
@@ -164,7 +162,7 @@ class Shares:
 def _divided(
     program: Program, kinds: Collection[Speed], shares: Shares, rows: Collection[str], own: Mapping[str, float]
 ) -> float:
-    """What the slowest kind of rank takes at least for its part of all operations of a program.
+    """Returns a lower bound of the slowest kind of rank for its part of all operations of a program.
 
     Args:
         rows: nodes that are divided by rows.
@@ -189,10 +187,11 @@ def of_divided_state(
     rates: Sequence[Rates],
     state: Collection[str],
 ) -> float:
-    """What ranks take at least that divide rows and the optimizer's state: all operations divided, and for each weight
-    whose new value is computed of such state a gather of it, and what ranks send of it and of its gradient.
+    """Returns a lower bound for ranks that divide rows and the optimizer's state.
 
-    Sums travel together, but neither their parts nor gathers do (`whale.passes.resharding.fuse_all_reduces`).
+    All operations are divided; for each weight whose new value is computed of such state there is a gather of it, and
+    what ranks send of it and of its gradient. Sums travel together, but neither their parts nor gathers do
+    (`whale.passes.resharding.fuse_all_reduces`).
 
     Args:
         whole: the program with its updates as they run, and what ways with rows need in simple operations.
@@ -225,9 +224,10 @@ def of_splits(
     shares: Shares,
     rates: Sequence[Rates],
 ) -> Callable[[Choice, Program], float]:
-    """What ranks take at least that divide tensors from a weight on: all operations divided, but updates of what lies
-    outside of the scope, whose variables every rank has whole. What a rank exchanges itself, it exchanges in that time:
-    of each weight outside, the gradient or its parts.
+    """Returns a lower bound for ranks that divide tensors from a weight on.
+
+    All operations are divided, but updates of what lies outside of the scope, whose variables every rank has whole.
+    What a rank exchanges itself, it exchanges in that time: of each weight outside, the gradient or its parts.
 
     Args:
         whole: the program with its updates as they run, and what ways with rows need in simple operations.
@@ -270,7 +270,7 @@ def of_splits(
 
 
 def _depending(program: Program, names: Iterable[str]) -> set[str]:
-    """The named nodes, and all that reads what they make."""
+    """Returns the named nodes, and all that depends on them."""
     found = {*names}
     for node in program.nodes:
         if any(ref.node in found for ref in node.inputs):

@@ -1,4 +1,4 @@
-"""Pipelines as ways to spread a captured program: where its chain of weights is cut, which ranks have which stage.
+"""Cuts the chain of weights of a captured program into pipeline stages, and gives the stages to ranks.
 
 A stage is given by the weights that it has; what else belongs to it is inferred as for `wh.stage`.
 """
@@ -18,21 +18,23 @@ MICRO_BATCHES = (2, 4, 8)  # so many times the stages
 
 
 def chain(program: Program) -> list[str]:
-    """Handles of the trained weights of rank 2 or more, in the order of the forward pass."""
+    """Returns the handles of the trained weights of rank 2 or more, in the order of the forward pass."""
     trained = {handle for node in program.nodes for handle in updates(program, node)}
     return [handle for handle in products(program) if handle in trained]
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Where nodes are along the chain of weights: number of the weight that they follow or, on the way back, serve."""
+    """The places of nodes along the chain of weights: the weight that they follow or, on the way back, serve."""
 
     forward: dict[str, int]
     backward: dict[str, int]
 
 
 def levels(program: Program) -> Levels:
-    """Forward: all that the chain's products come from, and these. Backward: what the last one leads to, as far as it
+    """Finds the place along the chain of weights of each node that has one.
+
+    Forward: all that the chain's products come from, and these. Backward: what the last one leads to, as far as it
     serves one place of the chain; not what mixes gradients of several (a global norm), nor what comes of that.
     """
     weights, read = chain(program), products(program)
@@ -80,7 +82,7 @@ def levels(program: Program) -> Levels:
 
 
 def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
-    """The products of the forward pass that read a weight after its first one, as logits do of an embedding.
+    """Returns the products of the forward pass that read a weight after its first one, as logits do of an embedding.
 
     The other operand of such a product is read once more after it, for the weight's gradient; that of a product on the
     way back is not.
@@ -97,7 +99,7 @@ def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
 
 
 def _after(program: Program, node: Node) -> set[str]:
-    """All that comes of a node."""
+    """Returns all nodes that depend on a node."""
     found: set[str] = set()
     stack = [node]
     while stack:
@@ -110,7 +112,7 @@ def _after(program: Program, node: Node) -> set[str]:
 
 
 def _before(program: Program, names: Iterable[str], without: Collection[str]) -> set[str]:
-    """The named nodes and all that they come from."""
+    """Returns the named nodes and all that they depend on."""
     found: set[str] = set()
     stack = list(names)
     while stack:
@@ -122,7 +124,7 @@ def _before(program: Program, names: Iterable[str], without: Collection[str]) ->
 
 
 def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[float]:
-    """Seconds of each weight of the chain: of its products and of all that follows or serves it, both passes.
+    """Returns the seconds of each weight of the chain, both passes: its products and all that follows or serves it.
 
     Args:
         seconds: of one node.
@@ -137,7 +139,9 @@ def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[fl
 
 
 def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:
-    """First weight of each stage but the first one, so that the slowest stage is as fast as possible.
+    """Returns the first weight of each stage but the first, so that the slowest stage is as fast as possible.
+
+    None: there are more stages than weights.
 
     Args:
         speeds: of the stages' ranks, in their order.
@@ -166,7 +170,7 @@ def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:
 def pipelines(
     program: Program, size: int, rows: int, work: Sequence[float], speeds: Sequence[float], asked: int = 1
 ) -> list[Choice]:
-    """Pipelines of 2 to `size` stages over all ranks, replicated where there are fewer stages than ranks.
+    """Returns pipelines of 2 to `size` stages over all ranks, replicated where there are fewer stages than ranks.
 
     Args:
         rows: of the global batch.
@@ -193,7 +197,7 @@ def pipelines(
 
 
 def why_none(program: Program, size: int, rows: int, local: bool, stages: int, asked: int) -> str:
-    """Why there is no pipeline of so many stages to try; the arguments are those of `pipelines`."""
+    """Says why there is no pipeline of so many stages to try; the arguments are those of `pipelines`."""
     weights = len(chain(program))
     if local:
         return "every rank is given its own rows, and a pipeline's ranks share them"
@@ -211,7 +215,7 @@ def why_none(program: Program, size: int, rows: int, local: bool, stages: int, a
 
 
 def groups_of(speeds: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each stage: of equal ranks those that `wh.stage` would take, else ranks of like speed together."""
+    """Returns each stage's ranks: of equal ranks those that `wh.stage` would take, else ranks of like speed."""
     size = len(speeds)
     order = list(range(size))
     if max(speeds) > 1.05 * min(speeds):
@@ -226,7 +230,7 @@ def _counts(cuts: Sequence[int], count: int) -> str:
 
 
 def staged(program: Program, choice: Choice) -> Program:
-    """The program as if each part of the chain had been built under a `wh.stage` on its ranks, and a `wh.split`."""
+    """Puts each part of the chain into scopes, as if built under a `wh.stage` on its ranks, and a `wh.split`."""
     scopes: list[str] = []
     ends = [*choice.cuts, len(chain(program))]
     for number, (low, high) in enumerate(zip([0, *choice.cuts], ends)):

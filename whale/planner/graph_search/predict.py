@@ -1,8 +1,7 @@
-"""What a step of a captured program takes that is spread in one way: planned, lowered and played as it would run.
+"""Predicts a step of a captured program that is spread in one way: planned, lowered and simulated as it would run.
 
-apply        what a choice makes of a program and its settings
-Plans        the plans of one search
-predicted    seconds of a step, and whether it fits
+apply        what a choice makes of a program and its settings Plans        the plans of one search predicted    seconds
+of a step, and whether it fits
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ class Candidate:
 
     @cached_property
     def bytes(self) -> int:
-        """What the rank holds that holds most; 0 where nobody asks."""
+        """Returns the bytes of the rank that holds most; 0 where nobody asks."""
         held = self.held if self.made is None else self.held or _held(self.programs, self.made.settings)
         return max(held.values(), default=0)
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Tells whether every rank has the memory."""
         return self.lacking_bytes <= 0
 
 
@@ -86,13 +85,13 @@ class Plans:
     _first: FirstLayouts = field(default_factory=FirstLayouts)
 
     def scoped(self, choice: Choice) -> Program:
-        """The program with a scope on what a choice divides; that does not depend on who divides it."""
+        """Returns the program with a scope on what a choice divides; that does not depend on who divides it."""
         if choice.weights not in self._scoped:
             self._scoped[choice.weights] = scoped(self.program, choice)
         return self._scoped[choice.weights]
 
     def made(self, choice: Choice) -> Made:
-        """A choice's program and settings, planned.
+        """Returns a choice's program and settings, planned; plans that divide rows only are cached.
 
         Raises:
           WhaleError: the program cannot be spread so.
@@ -106,7 +105,7 @@ class Plans:
         return found
 
     def applied(self, choice: Choice, plan: Plan | None = None) -> Made:
-        """A choice's program and settings, with their plan where that is known, else planned now.
+        """Applies a choice to program and settings, with their plan where that is known, else planned now.
 
         Raises:
           WhaleError: the program cannot be spread so.
@@ -120,7 +119,7 @@ class Plans:
         return Made(program, settings, plan)
 
     def expanded(self, choice: Choice) -> Program:
-        """The program, of which those operations are taken apart that the plan of a choice needs in simple ones.
+        """Returns the program with those composite ops expanded that the plan of a choice needs in simple ones.
 
         All ways that divide rows need these so. Where the choice cannot be planned, it is the program as it is.
         """
@@ -130,7 +129,7 @@ class Plans:
             return self.program
 
     def refuse_across(self) -> None:
-        """Raises as pipelines would, where the program with its rows divided tells it, which is planned already.
+        """Raises as pipelines would, where the plan that divides rows, which is made already, shows it.
 
         Statistics of the whole batch are needed of all micro-batches, however many these are, and wherever stages
         begin.
@@ -151,14 +150,14 @@ class Plans:
             return  # in other numbers of rows there may be a way
 
     def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
-        """The programs that these ranks run."""
+        """Returns the programs that these ranks run."""
         return substitute_kernels(lower_ranks(made.program, made.plan, made.settings, ranks), made.settings)
 
 
 def apply(
     program: Program, settings: PlanSettings, chosen: Choice, inside: Program | None = None
 ) -> tuple[Program, PlanSettings]:
-    """What a choice makes of a program and of the settings for planning it.
+    """Applies a choice to a program and to the settings for planning it.
 
     Args:
       inside: the program with a scope on what the choice divides, where it is made already.
@@ -171,7 +170,7 @@ def apply(
     if chosen.offload:
         changed = changed.but(memory__offload=chosen.offload)
     if chosen.stages or chosen.tensors:
-        # What does not train is sent the values that it reads.
+        # A stage that does not train is sent the values that it reads.
         if not trains(program) or len(chain(program)) <= max((0, *chosen.cuts)):
             return program, settings
         program, changed = staged(program, chosen), changed.but(**_in_stages(chosen, settings))
@@ -183,7 +182,7 @@ def apply(
 
 
 def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
-    """Settings of a choice that has stages, or divides tensors in all of the program."""
+    """Returns the settings of a choice that has stages, or divides tensors in all of the program."""
     found: dict[str, Any] = {"time__micro_batches": max(1, chosen.micro_batches)}
     if chosen.tensors:
         groups = chosen.stages or (tuple(range(settings.size)),)
@@ -199,10 +198,10 @@ def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
 
 
 def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Candidate:
-    """What a step of a choice takes on the slowest rank, and holds on the fullest one.
+    """Predicts what a step of a choice takes on the slowest rank, and holds on the fullest one.
 
     Args:
-      needed_s: what takes as long or longer is not taken, whatever it holds.
+      needed_s: a step that takes as long or longer is not taken, so its memory is not looked at.
 
     Raises:
       WhaleError: the program cannot be spread so.
@@ -229,10 +228,10 @@ def _held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, 
 
 
 def _played(settings: PlanSettings, choice: Choice, environment: SearchEnvironment) -> Sequence[int]:
-    """Ranks whose steps say what a step of all takes, and whose memory what all hold: of those alike the first."""
+    """Returns the ranks whose steps stand for the time and memory of all: of ranks that are alike, the first."""
     shares = choice.shares or settings.batch.shares or (0,) * settings.size
     kinds: list[Hashable] = list(zip(environment.rates, environment.limits_bytes, shares))
-    # Those of a profile share one host's cores.
+    # The ranks of a profile share one host's cores.
     if (
         isinstance(environment.prices, MachineProfile)
         or choice.tensors
@@ -245,7 +244,7 @@ def _played(settings: PlanSettings, choice: Choice, environment: SearchEnvironme
         for replica in zip(*choice.stages):
             first.setdefault(tuple(kinds[rank] for rank in replica), replica)
         return sorted(rank for replica in first.values() for rank in replica)
-    # Those of a group wait for each other, and not for all.
+    # The ranks of a group wait for each other, and not for all.
     within = choice.group or settings.size
     for rank, kind in enumerate(kinds):
         at = rank // within * within

@@ -1,8 +1,8 @@
-"""`auto_parallel` for a captured program: every way to spread it is lowered and predicted; the fastest that fits wins.
+"""Searches for `auto_parallel` the fastest way to spread a captured program: every way is lowered and predicted.
 
 What is predicted is what would run: each way is planned and lowered as compilation does it, its step is played by the
-cost model, and its memory is judged as compilation judges it (`predict.py`). What runs has the very plan that was
-predicted.
+cost model, and its memory is judged as compilation judges it (`predict.py`). The fastest way that fits wins, and what
+runs has the very plan that was predicted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RECOMPUTE = "auto"  # which activations, where memory is too small for all (see 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
       choice: the fastest by prediction, of those that fit into memory; made: how it is planned.
@@ -58,7 +58,7 @@ class Found:
 
 @dataclass
 class Search:
-    """What was looked at, in the order of looking, and in words what cannot be, with the reason.
+    """The state of a search: the candidates in the order of looking, and in words what cannot be, with the reason.
 
     Attributes:
       end_s: on the clock, after which only a first way is looked at.
@@ -77,12 +77,12 @@ class Search:
     _under_way: list[Asked] = field(default_factory=list)
 
     def to_beat_s(self) -> float:
-        """What takes as long or longer is not taken."""
+        """Returns the seconds that a further way has to beat to be taken."""
         fitting = [way.seconds for way in self.found if way.fits]
         return min([*fitting, fitting[0] * (1 - LEAST_GAIN)]) if fitting else float("inf")
 
     def best(self) -> Candidate | None:
-        """The fastest way that fits; None: there is none."""
+        """Returns the fastest way that fits, or the first where others gain too little; None: none fits."""
         fitting = [way for way in self.found if way.fits]
         if not fitting:
             return None
@@ -90,13 +90,13 @@ class Search:
         return fitting[0] if best.seconds > fitting[0].seconds * (1 - LEAST_GAIN) else best
 
     def begin(self, choices: Sequence[Choice]) -> None:
-        """Has the others look at some ways from now on; what these take is known after the next look."""
+        """Makes the other members look at some ways from now on; what these take is known after the next look."""
         if self.team is not None and choices:
             self._under_way = [Asked(choice, self.to_beat_s()) for choice in choices]
             self.team.ask(self._under_way)
 
     def begin_before_stages(self, plans: Plans, ready: list[Choice]) -> list[Choice]:
-        """Has the others look at what is ``ready`` while this process asks whether stages can be; what is left."""
+        """Makes others look at what is ``ready`` while this process asks whether stages can be; returns the rest."""
         if self.team is None or not ready:
             return ready
         self.begin([one for one in ready if self._may_run(plans, one)])
@@ -131,7 +131,7 @@ class Search:
         return True
 
     def _refused_across(self, plans: Plans) -> Answer:
-        """Whether the program with its rows divided tells that there can be no stages; asked once."""
+        """Asks, once, whether the program with its rows divided shows that there can be no stages."""
         if self._across is None:
             self._across = Answer()
             try:
@@ -152,7 +152,7 @@ class Search:
             self.found = [one if one is best else replace(one, made=None, programs={}) for one in self.found]
 
     def full(self) -> Iterator[Choice]:
-        """What does not fit and is faster than all that fits, fastest first, while that is so."""
+        """Yields the ways that do not fit and are faster than all that fit, fastest first, while that is so."""
         full = [way for way in self.found if not way.fits]
         for way in sorted(full, key=lambda w: w.seconds):
             if way.seconds < self.to_beat_s():
@@ -167,7 +167,7 @@ def best_way(
     budget_s: float | None = None,
     team: Team | None = None,
 ) -> Found:
-    """The fastest way by prediction, of those that fit into memory.
+    """Finds the fastest way by prediction, of those that fit into memory.
 
     What does not fit, and is faster than all that fits, is also looked at with state and weights divided, and with its
     activations computed again.
@@ -217,8 +217,10 @@ def best_way(
 
 
 def _look_at_leaner(search: Search, plans: Plans) -> None:
-    """Ways that do not fit, with state (and weights, where there are no stages) divided, and with activations computed
-    again."""
+    """Looks again at ways that do not fit, with less held.
+
+    State is divided (and weights, where there are no stages), and activations are computed again.
+    """
     program, settings, captured = plans.program, plans.settings, plans.environment.captured
     for choice in list(search.full()):
         replicas = len(choice.stages[0]) if choice.stages else settings.size
@@ -243,8 +245,10 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
 
 
 def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: int) -> Collection[str]:
-    """Handles of what a level divides over so many ranks, if that is more than a lower one does; () where the run does
-    not leave it free where state lies."""
+    """Returns the handles of what a ZeRO level divides over so many ranks, if that is more than a lower level does.
+
+    () also where the run does not leave free where state lies.
+    """
     if settings.zero.level or settings.exchange.wire_dtype or ranks == 1:
         return ()
     known = known_along(settings.split.tiles, "", alone=True)
@@ -282,7 +286,7 @@ def _told(best: Candidate, search: Search, environment: SearchEnvironment) -> It
 
 
 def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> list[tuple[Choice, float]]:
-    """What to try, with seconds that it takes at least; data parallelism is first, and pipelines in their order.
+    """Returns what to try, with a lower bound in seconds; data parallelism is first, and pipelines come in their order.
 
     With a number of stages only pipelines of so many. Of what is ``begun`` already nothing is computed.
     """
@@ -315,7 +319,7 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
         }
 
         def seconds(node: Node) -> float:
-            """On the fastest rank."""
+            """Returns the seconds of a node on the fastest rank."""
             return min(kind.seconds(node) for kind in kinds.values())
 
         asked = settings.time.micro_batches
@@ -363,16 +367,17 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
 
 
 def _speeds(plans: Plans) -> list[float]:
-    """How much of the program each rank would compute in a second, had all the same rows; the slowest one has 1."""
+    """Returns each rank's speed in computing the program, had all the same rows; the slowest one has 1."""
     (first,) = plans.lowered(plans.made(Choice("equal rows")), (0,))
     times = plans.environment.seconds_of_each(inline(first), 0)
     return [max(times) / t for t in times]
 
 
 def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Choice]:
-    """Rows such that all ranks take equally long; none where they are so few that unequal ranks have as many.
+    """Returns data parallelism with rows such that all ranks take equally long.
 
-    What a rank does once in a step, whatever its rows (updates, exchanges), is more for a slow one.
+    [] where the rows are so few that unequal ranks have as many. What a rank does once in a step, whatever its rows
+    (updates, exchanges), is more for a slow one.
     """
     shares = tuple(round(1000 * speed) for speed in speeds)
     if rows >= len(speeds):

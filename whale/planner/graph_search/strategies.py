@@ -1,4 +1,4 @@
-"""Ways to spread a captured program that can run, and what each makes of the program.
+"""Lists ways to spread a captured program that can run, and applies them to the program.
 
     choices   ways to try: rows divided, every rank alone, tensors divided from a large weight on, groups of ranks
     scoped    the program as if the user had put `wh.split` around what a choice divides
@@ -64,7 +64,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def choices(program: Program, size: int) -> list[Choice]:
-    """What to try; the first one is plain data parallelism. A program with the user's scopes is left as it is."""
+    """Returns what to try, plain data parallelism first; a program with the user's scopes is left as it is."""
     found = [Choice("data parallel")]
     if size == 1 or has_scopes(program):
         return found
@@ -81,12 +81,12 @@ def choices(program: Program, size: int) -> list[Choice]:
 
 
 def has_scopes(program: Program) -> bool:
-    """Whether the user has put anything of the program into a scope."""
+    """Tells whether the user has put anything of the program into a scope."""
     return any(n.scope for n in program.nodes) or any(v.scope for v in program.variables)
 
 
 def without_scopes(program: Program) -> Program:
-    """The program, nothing of which is in a scope."""
+    """Returns the program with nothing in a scope."""
     return replace(
         program,
         nodes=tuple(replace(n, scope="") for n in program.nodes),
@@ -96,17 +96,17 @@ def without_scopes(program: Program) -> Program:
 
 
 def trains(program: Program) -> bool:
-    """Whether the program updates variables by what it computes from large weights or a batch."""
+    """Tells whether the program has inputs and updates variables."""
     return bool(program.inputs) and any(updates(program, n) for n in program.nodes)
 
 
 def updates(program: Program, node: Node) -> list[str]:
-    """Handles of the variables that a node updates."""
+    """Returns the handles of the variables that a node updates."""
     return [] if node.outputs else [r.node for r in node.inputs if r.node in program.variable_of]
 
 
 def _behind(program: Program, ref: Ref) -> str | None:
-    """The handle of the variable whose elements a tensor has."""
+    """Returns the handle of the variable whose elements a tensor has."""
     node = program.by_name[ref.node]
     while node.name not in program.variable_of:
         if node.op not in PASSED_ON or not node.inputs:
@@ -116,7 +116,7 @@ def _behind(program: Program, ref: Ref) -> str | None:
 
 
 def products(program: Program) -> dict[str, list[Node]]:
-    """Handle of a variable of rank 2 or more -> products and lookups that read it, in order."""
+    """Returns, for each variable of rank 2 or more, by handle, the products and lookups that read it, in order."""
     found: dict[str, list[Node]] = {}
     for node in program.nodes:
         if node.op not in ROW_LOOKUPS and not matmul_flops(node, [program.type_of(r) for r in node.inputs]):
@@ -129,21 +129,21 @@ def products(program: Program) -> dict[str, list[Node]]:
 
 
 def trained_weights(program: Program) -> dict[str, int]:
-    """Handle of a trained weight that products or lookups read -> its size, largest first."""
+    """Returns the bytes of each trained weight that products or lookups read, by handle, largest first."""
     updated = {handle for node in program.nodes for handle in updates(program, node)}
     sizes = {h: program.variable_of[h].type.bytes for h in products(program) if h in updated}
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def _large_weights(program: Program) -> list[str]:
-    """Names of the largest trained weights, largest first; of several readers' products the first one counts."""
+    """Returns the names of the largest trained weights, largest first."""
     sizes = trained_weights(program)
     least = max(LEAST_BYTES, 0.05 * sum(sizes.values()))
     return [program.variable_of[h].name for h, size in sizes.items() if size >= least][:MOST_WEIGHTS]
 
 
 def _tables(program: Program) -> tuple[str, ...]:
-    """Names of all trained weights that are only looked up, and worth it; none where they are little of the whole."""
+    """Returns the names of all large trained weights that are only looked up; () where they are a small part."""
     sizes, read = trained_weights(program), products(program)
     tables = {h: n for h, n in sizes.items() if n >= LEAST_BYTES and all(r.op in ROW_LOOKUPS for r in read[h])}
     if sum(tables.values()) < 0.05 * sum(sizes.values()):
@@ -152,7 +152,7 @@ def _tables(program: Program) -> tuple[str, ...]:
 
 
 def scoped(program: Program, choice: Choice) -> Program:
-    """The program with a split scope on what lies between the first product of a weight and what serves the weight.
+    """Puts a split scope on what lies between the first product of a weight and what serves the weight.
 
     That is everything from the product to its gradients: for the last layer, its loss; for an earlier one, all layers
     after it; where nothing is trained, all that follows. For a lookup, the lookup and the update of its table.
@@ -174,7 +174,7 @@ def scoped(program: Program, choice: Choice) -> Program:
 
 
 def divisible(program: Program) -> set[str]:
-    """Handles of the variables that a program's split scopes may divide: theirs, and what nothing else uses."""
+    """Returns the handles of variables that a program's split scopes may divide: theirs, and those only they use."""
     inside = {n.name for n in program.nodes if n.scope}
     return {
         v.node
@@ -212,7 +212,7 @@ def _between(program: Program, products: list[Node], handle: str) -> set[str]:
 
 
 def _readers(program: Program, handle: str) -> set[str]:
-    """What passes a variable's elements on."""
+    """Returns the nodes that pass a variable's elements on."""
     found: set[str] = set()
     left = [handle]
     while left:

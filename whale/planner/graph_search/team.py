@@ -1,10 +1,7 @@
-"""Processes that look at ways together: one of them, the first, searches, and gives others some of its ways.
+"""Lets processes look at ways together: the first of them searches, and gives others some of its ways.
 
-Asked       a way that a member is to predict
-Answer      what it has found
-Team        what the search asks of the other members
-tried       one way, predicted or lost
-Member      one of the others at work
+Asked       a way that a member is to predict Answer      what it has found Team        what the search asks of the
+other members tried       one way, predicted or lost Member      one of the others at work
 """
 
 from __future__ import annotations
@@ -28,10 +25,10 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A way as a member has predicted it, or why it cannot run.
+    """A way as a member has predicted it, or the reason why it cannot run.
 
     Attributes:
-      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Way`.
+      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`.
       lost: why it cannot run; "": it can.
       across: it needs a value of all micro-batches.
     """
@@ -52,14 +49,14 @@ class Team(Protocol):
         """Gives one way each to members 1, 2, ..; they begin."""
 
     def answers(self) -> list[Answer]:
-        """What they have found, in that order; waits for it."""
+        """Waits for what the members have found, and returns it in the order of asking."""
 
     def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
-        """The plan of a way that a member has looked at, and what the fullest rank holds under it."""
+        """Returns the plan of a way that a member has looked at, and what the fullest rank holds under it."""
 
 
 def tried(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]:
-    """Predicts a way. The way itself: None where it cannot run."""
+    """Predicts a way; the candidate is None where it cannot run."""
     try:
         way = predicted(plans, asked.choice, asked.needed_s)
     except AcrossMicroBatchesError as error:
@@ -77,7 +74,7 @@ class Member:
         self.best: Candidate | None = None
 
     def answer(self, asked: Asked) -> Answer:
-        """What a way takes."""
+        """Predicts a way and keeps it if it is the fastest so far."""
         answer, way = tried(self._plans, asked)
         # What does not fit is looked at again by the first member, with less held.
         if way is not None and way.fits and (self.best is None or way.seconds < self.best.seconds):
@@ -85,8 +82,10 @@ class Member:
         return answer
 
     def plan(self, choice: Choice) -> tuple[Plan, int]:
-        """The plan of a way, and what the fullest rank holds under it. It need not be the fastest so far: a way that is
-        hardly faster than the first one is not taken."""
+        """Returns the plan of a way, and what the fullest rank holds under it.
+
+        It need not be the fastest so far: a way that is hardly faster than the first one is not taken.
+        """
         best = self.best
         way = best if best is not None and best.choice == choice else predicted(self._plans, choice)
         made = way.made or self._plans.made(choice)

@@ -1,4 +1,4 @@
-"""A captured plan's prediction beside what a run measured: step, ranks, layers; what is off by more than a fifth."""
+"""Compares a captured plan's prediction with a run: step, ranks, layers; marks what is off by more than a fifth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = 0.01  # layers below this part of all kernels are one row
 
 
 class MeasuredRank(msgspec.Struct, frozen=True):
-    """What one rank measured of its steps; all but `steps_s` are of one step.
+    """The measurements of one rank's steps; all but `steps_s` are of one step.
 
     Attributes:
         steps_s: of each step.
@@ -34,7 +34,7 @@ class MeasuredRank(msgspec.Struct, frozen=True):
 
 
 class PredictedRank(msgspec.Struct, frozen=True):
-    """What is predicted of one rank: its kernels added up, and how long at least one runs; its exchanges alone."""
+    """The prediction of one rank: its kernels added up, and how long at least one runs; its exchanges alone."""
 
     compute_s: float
     busy_s: float
@@ -44,7 +44,7 @@ class PredictedRank(msgspec.Struct, frozen=True):
 
 
 class PredictedStep(msgspec.Struct, frozen=True):
-    """What is predicted of a step, on what, and the stages that the ranks run."""
+    """The prediction of a step, with the machine it is for and the stages that the ranks run."""
 
     where: str
     step_s: float
@@ -53,14 +53,14 @@ class PredictedStep(msgspec.Struct, frozen=True):
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one, or the mean of the two in the middle; of one value at least."""
+    """Returns the middle value, or the mean of the two in the middle; of one value at least."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def mark(predicted: float, measured: float, small: float = 0.0) -> str:
-    """How far the measured value is from the predicted one: "+3 %", or "+35 % <--" where that is far.
+    """Returns how far the measured value is from the predicted one: "+3 %", or "+35 % <--" where that is far.
 
     Args:
         small: a smaller difference is not marked.
@@ -72,7 +72,7 @@ def mark(predicted: float, measured: float, small: float = 0.0) -> str:
 
 
 def layer_of(name: str) -> str:
-    """What an operation belongs to: its name scope, two levels of it at most; a gradient's is that of its forward."""
+    """Returns an operation's layer: its name scope, of two levels at most; a gradient's is that of its forward."""
     parts = name.partition("/ReadVariableOp")[0].split("/")
     if "gradient_tape" in parts:  # then follow the forward operation's name and the gradient's own
         parts = parts[parts.index("gradient_tape") + 1 :]
@@ -81,7 +81,7 @@ def layer_of(name: str) -> str:
 
 
 def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by layer, of all ranks together."""
+    """Returns the seconds by layer, of all ranks together."""
     found: dict[str, float] = {}
     for one in kernels_s:
         for name, value in one.items():
@@ -90,7 +90,7 @@ def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def report(predicted: PredictedStep, measured: Sequence[MeasuredRank]) -> str:
-    """Predicted beside measured, as text."""
+    """Returns predicted beside measured figures, as text."""
     each = sorted(measured, key=lambda m: m.rank)
     step_s = max(median(m.steps_s) for m in each)
     steps = len(each[0].steps_s)
@@ -124,7 +124,7 @@ def _row(name: str, predicted: float, measured: float, small: float = 0.0) -> st
 
 
 def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]:
-    """A row for each layer, of kernels on all ranks; only operations that both sides know by name."""
+    """Returns a row for each layer, of kernels on all ranks; only operations that both sides know by name."""
     alike = [_named(p.kernels_s, m.kernels_s) for p, m in zip(predicted.ranks, each)]
     ahead = layers(alike)
     real = layers([{n: m.kernels_s[n] for n in one} for m, one in zip(each, alike)])
@@ -146,7 +146,7 @@ def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]
 
 
 def _named(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """Predicted seconds by the names that were measured: those of a micro-batch bear their call's name in front."""
+    """Returns predicted seconds by the names that were measured: in a micro-batch with its call's name in front."""
     found: dict[str, float] = {}
     for name, value in predicted.items():
         while name not in measured and "/" in name:
@@ -161,7 +161,7 @@ def _short(name: str, limit: int = 26) -> str:
 
 
 def _verdict(predicted: PredictedStep, each: Sequence[MeasuredRank], step_s: float) -> str:
-    """What explains most of the difference, in one line."""
+    """Says in one line what explains most of the difference."""
     off = step_s / predicted.step_s - 1
     lead = f"Predicted {human_seconds(predicted.step_s)}, measured {human_seconds(step_s)} ({100 * off:+.0f} %)"
     slowest = max(each, key=lambda m: median(m.steps_s))

@@ -1,4 +1,4 @@
-"""A plan drawn: its simulated timeline as a Chrome trace, and one self-contained page."""
+"""Draws a plan: its simulated timeline as a Chrome trace, and one self-contained page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whale.planner.report.sliders import sliders
 
 
 def trace(plan: PlanFile) -> str:
-    """The timeline for ui.perfetto.dev or chrome://tracing: a row per stage, an event per pass, microseconds."""
+    """Returns the timeline, in us, for ui.perfetto.dev or chrome://tracing: a row per stage, an event per pass."""
     _, machines, found = plan.evaluate()
     events: list[dict[str, object]] = []
     for index, stage in enumerate(plan.spread.stages):
@@ -61,7 +61,7 @@ POINTS = 160  # of a curve
 
 
 def html(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> str:
-    """One page without any reference to the outside: timeline, waterfall, memory, layers, stages, alternatives.
+    """Returns one page without references to the outside: timeline, waterfall, memory, layers, stages, alternatives.
 
     Args:
       measured: a step as it ran (see whale.planner.report.measured_step).
@@ -70,7 +70,7 @@ def html(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> str:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page of these data (see `_data` and `draw_captured`)."""
+    """Returns the page of these data (see `_data` and `draw_captured`)."""
     text = json.dumps(data, separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
     return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
@@ -144,7 +144,11 @@ def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
 def _tracks(
     plan: PlanFile, found: Evaluation, times: Timeline
 ) -> tuple[list[list[tuple[int, float, float, str]]], float, str]:
-    """Per stage its passes as (kind, start, end, text), the seconds that are drawn, and what to say of them."""
+    """Returns the passes of each stage, for the timeline.
+
+    Returns:
+      (per stage its passes as (kind, start, end, text), the seconds that are drawn, and what to say of them).
+    """
     spread = plan.spread
     orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
     shown_s, label = found.step_s, f"{spread.micro_batches} micro-batches, {len(spread.stages)} stages; the wheel zooms"
@@ -173,7 +177,7 @@ def _tracks(
 
 
 def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]]:
-    """What makes the step longer than the ideal one; the parts add up to the step."""
+    """Returns what makes the step longer than the ideal one; the parts add up to the step."""
     parts = show.parts_of(found)
     ideal = min(plan.bound_s, parts["compute"])
     return [
@@ -186,7 +190,7 @@ def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]
 
 
 def _of_layer(plan: PlanFile) -> list[int]:
-    """Layer -> its stage."""
+    """Returns the stage of each layer."""
     where = {}
     for index, stage in enumerate(plan.spread.stages):
         for low, high in stage.layers:
@@ -262,7 +266,7 @@ def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) ->
 def _memory(
     plan: PlanFile, machines: Machines, found: Evaluation, tasks: Tasks, times: Timeline
 ) -> list[dict[str, Any]]:
-    """Bytes over time of one device of each stage (of some, where there are many)."""
+    """Returns the bytes over time of one device of each stage (of some, where there are many)."""
     stages = plan.spread.stages
     step = max(1, -(-len(stages) // CURVES))
     rows = []

@@ -1,4 +1,4 @@
-"""A captured program's plan drawn as the page of `draw`: what ranks do and hold over time, layers over the mesh."""
+"""Draws a captured program's plan as the page of `draw`: what ranks do and hold over time, layers over the mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOVES = 14  # rows of what moves
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a page of a captured plan is made from.
+    """The data that a page of a captured plan is made from.
 
     Attributes:
       program: normalised, as it was planned.
@@ -48,7 +48,7 @@ class Drawn:
 
 
 def html(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> str:
-    """One page without any reference to the outside.
+    """Returns one page without references to the outside.
 
     Args:
       measured: a step as it ran (see whale.planner.report.measured_step).
@@ -90,7 +90,7 @@ def html(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> str:
 
 
 def trace(drawn: Drawn) -> str:
-    """The timeline for ui.perfetto.dev: a process per rank, its kernels on some tracks, its exchanges on others."""
+    """Returns the timeline for ui.perfetto.dev: a process per rank, with tracks of kernels and tracks of exchanges."""
     events: list[dict[str, object]] = []
     for rank, (timeline, (name, stage)) in enumerate(
         zip(drawn.prediction.timelines, _names(drawn.plan, len(drawn.prediction.ranks)))
@@ -152,7 +152,7 @@ def _bound(drawn: Drawn) -> tuple[str, str]:
 
 
 def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
-    """From the ideal, one rank's step divided by the ranks, to the step; the parts add up to it."""
+    """Returns the parts from the ideal, one rank's step divided by the ranks, to the step; they add up to it."""
     found = drawn.prediction
     rank = _slowest(found)
     timeline, step_s = found.timelines[rank], found.step_s
@@ -169,7 +169,7 @@ def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
 
 
 def _exposed(timeline: Timeline) -> float:
-    """Seconds in which exchanges run and no kernel does."""
+    """Returns the seconds in which exchanges run and no kernel does."""
     marks = sorted(
         [(s.start_s, 1, s.exchange) for s in timeline.spans] + [(s.end_s, -1, s.exchange) for s in timeline.spans]
     )
@@ -184,7 +184,7 @@ def _exposed(timeline: Timeline) -> float:
 
 
 def _tracks(drawn: Drawn) -> list[list[tuple[int, float, float, str, int, int]]]:
-    """Per rank: (kind, start, end, text, lane, lanes)."""
+    """Returns, per rank, its spans: (kind, start, end, text, lane, lanes)."""
     at = levels(drawn.program)
     timelines = drawn.prediction.timelines
     shown = sorted((s for t in timelines for s in t.spans), key=lambda s: s.start_s - s.end_s)[:MOST_SPANS]
@@ -227,7 +227,7 @@ def _moves(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _layers(drawn: Drawn) -> list[str]:
-    """Name scopes that compute or move anything, in the order of the program; of too many, those that compute most."""
+    """Returns the name scopes that compute or move anything, in program order; of too many, those that compute most."""
     time_s, moved = _time_s(drawn), _moved(drawn.plan)
     order = list(dict.fromkeys(layer_of(n.name) for n in drawn.program.nodes if n.outputs))
     order = [name for name in order if time_s.get(name) or moved.get(name)]
@@ -236,7 +236,7 @@ def _layers(drawn: Drawn) -> list[str]:
 
 
 def _time_s(drawn: Drawn) -> dict[str, float]:
-    """Seconds of kernels by layer, all ranks together."""
+    """Returns the seconds of kernels by layer, all ranks together."""
     known = {node.name for node in drawn.program.nodes}
     found: defaultdict[str, float] = defaultdict(float)
     for timeline in drawn.prediction.timelines:
@@ -250,7 +250,7 @@ def _time_s(drawn: Drawn) -> dict[str, float]:
 
 
 def _moved(plan: Plan) -> dict[str, int]:
-    """Bytes that move by layer that makes them."""
+    """Returns the bytes that move by the layer that makes them."""
     found: Counter[str] = Counter()
     for r in (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ())):
         found[layer_of(r.ref.node)] += r.bytes
@@ -289,7 +289,7 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
 
 
 def _divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
-    """Layer -> (part of its nodes whose results have divided rows, divided otherwise or summed up over ranks)."""
+    """Returns, by layer, the part of its nodes with divided rows, and that divided otherwise or summed over ranks."""
     counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, s in plan.strategies.get("", {}).items():
         if s.outputs and not name.startswith("whale/"):
@@ -298,7 +298,7 @@ def _divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
 
 
 def _way(s: Strategy) -> int:
-    """0: rows are divided, 1: something else is, 2: nothing."""
+    """Returns 0 where rows are divided, 1 where something else is, 2 where nothing is."""
     placed = s.inputs + s.outputs
     if any(isinstance(p, Split) and p.dim for p in placed):
         return 1
@@ -308,7 +308,7 @@ def _way(s: Strategy) -> int:
 
 
 def _explained(plan: Plan, program: Program, layer: str) -> str:
-    """How most of a layer's nodes lie."""
+    """Says how most of a layer's nodes lie."""
     found = Counter(
         f"{program.by_name[name].op} {'on the first rank' if s.once else s}"
         for name, s in plan.strategies.get("", {}).items()

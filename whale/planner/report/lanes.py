@@ -1,4 +1,4 @@
-"""Spans of a timeline next to each other in lanes, and numbers as short as a page needs them."""
+"""Puts overlapping spans of a timeline into lanes, and rounds numbers to what a page needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cost_model.graph.predict import Span
 
 
 def side_by_side(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
-    """Each span, given by start, with the first lane that is free, and how many lanes there are."""
+    """Returns each span, given by start, with the first lane that is free, and the number of lanes."""
     ends: list[float] = []
     found = []
     for span in spans:
@@ -21,5 +21,5 @@ def side_by_side(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
 
 
 def short(seconds: float) -> float:
-    """With six digits, which are enough for a page."""
+    """Rounds to six digits, which are enough for a page."""
     return float(f"{seconds:.6g}")

@@ -1,7 +1,7 @@
-"""A step as `whale run --trace` wrote it, drawn below the one that a plan predicts: what ranks did, when they waited.
+"""Draws a step that `whale run --trace` wrote, below the one that a plan predicts: what ranks did, when they waited.
 
-read        the events of a trace, whole or cut off by the run's end
-step_drawn  the step of middle length, as a timeline of the page
+read        the events of a trace, whole or cut off by the run's end step_drawn  the step of middle length, as a
+timeline of the page
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Event = Mapping[str, Any]
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a trace, a line each; of one that was cut off, all that were written whole.
+    """Reads the events of a trace, a line each; of one that was cut off, all that were written whole.
 
     Raises:
       PlanError: it is none.
@@ -46,7 +46,7 @@ def read(path: Path) -> list[Event]:
 
 
 def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[str, Any]:
-    """The timeline of one step: of the program that took most time, the call of middle length after the first ones.
+    """Returns the timeline of one step: of the program that took most time, the call of middle length after the first.
 
     Args:
       path: of the trace, for messages.
@@ -89,7 +89,7 @@ def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[s
 
 
 def _steps(events: Sequence[Event]) -> dict[tuple[int, str], tuple[float, float]]:
-    """(rank, "train_step 12") -> when it began and ended, in microseconds."""
+    """Returns when each step of each rank began and ended, in microseconds, by (rank, "train_step 12")."""
     begun: dict[tuple[int, int], list[tuple[str, float, str]]] = defaultdict(list)
     found = {}
     for e in events:
@@ -105,7 +105,11 @@ def _steps(events: Sequence[Event]) -> dict[tuple[int, str], tuple[float, float]
 def _track(
     events: Sequence[Event], rank: int, step_us: tuple[float, float], begin_us: float, end_us: float
 ) -> list[tuple[int, float, float, str, int, int]]:
-    """The step above, what the rank exchanged meanwhile below: (kind, start, end, text, lane, lanes)."""
+    """Returns a rank's spans: the step above, what the rank exchanged meanwhile below.
+
+    Returns:
+      (kind, start, end, text, lane, lanes) of each span.
+    """
     spans = []
     for e in events:
         if e.get("ph") == "X" and e.get("pid") == rank and e.get("args", {}).get("key") is not None:

@@ -1,7 +1,7 @@
-"""The mesh of a plan for its page: a grid of ranks for each stage, rows and columns named by axes.
+"""Draws the mesh of a plan for its page: a grid of ranks for each stage, rows and columns named by axes.
 
-mesh_of_plan    of a script's plan
-mesh_of_spread  of a described model's: replicas by tensor ranks, for each kind of devices of a stage
+mesh_of_plan    of a script's plan mesh_of_spread  of a described model's: replicas by tensor ranks, for each kind of
+devices of a stage
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GRIDS = 16  # drawn
 
 
 def mesh_of_plan(plan: Plan) -> dict[str, Any]:
-    """A grid for each stage group, or one of all ranks: columns run along the last axis, rows along those before it."""
+    """Returns a grid per stage group, or one of all ranks: columns along the last axis, rows along those before it."""
     groups = plan.stage_groups or (StageGroup("", tuple(range(plan.mesh_size)), ()),)
     grids = []
     for index, group in enumerate(groups):
@@ -29,7 +29,7 @@ def mesh_of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def mesh_of_spread(spread: Spread, names: Sequence[str]) -> dict[str, Any]:
-    """A grid for each stage's pool of devices, ``names`` those of the pools; ranks are numbered stage by stage."""
+    """Returns a grid for each stage's pool of devices, with the pools' ``names``; ranks count stage by stage."""
     grids, first = [], 0
     for index, stage in enumerate(spread.stages):
         for part in stage.parts:

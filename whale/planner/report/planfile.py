@@ -1,4 +1,4 @@
-"""A plan of the planner as a file: JSON, sorted, deterministic; `plan.schema.json` beside this file is its schema.
+"""Writes and reads a plan of the planner as a file: JSON, sorted, deterministic; `plan.schema.json` is its schema.
 
 `format_version` is major.minor: another major is refused, unknown fields of a newer minor are ignored. Virtual devices
 only: a stage names pools of the cluster, which the file carries, so the plan can be re-bound and checked elsewhere.
@@ -32,7 +32,7 @@ SLOWER, LACKING = 6, 3  # alternatives of a plan file at most: slower ones, then
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another spread, and why it lost: seconds it is slower by, or bytes that it lacks."""
+    """Another spread, and by how much it lost: seconds it is slower by, or bytes that it lacks."""
 
     spread: Spread
     slower_s: float | None = None
@@ -40,14 +40,14 @@ class Alternative(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """Says in words why it lost."""
         if self.lacking_bytes is not None:
             return f"does not fit by {human_bytes(self.lacking_bytes)}"
         return f"slower by {human_seconds(self.slower_s or 0.0)}"
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """What the simulator says of a step; the parts add up to `step_s`."""
+    """The simulator's prediction of a step; the parts add up to `step_s`."""
 
     step_s: float
     compute_s: float
@@ -58,7 +58,7 @@ class Predicted(msgspec.Struct, frozen=True):
 
 
 class PlanFile(msgspec.Struct, frozen=True):
-    """Everything a plan is: what was asked, what was decided, what is predicted, what lost."""
+    """A plan with what was asked, what was decided, what is predicted, what lost."""
 
     kind: str
     format_version: str
@@ -74,7 +74,7 @@ class PlanFile(msgspec.Struct, frozen=True):
     planner: str = "whale"
 
     def model(self, machines: Machines) -> Model:
-        """The described transformer or the measured tables; PlanError if the plan names neither."""
+        """Returns the described transformer or the measured tables; PlanError if the plan names neither."""
         software = stack(self.software)
         if self.transformer is not None:
             return TransformerModel(self.transformer, software, machines)
@@ -83,7 +83,7 @@ class PlanFile(msgspec.Struct, frozen=True):
         return TableModel(self.table, software, machines)
 
     def evaluate(self) -> tuple[Model, Machines, Evaluation]:
-        """The plan's model and machines, and its spread simulated again.
+        """Simulates the plan's spread again; returns its model, machines and evaluation.
 
         Raises:
             PlanError: the spread is none of this model on this cluster, whose simulation might never end.
@@ -95,7 +95,7 @@ class PlanFile(msgspec.Struct, frozen=True):
         return model, machines, evaluate(model, machines, self.spread)
 
     def problems(self) -> list[str]:
-        """What is wrong with the plan, found independently of the search; empty: nothing."""
+        """Lists what is wrong with the plan, found independently of the search; empty: nothing."""
         machines = Machines(self.cluster)
         model = self.model(machines)
         wrong = check(model, machines, self.spread, self.batch)
@@ -108,7 +108,7 @@ class PlanFile(msgspec.Struct, frozen=True):
 
 
 def predicted(found: Evaluation) -> Predicted:
-    """What a plan file says of an evaluation."""
+    """Returns what a plan file says of an evaluation."""
     return Predicted(found.step_s, found.compute_s, found.send_s, found.bubble_s, found.reduce_s, found.update_s)
 
 
@@ -121,7 +121,7 @@ def of_search(
     table: LayerProfile | None,
     planner: str = "whale",
 ) -> PlanFile:
-    """The file of what a search found, with the best alternative of each shape and what nearly fitted."""
+    """Makes the file of a search's result, with the best alternative of each shape and what nearly fitted."""
     best = found.evaluation.step_s
     others: list[Alternative] = []
     seen = {_shape(found.spread)}
@@ -158,12 +158,12 @@ def _shape(spread: Spread) -> tuple[int, int, int, int, tuple[str, ...], int, st
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a plan file."""
+    """Returns the JSON schema of a plan file."""
     return msgspec.json.schema(PlanFile)
 
 
 def dumps(plan: PlanFile) -> bytes:
-    """The file's text: the same bytes for the same plan."""
+    """Returns the file's text: the same bytes for the same plan."""
     return msgspec.json.format(msgspec.json.encode(plan, order="sorted"), indent=1) + b"\n"
 
 
@@ -196,7 +196,7 @@ def loads(data: bytes, origin: str = "<text>") -> PlanFile:
 
 
 def is_spread(data: bytes) -> bool:
-    """Whether a file's text is such a plan (or that of a captured program)."""
+    """Tells whether a file's text is such a plan, and not that of a captured program."""
 
     class Head(msgspec.Struct):
         kind: str = ""

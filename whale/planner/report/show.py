@@ -1,4 +1,4 @@
-"""A plan as a person reads it: one screen, one stage, or the difference of two."""
+"""Shows a plan as a person reads it: one screen, one stage, or the difference of two."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WIDTH = 120  # characters of a line, where no terminal says how many it has
 
 
 def terminal_width() -> int:
-    """Characters of a line of the terminal, or of COLUMNS."""
+    """Returns the characters of a line of the terminal, or of COLUMNS."""
     return max(60, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def show(plan: PlanFile, width: int = WIDTH) -> str:
-    """One screen: model, cluster, step time by parts, a row per stage, the schedule, alternatives, one line to end."""
+    """Returns one screen: model, cluster, step time by parts, a row per stage, schedule, alternatives, a last line."""
     model, machines, found = plan.evaluate()
     spread = plan.spread
     low_s, high_s = spread.likely_s(machines, found.step_s)
@@ -69,7 +69,7 @@ def _speed(plan: PlanFile, found: Evaluation) -> float:
 
 
 def parts_of(found: Evaluation) -> dict[str, float]:
-    """The step's seconds by what the busiest stage does; they add up to the step."""
+    """Returns the step's seconds by what the busiest stage does; they add up to the step."""
     return {
         "compute": found.compute_s,
         "communication": found.send_s + found.reduce_s,
@@ -79,13 +79,13 @@ def parts_of(found: Evaluation) -> dict[str, float]:
 
 
 def bound_by(found: Evaluation) -> str:
-    """What takes most of the step, of which stage."""
+    """Says what takes most of the step, of which stage."""
     name, most = max(parts_of(found).items(), key=lambda e: e[1])
     return f"{name} of stage {found.busiest} ({most / found.step_s:.0%} of the step)"
 
 
 def stage_table(plan: PlanFile, machines: Machines, found: Evaluation, width: int = WIDTH) -> list[str]:
-    """A row for every part of every stage; runs of equal stages are one row. Of at most so many characters a line."""
+    """Returns a row for every part of a stage, ``width`` characters at most; runs of equal stages are one row."""
     head = ["stage", "layers", "devices", "DPxTP", "rows", "params", "recompute", "memory"]
     head += ["forward", "backward", "send", "reduce"]
     rows: list[list[str]] = []
@@ -114,7 +114,7 @@ def _alike(spread: Spread, found: Evaluation, a: int, b: int) -> bool:
 
 
 def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, first: int, end: int) -> list[list[str]]:
-    """The cells of a run of equal stages: a row for each part; what is of the stage stands in the first one."""
+    """Returns the cells of a run of equal stages: a row for each part; what is of the stage stands in the first one."""
     stage, cost, count = plan.spread.stages[first], found.stages[first], end - first
     lead = [name, str(stage.count) if count == 1 else f"{count} x {stage.count}"]
     times = (sum(cost.forward_s), sum(cost.backward_s), cost.send_s, cost.reduce_s)
@@ -128,7 +128,7 @@ def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, firs
 
 
 def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, apart: int) -> list[str]:
-    """A table; where its lines would be longer than `width`, several, each with the first column.
+    """Returns a table; where its lines would be longer than `width`, several, each with the first column.
 
     Args:
         left: names of the columns that are aligned on the left.
@@ -153,14 +153,14 @@ def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, 
 
 
 def memory_bar(used: Footprint, limit_bytes: float) -> str:
-    """How full a device's memory is, drawn and in figures."""
+    """Returns how full a device's memory is, drawn and in figures."""
     part = used.total_bytes / limit_bytes
     full = min(BAR, round(BAR * part))
     return f"[{'#' * full}{'.' * (BAR - full)}] {used.total_bytes / 2**30:5.1f} of {limit_bytes / 2**30:5.1f} GiB"
 
 
 def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
-    """What lies in the hosts' memory: of each pool the host that holds most."""
+    """Returns what lies in the hosts' memory: of each pool the host that holds most."""
     spread, most = plan.spread, dict[int, float]()
     for stage in spread.stages:
         for part in stage.parts:
@@ -175,7 +175,7 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
 
 
 def schedule_lines(plan: PlanFile) -> list[str]:
-    """The order of passes on the first stages, as text: F and B with their micro-batch."""
+    """Returns the order of passes on the first stages, as text: F and B with their micro-batch."""
     spread = plan.spread
     if len(spread.stages) == 1:
         if spread.micro_batches == 1:
@@ -192,7 +192,7 @@ def schedule_lines(plan: PlanFile) -> list[str]:
 
 
 def layer_table(plan: PlanFile) -> list[str]:
-    """A row for each layer: its stage, seconds of a micro-batch on the slowest of its devices, what it holds there."""
+    """Returns a row for each layer: its stage, seconds of a micro-batch on its slowest device, what it holds there."""
     model, _, found = plan.evaluate()
     rows = [f"{'layer':>6} {'stage':>6} {'forward':>10} {'backward':>10} {'params':>10} {'kept of a micro-batch':>22}"]
     of = {
@@ -218,7 +218,7 @@ def layer_table(plan: PlanFile) -> list[str]:
 
 
 def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
-    """What will happen, in one line."""
+    """Says in one line what will happen."""
     parts = parts_of(found)
     share = ", ".join(f"{name} {value / found.step_s:.0%}" for name, value in parts.items() if value > 0)
     spread = plan.spread
@@ -232,7 +232,7 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
 
 
 def explain(plan: PlanFile, layer: int) -> str:
-    """One layer: where it lies, why there, and what its neighbours would cost."""
+    """Explains one layer: where it lies, why there, and what its neighbours would cost."""
     model, machines, found = plan.evaluate()
     if not 0 <= layer < model.count:
         raise PlanError("there is no such layer", given=layer, expected=f"0 to {model.count - 1}")
@@ -267,7 +267,7 @@ def explain(plan: PlanFile, layer: int) -> str:
 
 
 def _other_recompute(plan: PlanFile, model: Model, machines: Machines, found: Evaluation, index: int) -> Iterator[str]:
-    """What the stage computes again, and what it would cost to compute more or less."""
+    """Yields what the stage computes again, and what it would cost to compute more or less."""
     spread = plan.spread
     own = spread.recompute_of(spread.stages[index])
     yield "  activations are all kept" if own == "none" else f"  activations are computed again: {own}"
@@ -284,7 +284,7 @@ def _against(found: Evaluation, other: Evaluation) -> str:
 
 
 def diff(one: PlanFile, other: PlanFile) -> str:
-    """What differs between two plans, and what that does to the step."""
+    """Says what differs between two plans, and what that does to the step."""
     (_, machines, a), (_, other_machines, b) = one.evaluate(), other.evaluate()
     lines = []
     facts = [
@@ -320,7 +320,7 @@ def diff(one: PlanFile, other: PlanFile) -> str:
 
 
 def against(fixed: PlanFile, free: PlanFile) -> str:
-    """What a plan with something fixed costs beside the one that was found without, by the step's parts."""
+    """Says what a plan with something fixed costs beside the one that was found without, by the step's parts."""
     (_, _, mine), (_, _, other) = fixed.evaluate(), free.evaluate()
     change_s = mine.step_s - other.step_s
     if abs(change_s) < 1e-6 * other.step_s:

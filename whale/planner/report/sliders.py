@@ -1,7 +1,7 @@
-"""What if networks were faster, or devices slower: a step's time on a grid, for the sliders of a plan's page.
+"""Simulates a step with faster networks or slower devices on a grid, for the sliders of a plan's page.
 
-sliders           of a described model's plan, simulated on other clusters
-captured_sliders  of a script's plan, whose ranks' programs are played with other speeds
+sliders           of a described model's plan, simulated on other clusters captured_sliders  of a script's plan, whose
+ranks' programs are played with other speeds
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODES, MANY = 60_000, 8_000  # of all ranks' programs: at most, and those whose 
 
 
 def sliders(plan: PlanFile, machines: Machines) -> dict[str, Any] | None:
-    """The sliders, and for each of their places the step's seconds under the same plan; None: too large a plan.
+    """Returns the sliders, and the step's seconds under the same plan for each of their places; None: too large a plan.
 
     The plan stays as it is: its spread is simulated again on the other cluster. Places count from the last slider on.
     """
@@ -65,7 +65,7 @@ def _changed(
 
 
 def captured_sliders(programs: Sequence[Program], machine: Machine, slowest: int) -> dict[str, Any] | None:
-    """The same of what ranks run, with a slider for one rank that others slow down; None: too large programs.
+    """Does the same for what ranks run, with a slider for one rank that others slow down; None: too large programs.
 
     Args:
         slowest: the rank that is predicted to end last.

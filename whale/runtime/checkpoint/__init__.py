@@ -1,1 +1,1 @@
-"""Writing and reading what a run holds: checkpoints, random states, exported models."""
+"""Writes and reads what a run holds: checkpoints, random states, exported models."""

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about a checkpoint, and what of it has to be equal."""
+"""Exchanges what the ranks say about a checkpoint, and checks what of it has to be equal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whale.errors import CommError
 
 
 class Said(msgspec.Struct):
-    """What a rank tells the others: an error, a digest of what it is about to write, and of the first its folder.
+    """A rank's message to the others: an error, a digest of what it is about to write, and of the first its folder.
 
     Attributes:
       place: the folder, or the checkpoint, that it is about to use; "" where it does not matter.
@@ -28,12 +28,12 @@ class Said(msgspec.Struct):
 
 
 def encoded(said: Said) -> bytes:
-    """What goes to the other ranks."""
+    """Encodes a message for the other ranks."""
     return msgspec.msgpack.encode(said)
 
 
 def decoded(everyone: Sequence[bytes]) -> list[Said]:
-    """What the ranks have said, in order of ranks."""
+    """Decodes what the ranks have said, in order of ranks."""
     return [msgspec.msgpack.decode(one, type=Said) for one in everyone]
 
 

@@ -1,4 +1,4 @@
-"""``wh.export``: a SavedModel for one device, which serves in plain TensorFlow, from a run under any plan."""
+"""Exports a SavedModel for one device, which serves in plain TensorFlow, from a run under any plan: ``wh.export``."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
 
 
 def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
-    """A module of a function with its variables."""
+    """Makes a module of a function with its variables."""
     python_function = getattr(function, "python_function", function)
     if isinstance(function, Function):
         python_function = function._python_function
     module = tf.Module()
     module.serve = tf.function(python_function, input_signature=list(specs), autograph=True)
     graph = module.serve.get_concrete_function().graph
-    # In the order in which it captured them: its own is that of addresses, and ranks gather one after the other.
+    # The variables are in the order of capture: the graph orders them by addresses, which differ between ranks.
     variables = {id(v.handle): v for v in graph.variables}
     module.used = [variables[id(handle)] for handle, _ in graph.captures if id(handle) in variables]
     return module

@@ -1,4 +1,5 @@
-"""A folder of checkpoints: complete ones, which the file ``checkpoint`` names, and the one that is being written.
+"""Manages a folder of checkpoints: complete ones, which the file ``checkpoint`` names, and the one that is being
+written.
 
 What is written lies in a folder of its own below until it is complete and on the disk. Then its files get their
 names, the index last, and the file ``checkpoint`` is replaced. Whoever is killed in between leaves the checkpoints
@@ -78,7 +79,8 @@ class CheckpointFolder:
                 self.kept[self._own(path)] = min(written, now)
 
     def _own(self, name: str) -> str:
-        """The path of a checkpoint that the state file names: one of this folder, wherever that has been moved to.
+        """Returns the path of a checkpoint that the state file names: one of this folder, wherever that has been moved
+        to.
 
         Raises:
           CheckpointError: it is elsewhere; nothing outside of the folder is read, written or removed.
@@ -110,7 +112,7 @@ class CheckpointFolder:
             log.warning(f"{why}; {len(self.kept)} complete checkpoints were found by their files")
 
     def _is_complete(self, path: str) -> bool:
-        """Whether as many files are there as the name of each says."""
+        """Tells whether as many files are there as the name of each says."""
         data = self._files(path)[1:]
         return bool(data) and all(int(name[-5:]) == len(data) for name in data)
 
@@ -201,7 +203,7 @@ class CheckpointFolder:
         return removed
 
     def _files(self, path: str) -> list[str]:
-        """The files of a checkpoint, its index first."""
+        """Returns the files of a checkpoint, its index first."""
         data = Path(os.path.dirname(path)).glob(f"{_escaped(os.path.basename(path))}.data-?????-of-?????")
         index = [f"{path}.index"] if os.path.exists(f"{path}.index") else []
         return index + sorted(map(str, data))
@@ -243,12 +245,12 @@ def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> No
 
 
 def mark_of(prefix: str) -> str:
-    """The file that says that a part is complete."""
+    """Returns the path of the file that says that a part is complete."""
     return f"{prefix}.done"
 
 
 def sync_file(path: str) -> None:
-    """Returns when the file's content is on the disk."""
+    """Waits until the file's content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Whole values on the first rank, for a writer that knows nothing of ranks."""
+"""Gathers whole values on the first rank, for a writer that knows nothing of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refuse_different_copies(holders: Iterable[Any], context: Context, when: str)
 
 
 def apart(holders: Iterable[Any]) -> str:
-    """Which of the variables is the first that a rank cannot read alone, and why, in words; "" if there is none.
+    """Returns, in words, the first variable that a rank cannot read alone, and why; "" if there is none.
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.
@@ -48,7 +48,8 @@ def apart(holders: Iterable[Any]) -> str:
 
 @contextmanager
 def whole_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[None]:
-    """Inside, the first rank reads variables without the other ranks, whether they lie split or are those of stages.
+    """Lets the first rank, inside, read variables without the other ranks, whether they lie split or are those of
+    stages.
 
     Collective if any of them is not whole on every rank. What lies split is gathered one after the other.
 
@@ -60,7 +61,7 @@ def whole_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[No
     try:
         for variable in variables:
             make_whole(variable)  # if no step has used it
-            # What somebody has assigned is whole on all ranks, and stays so on all of them.
+            # A value that was assigned is whole on all ranks, and stays so.
             if lies_split(variable) and not variable._whale_parts.is_assigned:
                 whole = variable._whale_parts.whole()
                 if context.rank == 0:

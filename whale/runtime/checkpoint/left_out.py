@@ -1,4 +1,4 @@
-"""Weights that a checkpoint lacks without a word: Keras 3 tells TensorFlow of layers, not of lists of them."""
+"""Warns of weights that a checkpoint would silently lack: Keras 3 tells TensorFlow of layers, not of lists of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whale.runtime.variables.checkpoint_regions import variable_of
 
 
 def say_left_out(saved: Iterable[Any], where: str) -> bool:
-    """Warns of weights of saved models and layers that are not saved themselves; whether there are any.
+    """Warns of weights of saved models and layers that are not saved themselves; tells whether there are any.
 
     Args:
       saved: all objects of a checkpoint.

@@ -1,4 +1,4 @@
-"""``wh.CheckpointManager``: checkpoints in TensorFlow's format, written in parallel by the ranks, each its share."""
+"""Writes checkpoints in TensorFlow's format in parallel, each rank its share: ``wh.CheckpointManager``."""
 
 from __future__ import annotations
 
@@ -99,27 +99,29 @@ class CheckpointManager:
 
     @property
     def checkpoint(self) -> tf.train.Checkpoint:
-        """What is saved and restored."""
+        """Returns the tf.train.Checkpoint that is saved and restored."""
         return self._checkpoint
 
     @property
     def directory(self) -> str:
-        """Where the checkpoints are."""
+        """Returns the directory of the checkpoints."""
         return self._directory
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Steps between two checkpoints at least."""
+        """Returns the least number of steps between two checkpoints."""
         return self._interval
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the complete checkpoints that are kept, oldest first; equal on all ranks."""
+        """Returns the paths of the complete checkpoints that are kept, oldest first; equal on all ranks."""
         return list(self._state.checkpoints)
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Path of the newest complete checkpoint, or None; equal on all ranks. One that threads still write is not."""
+        """Returns the path of the newest complete checkpoint, or None; equal on all ranks. One still being written is
+        not complete.
+        """
         return self._state.latest
 
     def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
@@ -178,7 +180,8 @@ class CheckpointManager:
         return path
 
     def wait(self) -> None:
-        """Returns when the checkpoint that threads write is complete; every rank calls it. At once if there is none.
+        """Waits until the checkpoint that threads write is complete; every rank calls it. Returns at once if there is
+        none.
 
         Raises:
           CheckpointError: it could not be written.
@@ -271,7 +274,7 @@ class CheckpointManager:
             log.warning(f"a checkpoint that was being written to {self._directory} is left out, if it was not complete")
 
     def _newest_whole(self, latest: str) -> str:
-        """The newest checkpoint of which every tensor can be read; those after it are said to be damaged."""
+        """Returns the newest checkpoint of which every tensor can be read; those after it are reported as damaged."""
 
         def look() -> Said:
             if self._context.rank != 0:
@@ -280,7 +283,7 @@ class CheckpointManager:
             return Said(latest=checkpoint_reading.newest_whole([latest, *older]))
 
         found = self._context.survived(lambda: self._together("looked through", look)[0].latest)
-        assert found is not None  # else it was an error
+        assert found is not None  # otherwise `newest_whole` raised
         return found
 
     def _is_time(self, check_interval: bool) -> bool:

@@ -1,4 +1,6 @@
-"""Random states outside of variables, as text in a checkpoint: Python's, NumPy's, and TensorFlow's global generator."""
+"""Saves random states outside of variables as text in a checkpoint: Python's, NumPy's, and TensorFlow's global
+generator.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import stateful_random_ops
 
-STATE_KEY = "whale/random_state"  # no object's: TensorFlow's restoring does not look at it
+STATE_KEY = "whale/random_state"  # belongs to no object: TensorFlow's restoring ignores it
 
 
 def random_state() -> str:
-    """The states of this process as JSON."""
+    """Returns the states of this process as JSON."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -27,7 +29,7 @@ def random_state() -> str:
 
 
 def set_random_state(text: str) -> None:
-    """Inverse of ``random_state``: this process goes on where that one was."""
+    """Restores what ``random_state`` returned: this process goes on where that one was."""
     state = json.loads(text)
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))

@@ -1,4 +1,4 @@
-"""Restoring from a checkpoint of any origin: each rank reads what it holds, and what is damaged is named."""
+"""Restores from a checkpoint of any origin: each rank reads what it holds, and what is damaged is named."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any
     """
     try:
         reader = tf.train.load_checkpoint(path)
-        if not reader.has_tensor(OBJECT_GRAPH_PROTO_KEY):  # of a Saver: values by names
+        if not reader.has_tensor(OBJECT_GRAPH_PROTO_KEY):  # written by a Saver: values by names
             status = checkpoint.restore(path)
         else:
             with restored_by_pieces():
@@ -58,13 +58,13 @@ def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any
     except _NAMELESS as error:
         tensors, files = damages(path)
         if not tensors and not files:
-            raise  # of the program, and not of the files: a variable of another shape
+            raise  # the program's error, not the files': a variable of another shape
         raise _damaged(path, tensors, files, str(error)) from error
     return status
 
 
 def newest_whole(paths: Sequence[str]) -> str:
-    """The first of these checkpoints of which all can be read; says on stderr which are passed over.
+    """Returns the first of these checkpoints of which all can be read; warns of those that are passed over.
 
     Raises:
       CheckpointError: none of them is whole.
@@ -121,7 +121,7 @@ def _restore_pieces(variable: Any, path: str, key: str, context: Context) -> Non
 def read_region(
     path: str, key: str, shape: Sequence[int], dtype: tf.DType, begin: Sequence[int], size: Sequence[int]
 ) -> tf.Tensor:
-    """A region of a variable whose layout was not known when it was restored."""
+    """Reads a region of a variable whose layout was not known when it was restored."""
     spec = slice_spec(shape, begin, size) if shape else ""
     try:
         return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[key], shape_and_slices=[spec], dtypes=[dtype])[0]
@@ -130,7 +130,7 @@ def read_region(
 
 
 def _in_groups(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator[list[tuple[Any, str]]]:
-    """Variables that are read together: few at a time, so that hardly more memory is needed than they take."""
+    """Yields variables that are read together: few at a time, so that hardly more memory is needed than they take."""
     group: list[tuple[Any, str]] = []
     size_bytes = 0
     for variable, key in waiting:
@@ -171,7 +171,7 @@ def _damaged(path: str, tensors: Sequence[str], files: Sequence[str], reason: st
 
 
 def damages(path: str) -> tuple[list[str], list[str]]:
-    """Names of the tensors of a checkpoint that cannot be read, and of the files in which they lie.
+    """Returns the names of the tensors of a checkpoint that cannot be read, and of the files in which they lie.
 
     Reads all of it, one tensor at a time.
     """

@@ -1,4 +1,4 @@
-"""One checkpoint while it is written, by threads beside the following steps or by the caller."""
+"""Writes one checkpoint, by threads beside the following steps or by the caller."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Saving:
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Has a thread write."""
+        """Starts a thread that writes."""
         self._thread = threading.Thread(target=self._run, name="whale checkpoint", daemon=True)
         self._thread.start()
 
@@ -71,7 +71,7 @@ class Saving:
             raise self._error
 
     def abandon(self) -> None:
-        """There will be no such checkpoint."""
+        """Gives the checkpoint up, and removes its parts unless it is complete already."""
         self._abandoned = True
         self._all_written.set()
         if self._thread is not None:
@@ -83,7 +83,7 @@ class Saving:
         self.write_parts()
         if self._folder is None or self._error is not None:
             return
-        # Not by a message: while steps run, ranks tell each other nothing else.
+        # The parts are awaited by their marks, not by a message: while steps run, ranks exchange nothing else.
         while not all(map(os.path.exists, map(mark_of, self._parts))):
             if self._all_written.wait(_LOOK_EVERY_S):
                 break

@@ -1,4 +1,6 @@
-"""What each rank writes of a checkpoint: parts of split variables by who has them, other variables evenly by bytes."""
+"""Decides what each rank writes of a checkpoint: parts of split variables by holder, other variables evenly by
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Entry:
 
 
 def entries_of(checkpoint: tf.train.Checkpoint, context: Context) -> list[Entry]:
-    """All that a checkpoint consists of, under the keys of ``tf.train.Checkpoint``; equal on all ranks but for values.
+    """Lists all that a checkpoint consists of, under the keys of ``tf.train.Checkpoint``; equal on all ranks but for
+    values.
 
     Raises:
       CheckpointError: an object of the checkpoint can only be saved by a saver of its own.
@@ -78,7 +81,9 @@ def entries_of(checkpoint: tf.train.Checkpoint, context: Context) -> list[Entry]
 
 
 def share_out(entries: Sequence[Entry], size: int) -> list[int]:
-    """The rank that writes each entry, so that the largest share is small: largest first, to who has least so far."""
+    """Returns the rank that writes each entry, so that the largest share is small: largest first, to who has least so
+    far.
+    """
     loads, writers = [0] * size, [0] * len(entries)
     order = sorted(range(len(entries)), key=lambda i: (len(entries[i].holders) > 1, -entries[i].size_bytes))
     for i in order:
@@ -88,14 +93,17 @@ def share_out(entries: Sequence[Entry], size: int) -> list[int]:
 
 
 def digest(entries: Sequence[Entry], writers: Sequence[int]) -> bytes:
-    """Differs when ranks would write different things."""
+    """Returns a digest that differs when ranks would write different things."""
     text = "\n".join(f"{e.key}\t{e.spec}\t{rank}" for e, rank in zip(entries, writers))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def snapshot(entries: Sequence[Entry], writers: Sequence[int], rank: int) -> list[tuple[str, str, tf.Tensor]]:
-    """(key, spec, values now) of what ``rank`` writes. Later steps leave these values alone: as long as they are held,
-    TensorFlow updates a copy of the variable, of one variable at a time."""
+    """Returns (key, spec, values now) of what ``rank`` writes.
+
+    Later steps leave these values alone: as long as they are held, TensorFlow updates a copy of the variable, of one
+    variable at a time.
+    """
     values = ((e, e.read(rank)) for e, writer in zip(entries, writers) if writer == rank)
     return [(e.key, e.spec, value) for e, value in values if value is not None]
 
@@ -122,7 +130,7 @@ def _whole(initial: Initial, rank: int) -> tf.Tensor:
 
 
 def _read(value: Any, rank: int) -> tf.Tensor | None:
-    """What TensorFlow serialises: a tensor, or something that makes one; None for a variable without a value."""
+    """Reads what TensorFlow serialises: a tensor, or something that makes one; None for a variable without a value."""
     with tf.device("/device:CPU:0"):
         if isinstance(value, SaveSpec):
             value = value.tensor

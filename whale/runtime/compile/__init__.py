@@ -1,1 +1,1 @@
-"""From a captured program to the programs of this process's ranks."""
+"""Compiles a captured program to the programs of this process's ranks."""

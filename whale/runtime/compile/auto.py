@@ -1,4 +1,4 @@
-"""`auto_parallel`: rank 0 looks for the fastest way to spread the first training step, and all ranks take it.
+"""Runs `auto_parallel`: rank 0 looks for the fastest way to spread the first training step, and all ranks take it.
 
 Measuring and telling are here; the search is `whale.planner.graph_search.search`, in which other ranks help. Later
 programs of the run are spread in the same way, because the variables lie so.
@@ -51,7 +51,7 @@ def spread_program(
     captured: Program | None,
     options: Options,
 ) -> Spread:
-    """The program and the settings with which it is to be planned; collective between processes.
+    """Returns the program and the settings with which it is to be planned; collective between processes.
 
     Args:
       settings: for all ranks, or for the ranks of a dry run.
@@ -74,7 +74,7 @@ def spread_program(
         else:
             chosen, made = _agreed(program, settings, context, number, captured, options)
             context.auto = chosen
-    if made is not None and not settings.dump:  # a dump is of passes that run
+    if made is not None and not settings.dump:  # a dump shows passes that run here
         return Spread(made.program, made.settings, made.plan)
     if chosen.recompute and captured is not None and trains(program):
         settings = settings.but(memory__recompute=chosen.recompute)
@@ -83,7 +83,9 @@ def spread_program(
 
 
 def seen_by_plan(program: Program, context: Context) -> Program:
-    """A captured program as the run's plan takes it: that of a described model says itself what scopes would say."""
+    """Returns a captured program as the run's plan takes it: the plan of a described model replaces what scopes would
+    say.
+    """
     if context.described is None or not has_scopes(program):
         return program
     if context.auto is None and context.rank == 0:
@@ -94,7 +96,7 @@ def seen_by_plan(program: Program, context: Context) -> Program:
 def _as_described(
     program: Program, settings: PlanSettings, context: Context, described: tuple[PlanFile, str]
 ) -> Choice:
-    """As the plan of a described model says; every rank finds the same, in the same program."""
+    """Returns the choice that the plan of a described model makes; every rank finds the same, in the same program."""
     plan, path = described
     chosen = choice_of(plan, program, settings, path, has_compute_device())
     if context.rank == 0:
@@ -110,9 +112,9 @@ def _agreed(
     captured: Program | None,
     options: Options,
 ) -> tuple[Choice, Made | None]:
-    """Rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
+    """Returns rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
     dry = context.dry is not None
-    # Where speeds have changed within this run, what an earlier one has chosen is for others.
+    # Where speeds have changed within this run, the choice of an earlier run does not fit any more.
     changed = context.elastic is not None and context.elastic.divisions > 0
     kept = None if changed else _kept(program, settings, context, number)
     if kept is not None:
@@ -139,20 +141,20 @@ def _agreed(
 
 
 def _environment(program: Program, context: Context, captured: Program | None) -> SearchEnvironment:
-    """What ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
+    """Returns what ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
     size, dry, profile = context.planned_size, context.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
         environment = SearchEnvironment.of_cluster(dry.cluster, program, size, captured)
         asked = context.config["memory.limit_bytes"]
         return replace(environment, limits_bytes=[asked] * size) if asked else environment
-    with eager_mode():  # a session's script has a graph here, which is not to grow
+    with eager_mode():  # in a session, the script's graph must not grow
         rates = measured_rates(context, dry is not None, program)
     limit, _ = limit_bytes(context.config, context.local_ranks)
     return SearchEnvironment(rates, profile, [limit] * size, captured)
 
 
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> Choice | None:
-    """What rank 0 chose in an earlier run, on every rank; collective between processes."""
+    """Returns what rank 0 chose in an earlier run, on every rank; collective between processes."""
     chosen = None
     if context.rank == 0 and context.dry is None and (chosen := kept_choice(program, context, settings)) is not None:
         say_kept(chosen)
@@ -164,7 +166,7 @@ def _kept(program: Program, settings: PlanSettings, context: Context, number: in
 
 
 def say_kept(chosen: Choice) -> None:
-    """Says on the first rank what an earlier run chose."""
+    """Logs what an earlier run chose; for the first rank."""
     _say(chosen, [f"{chosen.name}, predicted {1e3 * chosen.predicted_s:.2f} ms a step (as in an earlier run)"])
 
 
@@ -180,7 +182,9 @@ def _say(chosen: Choice, lines: list[str]) -> None:
 
 
 def _profile(context: Context) -> MachineProfile | None:
-    """What `cost_model.profile` names, if anything; it describes one host, so all ranks have to be there."""
+    """Reads the profile that `cost_model.profile` names, if any; it describes one host, so all ranks have to be
+    there.
+    """
     path = context.config["cost_model.profile"]
     if not path:
         return None

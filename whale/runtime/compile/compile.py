@@ -1,4 +1,7 @@
-"""Captured program -> plan -> the programs of this process's ranks. Collective between processes."""
+"""Compiles a captured program: normalises it, plans it, and makes the programs of this process's ranks.
+
+Collective between processes.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ class Compiled:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Handle node -> parameters, slots or buffers."""
+        """Maps handle nodes to parameters, slots or buffers."""
         return variable_kinds(self.program)
 
 
@@ -122,7 +125,7 @@ def compile_program(
     clock.lap("fingerprint")
     made = None
     if context.dry is None:
-        if movable and context.auto is None:  # the search is about programs without stages, too
+        if movable and context.auto is None:  # the search covers programs without stages, too
             settings = settings.but(split__tiles=tiles_that_fit(program, settings))
         spread = _spread(program, settings, context, number, recomputable, options)
         program, settings, made = spread.program, spread.settings, spread.plan
@@ -227,14 +230,14 @@ def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context)
 
 
 class _Clock:
-    """Where the time of compiling goes: seconds of each stage, and an event of the trace."""
+    """Measures where the time of compiling goes: seconds of each stage, and an event of the trace."""
 
     def __init__(self, context: Context) -> None:
         self.seconds: dict[str, float] = {}
         self._trace, self._start_ns = context.trace, time.monotonic_ns()
 
     def lap(self, name: str) -> None:
-        """The stage ``name`` ends now, and the next one begins."""
+        """Ends the stage ``name`` now, and begins the next one."""
         now_ns = time.monotonic_ns()
         self.seconds[name] = (now_ns - self._start_ns) * 1e-9
         if self._trace is not None:
@@ -243,13 +246,13 @@ class _Clock:
 
 
 def _settings(program: Program, context: Context, variables: Mapping[str, Tiles]) -> PlanSettings:
-    """How the program is to be planned."""
+    """Returns how the program is to be planned."""
     found = settings_of(context).but(split__tiles=variables)
     return found.but(time__micro_batches=micro_batches_of(program, context))
 
 
 def micro_batches_of(program: Program, context: Context) -> int:
-    """Into how many micro-batches a program cuts each rank's rows.
+    """Returns into how many micro-batches a program cuts each rank's rows.
 
     Raises:
       PlanError: it asks for several numbers.
@@ -261,7 +264,7 @@ def micro_batches_of(program: Program, context: Context) -> int:
 def _spread(
     program: Program, settings: PlanSettings, context: Context, number: int, captured: Program | None, options: Options
 ) -> Spread:
-    """The program and its settings as `auto_parallel`, or the plan of a described model, has them."""
+    """Returns the program and its settings as `auto_parallel`, or the plan of a described model, has them."""
     if not context.config["auto_parallel"] and context.auto is None and context.described is None:
         return Spread(program, settings)
     return spread_program(program, settings, context, number, captured, options)
@@ -283,7 +286,7 @@ def _show(
 
 
 def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
-    """What `wh.memory_report` is asked about the program later."""
+    """Records what `wh.memory_report` is asked about the program later."""
     first = lowered[0]
     context.predicted[plan.program] = cache(lambda: step_bytes(first, context.rank, context.size))
     if plan.offloaded:
@@ -294,7 +297,7 @@ def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
 def ready_step(
     compiled: Compiled, function: LoweredFunction, uses: dict[str, VariableUse], context: Context, inputs: str
 ) -> Ready:
-    """What is kept of a compiled program, and called."""
+    """Returns what is kept of a compiled program, and called."""
     plan, program = compiled.plan, compiled.program
     chosen = context.auto
     return Ready(
@@ -328,7 +331,9 @@ def bytes_under(
     variables: Mapping[str, Tiles],
     in_files: Collection[str],
 ) -> dict[str, int]:
-    """By category, the bytes that the step of a captured program takes on the first rank here; not collective."""
+    """Returns, by category, the bytes that the step of a captured program takes on the first rank here; not
+    collective.
+    """
     settings = _settings(program, context, variables)
     captured, program = program, normalise(program, settings)
     settings = settings.but(batch__local=local)
@@ -340,5 +345,5 @@ def bytes_under(
 
 
 def compile_alone(program: Program, context: Context) -> Program:
-    """The program as one rank runs it alone; not collective."""
+    """Returns the program as one rank runs it alone; not collective."""
     return compile_marked(normalise(program, settings_of(context)))

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a program runs: that it is the same one, and the plan of it."""
+"""Checks, before a program runs, that all ranks have the same one, and gives them rank 0's plan of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whale.runtime.run.context import Context
 
 
 class _Mark(msgspec.Struct):
-    """What a rank says before it compiles: which program comes next, and that it compiled the ones before.
+    """A rank's message before it compiles: which program comes next, and that it compiled the ones before.
 
     ``local`` are the inputs of which it brings its own rows only, with the rows of every rank.
     """
@@ -32,7 +32,7 @@ class _Mark(msgspec.Struct):
 
 
 def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], number: int, context: Context) -> None:
-    """The same program on every rank, with its batch passed in the same way; collective between processes.
+    """Checks that every rank has the same program, with its batch passed in the same way; collective between processes.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -86,7 +86,9 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
 
 
 def _cause(nodes: Sequence[str], context: Context) -> str:
-    """What may have made two ranks' nodes differ, "name (op)" each; "": the shapes of what they are given, it seems."""
+    """Returns what may have made two ranks' nodes differ, "name (op)" each; "": the shapes of what they are given, it
+    seems.
+    """
     if nodes[0] != nodes[1]:
         return likely_cause(context, names=True)
     return likely_cause(context) if context.other_hashes or not nodes[0].endswith("(Placeholder)") else ""
@@ -97,7 +99,8 @@ def _passed(mark: _Mark) -> str:
 
 
 def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
-    """Whether every rank has kept the next program as the ranks lowered it together; collective between processes.
+    """Tells whether every rank has kept the next program as the ranks lowered it together; collective between
+    processes.
 
     Args:
       mark: of what this rank has kept; "": nothing.
@@ -117,7 +120,7 @@ def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
 
 
 def _purpose(name: str, inputs: str, number: int, before: str) -> str:
-    """What a rank is about to compile, for the others' errors when they are somewhere else."""
+    """Describes what a rank is about to compile, for the others' errors when they are somewhere else."""
     known = f", which was compiled for ({before}) before" if before else ""
     return f"the compilation of program {number}, `{name}` ({inputs}){known}"
 
@@ -127,7 +130,7 @@ def _inputs(program: Program) -> str:
 
 
 def made_plan(program: Program, context: Context, settings: PlanSettings, made: Plan | None = None) -> Plan:
-    """The saved plan where it is this program's, else the one that an earlier run made, else a new one.
+    """Returns the saved plan where it is this program's, else the one that an earlier run made, else a new one.
 
     Args:
       made: the new one, where it was made already.
@@ -152,7 +155,7 @@ def made_plan(program: Program, context: Context, settings: PlanSettings, made: 
 def agreed_plan(
     program: Program, number: int, context: Context, settings: PlanSettings, made: Plan | None = None
 ) -> Plan:
-    """Rank 0's plan on every rank; when planning fails there, the same error on every rank.
+    """Returns rank 0's plan on every rank; when planning fails there, raises the same error on every rank.
 
     Args:
       made: see `made_plan`.

@@ -1,4 +1,4 @@
-"""What ranks tell each other about what they are to exchange: that all ranks of a group have it, in the same phase.
+"""Checks that all ranks of a group have each exchange, in the same phase of the step.
 
 A rank that waits for the others in its forward pass, while these come to it in their backward pass, would wait for
 ever if what these need first comes from that rank. So this is compared before the first step.
@@ -18,14 +18,14 @@ from whale.ir.program import Node, Program, function_refs
 from whale.partition.pipeline.microbatch_loop import CALL, phase_of
 from whale.runtime.run.context import Context
 
-# Of messages between two ranks that are outside of micro-batches: received before them, or sent after them.
+# Phases of messages between two ranks outside of micro-batches: received before them, or sent after them.
 BEFORE, AFTER = "the main graph, before its micro-batches", "the main graph, after its micro-batches"
 # Key of an exchange -> its ranks, and in how many micro-batches it is in each phase.
 Phases = Mapping[str, tuple[Sequence[int], Mapping[str, int]]]
 
 
 def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, context: Context) -> None:
-    """The same phases on all ranks of each exchange; collective between processes.
+    """Checks that all ranks of each exchange have it in the same phases; collective between processes.
 
     Raises:
       PlanError: some ranks have it in another phase.
@@ -45,7 +45,7 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
 
 
 def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[int], dict[str, int]]]:
-    """Key of each exchange of a rank's program -> its ranks, and how often it is in each phase; "": in none.
+    """Maps the key of each exchange of a rank's program to its ranks, and how often it is in each phase; "": in none.
 
     Args:
       stages: whether there are stages. These send in phases of their own, to others.
@@ -58,7 +58,7 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
                 ranks = (
                     [int(node.attrs["peer"])] if "peer" in node.attrs else list(map(int, node.attrs.get("ranks", ())))
                 )
-                key = str(node.attrs.get("key", node.name))  # Horovod's is the name
+                key = str(node.attrs.get("key", node.name))  # Horovod's key is the node's name
                 counts = found.setdefault(key, (ranks, {}))[1]
                 counts[phase] = counts.get(phase, 0) + times
             if node.op != CALL:
@@ -79,7 +79,7 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
 
 
 def _behind(program: Program, calls: Sequence[Node]) -> list[Node]:
-    """What is sent behind some calls: it waits for them."""
+    """Returns what is sent behind some calls: it waits for them."""
     late = {node.name for node in calls}
     for node in program.nodes:
         if not late.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
@@ -88,7 +88,7 @@ def _behind(program: Program, calls: Sequence[Node]) -> list[Node]:
 
 
 def _ahead(program: Program, calls: Sequence[Node]) -> list[Node]:
-    """What is received before some calls: they wait for it."""
+    """Returns what is received before some calls: they wait for it."""
     stack, early = list(calls), set[str]()
     while stack:
         node = stack.pop()
@@ -121,7 +121,9 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
 
 
 def _meet(counts: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
-    """Whether two ranks have an exchange at the same time, or outside of micro-batches where neither waits for both."""
+    """Tells whether two ranks have an exchange at the same time, or outside of micro-batches where neither waits for
+    both.
+    """
     if {*counts, *theirs} <= {"", BEFORE, AFTER} and counts and theirs:
         return {*counts, *theirs} != {BEFORE, AFTER}
     return counts == theirs

@@ -1,4 +1,4 @@
-"""What a step will take in memory, before it runs: by rank and category, against what the devices have.
+"""Predicts what a step will take in memory, before it runs: by rank and category, against what the devices have.
 
 The prediction is made of the programs that the ranks would run (see cost_model.graph.peak_memory), so the schedule,
 micro-batches, recomputation, mixed precision and `zero.level` are in it by themselves.
@@ -31,12 +31,14 @@ from whale_ops import gpu_driver
 
 _MOST_MICRO_BATCHES = 64
 
-# Which settings would make the step fit into so many bytes of a rank, in words; found only for an error.
+# Finds the settings that would make the step fit into so many bytes of a rank, in words; called only for an error.
 Options = Callable[[float], str]
 
 
 def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
-    """(bytes that each of ``local_ranks`` ranks of this host may take, what says so); infinite where nobody knows."""
+    """Returns (bytes that each of ``local_ranks`` ranks of this host may take, what says so); infinite where nobody
+    knows.
+    """
     import tensorflow as tf
 
     if config["memory.limit_bytes"]:
@@ -48,7 +50,7 @@ def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
 
 
 def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: int) -> tuple[float, str]:
-    """As `limit_bytes`, of the smallest GPU that this process sees, which ``sharing`` ranks share."""
+    """Returns the same as `limit_bytes` for the smallest GPU that this process sees, which ``sharing`` ranks share."""
     if driver is None or not driver.gpus:
         return math.inf, "no limit is known; memory.limit_bytes sets one"
     gpu = min(driver.gpus, key=lambda one: one.memory_bytes)
@@ -60,7 +62,7 @@ def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: 
 
 
 class _Rank(msgspec.Struct):
-    """What a rank says of its program: nothing but the limit where it fits."""
+    """A rank's message about its program: nothing but the limit where it fits."""
 
     limit: float
     source: str
@@ -76,7 +78,7 @@ class _Rank(msgspec.Struct):
 
 
 def beside_files(program: Program, in_files: Collection[str]) -> Program:
-    """A rank's program as its memory sees it: variables that lie in files, by handle node, take none."""
+    """Returns a rank's program as its memory sees it: variables that lie in files, by handle node, take none."""
     variables = (replace(v, type=TensorType(v.type.dtype, ())) if v.node in in_files else v for v in program.variables)
     return replace(program, variables=tuple(variables)) if in_files else program
 
@@ -84,13 +86,15 @@ def beside_files(program: Program, in_files: Collection[str]) -> Program:
 def refuse_what_does_not_fit(
     programs: Mapping[int, Program], context: Context, number: int, settings: PlanSettings, options: Callable[[], str]
 ) -> float:
-    """The bytes that a rank of this process takes at most; raises PlanError on every rank when one of them would take
-    more than its device has. Collective.
+    """Returns the bytes that a rank of this process takes at most. Collective.
 
     Args:
       programs: of this process's ranks.
       number: of the program in this run.
       options: what would make it fit; asked of the first rank, and only then.
+
+    Raises:
+      PlanError: on every rank, when one of them would take more than its device has.
     """
     mine, most_bytes = [], 0.0
     for rank, program in programs.items():
@@ -131,7 +135,7 @@ def _refusal(name: str, said: Mapping[int, _Rank], options: str) -> PlanError:
 
 
 def refusal_of_plan(name: str, memory: Mapping[str, Sequence[int]], limits: Sequence[float], options: str) -> PlanError:
-    """The error for a plan whose ranks would take more than ``limits``."""
+    """Returns the error for a plan whose ranks would take more than ``limits``."""
     said = {
         rank: _Rank(limit, "the device's memory", {kind: sizes[rank] for kind, sizes in memory.items()})
         for rank, limit in enumerate(limits[: len(next(iter(memory.values())))])
@@ -157,7 +161,7 @@ def options_text(
     marked: Callable[[], Program] | None,
     beside_host: bool,
 ) -> str:
-    """Which other settings would make a step fit into ``limit`` bytes, by what they are predicted to take.
+    """Lists the other settings that would make a step fit into ``limit`` bytes, by what they are predicted to take.
 
     Args:
       settings, program: with which it does not fit; the program is as captured.
@@ -189,7 +193,7 @@ def options_text(
 
 
 def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> list[_Option]:
-    """What may take less than ``settings``."""
+    """Returns settings that may take less than ``settings``."""
     found = []
     if settings.size > 1:
         levels = (level for level in (1, 3) if level > settings.zero.level)

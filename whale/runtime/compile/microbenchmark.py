@@ -1,4 +1,4 @@
-"""What ranks compute and exchange in a second: measured for a moment, on all ranks at the same time."""
+"""Measures for a moment what ranks compute and exchange in a second, on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from whale.runtime.ranks.device_exchange import ExchangeOps
 from whale.runtime.ranks.gpus import await_gpus
 from whale.runtime.run.context import Context
 
-# At first, and what is bound by memory for half of that: the core of a rank with a quota is taken away once in 100 ms.
-# Ranks that seem to differ by more than SUSPECT are measured again.
+# The first measurement takes so long, and half of that for what is bound by memory: the core of a rank with a quota is
+# taken away once in 100 ms. Ranks that seem to differ by more than SUSPECT are measured again.
 FIRST_S, SUSPECT = 0.2, 1.1
-# Of unequal ranks, those whose speeds differ by less are of one kind: what lies between them is mostly noise, and costs
-# more as parts of the work that differ than it gains.
+# Unequal ranks whose speeds differ by less than this factor are of one kind: the difference is mostly noise, and
+# unequal parts of the work cost more than they gain.
 ONE_KIND = 1.15
-# Of measuring them again, twice at least and as long as they seem to differ; the median of each rank counts.
+# Unequal ranks are measured again in rounds, twice at least and as long as they seem to differ. The median of each
+# rank's rounds counts.
 ROUNDS, ROUND_S = 5, 0.25
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 # An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it (`Table.node_s`).
 START_S = 5e-6
 # `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
 STREAMED_ARRAYS = 5
-SMALL_IN_A_CALL = 8  # exchanges
+SMALL_IN_A_CALL = 8  # small exchanges in one measured call
 # An exchange through the memory of one process reads, adds and writes, on both sides of it.
 PASSES_IN_PROCESS = 4
 
 
 def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
-    """Half a second of products, copies and exchanges on all ranks at the same time; unequal ranks take longer."""
+    """Measures products, copies and exchanges for half a second on all ranks at the same time; unequal ranks take
+    longer.
+    """
     import tensorflow as tf
 
     x = tf.random.normal([1024, 1024])
-    # Over as many bytes as the variables have, which may lie in caches.
+    # The stream has as many bytes as the variables, which may lie in caches.
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
     count = min(16 << 20, max(1 << 18, held // 12))
     y = tf.random.normal([count])
@@ -89,7 +92,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
 
 
 def of_kinds(values: Sequence[float]) -> list[float]:
-    """Each value replaced by the mean of its kind."""
+    """Returns each value replaced by the mean of its kind."""
     found = list(values)
     order = sorted(range(len(values)), key=lambda r: -values[r])
     while order:
@@ -103,7 +106,7 @@ def of_kinds(values: Sequence[float]) -> list[float]:
 def _together(
     context: Context, what: str, measured: Callable[[float], tuple[float, float]], seconds: float
 ) -> list[tuple[float, float]]:
-    """What every rank measures, all beginning at once: processors share caches and threads of cores."""
+    """Returns what every rank measures, all beginning at once: processors share caches and threads of cores."""
     comm = context.comms[0]
     comm.allgather_bytes(f"whale/auto/begin/{what}", b"")
     said = comm.allgather_bytes(f"whale/auto/rates/{what}", msgspec.json.encode(measured(seconds)))
@@ -115,9 +118,9 @@ def _shown(link: Link) -> str:
 
 
 def _link(context: Context, through: str) -> Link:
-    """Seconds of the smallest all-reduce, and bytes that a rank sends in a second of large ones; collective.
+    """Measures seconds of the smallest all-reduce, and bytes that a rank sends in a second of large ones; collective.
 
-    Of tensors where TensorFlow places them: what the host exchanges between GPUs is copied there and back.
+    Tensors are where TensorFlow places them: what the host exchanges between GPUs is copied there and back.
     """
     import tensorflow as tf
 
@@ -145,7 +148,7 @@ def _link(context: Context, through: str) -> Link:
 
 
 def _seconds(call: Callable[[], Any], least_s: float) -> float:
-    """Mean seconds of a call that has been warmed up.
+    """Returns the mean seconds of a call that has been warmed up.
 
     The mean, since a processor that is taken away from time to time (a quota) is slow by that.
     """

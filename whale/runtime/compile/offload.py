@@ -1,4 +1,4 @@
-"""``offload.level``: the device that computes, and the bytes that pass between it and the host's memory."""
+"""Finds the device that computes under ``offload.level``, and counts bytes between it and the host's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from whale.errors import ConfigError
 
 
 def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
-    """Name of the device beside the host's memory: the first accelerator, or a second logical device of the processor.
+    """Returns the name of the device beside the host's memory: the first accelerator, or a second logical device of the
+    processor.
 
     Args:
       devices: of a session; None: this process's.
@@ -35,7 +36,7 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
 
 
 def has_compute_device() -> bool:
-    """Whether a device computes that has a memory beside the host's."""
+    """Tells whether a device computes that has a memory beside the host's."""
     return bool(_beside_host(tf.config.list_logical_devices()))
 
 
@@ -47,7 +48,9 @@ def _beside_host(devices: Iterable[Any]) -> list[str]:
 
 
 def offloaded_bytes() -> tuple[int, int]:
-    """(bytes that steps of this process have copied to the host's memory, and from it to the device that computes)."""
+    """Returns (bytes that steps of this process have copied to the host's memory, and from it to the device that
+    computes).
+    """
     from whale_ops.memory import library
 
     values = (ctypes.c_int64 * 2)()

@@ -1,4 +1,4 @@
-"""Plans, and choices of `auto_parallel`, that earlier runs made of the same program: the key ``plan_cache``.
+"""Keeps plans, and choices of `auto_parallel`, for later runs of the same program: the key ``plan_cache``.
 
 A plan is found by all that decides it: the program (its fingerprint, its variables' names and scopes), the settings,
 and the code that plans. A choice is found by the machines as well; what they computed and exchanged in a second when it
@@ -33,7 +33,7 @@ from whale.runtime.run.context import Context
 
 
 def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
-    """The plan that an earlier run made; None: there is none."""
+    """Returns the plan that an earlier run made; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None
     name = _plan_name(program, settings)
@@ -57,7 +57,7 @@ def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: 
 
 
 def kept_choice(program: Program, context: Context, settings: PlanSettings) -> Choice | None:
-    """How `auto_parallel` spread the program in an earlier run of these machines; None: there is none."""
+    """Returns how `auto_parallel` spread the program in an earlier run of these machines; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None
     name = _choice_name(program, context, settings)
@@ -77,7 +77,7 @@ def keep_choice(program: Program, context: Context, settings: PlanSettings, choi
 
 
 def folder_of(context: Context) -> Path | None:
-    """Where plans are kept; None: they are not."""
+    """Returns where plans are kept; None: they are not."""
     return None if context.dry is not None else folder_named(context.config["plan_cache"])
 
 
@@ -90,7 +90,9 @@ def _choice_name(program: Program, context: Context, settings: PlanSettings) -> 
 
 
 def machine(context: Context) -> tuple[object, ...]:
-    """What of this host, and of the configuration, `auto_parallel` looks at beside the program and the settings."""
+    """Returns what of this host and of the configuration `auto_parallel` depends on, beside the program and the
+    settings.
+    """
     limit, _ = limit_bytes(context.config, context.local_ranks)
     config = {k: context.config[k] for k in ("pipeline.num_stages", "communication.transport", "cost_model.profile")}
     if config["cost_model.profile"]:
@@ -112,7 +114,7 @@ def _digest(*values: object) -> str:
 
 @cache
 def code_digest() -> tuple[str, ...]:
-    """What tells one state of the code from another: versions, and how old and large each source is."""
+    """Returns what tells one state of the code from another: versions, and a digest of each source's age and size."""
     import tensorflow as tf
 
     stamp = blake2b(digest_size=16)
@@ -128,24 +130,24 @@ def code_digest() -> tuple[str, ...]:
 
 
 def files_of(context: Context, settings: PlanSettings) -> KeptFiles | None:
-    """Where a run keeps what later ones take; None: nowhere."""
+    """Returns where a run keeps what later ones take; None: nowhere."""
     folder = folder_of(context)
-    return None if folder is None or settings.dump else KeptFiles(folder)  # dumps are of passes that run
+    return None if folder is None or settings.dump else KeptFiles(folder)  # a dump shows passes that run here
 
 
 def get_kept(files: KeptFiles, name: str, what: str) -> bytes | None:
-    """What was kept under a name; says so if that is damaged."""
+    """Returns what was kept under a name; logs it if that is damaged."""
     try:
         return files.get(name)
     except OSError:
-        return None  # writing says why
+        return None  # `put_kept` logs the reason
     except Damaged:
         log.warning(f"{what} that was kept is damaged, and is made anew")
         return None
 
 
 def put_kept(files: KeptFiles, context: Context, name: str, data: bytes) -> None:
-    """Keeps ``data`` under a name; says once if it cannot."""
+    """Keeps ``data`` under a name; logs it once if it cannot."""
     try:
         files.put(name, data)
     except OSError as error:

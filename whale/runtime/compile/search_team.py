@@ -1,4 +1,4 @@
-"""The ranks' side of a search for a way to spread a program: rank 0 searches, and ranks with a core of their own help.
+"""Lets ranks with a core of their own help rank 0 in its search for a way to spread a program.
 
 All that rank 0 says goes to every rank, one message after the other, until it has chosen or failed. To each message
 that asks for something every rank answers, with nothing where it was not asked.
@@ -26,13 +26,13 @@ from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale_ops.communicator import Communicator
 
-# What a message asks for, or says.
+# The kinds of messages: what one asks for, or says.
 _PREDICT, _PLAN, _CHOSEN, _FAILED = b"A", b"P", b"C", b"E"
-_BROKEN = b"!"  # of an answer: the member's own error
+_BROKEN = b"!"  # begins an answer that is the member's own error
 
 
 class RankTeam:
-    """The ranks that help, as rank 0 sees them; see `whale.planner.graph_search.team.Team`."""
+    """The helping ranks, as rank 0 sees them; see `whale.planner.graph_search.team.Team`."""
 
     def __init__(self, comm: Communicator, key: str, purpose: str, helpers: Sequence[int]) -> None:
         self._comm, self._key, self._purpose = comm, key, purpose
@@ -48,7 +48,7 @@ class RankTeam:
         self._say(_PREDICT + msgspec.msgpack.encode(dict(zip(self._asked, ways, strict=True))))
 
     def answers(self) -> list[Answer]:
-        """What they have found.
+        """Returns what the helpers have found.
 
         Raises:
           PlanError: a helper met an error of its own.
@@ -56,7 +56,7 @@ class RankTeam:
         return [msgspec.msgpack.decode(said, type=Answer) for said in self._said()]
 
     def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
-        """The plan of a way that a helper has looked at, and what the fullest rank holds under it."""
+        """Returns the plan of a way that a helper has looked at, and what the fullest rank holds under it."""
         self._asked = [self._helpers[member - 1]]
         self._say(_PLAN + msgspec.msgpack.encode((self._asked[0], choice)))
         held_bytes, _, plan = self._said()[0].partition(b" ")
@@ -76,7 +76,7 @@ class RankTeam:
         self._comm.broadcast_bytes(f"{self._key}/{self._number}", message, purpose=self._purpose)
 
     def _said(self) -> list[bytes]:
-        """What those have answered that were asked last."""
+        """Returns what those have answered that were asked last."""
         asked, self._asked = self._asked, ()
         said = _answers(self._comm, self._key, self._number, b"", self._purpose)
         for rank in asked:
@@ -92,7 +92,7 @@ def found_together(
     plans: Callable[[], Plans],
     look: Callable[[RankTeam], tuple[Choice, Made]],
 ) -> tuple[Choice, Made | None]:
-    """What ``look``, on rank 0 alone, chooses; the plan where it was made. Collective between processes.
+    """Returns what ``look``, on rank 0 alone, chooses; and the plan where it was made. Collective between processes.
 
     Args:
       plans: those of a helper's ways.
@@ -101,7 +101,7 @@ def found_together(
       PlanError: nothing was chosen, on any rank.
     """
     comm = context.comms[0]
-    # Where ranks outnumber cores, to help would be to hold up rank 0.
+    # Where ranks outnumber cores, helping would slow rank 0 down.
     helps = context.place.local_rank < min(len(os.sched_getaffinity(0)), cpu_quota() or math.inf)
     said = comm.allgather_bytes(f"{key}/helps", b"1" if helps else b"", PLAN_TIMEOUT_S, purpose)
     if context.rank:

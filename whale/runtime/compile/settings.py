@@ -1,4 +1,4 @@
-"""How the configuration of a run is to plan its programs."""
+"""Turns the configuration of a run into the planner's settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from whale_ops.processor import multiplies_by_avx2
 
 
 def settings_of(context: Context) -> PlanSettings:
-    """The planner's view of the run."""
+    """Returns the planner's settings for the run."""
     config = context.config
     if config["pipeline.num_stages"] and not config["auto_parallel"]:
         raise PlanError(
@@ -75,7 +75,8 @@ def settings_of(context: Context) -> PlanSettings:
 
 
 def fused_on(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
-    """Which operations stand for the program's, of those asked for, on a described cluster or in this process.
+    """Returns which fused operations, of those asked for, replace the program's, on a described cluster or in this
+    process.
 
     They have kernels for processors only; what a described one multiplies by is unknown.
     """

@@ -1,4 +1,4 @@
-"""What is called for each batch: a lowered function with the variables and tensors that it takes beside it."""
+"""Builds the callable of a step: a lowered function with the variables and tensors that it takes beside the batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def callable_step(
     context: Context,
     ranks: Sequence[Program] = (),
 ) -> Callable[[list[Any]], Any]:
-    """A closure that calls the lowered function: tensors in, the user's return structure out.
+    """Returns a closure that calls the lowered function: tensors in, the user's return structure out.
 
     Args:
       number: of the program in this run.
@@ -97,7 +97,7 @@ def callable_step(
             raise_comm_error(error, context)
             raise
 
-    # TensorFlow counts how often a function was added; what ranks that have become others do not call any more goes.
+    # TensorFlow counts how often a function was added: functions that are not called any more are removed.
     weakref.finalize(call, _forget, tf_ctx, [one.signature.name for one in function.definitions]).atexit = False
     found = call if device is None else _on_device(call, device)
     if ready.rolled:
@@ -111,7 +111,8 @@ def _forget(context: Any, names: Sequence[str]) -> None:
 
 
 def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """``call`` of a graph that TensorFlow's optimizer leaves as it is: with micro-batches it holds sums and updates.
+    """Wraps ``call`` so that TensorFlow's optimizer leaves its graph as it is: with micro-batches it holds sums and
+    updates.
 
     What the micro-batches compute is optimised in functions of their own (whale_ops/ops/call_kernel.cc).
     """
@@ -133,7 +134,7 @@ def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[Any]], Any]:
-    """``call``, of which ``device`` computes what nothing else says."""
+    """Wraps ``call`` so that ``device`` computes what is placed nowhere else."""
 
     def there(tensors: list[Any]) -> Any:
         with tf.device(device):

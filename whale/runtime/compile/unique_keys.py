@@ -1,4 +1,4 @@
-"""Names that are unique in a run: a plan's keys, and what Horovod calls its sums by, with the program's number."""
+"""Makes names unique in a run, by the program's number: a plan's keys, and what Horovod calls its sums by."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from whale.ir.program import Node, Program, Ref
 
 
 def with_number(program: Program, number: int) -> Program:
-    """Keys are unique in a plan; the program's number makes them unique in the run. Horovod's is the node's name."""
+    """Adds the program's number to its keys, which are unique in a plan only. Horovod's key is the node's name."""
 
     def of_graph(graph: Program) -> Program:
         renamed = {n.name: f"{n.name}_of_{number}" for n in graph.nodes if n.op == HOROVOD_ALL_REDUCE}

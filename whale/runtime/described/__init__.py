@@ -1,4 +1,4 @@
-"""Programs of well-known models from their hyper-parameters, captured without allocating anything."""
+"""Captures programs of well-known models from their hyper-parameters, without allocating anything."""
 
 from whale.runtime.described.families import FAMILIES, Description, read
 from whale.runtime.described.program import program_of, traced

@@ -1,4 +1,4 @@
-"""Model files: a family and its hyper-parameters, as YAML.
+"""Reads model files: a family and its hyper-parameters, as YAML.
 
 family: gpt
 layers: 24
@@ -24,7 +24,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="family"):
-    """What all families have: rows of the global batch, element type, optimizer."""
+    """The fields that all families have: rows of the global batch, element type, optimizer."""
 
     recompute: ClassVar[str] = "none"
     tensor_parallel: ClassVar[bool] = False
@@ -35,9 +35,10 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class _Transformer(_Model, frozen=True, kw_only=True):
-    """``recompute: full`` holds the layers' inputs only and computes the rest again for the backward pass.
+    """The fields of transformers.
 
-    ``selective`` computes the scores of the attentions and their softmax again (Korthikanti et al., 2022, section 5).
+    ``recompute: full`` holds the layers' inputs only and recomputes the rest for the backward pass.
+    ``selective`` recomputes the scores of the attentions and their softmax (Korthikanti et al., 2022, section 5).
     """
 
     recompute: Literal["none", "selective", "full"] = "none"  # type: ignore[misc]
@@ -52,7 +53,7 @@ class _Transformer(_Model, frozen=True, kw_only=True):
 
     @property
     def inner(self) -> int:
-        """Width of the feed-forward layer."""
+        """Returns the width of the feed-forward layer."""
         return self.feed_forward or 4 * self.hidden
 
 
@@ -62,8 +63,9 @@ class _Text(_Transformer, frozen=True, kw_only=True):
 
 
 class _Divided(_Text, frozen=True, kw_only=True):
-    """``tensor_parallel``: all ranks divide the weights of layers, embedding and logits, as under ``wh.split``.
+    """The fields of transformers whose weights may be divided.
 
+    ``tensor_parallel``: all ranks divide the weights of layers, embedding and logits, as under ``wh.split``.
     ``sequence_parallel``: and the sequence of what lies between products, as with ``sequence=1``.
     """
 

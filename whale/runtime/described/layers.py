@@ -1,4 +1,6 @@
-"""Layers in TensorFlow's ops, on weights made elsewhere: eager variables, or those of a graph, which hold nothing."""
+"""Builds layers of TensorFlow's ops, on weights made elsewhere: eager variables, or those of a graph, which hold
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ Scope = Callable[[], AbstractContextManager[None]]
 
 
 def dense(weight: Weight, name: str, x: tf.Tensor, width: int) -> tf.Tensor:
-    """A product with bias on the last dimension of rows."""
+    """Multiplies the last dimension of rows by a kernel, and adds a bias."""
     shape = x.shape.as_list()
     flat = tf.reshape(x, (-1, shape[-1])) if len(shape) > 2 else x
     flat = tf.nn.bias_add(
@@ -22,7 +24,7 @@ def dense(weight: Weight, name: str, x: tf.Tensor, width: int) -> tf.Tensor:
 
 
 def norm(weight: Weight, name: str, x: tf.Tensor) -> tf.Tensor:
-    """Layer normalisation."""
+    """Applies layer normalisation, with scale and shift."""
     width = x.shape[-1]
     mean = tf.reduce_mean(x, -1, keepdims=True)
     centred = x - mean
@@ -41,7 +43,9 @@ def attention(
     memory: tf.Tensor | None = None,
     core: Scope = nullcontext,
 ) -> tf.Tensor:
-    """Multi-head attention; of another sequence where ``memory`` is given. Its scores are computed under ``core``."""
+    """Computes multi-head attention; to another sequence where ``memory`` is given. Its scores are computed under
+    ``core``.
+    """
     rows, length, width = x.shape.as_list()
     size = width // heads
 
@@ -71,12 +75,14 @@ def _mask(length: int) -> list[list[float]]:
 def feed_forward(
     weight: Weight, name: str, x: tf.Tensor, inner: int, activation: Callable[..., tf.Tensor]
 ) -> tf.Tensor:
-    """Two products with an activation between."""
+    """Computes two products with an activation between."""
     return dense(weight, f"{name}/out", activation(dense(weight, f"{name}/in", x, inner)), x.shape[-1])
 
 
 def experts(weight: Weight, name: str, x: tf.Tensor, inner: int, count: int, capacity: float) -> tf.Tensor:
-    """A mixture of experts with one expert a token (Switch Transformer), tokens beyond its capacity left out."""
+    """Computes a mixture of experts with one expert a token (Switch Transformer); tokens beyond its capacity are left
+    out.
+    """
     rows, length, width = x.shape.as_list()
     tokens = rows * length
     places = max(1, round(capacity * tokens / count))
@@ -93,7 +99,7 @@ def experts(weight: Weight, name: str, x: tf.Tensor, inner: int, count: int, cap
 
 
 def convolution(weight: Weight, name: str, x: tf.Tensor, width: int, size: int, stride: int = 1) -> tf.Tensor:
-    """A convolution without bias and the batch normalisation behind it."""
+    """Computes a convolution without bias, and the batch normalisation behind it."""
     kernel = weight(f"{name}/kernel", (size, size, x.shape[-1], width))
     x = tf.nn.conv2d(x, kernel, stride, "SAME")
     found = tf.compat.v1.nn.fused_batch_norm(
@@ -103,7 +109,7 @@ def convolution(weight: Weight, name: str, x: tf.Tensor, width: int, size: int, 
 
 
 def bottleneck(weight: Weight, name: str, x: tf.Tensor, width: int, stride: int) -> tf.Tensor:
-    """Three convolutions, with what they are added to."""
+    """Computes three convolutions, and adds their input."""
     kept = x
     if x.shape[-1] != 4 * width or stride > 1:
         kept = convolution(weight, f"{name}/kept", x, 4 * width, 1, stride)

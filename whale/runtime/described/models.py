@@ -1,4 +1,4 @@
-"""A description's loss: what a training step of its family computes from a batch."""
+"""Computes a description's loss: what a training step of its family computes from a batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batch = Mapping[str, tf.Tensor]
 
 
 def inputs(d: f.Description) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of the batch's tensors."""
+    """Returns name -> (shape, dtype) of the batch's tensors."""
     if isinstance(d, f.Vit | f.Resnet):
         return {"images": ((d.batch, d.image, d.image, 3), d.dtype), "labels": ((d.batch,), "int32")}
     if isinstance(d, f.Dlrm):
@@ -39,7 +39,7 @@ def inputs(d: f.Description) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def loss(d: f.Description, weight: Weight, batch: Batch) -> tf.Tensor:
-    """The mean loss of the batch."""
+    """Computes the mean loss of the batch."""
     scope = "split_0(sequence=1)" if d.sequence_parallel else "split_0"
     with on_path(scope) if d.tensor_parallel else nullcontext():
         return _loss(d, weight, batch)

@@ -1,4 +1,4 @@
-"""The training step of a description as a Program.
+"""Builds the training step of a description as a Program.
 
 It is built in a graph of TensorFlow's first version, whose variables hold nothing before they are initialised, so the
 size of the model does not matter; from there it is captured like any session's graph.
@@ -22,7 +22,7 @@ RATE = 1e-3
 
 
 def program_of(d: Description, mark_gradients: bool = False) -> Program:
-    """The captured step; not normalised. Allocates no weights.
+    """Returns the captured step; not normalised. Allocates no weights.
 
     With recompute it carries the marks for ``PlanSettings.memory.recompute="collection"``, and if asked for, those of
     gradients without it.
@@ -42,7 +42,9 @@ def program_of(d: Description, mark_gradients: bool = False) -> Program:
 
 
 def trained_step(d: Description) -> Callable[..., tf.Tensor]:
-    """The same step as a user's function of the batch's tensors, with weights that exist. For small descriptions."""
+    """Returns the same step as a user's function of the batch's tensors, with weights that exist. For small
+    descriptions.
+    """
     made: dict[str, Any] = {}
 
     def variable(name: str, shape: Sequence[int], dtype: str) -> Any:
@@ -57,7 +59,7 @@ def trained_step(d: Description) -> Callable[..., tf.Tensor]:
 
 
 def traced(d: Description) -> Program:
-    """`trained_step`, captured as a user's function is."""
+    """Returns the program of `trained_step`, captured as a user's function is."""
     specs = [tf.TensorSpec(shape, dtype, name) for name, (shape, dtype) in models.inputs(d).items()]
     return capture_function(trained_step(d), specs, {}, mark_gradients=d.recompute != "none").program
 
@@ -65,7 +67,7 @@ def traced(d: Description) -> Program:
 def _step(
     d: Description, batch: models.Batch, made: dict[str, Any], variable: Callable[[str, Sequence[int], str], Any]
 ) -> tuple[tf.Tensor, list[tf.Operation]]:
-    """(loss, updates): forward, backward, and an update of each weight."""
+    """Builds (loss, updates): forward, backward, and an update of each weight."""
     values: dict[str, tf.Tensor] = {}
 
     def held(name: str, shape: Sequence[int]) -> Any:

@@ -1,1 +1,1 @@
-"""Ranks that go on when others are slower or gone: rows divided anew, copies of what only one rank has."""
+"""Lets ranks go on when others are slower or gone: divides rows anew, and keeps copies of what only one rank has."""

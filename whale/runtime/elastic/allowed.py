@@ -1,4 +1,4 @@
-"""Which runs can go on when ranks are gone, and what of their configuration is for so many ranks."""
+"""Checks which runs can go on when ranks are gone, and fits their configuration to the ranks that are left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.runtime.variables.in_files import folder_of
 
 
 def refuse(ranks: Ranks, joins: bool = False) -> None:
-    """Raises ConfigError for a run that cannot. ``joins``: this process joins it."""
+    """Raises ConfigError for a run that cannot go on when ranks are gone. ``joins``: this process joins it."""
     config = ranks.config
     wrong = ""
     if ranks.place.launcher != "whale run" or not (ranks.between_processes or joins):
@@ -38,12 +38,12 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
 
 
 def divides(uses: Mapping[str, VariableUse], size: int) -> bool:
-    """Whether a program has variables of which some rank does not hold all."""
+    """Tells whether a program has variables of which some rank does not hold all."""
     return any(use.tiles is not None or len(use.ranks) < size for use in uses.values())
 
 
 def refuse_variables(variables: Sequence[CapturedVariable]) -> None:
-    """Raises PlanError for a variable of which the ranks that are left could not have the parts."""
+    """Raises PlanError for a variable whose parts the ranks that are left could not have."""
     for c in variables:
         if given_tiles(c) is not None:
             _refuse(c.name, "a LayoutMap that says how it lies", "a layout that Whale can choose again")
@@ -78,7 +78,7 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
 
 
 def nothing_to_go_on_with() -> ClusterError:
-    """The error of a process that joins a run and cannot know where the others are."""
+    """Returns the error of a process that joins a run and cannot know where the others are."""
     return ClusterError(
         "a process that joins a run has to know where the others are",
         given="a step, or another call that exchanges something, before wh.State or Keras 3's fit",
@@ -88,7 +88,7 @@ def nothing_to_go_on_with() -> ClusterError:
 
 
 def elsewhere(there: str, here: str) -> ClusterError:
-    """The error of a process that joins a run and has come to another place of its script than the others."""
+    """Returns the error of a process that joins a run and has come to another place of its script than the others."""
     return ClusterError(
         "a process that joins a run has to come to where the others are",
         given=f"the others are in {there}, and this process in {here}",
@@ -98,7 +98,8 @@ def elsewhere(there: str, here: str) -> ClusterError:
 
 
 def fitting(config: Config, size: int) -> dict[str, Any]:
-    """What is to be changed of a configuration when ``size`` ranks are left: a mesh, ranks of a split scope, stages.
+    """Returns the changes that a configuration needs when ``size`` ranks are left: a mesh, ranks of a split scope,
+    stages.
 
     The data axis (the first one, where none is named so) takes the ranks that are left if the others divide them.
     Else axes have no sizes: those that the program names share the ranks.
@@ -119,18 +120,18 @@ def fitting(config: Config, size: int) -> dict[str, Any]:
 
 
 def hosts_left(emulated: Sequence[int], members: Sequence[int]) -> tuple[int, ...]:
-    """How many of the members are on each emulated host, of so many ranks each."""
+    """Returns how many of the members are on each emulated host. ``emulated``: the number of ranks of each host."""
     of = host_of(emulated)
     left = [of[rank] for rank in members] if of else []
     return tuple(left.count(host) for host in dict.fromkeys(left))
 
 
 def host_name(emulated: Sequence[int], rank: int) -> str:
-    """Of the rank that was started as this number, on its host."""
+    """Returns the name of the host of the rank that was started as this number; the caller is that rank."""
     of = host_of(emulated)
     return str(of[rank]) if rank < len(of) else socket.gethostname()
 
 
 def host_of(emulated: Sequence[int]) -> list[int]:
-    """The number of each rank's emulated host; empty if there are none."""
+    """Returns the number of each rank's emulated host; empty if there are none."""
     return [host for host, count in enumerate(emulated) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Rows divided anew while a run goes on, when ranks turn out to be faster or slower than their shares.
+"""Divides rows anew while a run goes on, when ranks turn out to be faster or slower than their shares.
 
 A step's exchanges end on all ranks together, so what an exchange takes longer on a rank than where it is shortest is
 a wait for the slowest. Along the longest chain of exchanges of the rank's program those waits add up; what is left of
@@ -27,19 +27,19 @@ from whale.log import log
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 
-GAIN = 1.10  # of the slowest rank's work, for which rows are divided anew
-STEPS, SECONDS = 5, 0.5  # between two looks, at least
-AGAIN_S = 0.1  # and where the first of them found better rows: what is slow costs every step
-SLOWER = 1.25  # times the shortest step so far, from which on stages are planned anew
+GAIN = 1.10  # rows are divided anew for at least this speedup of the slowest rank's work
+STEPS, SECONDS = 5, 0.5  # at least so many steps and seconds between two looks
+AGAIN_S = 0.1  # seconds to the second look where the first one found better rows
+SLOWER = 1.25  # stages are planned anew when a step takes this many times the shortest one so far
 SETTLES = 2  # steps after a division that are not looked at: they compile, and fill caches
-LEAST = 0.1  # of a step, that a rank's own work is taken for at least
-PRECISION = 1000  # of shares
+LEAST = 0.1  # a rank's own work counts as at least this fraction of a step
+PRECISION = 1000  # speeds are integers: thousandths of a row in the longest rank's time
 PURPOSE = "comparing how long the ranks work"
 _T = TypeVar("_T")
 
 
 class Watched:
-    """Steps of one compiled program, as this rank has taken them since the last look.
+    """The steps of one compiled program, as this rank has taken them since the last look.
 
     Attributes:
       rows: of the batch, on each rank, (): stages divide the work; keys: of its exchanges, sorted.
@@ -74,7 +74,8 @@ class Watched:
         return result
 
     def pays_anew(self, weighed: tuple[float, float] | None) -> bool:
-        """Whether steps as long as the shortest one would save more in those that are left than planning anew takes.
+        """Tells whether steps as long as the shortest one would save more, in those that are left, than planning anew
+        takes.
 
         Args:
           weighed: seconds of all steps that are left, and to become other ranks; None: it is not known.
@@ -82,7 +83,7 @@ class Watched:
         return weighed is None or weighed[0] * self.longer > weighed[1]
 
     def look(self, counted_s: Mapping[str, float]) -> tuple[float, list[float]] | None:
-        """(seconds of a step since the last look, seconds of each exchange in it); None: too few steps.
+        """Returns (seconds of a step since the last look, seconds of each exchange in it); None: too few steps.
 
         Args:
           counted_s: seconds of exchanges since the run began, by key.
@@ -102,7 +103,7 @@ def _moves(node: Node) -> bool:
 
 
 def chained_s(program: Program, seconds: Mapping[str, float]) -> float:
-    """The most that exchanges add up to which wait for each other.
+    """Returns the most seconds that exchanges which wait for each other add up to.
 
     Args:
       seconds: by key; those that functions of the program run count where they are called.
@@ -121,7 +122,7 @@ def chained_s(program: Program, seconds: Mapping[str, float]) -> float:
 
 
 def divided(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
-    """(rows in proportion to speeds, how many times shorter the slowest rank's work is with them).
+    """Returns (rows in proportion to speeds, how many times shorter the slowest rank's work is with them).
 
     Args:
       rows: of each rank so far; work_s: what it needed for them. A rank without rows gets none.
@@ -138,11 +139,11 @@ class Balance:
 
     def __init__(self) -> None:
         self._gain, self._slower = GAIN, SLOWER
-        self._before_s = 0.0  # a step under the division before
+        self._before_s = 0.0  # seconds of a step under the division before
         self._told: set[str] = set()  # why ranks keep their rows
 
     def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str, cut: bool) -> Watched | None:
-        """What counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
+        """Returns what counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
 
         Args:
           stays: why they stay in any case, or "".
@@ -162,10 +163,9 @@ class Balance:
         return None
 
     def after(self, watched: Watched, comm: Any) -> tuple[tuple[int, ...], str]:
-        """After a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").
+        """Returns, after a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").
 
         Where there are stages, ((), why) if all is to be planned anew.
-
         Collective when it is time to look again, which is after as many steps on every rank.
 
         Raises:
@@ -188,7 +188,7 @@ class Balance:
         return decided
 
     def _planned(self, watched: Watched, step_s: float) -> tuple[tuple[int, ...], str]:
-        """((), why) where the stages are to be planned anew."""
+        """Returns ((), why) where the stages are to be planned anew; else ((), "")."""
         twice, watched.least_s = bool(watched.found), min(watched.least_s, step_s)
         watched.longer = 1 - watched.least_s / step_s
         watched.found = (1,) if step_s > self._slower * watched.least_s else ()

@@ -1,4 +1,4 @@
-"""Calls that exchange something, kept so that they can be made again, by the ranks that are left."""
+"""Keeps calls that exchange something, so that the ranks that are left can make them again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Progress:
-    """How far a rank has come.
+    """The calls and steps that a rank has made so far.
 
     Attributes:
       calls: made that exchanged something, a step or not; steps: taken.
@@ -28,7 +28,7 @@ class Progress:
 
 @dataclass
 class Step:
-    """A call that took a step, for when the ranks go back to before it.
+    """A call that took a step, kept for when the ranks go back to before it.
 
     Attributes:
       number: of the step.
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass
 class Calls:
-    """This rank's calls.
+    """The calls of this rank, and what it needs to make the latest again.
 
     Attributes:
       again: of a tensor or of a part of a batch, what takes its place when a call is made again.
@@ -57,25 +57,25 @@ class Calls:
     at: Progress = field(default_factory=Progress)
     undone: Step | None = None
     _last: Step | None = None
-    _steps_before: int = 0  # the call that goes on
+    _steps_before: int = 0  # steps taken before the call that goes on
     _drawn: list[Any] = field(default_factory=list)  # batches of that call
     _drawn_again: int = 0
 
     def begin(self) -> None:
-        """A call is about to be made."""
+        """Prepares for a call that is about to be made."""
         self._drawn, self._drawn_again, self._steps_before = [], 0, self.at.steps
 
     def once_more(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """It is about to be made again; with what."""
+        """Prepares for making the call again; returns its arguments, renewed."""
         self._drawn_again = 0
         return tf.nest.map_structure(self.again, (args, kwargs))  # type: ignore[no-any-return]
 
     def took(self, take: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
-        """It has taken a step, which may have to be taken again."""
+        """Records that the call has taken a step, which may have to be taken again."""
         self._last = Step(self.at.steps, take, args, kwargs, self._drawn)
 
     def drawn(self, draw: Callable[[], _T]) -> _T:
-        """A batch that a step reads itself: the next one, or the same when the call is made again."""
+        """Returns a batch that a step reads itself: the next one, or the same when the call is made again."""
         if self._drawn_again < len(self._drawn):
             known = self._drawn[self._drawn_again]
             self._drawn[self._drawn_again] = tf.nest.map_structure(self.again, known, expand_composites=True)
@@ -85,7 +85,7 @@ class Calls:
         return self._drawn[self._drawn_again - 1]  # type: ignore[no-any-return]
 
     def go_back(self, steps: int, rewritten: Callable[[], Sequence[tuple[tf.Variable, tf.Tensor]]]) -> None:
-        """The variables are as after ``steps`` steps, at most one less than were taken.
+        """Goes back to where ``steps`` steps were taken, at most one less than now; the variables are as after these.
 
         Args:
           rewritten: gives (variable, value) to which the script has given values since the latest step.
@@ -98,7 +98,7 @@ class Calls:
             self.at.steps = steps
 
     def redo(self) -> tuple[int, int]:
-        """Takes the step again of which nothing is left, if there is one; (calls, steps) so far."""
+        """Takes the step again of which nothing is left, if there is one. Returns (calls, steps) so far."""
         step = self.undone
         if step is None:
             return self.at.calls, self.at.steps
@@ -118,7 +118,7 @@ class Calls:
 
 
 def in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """``take`` in the scopes that are entered now, wherever the script is when it is called."""
+    """Wraps ``take`` so that it runs in the scopes that are entered now, wherever the script is when it is called."""
     entered = list(scopes)
 
     def inside(args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What ranks held before and after their latest steps, each its own pieces and those of another: none is lost with it.
+"""Keeps what ranks held before and after their latest steps, and copies of other ranks' pieces, so that none is lost.
 
 A rank that is gone takes pieces with it which nobody else has. So after each step every rank sends such pieces to
 another one, on another host where there is one. A rank of the same machine that has mapped its memory is told where
@@ -30,13 +30,13 @@ from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.ownership import Holding
 from whale.runtime.variables.variable_store import VariableOwner
 
-ALONE_BYTES = 64 << 10  # from here on a piece is a message of its own: to bring it together with others takes longer
+ALONE_BYTES = 64 << 10  # a larger piece is a message of its own: joining it with others takes longer
 LENT_BYTES = 256 << 10  # what is smaller is not made where peers read it (whale_ops/ops/memory/arena_allocator.cc)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """This rank's pieces.
+    """The pieces of this rank at one moment.
 
     Attributes:
       holdings: of all variables known then.
@@ -51,7 +51,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class _Message:
-    """Pieces that one rank alone has, together: one large one as it lies, or small ones of a dtype in a row.
+    """Pieces that one rank alone has, sent together: one large one as it lies, or small ones of a dtype in a row.
 
     ``lent``: the rank that keeps copies reads them in that one's memory.
     """
@@ -64,17 +64,17 @@ class _Message:
 
     @property
     def elements(self) -> int:
-        """How many all of it has."""
+        """Returns the number of elements of all pieces."""
         return sum(math.prod(shape) for *_, shape in self.pieces)
 
     def packed(self, mine: Sequence[tf.Tensor | None]) -> tf.Tensor:
-        """What is sent or lent, of this rank's piece of every holding."""
+        """Returns what is sent or lent. ``mine``: this rank's piece of every holding."""
         if self.lent and len(self.pieces) == 1:
             return mine[self.pieces[0][0]]
         return tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in self.pieces], 0)
 
     def unpacked(self, row: Callable[[], tf.Tensor]) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """(number of the holding, of the piece, what gives the piece) of what gives the row of them."""
+        """Yields (number of the holding, of the piece, what gives the piece). ``row``: gives the row of all pieces."""
         begin = 0
         for i, piece, shape in self.pieces:
             end = begin + math.prod(shape)
@@ -83,20 +83,22 @@ class _Message:
 
 
 class Copies:
-    """Of the pieces that some other ranks alone had. ``received``: messages, each with what gives what came of it."""
+    """Copies of pieces that some other ranks alone had. ``received``: messages, each with what gives what came
+    of it.
+    """
 
     def __init__(self, received: Sequence[tuple[_Message, Callable[[], tf.Tensor]]]) -> None:
         self._received = received
 
     def pieces(self) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """(number of the holding, of the piece, what gives the piece)."""
+        """Yields (number of the holding, of the piece, what gives the piece)."""
         for message, row in self._received:
             yield from message.unpacked(row)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the variables lie.
+    """The pieces of the variables as they lie now, with the function that reads and exchanges them.
 
     Attributes:
       places: of this rank's pieces among ``holdings``.
@@ -112,11 +114,11 @@ class _Layout:
     kept: Sequence[_Message]
 
     def read(self) -> list[tf.Tensor]:
-        """This rank's pieces."""
+        """Reads this rank's pieces."""
         return _values([self.holdings[i].dtype for i in self.places], self.handles)
 
     def spread(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-        """Of every holding this rank's piece, of what it has."""
+        """Returns this rank's piece of every holding, None where it has none, from the pieces that it has."""
         found: list[tf.Tensor | None] = [None] * len(self.holdings)
         for i, value in zip(self.places, values):
             found[i] = value
@@ -148,7 +150,8 @@ class Generations:
         self._latest: _Layout | None = None
 
     def before(self, step: int, assigned: Mapping[int, tf.Tensor]) -> None:
-        """Step number ``step`` is about to begin; collective where the variables lie otherwise than before.
+        """Records what this rank holds before step number ``step``; collective where the variables lie otherwise than
+        before.
 
         Args:
           assigned: handle's number -> whole value of which the pieces were just cut.
@@ -160,7 +163,7 @@ class Generations:
         self.begun.pop(step - 2, None)
 
     def after(self, step: int) -> None:
-        """It was taken; collective."""
+        """Records what this rank holds after the step, and exchanges copies; collective."""
         layout = self._layout()
         for holding in layout.holdings:
             holding.forget_first()
@@ -170,7 +173,7 @@ class Generations:
             kept.pop(step - 2, None)
 
     def now(self) -> Moment:
-        """What this rank holds; not collective."""
+        """Reads what this rank holds; not collective."""
         holdings = self._variables.holdings(self.ranks.size)
         own = [holding if holding.piece(self.rank) is not None else None for holding in holdings]
         values = [
@@ -181,7 +184,7 @@ class Generations:
         return Moment(holdings, values, given)
 
     def rewritten(self) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """(variable, value) of those to which the script has given a value since the latest step was taken."""
+        """Returns (variable, value) of those to which the script has given a value since the latest step was taken."""
         step, taken = max(self.taken.items(), key=lambda item: item[0])
         now, found = self.begun.get(step + 1) or self.now(), []
         for holding, before, after in zip(taken.holdings, taken.values, now.values):
@@ -192,7 +195,7 @@ class Generations:
         return found
 
     def _layout(self) -> _Layout:
-        """How the variables lie now."""
+        """Returns how the variables lie now."""
         holdings, rank = self._variables.holdings(self.ranks.size), self.rank
         if self._latest is None or self._latest.holdings is not holdings:
             lie = tuple((holding.key, holding.holders) for holding in holdings)
@@ -205,7 +208,7 @@ class Generations:
         return self._latest
 
     def _copied(self, steps: int, layout: _Layout) -> list[tf.Tensor | None]:
-        """Sends and lends copies; this rank's own pieces."""
+        """Sends and lends copies, and keeps those of others. Returns this rank's own pieces."""
         try:
             values, lends, rows, places = layout.exchange()
         except tf.errors.OpError as error:
@@ -223,7 +226,7 @@ class Generations:
         return layout.spread(values)
 
     def _read(self, message: _Message, place: int) -> tf.Tensor:
-        """What another rank has lent."""
+        """Reads what another rank has lent."""
         row = np.empty(message.elements, message.dtype.as_numpy_dtype)
         self._comm.read_lent(message.rank, place, row.view(np.uint8))
         return tf.constant(row)
@@ -231,7 +234,9 @@ class Generations:
     def _exchanged(
         self, holdings: Sequence[Holding]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """In a graph: this rank's pieces, what it lends, what it keeps for others, and where what they lend lies."""
+        """Builds, in a graph, this rank's pieces, what it lends, what it keeps for others, and where what they lend
+        lies.
+        """
         ops, rank = whale_ops.ops(), self.rank
         own = [holding for holding in holdings if holding.piece(rank) is not None]
         values = _values([holding.dtype for holding in own], [holding.handle(rank) for holding in own])
@@ -266,12 +271,12 @@ class Generations:
         )
 
     def _kept(self, holdings: Sequence[Holding]) -> list[_Message]:
-        """What this rank keeps for others."""
+        """Returns the messages that this rank keeps for others."""
         of = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
         return [message for rank in of for message in self._messages(holdings, rank)]
 
     def _messages(self, holdings: Sequence[Holding], rank: int) -> list[_Message]:
-        """Those with all pieces that a rank alone has: this one, or one for which it keeps them."""
+        """Returns the messages with all pieces that a rank alone has: this one, or one for which it keeps them."""
         other = self._keepers[rank] if rank == self.rank else rank
         lends = self._comm.shares_tensors(other)
         alone_bytes = LENT_BYTES if lends else ALONE_BYTES
@@ -300,7 +305,7 @@ def _cut(row: Callable[[], tf.Tensor], begin: int, end: int, shape: tuple[int, .
 
 
 def _values(dtypes: Sequence[tf.DType], handles: Sequence[Any]) -> list[tf.Tensor]:
-    """What variables hold."""
+    """Reads what variables hold."""
     if not handles or any("GPU" in handle.device for handle in handles):
         pairs = zip(handles, dtypes)
         return [gen_resource_variable_ops.read_variable_op(handle, dtype) for handle, dtype in pairs]
@@ -312,6 +317,6 @@ def _are_equal(before: tf.Tensor | None, after: tf.Tensor | None) -> bool:
 
 
 def _keeper(rank: int, hosts: Sequence[str]) -> int:
-    """The rank that keeps copies for a rank: the next one on another host, or the next one."""
+    """Returns the rank that keeps copies for a rank: the next one on another host, or the next one."""
     others = [(rank + i) % len(hosts) for i in range(1, len(hosts))]
     return next((other for other in others if hosts[other] != hosts[rank]), others[0])

@@ -1,4 +1,4 @@
-"""Ranks that come: who is there after what `whale run` has told all ranks, and what a newcomer is told by others."""
+"""Tracks which ranks a run has as some go and others come, and decides whether newcomers are taken in."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from whale.log import log
 from whale.runtime.elastic.listener import Door
 from whale.runtime.ranks.watch import Change, Watch
 
-_STEPS = 9  # of which the median is taken for how long a step takes
-KEPT = 2  # of what the script has committed: ranks are at most one call apart
+_STEPS = 9  # the median of so many steps is a step's time
+KEPT = 2  # committed states that are kept: ranks are at most one call apart
 
 
 @dataclass
@@ -36,19 +36,19 @@ class Members:
 
     @property
     def there(self) -> tuple[int, ...]:
-        """Those that are not gone, also if they have not been taken in."""
+        """Returns those that are not gone, also if they have not been taken in."""
         numbers = set(range(self.started)).union(*(change.joined or () for change in self.changes))
         return tuple(sorted(numbers.difference(change.gone for change in self.changes if change.gone is not None)))
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Those that are not gone, and have been taken in."""
+        """Returns those that are not gone, and have been taken in."""
         return tuple(rank for rank in self.there if rank in self.inside)
 
     def communicator(
         self, name: str, me: int, members: Sequence[int], kind: int, door: Door | None, watch: Watch, **shared: Any
     ) -> whale_ops.Communicator:
-        """A communicator of some of them.
+        """Connects some of the ranks by a communicator.
 
         Args:
           kind: 0 to 3; tells it from others after the same changes.
@@ -74,7 +74,7 @@ class Members:
 
 @dataclass
 class Commits:
-    """What the script has committed, by the number of calls that it had made then.
+    """States that the script has committed, by the number of calls that it had made then.
 
     Attributes:
       steps_left: how many it has still to take, if it knows.
@@ -84,7 +84,7 @@ class Commits:
     steps_left: int | None = None
 
     def keep(self, calls: int, state: Callable[[], bytes], steps_left: int | None = None) -> None:
-        """The script has come to where another process can take it up."""
+        """Keeps a state: the script has come to where another process can take it up."""
         self.held.pop(calls, None)
         self.held[calls], self.steps_left = state, steps_left
         while len(self.held) > KEPT:
@@ -92,7 +92,7 @@ class Commits:
 
 
 class Times:
-    """How long steps take, and how long it takes to become other ranks, as this rank has seen it.
+    """The seconds that steps take, and that it takes to become other ranks, as this rank has seen them.
 
     Attributes:
       moving_s: from the latest change of ranks, or the first call of all, to the end of the next step, what is compiled
@@ -107,15 +107,15 @@ class Times:
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
 
     def begin(self) -> None:
-        """A call begins."""
+        """Records that a call begins."""
         self._begun_s = time.perf_counter()
 
     def change(self) -> None:
-        """The ranks become others now, in the call that goes on."""
+        """Records that the ranks become others now, in the call that goes on."""
         self._begun_s, self._changed = time.perf_counter(), True
 
     def end(self, stepped: bool) -> None:
-        """The call has come to its end; whether it took a step."""
+        """Records that the call has come to its end; ``stepped``: whether it took a step."""
         took_s = time.perf_counter() - self._begun_s
         if stepped and self._changed:
             self.moving_s, self._changed = took_s, False
@@ -124,14 +124,14 @@ class Times:
             self._steps_s.append(took_s)
 
     def weighed(self, steps_left: int | None) -> tuple[float, float] | None:
-        """(seconds of all steps that are left, seconds to become others); None: it is not known."""
+        """Returns (seconds of all steps that are left, seconds to become others); None: it is not known."""
         if steps_left is None or not self._steps_s:
             return None
         return steps_left * statistics.median(self._steps_s), self.moving_s
 
 
 def pays(weighed: tuple[float, float] | None, ranks: int, there: int, tell: bool) -> bool:
-    """Whether it pays that so many ranks become as many as there are, of whom newcomers are taken to be as fast.
+    """Tells whether it pays to go from ``ranks`` ranks to all that are ``there``; newcomers are taken to be as fast.
 
     Args:
       weighed: as of ``Times.weighed``; None: it does, as far as is known.
@@ -152,7 +152,7 @@ def pays(weighed: tuple[float, float] | None, ranks: int, there: int, tell: bool
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a newcomer is told: how far the others are, and what they have agreed on.
+    """A message to a newcomer: how far the others are, and what they have agreed on.
 
     Attributes:
       calls, steps: made and taken.
@@ -171,7 +171,9 @@ class Welcome:
 
 
 def shares_with(shares: Sequence[int], size: int) -> list[int]:
-    """Shares of rows with those of newcomers, of whose speed nothing is known: as large as the others' on average."""
+    """Extends shares of rows by those of newcomers, of whose speed nothing is known: as large as the others' on
+    average.
+    """
     if not shares:
         return []
     return [*shares, *[max(1, round(sum(shares) / len(shares)))] * (size - len(shares))]

@@ -1,7 +1,7 @@
-"""Connections between ranks that were not started together: each rank listens, and groups of them connect anew.
+"""Connects ranks that were not started together: each rank listens, and groups of them connect anew.
 
-Anybody who reaches the port may connect. Who does has to show the run's secret at once, and which group it means; what
-comes for a group that this rank does not make yet waits.
+Anybody who reaches the port may connect, but has to show the run's secret at once, and the group that is meant.
+Connections for a group that this rank does not make yet wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STRANGERS = 64
 
 
 class Door:
-    """Where ranks of the run reach this process, from its making to ``close``.
+    """A listening socket on which ranks of the run reach this process, from its making to ``close``.
 
     Args:
       peers: the address to listen at, and the run's secret, as `whale run` says them.
@@ -41,7 +41,7 @@ class Door:
     def connected(
         self, group: int, me: int, members: Sequence[int], addresses: Mapping[int, str], given_up: Callable[[], bool]
     ) -> list[int]:
-        """Descriptors of connections with the others of a group, in order; -1 for this rank's own.
+        """Returns descriptors of connections with the others of a group, in order; -1 for this rank's own.
 
         Args:
           group: its number, which no other group of the run has.
@@ -75,7 +75,7 @@ class Door:
         return [-1 if other == me else found[other].detach() for other in members]
 
     def close(self) -> None:
-        """Nobody reaches this process any more."""
+        """Stops listening: nobody reaches this process any more."""
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -1,4 +1,4 @@
-"""What ranks that are left say to each other before they go on, and how one that is a step behind catches up."""
+"""Lets ranks that are left agree before they go on, and lets one that is a step behind catch up."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 
 
 class Alone:
-    """A meeting of one rank."""
+    """Stands for a communicator of one rank."""
 
     rank, size, name = 0, 1, ""
 
     def allgather_bytes(self, key: str, data: bytes, timeout_s: float, purpose: str = "") -> list[bytes]:
-        """The data."""
+        """Returns the data of the one rank."""
         return [data]
 
 
-# On what ranks agree after one piece of news, in order: from where they go on, that all variables are whole, who is in,
+# What ranks agree on after one piece of news, in order: from where they go on, that all variables are whole, who is in,
 # and, any number of times, that the same ranks plan anew.
 MET, WHOLE, GROWN, ANEW, _KINDS = range(5)
-_TIMES = 1 << 20  # that ranks may plan anew after one piece of news
+_TIMES = 1 << 20  # ranks may plan anew so many times after one piece of news
 
 
 class Agreements:
-    """What ranks agree on: each of them first has all that it needs to act, then acts.
+    """Decisions that ranks act on together: each of them first has all that it needs to act, then acts.
 
     When one is gone in between, some have acted, and the others could have. All that are there meet then, and who has
     not acted does so if anybody has.
@@ -69,7 +69,7 @@ class Agreements:
 
 @dataclass
 class Said:
-    """What a rank that is left says of itself: calls made and steps taken, and what it knows of by now."""
+    """A message of a rank that is left about itself: calls made and steps taken, and what it knows of by now."""
 
     calls: int
     steps: int
@@ -84,7 +84,7 @@ class Said:
 
 
 def hear_returned(meeting: Any, said: Sequence[Said], me: int, at: Progress) -> None:
-    """What the latest call of the rank that has made most returned, for the others; collective.
+    """Gives ranks that are one call behind what the latest call returned on a rank that has made it; collective.
 
     Raises:
       ClusterError: ranks are further apart than one call.
@@ -105,7 +105,7 @@ def hear_returned(meeting: Any, said: Sequence[Said], me: int, at: Progress) -> 
 
 
 def catch_up(meeting: Any, said: Sequence[Said], me: int, at: Progress, known: Sequence[tf.Variable]) -> None:
-    """The step that some ranks have taken, for the others: its results, and the variables after it; collective."""
+    """Gives ranks that are one step behind its results, and the variables after it; collective."""
     steps = max(one.steps for one in said)
     if any(one.steps < steps for one in said):
         first = next(rank for rank, one in enumerate(said) if one.steps == steps)
@@ -119,12 +119,12 @@ def catch_up(meeting: Any, said: Sequence[Said], me: int, at: Progress, known: S
 
 
 def gathered(meeting: Any, data: bytes) -> list[bytes]:
-    """What every rank of a meeting says."""
+    """Returns what every rank of a meeting says."""
     purpose = "going on with the ranks that are left"
     return list(meeting.allgather_bytes("whale/elastic", data, TURN_TIMEOUT_S, purpose))
 
 
 def sent(meeting: Any, first: int, value: Any) -> Any:
-    """The value of rank ``first`` of a meeting, on every rank of it."""
+    """Returns the value of rank ``first`` of a meeting, on every rank of it."""
     data = pack(value) if meeting.rank == first else None
     return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))

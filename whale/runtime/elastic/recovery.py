@@ -1,4 +1,4 @@
-"""What the ranks that are left hold between them, brought together: the variables after as many steps as can be had.
+"""Recovers the variables from what the ranks that are left hold between them, after as many steps as possible.
 
 All of them make the same decisions, of what each has said to all. The latest step counts if each of them has taken it
 and every piece of it is there, on who had it or on who keeps the copy; else they go back to before it.
@@ -24,7 +24,7 @@ from whale.runtime.variables.ownership import Holding
 _Key = tuple[int, int]  # (variable, piece)
 _Said = Sequence[dict[_Key, bool]]  # by rank of the meeting: what it has, and whether that is a copy
 _Found = dict[_Key, Callable[[], tf.Tensor]]  # what gives it: copies may have to be read in another rank's memory
-WHOLE = -1  # of a value that every rank has, in place of a piece's number
+WHOLE = -1  # stands for a piece's number where a rank has the whole value
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Recovered:
 
 
 def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, latest: int, taken: int) -> Recovered:
-    """The variables as the ranks of a meeting can have them; collective.
+    """Recovers the variables as the ranks of a meeting can have them; collective.
 
     Args:
       latest, taken: the most and the fewest steps that any of them has taken.
@@ -76,7 +76,7 @@ def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, l
 
 
 def become_whole(holdings: Sequence[Holding], recovered: Recovered | None) -> None:
-    """Every variable is an ordinary one again: with the value that was recovered, or as before any step."""
+    """Makes every variable an ordinary one again: with the value that was recovered, or as before any step."""
     values = () if recovered is None else recovered.values
     for i, holding in enumerate(holdings):
         if i >= len(values):
@@ -86,7 +86,7 @@ def become_whole(holdings: Sequence[Holding], recovered: Recovered | None) -> No
 
 
 def lost(recovered: Recovered | None) -> str:
-    """What is lost with ranks that are gone, in words; None: every rank had everything."""
+    """Returns what is lost with ranks that are gone, in words. ``recovered``: None where every rank had everything."""
     back = recovered is not None and recovered.back
     what = "the last of which they take again" if back else "none of which is lost"
     if recovered is not None and recovered.joined:
@@ -95,7 +95,7 @@ def lost(recovered: Recovered | None) -> str:
 
 
 def _available(generations: Generations, steps: int, back: bool) -> tuple[_Found, _Found, Moment]:
-    """Pieces after so many steps, this rank's own and copies; and what the script has left on it then."""
+    """Returns the pieces after so many steps, this rank's own and copies; and what the script has left on it then."""
     rank = generations.rank
     moment = generations.begun.get(steps + 1) or generations.now()
     # Nothing is kept of a step that was taken when its copies could not be sent: it is what there is now.
@@ -113,19 +113,21 @@ def _available(generations: Generations, steps: int, back: bool) -> tuple[_Found
 
 
 def _held(said: _Said, key: _Key) -> list[int]:
-    """The ranks of the meeting that have something, those first that need no copy."""
+    """Returns the ranks of the meeting that have something; those that have it themselves come before those with a
+    copy.
+    """
     return sorted((rank for rank, keys in enumerate(said) if key in keys), key=lambda rank: said[rank][key])
 
 
 def _needs(said: _Said, moment: Moment, i: int) -> list[int]:
-    """The pieces of a variable that have to be sent; [] if everybody has all of it."""
+    """Returns the pieces of a variable that have to be sent; [] if everybody has all of it."""
     pieces = range(len(moment.holdings[i].holders))
     whole = len(_held(said, (i, WHOLE))) == len(said) or (len(pieces) == 1 and len(_held(said, (i, 0))) == len(said))
     return [] if whole else list(pieces)
 
 
 def _missing(said: _Said, moment: Moment, count: int) -> list[str]:
-    """Names of the variables of which not every piece is there."""
+    """Returns the names of the variables of which not every piece is there."""
     return [
         moment.holdings[i].variable.name
         for i in range(count)
@@ -140,7 +142,7 @@ def _exchanged(
     moment: Moment,
     count: int,
 ) -> list[tf.Tensor]:
-    """The whole values of the first variables."""
+    """Exchanges pieces. Returns the whole values of the first ``count`` variables."""
     ops, values = whale_ops.ops(), []
     comm = ops.whale_communicator(communicator=meeting.name, rank=meeting.rank) if meeting.size > 1 else None
     for i in range(count):

@@ -1,4 +1,4 @@
-"""Batches whose rows are divided among other ranks than when they were read."""
+"""Takes a rank's rows of a batch again, when rows are divided among other ranks than when it was read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALONE = "_whale_source"
 
 
 def rows_again(context: Ranks, value: Any) -> Any:
-    """The rows of a batch that are this rank's now."""
+    """Returns the rows of a batch that are this rank's now."""
     if type(value) is not ShardedTensor:
         reference, *place = getattr(value, ALONE, None) or (lambda: None, 0, 0)
         iterator = reference() if context.size > 1 else None

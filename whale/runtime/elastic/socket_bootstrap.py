@@ -1,4 +1,4 @@
-"""The ranks of a run each of whose hosts has an MPI of its own: they connect as those do that join while it goes on.
+"""Connects the ranks of a run by sockets where each host has an MPI of its own, as ranks that join later are.
 
 An MPI ends all of its ranks when it loses a host; so the ranks of several hosts, each of which may go, have none in
 common (`whale run --hosts-from`).
@@ -23,7 +23,7 @@ _TOGETHER = 0  # the group of all ranks of the run's start; others have larger n
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How a process reaches those of other hosts.
+    """The listener of this process, and the addresses by which it reaches those of other hosts.
 
     Attributes:
       door: where it listens, to its end.
@@ -37,8 +37,10 @@ class Apart:
 def connected(
     name: str, place: ProcessPlace, config: Config, watch: Watch
 ) -> tuple[tuple[whale_ops.Communicator], Apart | None]:
-    """This process's end of a communicator between all ranks of the run's start, by MPI, or where hosts have an mpirun
-    of their own by sockets; and in that case how to reach each.
+    """Connects this process with all ranks of the run's start, by MPI, or by sockets where hosts have an mpirun of
+    their own.
+
+    Returns its end of the communicator; and with sockets how to reach each rank, else None.
 
     Raises:
       ClusterError: MPI knows another number of ranks than the launcher.

@@ -1,1 +1,1 @@
-"""What a rank reads of a dataset, and what the ranks bring to one batch."""
+"""Reads a rank's part of a dataset, and checks what the ranks bring to one batch."""

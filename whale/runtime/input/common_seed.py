@@ -1,4 +1,4 @@
-"""One seed on all ranks for what others make in the script's name."""
+"""Gives all ranks one seed for what others make in the script's name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whale.runtime.run.context import running
 
 @contextmanager
 def common_seed() -> Iterator[None]:
-    """Inside, TensorFlow's global seed is one that the first rank drew, unless the script has set one.
+    """Sets TensorFlow's global seed, inside, to one that the first rank drew, unless the script has set one.
 
     Random operations without a seed that are made inside then draw the same on every rank. Does nothing where no other
     process takes part. Not collective.

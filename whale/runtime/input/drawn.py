@@ -1,4 +1,4 @@
-"""Batches that a step reads itself, of an iterator of the script: they are read in front of it, as its arguments."""
+"""Draws batches that a step reads itself from an iterator of the script: they are read before it, as its arguments."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Source:
     iterator: Any = None
 
     def of(self, arguments: Arguments) -> Any:
-        """The iterator, for a call with these arguments."""
+        """Returns the iterator, for a call with these arguments."""
         return self.iterator if self.number < 0 else arguments.leaves[self.number]
 
 
 def sources(drawing: Drawing, arguments: Arguments) -> tuple[Source, ...]:
-    """Of what a traced step reads its batches, in order."""
+    """Returns the sources from which a traced step reads its batches, in order."""
     numbers = {id(leaf): i for i, leaf in enumerate(arguments.leaves) if is_iterator(leaf)}
     return tuple(Source(numbers[id(one)]) if id(one) in numbers else Source(iterator=one) for one in drawing.iterators)
 
 
 def reads_itself(captured: Traced, drawing: Drawing, arguments: Arguments) -> bool:
-    """Whether the step reads an iterator that is an argument, in a loop or in another form.
+    """Tells whether the step reads an iterator that is an argument, in a loop or in another form.
 
     Raises:
       ProgramError: it reads others, or the same one, in a form that is drawn for it.
@@ -56,7 +56,7 @@ def reads_itself(captured: Traced, drawing: Drawing, arguments: Arguments) -> bo
 
 
 def batches_key(batches: Sequence[Any]) -> Hashable:
-    """Equal for batches that one trace serves."""
+    """Returns a key that is equal for batches that one trace serves."""
     leaves = tf.nest.flatten(batches, expand_composites=True)
     structure = tf.nest.map_structure(lambda _: 0, batches)
     shapes = [(type(t), t.dtype, t._shape_tuple()) for t in leaves]
@@ -64,7 +64,8 @@ def batches_key(batches: Sequence[Any]) -> Hashable:
 
 
 def draw(iterator: Any, context: Context) -> Any:
-    """The next batch of an iterator: whole, or this rank's part where it reads no more, or where each has its own.
+    """Draws the next batch of an iterator: whole, or this rank's part where it reads no more, or where each has its
+    own.
 
     Where the ranks would read in different orders, the first rank's batch is that of all. Collective then.
 
@@ -90,7 +91,7 @@ def _draw(iterator: Any, context: Context) -> Any:
 
 
 def _reads_alike(iterator: Any) -> bool:
-    """Whether each rank reads the same batches in the same order."""
+    """Tells whether each rank reads the same batches in the same order."""
     try:
         refuse_other_orders(iterator._dataset)
     except ProgramError:
@@ -99,7 +100,7 @@ def _reads_alike(iterator: Any) -> bool:
 
 
 def _of_first_rank(iterator: Any, context: Context) -> Any:
-    """The first rank's batch, on all ranks; each reads one, so that they come to the end together."""
+    """Returns the first rank's batch on all ranks; each reads one, so that they come to the end together."""
     key, context.elements = f"whale/element/{context.elements}", context.elements + 1
     comm, said = context.comms[0], None
     try:
@@ -117,7 +118,7 @@ def _of_first_rank(iterator: Any, context: Context) -> Any:
 
 
 def _as_parts(element: Any, context: Context) -> Any:
-    """A rank's own batch, as its part of the global one."""
+    """Marks a rank's own batch as its part of the global one."""
     tensors = tf.nest.flatten(element, expand_composites=True)
     names = [f"batch_{i}" for i in range(len(tensors))]
     sizes = rows_of_values(exchange(brought(tensors), context), names)

@@ -1,4 +1,4 @@
-"""Whether the ranks read the same dataset: of the same data, by the same functions, in the same order.
+"""Checks that the ranks read the same dataset: of the same data, by the same functions, in the same order.
 
 Ranks take different rows of a dataset, so that their rows do not show whether they all read the same one. What it is
 built of does, without reading it: tensors, numbers, seeds, functions, and what these capture, tables above all. Where
@@ -19,7 +19,7 @@ from whale.ir.ops import DRAWS
 from whale.runtime.input.equal_inputs import FIRST_STEPS
 from whale.runtime.input.tables import held_by_tables
 
-# What changes no element, or names files of this host only.
+# Datasets that change no element, or name files of this host only.
 _LEFT_OUT = (
     "_PrefetchDataset",
     "_OptionsDataset",
@@ -45,7 +45,8 @@ _READS = (*_PYTHON, "ReadFile", "MatchingFiles")
 
 
 def built_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
-    """All that decides on a dataset's elements, by names that a person understands; equal on ranks that read the same.
+    """Returns all that decides on a dataset's elements, by names that a person understands; equal on ranks that read
+    the same.
 
     Not seen is what a Python function, a generator or a file yields.
     """
@@ -66,7 +67,7 @@ def built_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:
-    """The dataset and all that it is made from, each once."""
+    """Yields the dataset and all that it is made from, each once."""
     seen, left = set(), [dataset]
     while left:
         node = left.pop(0)
@@ -94,7 +95,7 @@ def _is_held(value: Any) -> bool:
 
 
 def _of_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
-    """Of a function that a dataset calls: its operations, its constants, and what it captures."""
+    """Yields what decides on a function that a dataset calls: its operations, its constants, and what it captures."""
     graph_def = function.graph.as_graph_def()
     constants: list[tf.Tensor] = []
     seeds: list[int] = []
@@ -114,13 +115,13 @@ def _of_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
 
 
 def _is_random_state(variable: Any) -> bool:
-    """Whether a generator counts in a variable: each rank disturbs its own samples in its own way."""
+    """Tells whether a generator counts in a variable: each rank disturbs its own samples in its own way."""
     shape = variable.shape.as_list()
     return (variable.dtype == tf.int64 and shape in ([2], [3])) or (variable.dtype == tf.uint32 and shape == [2])
 
 
 def _operations(graph_def: Any, constants: list[tf.Tensor], seeds: list[int]) -> int:
-    """A number for the operations of a graph and of the functions that it calls, whatever their names are.
+    """Returns a number for the operations of a graph and of the functions that it calls, whatever their names are.
 
     Args:
       constants: gets the values of those that are constants.
@@ -180,7 +181,7 @@ def _of_nodes(
 
 
 def _without_folder(value: tf.Tensor) -> tf.Tensor:
-    """Paths of files without the folder that all of them are in, which may be another one on each host."""
+    """Strips from paths of files the folder that all of them are in, which may be another one on each host."""
     if value.dtype != tf.string or not tf.size(value):
         return value
     texts = np.asarray(value.numpy(), object).reshape(-1).tolist()
@@ -192,7 +193,9 @@ def _without_folder(value: tf.Tensor) -> tf.Tensor:
 
 
 def is_seen(dataset: Any) -> bool:
-    """Whether a dataset's elements follow from what ``built_of`` sees, wherever the ranks have begun to read it."""
+    """Tells whether a dataset's elements follow from what ``built_of`` sees, wherever the ranks have begun to
+    read it.
+    """
     for node in _nodes(dataset):
         kind = type(node).__name__
         in_memory = kind == "_CacheDataset" and not tf.strings.length(node._filename)
@@ -212,7 +215,8 @@ def _types(graph_def: Any) -> Iterator[str]:
 
 
 def drawn_leaves(dataset: Any) -> list[bool]:
-    """Which tensors of an element each rank may draw for itself, as it may disturb its own samples in its own way.
+    """Tells which tensors of an element each rank may draw for itself, as it may disturb its own samples in its own
+    way.
 
     They come of random operations without a seed, of a generator's state, or are floating point from Python.
     """
@@ -242,7 +246,7 @@ def _draws(node: Any) -> bool:
 
 
 def _drawn_by(function: Any, before: list[bool], parallel: bool) -> list[bool]:
-    """Which results of a map's function are drawn, given which arguments are."""
+    """Tells which results of a map's function are drawn, given which arguments are."""
     graph = function.graph
     captured = set(map(id, graph.internal_captures))
     arguments = [t for t in graph.inputs if id(t) not in captured]
@@ -278,7 +282,9 @@ def _drawn_by(function: Any, before: list[bool], parallel: bool) -> list[bool]:
 
 
 def summary_of(samples: Any, every: int) -> Summary | None:
-    """What sums up batches of these samples; None where they are known without reading them, or every rank draws."""
+    """Returns what sums up batches of these samples; None where they are known without reading them, or every rank
+    draws.
+    """
     if not every or is_seen(samples):
         return None
     leaves = [i for i, drawn in enumerate(drawn_leaves(samples)) if not drawn]
@@ -286,7 +292,7 @@ def summary_of(samples: Any, every: int) -> Summary | None:
 
 
 class Summary:
-    """Sums up whole batches of a dataset as its functions meet them, before a rank takes its rows.
+    """Sums of whole batches of a dataset, taken as its functions meet them, before a rank takes its rows.
 
     Args:
       leaves: numbers of the tensors of a sample that are looked at.
@@ -300,7 +306,7 @@ class Summary:
         self._reads = self._mixed = False
 
     def begin(self, rounds: int) -> None:
-        """An iteration begins; where another one goes on, nobody knows any more which of them meets a batch.
+        """Begins an iteration; where another one goes on, nobody knows any more which of them meets a batch.
 
         Args:
           rounds: that have begun in the batches which it leaves out.
@@ -310,11 +316,13 @@ class Summary:
         self._rounds_met, self._rounds_yielded = 0, rounds
 
     def end(self) -> None:
-        """The iteration is at its end."""
+        """Ends the iteration."""
         self._reads = False
 
     def after(self, number: tf.Tensor, samples: tf.data.Dataset) -> tf.Tensor:
-        """A zero, which is there once the samples of the batch of this number are summed up, if they are to be."""
+        """Returns a zero that is there once the samples of the batch of this number are summed up, if they are
+        to be.
+        """
 
         specs = tf.nest.flatten(samples.element_spec)
         one_shape = all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs)
@@ -344,7 +352,7 @@ class Summary:
         return np.int64(0)
 
     def of(self, number: int) -> tf.Tensor | None:
-        """The sums of the latest batch up to this one that was summed up; None: nobody knows them.
+        """Returns the sums of the latest batch up to this one that was summed up; None: nobody knows them.
 
         Args:
           number: of the batch that is yielded, in its round.

@@ -1,4 +1,4 @@
-"""What every rank brings whole, or reads the same of: compared on the first steps, and now and then after."""
+"""Compares what every rank brings whole, or reads alike: on the first steps, and now and then after."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _UNITS = {1: 2.0**-2, 2: 2.0**-7, 4: 2.0**-23, 8: 2.0**-52}  # in the last place
 
 
 def with_whole(rows: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-    """``rows``, which a rank cut out of a batch that all ranks have read: the batch is compared where they are used."""
+    """Attaches the whole batch, which all ranks have read, to ``rows`` of it: it is compared where they are used."""
     setattr(rows, _WHOLE, batch)
     return rows
 
 
 def as_rows_of(rows: Any, other: Any) -> Any:
-    """``rows``, of the batch that ``other`` are rows of."""
+    """Attaches the batch of ``other`` to ``rows``, which are of the same batch."""
     return rows if (batch := getattr(other, _WHOLE, None)) is None else with_whole(rows, batch)
 
 
@@ -45,7 +45,7 @@ def compared(
     parts: Collection[str],
     constants: Mapping[str, tf.Tensor],
 ) -> Callable[[list[Any]], Any]:
-    """``call``, of whose arguments those are compared between the ranks that each brings whole, or has read whole.
+    """Wraps ``call`` so that arguments that each rank brings whole, or has read whole, are compared between the ranks.
 
     That is done on the first three calls and on every ``check.inputs``-th after; captured tensors, and what captured
     tables hold, are compared once.
@@ -134,7 +134,7 @@ def refuse_other_values(
 
 
 def other_datasets(found: Difference, context: Context) -> ProgramError:
-    """The error of ranks that have built different datasets."""
+    """Returns the error of ranks that have built different datasets."""
     return ProgramError(
         "the ranks share out different datasets",
         argument=found.name,
@@ -161,7 +161,7 @@ class Difference:
 
 
 class _Detail(msgspec.Struct):
-    """What a rank says of a value that differs.
+    """A rank's message about a value that differs.
 
     ``sums``: of blocks of its elements, and of their absolute values; ``elements``: of all, in any order.
     """
@@ -172,7 +172,7 @@ class _Detail(msgspec.Struct):
 
 
 def checksums(given: Mapping[str, tf.Tensor]) -> dict[str, int]:
-    """What a rank says of its values: equal for equal ones."""
+    """Returns checksums of a rank's values: equal for equal ones."""
     return {name: checksum(_sample(value)) for name, value in given.items()}
 
 
@@ -182,7 +182,7 @@ def find_difference(
     exchange: Callable[[bytes], list[bytes]],
     rounding: Collection[str] = (),
 ) -> Difference | None:
-    """The first value that the ranks have not alike. Collective where there may be one.
+    """Returns the first value that differs between the ranks, or None. Collective where there may be one.
 
     Args:
       said: the ``checksums`` of every rank.
@@ -236,6 +236,8 @@ def _differs_by_rounding(one: _Detail | None, other: _Detail | None, dtype: tf.D
 
 
 def _sample(value: tf.Tensor) -> tf.Tensor:
-    """All of a tensor, or of a large one elements at equal distances: what differs, differs nearly everywhere."""
+    """Returns all of a tensor, or of a large one elements at equal distances: what differs, differs nearly
+    everywhere.
+    """
     distance = -(-value.dtype.size * int(tf.size(value)) // _MOST_BYTES) if value.dtype != tf.string else 1
     return value if distance <= 1 else tf.reshape(value, [-1])[::distance]

@@ -1,4 +1,4 @@
-"""What the ranks bring to one batch: they tell each other the shapes, and the global batch follows from these."""
+"""Forms the global batch of what the ranks bring: they tell each other the shapes, from which it follows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from whale.passes.analysis.batch import rows_of_ranks
 from whale.passes.analysis.stages import TENSOR
 from whale.runtime.run.context import Context
 
-ELEMENT_TIMEOUT_S = 3600.0  # until a rank has a batch: a pipeline may take its time to fill its buffers
+ELEMENT_TIMEOUT_S = 3600.0  # waits until a rank has a batch: a pipeline may take long to fill its buffers
 
 
 class Brought(msgspec.Struct, frozen=True):
-    """What a rank brings: dtype and shape of each value; or that it has nothing more; or the error that it met."""
+    """A rank's contribution to a batch: dtype and shape of each value; or that it has nothing more; or the error that
+    it met.
+    """
 
     values: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ended: bool = False
@@ -30,7 +32,7 @@ class Brought(msgspec.Struct, frozen=True):
 
 
 def rows_of(rows: int, context: Context) -> tuple[int, ...]:
-    """How many of a batch's rows each rank of the run has, as `replica.shares` asks."""
+    """Returns how many of a batch's rows each rank of the run has, as `replica.shares` asks."""
     config = context.config
     ranks = context.split_ranks or config["split.ranks"]
     mesh = config.mesh or ({TENSOR: ranks} if ranks else {})
@@ -38,17 +40,17 @@ def rows_of(rows: int, context: Context) -> tuple[int, ...]:
 
 
 def brought(values: Sequence[Any]) -> Brought:
-    """Of tensors or arrays."""
+    """Describes tensors or arrays that a rank brings."""
     return Brought(tuple((tf.as_dtype(v.dtype).name, tuple(v.shape)) for v in values))
 
 
 def failed(error: tf.errors.OpError) -> Brought:
-    """Of a rank that could not read its batch."""
+    """Describes the failure of a rank that could not read its batch."""
     return Brought(error_code=error.error_code, error=error.message or "")
 
 
 def exchange(mine: Brought, context: Context) -> list[Brought]:
-    """What each rank brings. Collective between processes; a dry run takes the ranks for equal.
+    """Returns what each rank brings. Collective between processes; a dry run takes the ranks for equal.
 
     Raises:
       tf.errors.OpError: the error of the first rank that met one, on every rank.
@@ -67,7 +69,7 @@ def exchange(mine: Brought, context: Context) -> list[Brought]:
 def rows_of_values(
     everyone: Sequence[Brought], names: Sequence[str], marked: Collection[str] = ()
 ) -> list[tuple[int, ...] | None]:
-    """For each value the rows of every rank, or None where it is no part of a batch but equal on all ranks.
+    """Returns for each value the rows of every rank, or None where it is no part of a batch but equal on all ranks.
 
     Args:
       everyone: by rank; those that have ended bring no rows.
@@ -101,7 +103,7 @@ def rows_of_values(
 
 
 def local_arguments(arguments: Arguments, context: Context) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call to which every rank brings its own batch, with its parts marked as such.
+    """Returns the arguments of a call to which every rank brings its own batch, with its parts marked as such.
 
     Collective, unless one is marked already: its rank knows the rows of the others.
     """

@@ -1,4 +1,4 @@
-"""``wh.State``: where a training loop is, so that another process can take it up there."""
+"""Keeps where a training loop is, so that another process can take it up there: ``wh.State``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.runtime.run.context import current
 
 
 class State:
-    """What a training loop has to know to go on where it is: its epoch, what it has counted, its place in the data.
+    """The state that a training loop needs to go on where it is: its epoch, what it has counted, its place in the data.
 
         state = wh.State(epoch=0, losses=[])
         for epoch in range(state.epoch, 10):
@@ -54,7 +54,8 @@ class State:
             vars(self).update(values)
 
     def rest(self, dataset: ShardedDataset, epochs: int | None = None) -> Iterator[Any]:
-        """The batches of an epoch, or those that are left of it where another process has begun; commits before each.
+        """Yields the batches of an epoch, or those that are left of it where another process has begun; commits before
+        each.
 
         Args:
           epochs: how many are left, with this one. Where it is known, newcomers are taken in if that pays.
@@ -86,7 +87,7 @@ class State:
             self._iterator = None
 
     def commit(self, steps_left: int | None = None) -> None:
-        """The loop is where another process could take it up: before whatever the ranks do together next.
+        """Commits the state: another process could take the loop up here, before whatever the ranks do together next.
 
         Args:
           steps_left: how many the loop has still to take, if that is known.

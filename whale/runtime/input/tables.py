@@ -1,4 +1,4 @@
-"""What lookup tables hold, as numbers: tables of tf.lookup, and those by which Keras' layers number words."""
+"""Hashes what lookup tables hold: tables of tf.lookup, and those by which Keras' layers number words."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tensorflow as tf
 
 _KEYS = (tf.string, tf.int64, tf.int32)
 _VALUES = (tf.int64, tf.string, tf.int32, tf.float32, tf.float64, tf.bool)
-_MOST_ENTRIES = 1 << 24  # of a larger table, only how many there are: to read it all would take seconds
+_MOST_ENTRIES = 1 << 24  # of a larger table, only the size is compared: reading it all would take seconds
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of SplitMix64
 
 
 def held_by_tables(captured: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-    """A number for the keys, and one for the entries, of those of the captured tensors that are handles of tables.
+    """Returns a number for the keys, and one for the entries, of those captured tensors that are handles of tables.
 
     Tables that hold the same give the same numbers, whatever the order in which a process keeps it.
 
@@ -50,7 +50,7 @@ def _held(handle: tf.Tensor) -> Iterator[tuple[str, np.uint64]]:
 
 
 def _is_of(handle: tf.Tensor, keys: tf.DType, values: tf.DType) -> bool:
-    """Whether a table has keys and values of these types; to export others ends the process."""
+    """Tells whether a table has keys and values of these types; to export others ends the process."""
     nothing, default = tf.zeros([0], keys), tf.zeros([], values)
     try:
         tf.raw_ops.LookupTableFindV2(table_handle=handle, keys=nothing, default_value=default)
@@ -60,7 +60,7 @@ def _is_of(handle: tf.Tensor, keys: tf.DType, values: tf.DType) -> bool:
 
 
 def _hashes(rows: tf.Tensor) -> np.ndarray:
-    """A number of 64 bits for each row, uint64[rows]."""
+    """Returns a number of 64 bits for each row, uint64[rows]."""
     if rows.dtype == tf.string:
         rows = tf.strings.to_hash_bucket_fast(rows, (1 << 63) - 1)
     count = int(rows.shape[0])

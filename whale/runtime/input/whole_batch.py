@@ -1,4 +1,4 @@
-"""Of a batch of which every rank read a part: its rows here, or the whole, where a plan divides it otherwise."""
+"""Gives a step its rows of a batch of which every rank read a part, or the whole, where a plan divides it otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.runtime.run.context import Context
 
 
 def whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:
-    """All rows, [sum(part.sizes), ...], on every rank. Collective.
+    """Gathers all rows, [sum(part.sizes), ...], on every rank. Collective.
 
     Args:
       name: of the argument; equal on all ranks.
@@ -39,7 +39,7 @@ def whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:
 
 
 def rows_of_run(value: Any, context: Context) -> Any:
-    """What a lowered step takes of an argument: of a part of a batch, this rank's rows.
+    """Returns what a lowered step takes of an argument: of a part of a batch, this rank's rows.
 
     Raises:
       ProgramError: the part belongs to another run.

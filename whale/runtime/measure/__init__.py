@@ -1,1 +1,1 @@
-"""What operations, exchanges and steps take on this machine."""
+"""Measures what operations, exchanges and steps take on this machine."""

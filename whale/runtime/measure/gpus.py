@@ -1,4 +1,6 @@
-"""What a machine's GPUs have and how fast tensors go between them and the host's memory, as TensorFlow copies them."""
+"""Measures a machine's GPUs: their memory, and how fast TensorFlow copies tensors between them and the host's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ ROUNDS, COPIES = 5, 4
 
 
 def found_gpus() -> list[Gpu]:
-    """The GPUs of this process."""
+    """Returns the GPUs of this process."""
     driver = gpu_driver.look()
     return [Gpu(gpu.name, gpu.memory_bytes / 1e9) for gpu in driver.gpus] if driver is not None else []
 
 
 def copies(devices: Sequence[str]) -> list[Copies]:
-    """Seconds of copies from each device to each other one.
+    """Measures seconds of copies from each device to each other one.
 
     Args:
       devices: names of TensorFlow's; the host's memory is that of a processor.

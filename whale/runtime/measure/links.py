@@ -1,4 +1,4 @@
-"""Seconds of exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure.links FILE``.
+"""Measures exchanges between the ranks of this run: ``whale run -np N -m whale.runtime.measure.links FILE``.
 
 Every rank runs the same exchanges at the same time, one after the other, and does nothing else; at the end it runs
 small ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`).
@@ -35,19 +35,19 @@ from whale.started import process_place
 SIZES_BYTES = (1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SECONDS_PER_SIZE = 0.25
 MOST_CALLS = 100
-CHAIN = 4  # exchanges of a call, at least
+CHAIN = 4  # least number of exchanges in a call
 MOST_CHAIN = 16
 # Operands and results of a call's exchanges together: in a step they have rarely been in a cache since they were made.
 COLD_BYTES = 64 << 20
-ROWS = 8  # of tensors whose parts do not lie in one piece
+ROWS = 8  # rows of tensors whose parts do not lie in one piece
 PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
 
 
-Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # of a vector, under a key
+Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # exchanges a vector, under a key
 
 
 class Links(msgspec.Struct):
-    """What was measured; ``wake_s``: what an engine waits for a core where all compute."""
+    """The measurements; ``wake_s``: what an engine waits for a core where all compute."""
 
     curves: list[Curve]
     wake_s: float
@@ -86,7 +86,7 @@ def _curves(comm: whale_ops.Communicator, through: str) -> list[Curve]:
 
 @contextlib.contextmanager
 def _computing(threads: int) -> Iterator[None]:
-    """So many threads of this process compute meanwhile."""
+    """Has so many threads of this process compute meanwhile."""
     over = threading.Event()
     x = np.ones((384, 384), np.float32)
 
@@ -106,7 +106,7 @@ def _computing(threads: int) -> Iterator[None]:
 
 
 def _exchanges(rank: int, size: int) -> dict[str, Exchange]:
-    """Kind -> the op on a vector of the whole tensor's bytes; all-reduces first."""
+    """Maps each kind to the op on a vector of the whole tensor's bytes; all-reduces first."""
 
     def own(x: tf.Tensor) -> tf.Tensor:
         return x[: x.shape[0] // size]
@@ -148,7 +148,7 @@ def _exchanges(rank: int, size: int) -> dict[str, Exchange]:
 def _seconds(
     comm: whale_ops.Communicator, through: str, kind: str, call: Exchange, size_bytes: int, when: str = "idle"
 ) -> float:
-    """Seconds of one exchange on the slowest rank."""
+    """Returns the seconds of one exchange on the slowest rank."""
     chain = max(CHAIN, min(MOST_CHAIN, COLD_BYTES // (2 * size_bytes)))
     x = [tf.ones(size_bytes // 4) for _ in range(chain)]
 

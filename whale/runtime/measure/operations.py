@@ -1,4 +1,4 @@
-"""Seconds and scratch memory of single operations on this machine, run as a step runs them: by TensorFlow's executor.
+"""Measures seconds and scratch memory of single operations, run as a step runs them: by TensorFlow's executor.
 
 Each operation becomes a function of its own that holds several copies of it, one after the other, on operands of their
 own; what a call of an empty function takes is subtracted. Operands that the program has as constants stay constants.
@@ -43,12 +43,12 @@ _OF_CLASSES = frozenset(("SparseSoftmaxCrossEntropyWithLogits", CROSS_ENTROPY))
 _TAKES_INDICES = ROW_LOOKUPS | _OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
 _OURS = frozenset((UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM))  # that have the same work whatever else there is
 _NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
-# What indices pass through on their way to a table; Keras adds the rows to those below zero.
+# Ops that indices pass through on their way to a table; Keras adds the number of rows to indices below zero.
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
 
 
 def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
-    """The operations of programs that take time, one of each signature."""
+    """Returns the operations of programs that take time, one of each signature."""
     found: dict[str, tuple[Program, Node]] = {}
     for program in map(unrolled, programs):
         copied = copied_reads(program)
@@ -66,7 +66,7 @@ def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
 def measure(
     operations: Sequence[tuple[Program, Node]], budget_s: float = 60.0, said: Callable[[str], None] = lambda text: None
 ) -> tuple[list[Operation], list[str]]:
-    """(what was measured, what could not be, and why).
+    """Measures operations. Returns (what was measured, what could not be, and why).
 
     Args:
         budget_s: larger operations come first; what is left when the time is over stays unmeasured.
@@ -90,11 +90,11 @@ def measure(
 
 
 class _NotMeasured(Exception):
-    """The operation cannot be run alone."""
+    """Raised for an operation that cannot be run alone."""
 
 
 def _work(program: Program, node: Node) -> Work:
-    """What a node does; reads that are measured are copies."""
+    """Returns the work of a node; reads that are measured are copies."""
     return copying(node) if node.op == "ReadVariableOp" else work(node, [program.type_of(r) for r in node.inputs])
 
 
@@ -128,7 +128,7 @@ def _new_bytes(node: Node) -> int:
 
 
 def _chain(program: Program, node: Node, types: Sequence[TensorType], copies: int) -> tuple[Program, list[Any], Any]:
-    """A program with so many copies of the node, one after the other; its arguments; what has to stay alive."""
+    """Returns a program with so many copies of the node, one after the other; its arguments; what has to stay alive."""
     nodes: list[Node] = []
     inputs: list[str] = []
     variables: list[Variable] = []
@@ -206,7 +206,7 @@ def _compiled(program: Program, values: Sequence[Any], outputs: int = 0) -> Call
 
 
 def _call_s(call: Callable[[], Any]) -> float:
-    """The median over rounds of one call's seconds."""
+    """Returns the median over rounds of one call's seconds."""
     start_s = time.perf_counter()
     call()
     await_gpus()
@@ -223,7 +223,7 @@ def _call_s(call: Callable[[], Any]) -> float:
 
 
 def whole_step(program: Program) -> Callable[[], Any]:
-    """Runs a program of one device on random values; its variables are made anew.
+    """Returns a callable that runs a program of one device on random values; its variables are made anew.
 
     Raises:
       ProgramError: it takes an argument that is no tensor of numbers with a static shape.
@@ -254,7 +254,9 @@ def whole_step(program: Program) -> Callable[[], Any]:
 
 
 def _bound(program: Program, ref: Ref) -> int:
-    """How many different numbers an argument may hold: rows of the tables that it is looked up in, classes; else 2."""
+    """Returns how many different numbers an argument may hold: rows of the tables that it is looked up in, classes;
+    else 2.
+    """
     found, waiting, seen = [], [ref], {ref}
     while waiting:
         one = waiting.pop()
@@ -273,7 +275,7 @@ def _bound(program: Program, ref: Ref) -> int:
 
 
 def overheads() -> tuple[float, float]:
-    """(seconds of calling an empty step, seconds that the executor takes for a node that computes nothing)."""
+    """Measures (seconds of calling an empty step, seconds that the executor takes for a node that computes nothing)."""
     empty_s = _call_s(_compiled(Program("empty", ()), []))
     count = 200
     t = TensorType("float32", ())

@@ -1,4 +1,4 @@
-"""``whale profile``: measures this machine's operations and exchanges, or a script's own operations and step."""
+"""Measures this machine's operations and exchanges, or a script's own operations and step: ``whale profile``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ while last < end:
 
 
 def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]) -> MachineProfile:
-    """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and gives the table.
+    """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and returns the table.
 
     Raises:
       ClusterError: the ranks did not start.
@@ -75,7 +75,9 @@ def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable
 
 
 def _slice_s() -> float:
-    """Seconds that a computing thread keeps its core when another waits: two on each see how long they stand still."""
+    """Measures seconds that a computing thread keeps its core when another waits: two on each see how long they stand
+    still.
+    """
     found = []
     count = 2 * len(os.sched_getaffinity(0))
     command = [sys.executable, "-S", "-c", _WATCH, str(LEAST_PAUSE_S)]
@@ -88,7 +90,7 @@ def _slice_s() -> float:
 
 
 def measured_links(ranks: int, variables: Mapping[str, str] = MappingProxyType({})) -> Links:
-    """What exchanges between so many ranks take.
+    """Measures what exchanges between so many ranks take.
 
     Args:
       variables: of the ranks, beside this process's environment.
@@ -171,19 +173,19 @@ def _alone(planned: Planned) -> Program:
 
 
 def _predicted_s(table: MachineProfile, run: Sequence[Program]) -> float:
-    """Seconds of steps side by side by their operations as they are alone, calls left out."""
+    """Predicts seconds of steps side by side by their operations as they are alone, calls left out."""
     found = predict_ranks(run, measured_machine(table, len(run)), plays=0).ranks
     return sum(one.end_s for one in found) / len(found)
 
 
 def replan(planned: Planned, **changes: object) -> Planned:
-    """The same program under other settings (see whale.passes.settings.PlanSettings)."""
+    """Plans the same program under other settings (see whale.passes.settings.PlanSettings)."""
     settings = replace(planned.settings, **changes)  # type: ignore[arg-type]
     return Planned(planned.program, plan_program(planned.program, settings), settings)
 
 
 def summary(table: MachineProfile) -> str:
-    """Some lines for people."""
+    """Returns some lines about a table, for people."""
     fastest: dict[tuple[str, str], tuple[float, str]] = {}  # by op and dtype: the rate and its unit
     for o in table.operations:
         if o.op in ("MatMul", "Conv2D", "AddV2"):

@@ -1,4 +1,4 @@
-"""Small training steps whose operations stand for those of most programs, for `whale profile`.
+"""Defines small training steps whose operations stand for those of most programs, for `whale profile`.
 
 They are captured, never run: what is measured are their operations, one by one.
 """
@@ -22,7 +22,7 @@ LENGTH, HEADS = 64, 4
 
 
 def programs() -> list[Program]:
-    """The normalised programs, and the same with our kernel for products, which may be off in a run."""
+    """Returns the normalised programs, and the same with our kernel for products, which may be off in a run."""
     steps = [_transformer(*sizes) for sizes in TRANSFORMERS] + [_convolution(*sizes) for sizes in CONVOLUTIONS]
     found = [normalise(capture_function(step, specs, {}).program, PlanSettings(size=1)) for step, specs in steps]
     return found + list(map(einsums_by_own_kernel, found))

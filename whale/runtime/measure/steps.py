@@ -1,4 +1,4 @@
-"""Seconds of whole steps without exchanges, as many side by side as a plan has ranks.
+"""Measures whole steps without exchanges, as many side by side as a plan has ranks.
 
 They send nothing to each other, and yet they are slower than one: they share cores, caches and memory, as the ranks of
 a plan will. Each is a process of its own.
@@ -26,7 +26,7 @@ WARM_STEPS = 3
 
 
 def step_seconds(runs: Sequence[Sequence[Program]]) -> list[float]:
-    """Seconds of a step of each run, on random values: the mean of its processes' medians.
+    """Returns seconds of a step of each run, on random values: the mean of its processes' medians.
 
     Runs take turns, so that what disturbs the machine for a while disturbs all of them.
 
@@ -92,7 +92,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """One process: told a program's number, it runs a step of it and prints its seconds."""
+    """Runs one process: told a program's number, it runs a step of it and prints its seconds."""
     from whale.runtime.measure.operations import whole_step
     from whale.runtime.ranks.gpus import await_gpus
 

@@ -1,9 +1,7 @@
-"""A rank's program without its exchanges: what it computes if nobody else is there, to be measured.
+"""Removes a rank's exchanges from its program, so that what it computes alone can be measured.
 
 What came from others is taken from what this rank hands over, in the shape that comes out, so that every kernel still
 runs, on as many numbers and after the same ones. Values are of no use.
-
-    apart    the program
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ _JOINED = MEETINGS | {"WhaleCommunicator"}  # what only holds ranks together
 
 
 def talks_inside(program: Program) -> bool:
-    """Whether a loop or branch communicates: its exchanges cannot be left out."""
+    """Tells whether a loop or branch communicates: its exchanges cannot be left out."""
     return any(n.op in EXCHANGES or n.op in _JOINED for body in program.functions.values() for n in body.nodes)
 
 
 def apart(program: Program) -> Program:
-    """``program`` without exchanges; what it only receives becomes inputs, what it only sends outputs."""
+    """Returns ``program`` without exchanges; what it only receives becomes inputs, what it only sends outputs."""
     nodes: dict[str, Node] = {}
     inputs, outputs = list(program.inputs), list(program.outputs)
     stands_for: dict[Ref, Ref] = {}
@@ -68,7 +66,7 @@ def _given(name: str, kind: TensorType, nodes: dict[str, Node], inputs: list[str
 
 
 def _formed(emit: NodeEmitter, source: Ref, kind: TensorType, inputs: list[str]) -> Ref:
-    """``source`` in the shape of ``kind``: its first numbers, or followed by as many as are missing."""
+    """Returns ``source`` in the shape of ``kind``: its first numbers, or followed by as many as are missing."""
     own = emit.type_of(source)
     if own.shape == kind.shape:
         return emit.node_of("apart", "Identity", (source,), kind, {"T": DType(kind.dtype)})

@@ -1,1 +1,1 @@
-"""The ranks of a run: how they are connected, watched and traced. Knows of no program and no variable."""
+"""Connects, watches and traces the ranks of a run. Knows of no program and no variable."""

@@ -1,4 +1,4 @@
-"""Files that a run keeps for later ones: bounded, of this user alone, and none that is damaged is ever read.
+"""Keeps files for later runs: bounded in size, of this user alone, and checked, so that no damaged one is ever read.
 
 A file begins with a checksum of the rest, is written under another name and renamed, and is opened without following
 links, in a folder that nobody else can look into. Whoever wins a race writes the same.
@@ -19,7 +19,7 @@ _DIGEST = 32
 
 
 def folder_named(asked: str) -> Path | None:
-    """The folder that the key `plan_cache` names; None: nothing is kept."""
+    """Returns the folder that the key `plan_cache` names; None: nothing is kept."""
     if not asked:
         return None
     if asked != DEFAULT:
@@ -29,11 +29,11 @@ def folder_named(asked: str) -> Path | None:
 
 
 class Damaged(Exception):
-    """What was kept is not what was written; it is removed."""
+    """Raised when a kept file does not hold what was written; the file is removed."""
 
 
 class KeptFiles:
-    """Byte strings by name, in a folder. What was not used for longest goes first.
+    """Byte strings by name, in a folder. Those that were not used for longest are removed first.
 
     Args:
       folder: made where it is missing; its parents as well.
@@ -43,7 +43,7 @@ class KeptFiles:
         self.folder, self.most_bytes, self.most_files = folder, most_bytes, most_files
 
     def get(self, name: str) -> bytes | None:
-        """What was kept under a name; None: nothing.
+        """Returns what was kept under a name; None: nothing.
 
         Raises:
           OSError: the folder is somebody else's, or cannot be read.
@@ -69,7 +69,7 @@ class KeptFiles:
             return data[_DIGEST:]
 
     def put(self, name: str, data: bytes) -> None:
-        """Keeps ``data`` under a name.
+        """Keeps ``data`` under a name, unless it is larger than the whole folder may be.
 
         Raises:
           OSError: the folder is somebody else's, or cannot be written to.
@@ -97,7 +97,7 @@ class KeptFiles:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """The folder, open; it is a folder, this user's, and nobody else's."""
+        """Opens the folder, after checking that it is a folder, this user's, and closed to all others."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             found = os.fstat(folder)
@@ -108,7 +108,7 @@ class KeptFiles:
             os.close(folder)
 
     def _keep_bounds(self, folder: int) -> None:
-        """Removes what was not used for longest, as far as there is too much."""
+        """Removes the files that were not used for longest until the rest is within the bounds."""
         found = []
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What every rank does at the same place of its script."""
+"""Checks that every rank does the same thing at the same place of its script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
 
 
 def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> None:
-    """All ranks are about to read the variable ``name``; collective.
+    """Checks that all ranks are about to read the variable ``name``; collective.
 
     Args:
       what: such a variable, in words.
@@ -30,7 +30,7 @@ def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> No
             expected="a reading by all ranks before it",
             action="read or save variables before wh.shutdown()",
         )
-    # Told apart by this exchange, which every other rank has to make at the same place of its script.
+    # This exchange compares the names: every other rank has to make it at the same place of its script.
     purpose = f"the reading of the variable {name!r}, {one} (every rank has to read it)"
     said = ranks.comms[0].allgather_bytes("whale/read", name.encode(), ranks.config["check.timeout_s"], purpose)
     other = next((rank for rank, n in enumerate(said) if n != said[0]), None)
@@ -44,7 +44,7 @@ def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> No
 
 
 def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """What ``now`` reads of a variable with all ranks, or what is read of it when some of them are gone meanwhile.
+    """Reads a variable with all ranks by ``now``, or reads it again when some of them are gone meanwhile.
 
     Args:
       now: reads it as it lies now; afterwards it may be an ordinary variable, which is read as such.
@@ -56,9 +56,9 @@ def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) ->
 
 
 def call_together(ranks: Ranks, function: str, what: str, why: str = "") -> None:
-    """All ranks are about to call ``function``; collective between processes.
+    """Checks that all ranks are about to call ``function``; collective between processes.
 
-    A rank may be late: the others wait for as long as one may write.
+    A rank may be late: the others wait up to ``WRITE_TIMEOUT_S``.
 
     Args:
       what: the call, in words: the function, its object, its place in the script.

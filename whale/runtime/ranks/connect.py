@@ -1,4 +1,4 @@
-"""The processes that a launcher started become ranks that exchange messages."""
+"""Connects the processes that a launcher started, so that they are ranks that exchange messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whale_ops.memory import share_tensors
 
 
 def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
-    """This process's end of a communicator between all of them.
+    """Returns this process's end of a communicator between all of them.
 
     Raises:
       ClusterError: MPI knows another number of ranks than the launcher.
@@ -33,14 +33,14 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
 
 
 def as_configured(comm: whale_ops.Communicator, config: Config) -> None:
-    """Has a communicator do as ``communication.algorithm`` and the emulated link say."""
+    """Sets a communicator's algorithm and emulated link from the configuration."""
     comm.set_algorithm(config["communication.algorithm"])
     if config.link is not None:
         comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
 
 
 def share_where_possible(config: Config, place: ProcessPlace) -> None:
-    """Has TensorFlow make large tensors where the machine's other ranks reach them; says so if it cannot."""
+    """Has TensorFlow place large tensors where the machine's other ranks can map them; warns if it cannot."""
     if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
         return
     if (obstacle := share_tensors()) and place.local_rank == 0:

@@ -1,4 +1,4 @@
-"""Machine code of the kernels for a rank's GPU: compiled when a run first has that kind of GPU, and kept."""
+"""Compiles the kernels for a rank's GPU when a run first has that kind of GPU, and keeps the machine code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whale_ops import device_code, device_library, gpu_driver
 
 
 def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
-    """Gives a GPU its kernels.
+    """Loads the kernels onto a GPU.
 
     Args:
       library: the library for GPUs.
@@ -28,7 +28,7 @@ def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
 
 
 def code_of(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) -> bytes:
-    """Machine code for GPUs of an architecture: what was kept of these sources and that compiler, or compiled now."""
+    """Returns machine code for GPUs of an architecture: kept from the same sources and compiler, or compiled now."""
     files = None if folder is None else KeptFiles(folder)
     version = ".".join(map(str, nvrtc.version))
     name = f"{nvrtc.target(architecture)}-nvrtc-{version}-{device_code.source_digest()}.kernels"
@@ -49,7 +49,7 @@ def code_of(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) ->
 
 
 def lacks(library: Path, backend: str, ordinal: int, folder: Path | None) -> str:
-    """Prepares a GPU for a backend; what is missing for it, "" is nothing."""
+    """Prepares a GPU for a backend. Returns what is missing for it; "" is nothing."""
     try:
         if backend == "nccl":
             device_library.load_nccl()

@@ -1,4 +1,4 @@
-"""GPUs whose tensors are exchanged where they lie (`communication.backend` "nccl", "cuda-ipc", "pinned").
+"""Exchanges tensors directly between GPUs (`communication.backend` "nccl", "cuda-ipc", "pinned").
 
 ``wh.init`` opens them. `ExchangeOps` are the ops through which they, or the host, exchange.
 """
@@ -63,7 +63,7 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a rank has of a GPU.
+    """A rank's GPU, and what is missing to use it.
 
     Attributes:
       ordinal: its number, None where TensorFlow sees none.
@@ -75,7 +75,7 @@ class Gpu:
 
 
 def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
-    """Opens a rank's device, after all ranks have told what they have and lack.
+    """Opens a rank's device, after all ranks have told each other what they have and lack.
 
     Raises:
       ClusterError: as `start`.
@@ -119,18 +119,18 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
 
 
 def device_buffer_bytes(config: Config) -> int:
-    """Memory of a GPU that exchanges take there, beside what NCCL itself allocates."""
+    """Returns the bytes of GPU memory that exchanges take, beside what NCCL itself allocates."""
     copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # pinned: of the host
     return copies * max(config["communication.group_bytes"], _LEAST_BUFFER_BYTES)
 
 
 def library() -> Path:
-    """The library for GPUs."""
+    """Returns the path of the library for GPUs."""
     return device_library.PATH
 
 
 def take_gpu(local_rank: int) -> Gpu:
-    """This process's GPU and no other, or what is missing to exchange what lies in its memory."""
+    """Gives this process its GPU and no other; the result names what is missing for exchanges from the GPU's memory."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -148,7 +148,7 @@ def take_gpu(local_rank: int) -> Gpu:
 
 
 def own_gpu(local_rank: int) -> Gpu:
-    """The only GPU that TensorFlow has from now on; it takes its memory only as it needs it.
+    """Makes one GPU the only one that TensorFlow sees from now on; its memory is taken only as it is needed.
 
     It is the one that the script has made visible, or that of this process's number on its host.
     """
@@ -183,5 +183,5 @@ class ExchangeOps:
         self._handle: tuple[Any, ...] = () if through else (self._ops.whale_communicator(**place),)
 
     def __call__(self, kind: str, *inputs: Any, **attrs: Any) -> Any:
-        """What an op gives: ``kind`` is "all_reduce", "all_gather", "send", ..."""
+        """Adds the op of one exchange and returns its outputs. ``kind`` is "all_reduce", "all_gather", "send", ..."""
         return getattr(self._ops, self._prefix + kind)(*self._handle, *inputs, **self._attrs, **attrs)

@@ -1,4 +1,4 @@
-"""TensorFlow's errors that come from communication, as errors of Whale."""
+"""Turns TensorFlow's errors that come from communication into errors of Whale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whale.errors import CommError
 from whale.runtime.ranks.ranks import Ranks
 from whale_ops import EXCHANGE_PAYLOAD
 
-# What TensorFlow writes before and behind a kernel's message: the functions and nodes that it was in.
+# The text that TensorFlow writes before and behind a kernel's message: the functions and nodes that it was in.
 _AROUND = (
     r"\s*\[\[\{\{(?:function_)?node .*|\s*\[Op:.*|^(?:Graph execution error:.*?)?(?:\{\{function_node [^}]*\}\}\s*)+"
 )
@@ -30,10 +30,11 @@ def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
 
 
 def of_exchange(error: tf.errors.OpError) -> tf.errors.OpError | None:
-    """The error that an exchange reported, by the mark that the ops' kernels give it; names and texts say nothing.
+    """Returns the error that an exchange reported, or None.
 
-    What fails before the exchange begins, an allocation say, is this rank's own error. A session raises errors anew,
-    without marks: the marked one is the new one's context.
+    Such errors are known by the mark that the ops' kernels give them, not by names or texts. What fails before the
+    exchange begins, an allocation say, is this rank's own error. A session raises errors anew, without marks: the
+    marked one is the new one's context.
     """
     for one in (error, error.__context__):
         if isinstance(one, tf.errors.OpError) and EXCHANGE_PAYLOAD in one.experimental_payloads:

@@ -1,4 +1,4 @@
-"""What this process's TensorFlow does with GPUs: which kernels it has, and when they are through."""
+"""Tells which kernels for GPUs this process's TensorFlow has, and waits until its GPUs are through."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whale.passes.resharding.without_kernels import processor_lines
 
 
 def await_gpus() -> None:
-    """Returns when GPUs have computed what was started: calls of TensorFlow return before that."""
+    """Waits until GPUs have computed what was started: calls of TensorFlow return before that."""
     import tensorflow as tf
 
     if tf.config.list_logical_devices("GPU"):
@@ -19,7 +19,7 @@ def await_gpus() -> None:
 
 
 def told_of_processors(programs: Sequence[Program]) -> list[str]:
-    """Which operations of what the ranks run TensorFlow computes on processors, as lines for people."""
+    """Returns lines for people that list which of the ranks' operations TensorFlow computes on processors."""
     import tensorflow as tf
 
     if not tf.test.is_built_with_cuda():
@@ -29,7 +29,7 @@ def told_of_processors(programs: Sequence[Program]) -> list[str]:
 
 
 def has_gpu_kernel(node: Node) -> bool:
-    """Whether this TensorFlow has a kernel for GPUs of an operation with these types."""
+    """Tells whether this TensorFlow has a GPU kernel of an operation with these types."""
     import tensorflow as tf
     from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 

@@ -1,4 +1,4 @@
-"""Horovod in this process: started as a backend, and ended before MPI is.
+"""Starts Horovod in this process as a backend, and ends it before MPI is ended.
 
 Whale's transport and Horovod share one MPI, which whoever comes first starts with MPI_THREAD_MULTIPLE: each has a
 thread of its own that talks to MPI, on communicators of its own.
@@ -19,7 +19,7 @@ _BUILD = "python -m whale_ops.build_horovod (see docs/guides/horovod.md)"
 
 
 def start(config: Config, size: int, ranks: Sequence[int]) -> None:
-    """Starts Horovod among the processes of this run and loads its ops; collective. Nothing to do for one rank.
+    """Starts Horovod among the processes of this run and loads its ops; collective. Does nothing for one rank.
 
     Raises:
       ConfigError: the ranks are threads of this process, which Horovod cannot join.
@@ -75,7 +75,7 @@ def start(config: Config, size: int, ranks: Sequence[int]) -> None:
 
 
 def is_running() -> bool:
-    """Whether Horovod is initialised in this process, by this module or by the script."""
+    """Tells whether Horovod is initialised in this process, by this module or by the script."""
     hvd = sys.modules.get("horovod.tensorflow")  # without the module nobody has started it
     return hvd is not None and hvd.is_initialized()
 

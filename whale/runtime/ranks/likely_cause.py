@@ -1,4 +1,4 @@
-"""Why ranks of one script hold different values, as far as the values tell."""
+"""Guesses from the values why ranks of one script hold different ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = (
 
 
 def likely_cause(ranks: Ranks, reordered: bool = False, names: bool = False) -> str:
-    """What to look for where ranks differ, in words.
+    """Returns what to look for where ranks differ, in words.
 
     Args:
       reordered: whether they hold the same values in another order.

@@ -1,4 +1,4 @@
-"""Plain values as bytes, for other ranks: numbers, text, containers and NumPy's arrays, and never code.
+"""Encodes plain values as bytes for other ranks: numbers, text, containers and NumPy's arrays, and never code.
 
 What comes from another rank is data: it is not unpickled, which would run whatever the sender wrote. MessagePack holds
 most of it as it is; what it would change (a tuple becomes a list, a NumPy number a float) goes as an extension.
@@ -18,7 +18,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def pack(value: Any) -> bytes:
-    """The value as bytes.
+    """Returns the value as bytes.
 
     Raises:
       TypeError: it holds something that is none of None, bool, int, float, complex, str, bytes, list, tuple, dict, set,
@@ -32,7 +32,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Inverse of ``pack``.
+    """Decodes what ``pack`` returned.
 
     Raises:
       ValueError: the bytes are none that it makes.
@@ -44,7 +44,9 @@ def unpack(data: bytes) -> Any:
 
 
 def _tree(value: Any) -> Any:
-    """What MessagePack holds. Types are compared exactly: numpy.float64 is a float, and a named tuple a tuple."""
+    """Replaces what MessagePack cannot hold by extensions. Types are compared exactly: numpy.float64 is a float, and a
+    named tuple a tuple.
+    """
     kind = type(value)
     if value is None or kind in (bool, float, bytes) or (kind is int and value in _INT64):
         return value

@@ -1,4 +1,4 @@
-"""SIGTERM as a notice: the run has been told to end soon, and its scripts save first."""
+"""Takes SIGTERM as a notice that the run is to end soon, so that its scripts can save first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
 
 
 class Notice:
-    """Hears SIGTERM, which does not end this process, until ``stop``. A second one does.
+    """Hears SIGTERM, which does not end this process, until ``stop``. A second SIGTERM does.
 
     Raises:
       ConfigError: not in the main thread, in which alone Python hears of signals.
@@ -29,7 +29,7 @@ class Notice:
         self._before = signal.signal(signal.SIGTERM, self._hear)
 
     def reached(self, ranks: Ranks) -> bool:
-        """Whether it has come to any rank; collective."""
+        """Tells whether SIGTERM has come to any rank; collective."""
         if not ranks.between_processes:
             return self._told
         purpose = "wh.preempted(), which every rank has to call"
@@ -37,7 +37,7 @@ class Notice:
         return any(map(int, said))
 
     def stop(self) -> None:
-        """SIGTERM does again what it did before."""
+        """Restores what SIGTERM did before."""
         signal.signal(signal.SIGTERM, self._before)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

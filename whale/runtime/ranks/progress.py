@@ -1,4 +1,4 @@
-"""What this process has done so far, for `whale run --logdir` and `--metrics-port`: sums that only grow, and memory."""
+"""Counts what this process has done so far, for `whale run --logdir` and `--metrics-port`: growing sums, and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress:
         self._begun_ns = time.monotonic_ns()
 
     def steps(self, call: Callable[..., _T], name: str) -> Callable[..., _T]:
-        """The same callable, its calls counted under the program's name."""
+        """Returns the same callable, whose calls are counted under the program's name."""
         name = name[:_NAME_LIMIT]
 
         def counted(*args: Any) -> _T:
@@ -42,7 +42,9 @@ class Progress:
         return counted
 
     def news(self, comm: Communicator | None) -> dict[str, Any] | None:
-        """All sums as `whale.launcher.protocol.Progress` has them; None if there is no step since they were asked."""
+        """Returns all sums in the form of `whale.launcher.protocol.Progress`; None if no step ran since they were last
+        asked for.
+        """
         with self._lock:
             programs = dict(self._programs)
         if programs == self._told:

@@ -1,4 +1,4 @@
-"""What a run knows of its ranks: how many there are, which of them are here, and what they talk through."""
+"""Describes the ranks of a run: how many there are, which of them this process runs, and their communicators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whale.runtime.ranks.trace import Trace
 from whale.runtime.ranks.watch import Watch
 from whale.started import ProcessPlace
 
-# How long a rank waits for what another one does alone, and that may take as long as it takes: an initializer that is
+# How long a rank waits for what another one does alone, which may take very long: an initializer that is
 # computed whole by one rank after the other, a session's set-up on the first rank, a batch that is brought in.
 TURN_TIMEOUT_S = 3600.0
 # How long ranks wait for each other's files: writing a large model may take its time, and fault.stall_s says who is
@@ -54,22 +54,22 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """The first rank of this process."""
+        """Returns the first rank of this process."""
         return self.ranks[0]
 
     @property
     def goes_on(self) -> bool:
-        """Whether this rank goes on when others are gone."""
+        """Tells whether this rank goes on when others are gone."""
         return False
 
     def survived(self, call: Callable[[], _T]) -> _T:
-        """What a call that exchanges something returns, made again where this rank goes on without others.
+        """Calls something that exchanges and returns its result; calls it again where this rank goes on without others.
 
-        That is something that ``msgpack_values.pack`` takes, since another rank may have been told it.
+        The result has to be something that ``msgpack_values.pack`` takes, since another rank may have been told it.
         """
         return call()
 
     @property
     def between_processes(self) -> bool:
-        """Whether other processes take part."""
+        """Tells whether other processes take part."""
         return self.size > len(self.ranks)

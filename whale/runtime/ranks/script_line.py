@@ -1,4 +1,4 @@
-"""Which line of the user's script is running."""
+"""Finds the line of the user's script that is running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def script_line() -> str:
-    """File name and number of the innermost line that is of no library: "train.py:12"; "" in a thread without one."""
+    """Returns file and line number of the innermost frame outside libraries: "train.py:12"; "" if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None and _is_of_library(frame.f_code.co_filename):
         frame = frame.f_back

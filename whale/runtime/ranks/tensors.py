@@ -1,4 +1,4 @@
-"""Tensors that a script itself exchanges between the ranks: at once, or inside a graph that it builds.
+"""Exchanges tensors for a script that itself calls collectives: at once, or inside a graph that it builds.
 
 Every rank makes the same exchanges: under equal keys, the n-th use of a key on one rank meets the n-th on the others.
 With one rank nothing is sent.
@@ -18,7 +18,9 @@ from whale.runtime.ranks.ranks import Ranks
 
 
 def all_reduce(ranks: Ranks, tensors: Sequence[Any], key: str, reduction: str = "sum") -> list[Any]:
-    """Element-wise "sum", "min", "max" or "prod" over the ranks. Tensors of one dtype, which travel as one message."""
+    """Reduces tensors element-wise over the ranks by "sum", "min", "max" or "prod". They have one dtype, and travel as
+    one message.
+    """
     if ranks.size == 1:
         return [tf.identity(t) for t in tensors]
     with _exchange(ranks) as (ops, comm):
@@ -26,7 +28,7 @@ def all_reduce(ranks: Ranks, tensors: Sequence[Any], key: str, reduction: str = 
 
 
 def all_gather(ranks: Ranks, tensor: Any, key: str) -> Any:
-    """The ranks' tensors, one after the other along dimension 0, of which they may hold different sizes."""
+    """Concatenates the ranks' tensors along dimension 0, in which their sizes may differ."""
     if ranks.size == 1:
         return tf.identity(tensor)
     with _exchange(ranks) as (ops, comm):
@@ -34,7 +36,7 @@ def all_gather(ranks: Ranks, tensor: Any, key: str) -> Any:
 
 
 def broadcast(ranks: Ranks, tensors: Sequence[Any], root: int, key: str) -> list[Any]:
-    """The root's tensors, of one dtype, on every rank; the others' say how many they are and of which dtype."""
+    """Returns the root's tensors, of one dtype, on every rank; the others' tensors give only number and dtype."""
     if ranks.size == 1:
         return [tf.identity(t) for t in tensors]
     known = all(t.shape.is_fully_defined() for t in tensors)
@@ -44,7 +46,7 @@ def broadcast(ranks: Ranks, tensors: Sequence[Any], root: int, key: str) -> list
 
 
 def all_to_all(ranks: Ranks, tensor: Any, key: str) -> Any:
-    """``[ranks, ...]``, an entry for each rank, to ``[ranks, ...]``, an entry from each rank."""
+    """Exchanges ``[ranks, ...]``, one entry for each rank, for ``[ranks, ...]``, one entry from each rank."""
     if ranks.size == 1:
         return tf.identity(tensor)
     ones = [1] * ranks.size
@@ -58,7 +60,7 @@ def all_to_all(ranks: Ranks, tensor: Any, key: str) -> Any:
 
 
 def reduce_scatter(ranks: Ranks, tensor: Any, sizes: Sequence[int], key: str, reduction: str = "sum") -> Any:
-    """Element-wise reduction over the ranks, of which each keeps its rows: ``sizes[rank]`` of them."""
+    """Reduces element-wise over the ranks; each keeps its own rows of the result, ``sizes[rank]`` of them."""
     if ranks.size == 1:
         return tf.identity(tensor)
     with _exchange(ranks) as (ops, comm):
@@ -67,7 +69,7 @@ def reduce_scatter(ranks: Ranks, tensor: Any, sizes: Sequence[int], key: str, re
 
 @contextmanager
 def _exchange(ranks: Ranks) -> Iterator[tuple[Any, Any]]:
-    """The op library and the communicator's handle, in the graph that is being built if there is one."""
+    """Yields the op library and the communicator's handle; raises errors of exchanges as those of Whale."""
     ops = whale_ops.ops()
     try:
         yield ops, ops.whale_communicator(communicator=ranks.comm_name, rank=ranks.rank)

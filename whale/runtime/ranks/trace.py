@@ -1,4 +1,5 @@
-"""Where the time of this process goes, as events in Chrome's trace format: steps, compilations, batches, operations.
+"""Writes where the time of this process goes, as events in Chrome's trace format: steps, compilations, batches,
+operations.
 
 Each event is one line, written at once, so that a process that is killed leaves all that happened before. The lines go
 to the pipe of the worker of `whale run --trace` beside the script, which passes them on to the launcher, or to the file
@@ -25,7 +26,7 @@ from whale.started import TRACE_PIPE_VARIABLE, ProcessPlace, own_descriptor
 
 _T = TypeVar("_T")
 _WAITING_LINES = 10_000  # kept while the pipe is full
-_FIRST_TRACK = 1  # of the script's main thread; the op library's begin at 100
+_FIRST_TRACK = 1  # track of the script's main thread; the op library's tracks begin at 100
 _NAME_LIMIT = 256  # characters: a line fits into what a pipe takes at once
 
 
@@ -59,7 +60,9 @@ class Trace:
 
     @contextlib.contextmanager
     def span(self, name: str, category: str, **arguments: Any) -> Iterator[None]:
-        """An event around what is done under it. Its start is written at once: what never ends is seen as well."""
+        """Writes an event around what is done under it. Its start is written at once, so that what never ends is seen
+        as well.
+        """
         start: dict[str, Any] = {"args": arguments} if arguments else {}
         self._event(name, "B", cat=category, **start)
         end: dict[str, Any] = {}
@@ -72,15 +75,17 @@ class Trace:
             self._event(name, "E", **end)
 
     def past(self, name: str, category: str, start_ns: int, end_ns: int) -> None:
-        """An event that has ended; times of the monotonic clock."""
+        """Writes an event that has ended; times are of the monotonic clock."""
         self._event(name, "X", start_ns, cat=category, dur=(end_ns - start_ns) / 1e3)
 
     def mark(self, name: str) -> None:
-        """A point in time."""
+        """Writes a point in time."""
         self._event(name, "i", s="p")
 
     def steps(self, call: Callable[..., _T], name: str, program: int) -> Callable[..., _T]:
-        """The same callable, each call an event: the step's name, and its number among the steps of that name."""
+        """Returns the same callable, each call of which is an event: the step's name, and its number among the steps of
+        that name.
+        """
 
         def traced(*args: Any) -> _T:
             number = self._calls[name]
@@ -91,7 +96,7 @@ class Trace:
         return traced
 
     def batches(self, elements: Iterator[_T]) -> Iterator[_T]:
-        """The same elements, the wait for each an event."""
+        """Yields the same elements; the wait for each is an event."""
         end = object()
         while True:
             with self.span("next batch", "input"):
@@ -113,7 +118,7 @@ class Trace:
             self._write({"name": name[:_NAME_LIMIT], "ph": phase, "ts": when_us, "tid": track, **fields}, rank, last)
 
     def _track(self) -> int:
-        """The calling thread's track."""
+        """Returns the calling thread's track; the first call in a thread makes and names it."""
         thread = threading.get_ident()
         track = self._tracks.get(thread)
         if track is None:
@@ -146,7 +151,7 @@ class Trace:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """A full disk must not end the training."""
+        """Stops tracing with a warning: a full disk must not end the training."""
         self._waiting.clear()
         if not self._broken:
             self._broken = True
@@ -154,7 +159,7 @@ class Trace:
 
 
 def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: int) -> Trace | None:
-    """The trace of this process, or None when nobody asks for one.
+    """Opens the trace of this process; None when nobody asks for one.
 
     Args:
       ranks: the ranks of this process.
@@ -191,7 +196,9 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
 
 
 def path_of(asked: str, place: ProcessPlace, run: int) -> Path:
-    """This process's own file: ``trace.json``, ``trace.rank1.json`` where there are several, ``trace.run2.json``."""
+    """Returns the path of this process's own file: ``trace.json``, ``trace.rank1.json`` where there are several,
+    ``trace.run2.json``.
+    """
     path = Path(asked)
     rank = f".rank{place.rank}" if place.size > 1 else ""
     again = f".run{run}" if run > 1 else ""
@@ -199,5 +206,5 @@ def path_of(asked: str, place: ProcessPlace, run: int) -> Path:
 
 
 def span(trace: Trace | None, name: str, category: str) -> contextlib.AbstractContextManager[None]:
-    """An event around what is done under it, if there is a trace."""
+    """Returns the context of an event around what is done under it; does nothing if there is no trace."""
     return contextlib.nullcontext() if trace is None else trace.span(name, category)

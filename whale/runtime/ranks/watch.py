@@ -1,4 +1,4 @@
-"""The thread that hears from `whale run` that another rank is gone, and says when this rank waits for long.
+"""Runs a thread that hears from `whale run` that another rank is gone, and reports when this rank waits for long.
 
 Between the script and the worker of `whale run` beside it goes a socket with lines of JSON:
 
@@ -45,9 +45,9 @@ _TELL_EVERY_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Of the ranks that a run has: one is ``gone``, or some have ``joined``, by the numbers that they were started as.
+    """A change of a run's ranks: one is ``gone``, or some have ``joined``, by the numbers that they were started as.
 
-    ``addresses``: where those ranks listen then that can connect with others, by number as a text.
+    ``addresses``: where the ranks listen that can connect with others after it, by number as a text.
     """
 
     gone: int | None
@@ -56,7 +56,7 @@ class Change:
 
 
 class Watch:
-    """Listens from its making to ``stop``; looks after a communicator once it is given one.
+    """A thread that listens from its making to ``stop``, and looks after a communicator once it is given one.
 
     Args:
       config: for the keys under ``fault``.
@@ -88,7 +88,8 @@ class Watch:
         self._thread.start()
 
     def look_after(self, comm: Communicator | None, members: Sequence[int] = (), known: int = 0) -> None:
-        """From now on operations of this communicator fail when another rank is gone, and their waits are reported.
+        """Watches this communicator: from now on its operations fail when another rank is gone, and long waits are
+        reported.
 
         None: there is one rank. ``members``: which of the ranks that `whale run` has started it connects; all if empty.
         ``known``: how many of ``changes`` it takes into account.
@@ -104,9 +105,9 @@ class Watch:
         self._tell({"joining": False, **limits, "elastic": config["elastic"]})
 
     def changes(self, more_than: int, timeout_s: float) -> list[Change]:
-        """What `whale run` has told all ranks of those that are gone or have come, in the order in which it has.
+        """Returns the changes of ranks that `whale run` has told all ranks, in the order in which it told them.
 
-        Waits until they are ``more_than`` so many, or the time is up.
+        Waits until there are more than ``more_than``, or the time is up.
         """
         with self._lock:
             self._lock.wait_for(lambda: len(self._changes()) > more_than, timeout_s)
@@ -114,12 +115,12 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """Whether a rank has come to its end, and so the run."""
+        """Tells whether a rank has come to its end, and so the run."""
         with self._lock:
             return any(not message.get("goes_on") for message in self._heard)
 
     def start(self) -> str:
-        """Of a process that joins: what the ranks have begun with, as one of them has told it by ``tell``.
+        """Returns what the ranks have begun with, for a process that joins; one of them has told it by ``tell``.
 
         Raises:
           ClusterError: `whale run` does not say it.
@@ -135,27 +136,27 @@ class Watch:
             return self._start
 
     def addresses(self) -> Mapping[int, str]:
-        """Where each rank of the run's start listens, once all have told it; empty if one is gone before."""
+        """Returns where each rank of the run's start listens, once all have told it; empty if one is gone before."""
         with self._lock:
             self._lock.wait_for(lambda: self._all or self._heard)
             return self._all
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Tells `whale run` something of this rank."""
+        """Sends `whale run` a message of this rank."""
         self._tell(message)
 
     def _changes(self) -> list[dict[str, Any]]:
         return [message for message in self._heard if message.get("goes_on")]
 
     def tell_counters(self) -> None:
-        """Tells `whale run`, where it asks for that, what this rank has done so far; the last time counts."""
+        """Tells `whale run`, where it asks for that, what this rank has done so far; the last message counts."""
         if self._comm is not None and COUNTERS_VARIABLE in os.environ:
             self._tell({"counters": [dataclasses.asdict(counter) for counter in self._comm.counters()]})
         if self.progress is not None and (news := self.progress.news(self._comm)) is not None:
             self._tell({"progress": news})
 
     def tell_plan(self, name: str, text: Callable[[], str]) -> None:
-        """Tells `whale run`, where it asks for progress, under which plan a program runs."""
+        """Tells `whale run`, where it asks for progress, the plan under which a program runs."""
         if self.progress is not None:
             self._tell({"plan": {"name": name, "text": text()}})
 

@@ -1,1 +1,1 @@
-"""One run of Whale in this process: its context, communicators, watch, trace."""
+"""Begins, describes and ends one run of Whale in this process: its context, scopes and saved plan."""

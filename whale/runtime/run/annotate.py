@@ -1,4 +1,4 @@
-"""Scopes by the names of layers and variables, without a change of the model's code: what ``wh.annotate`` does."""
+"""Puts layers and variables into scopes by their names, without a change of the model's code: ``wh.annotate``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
-    """What a file says of a pattern."""
+    """The scopes that a file gives to a pattern."""
 
     replica: _Arguments | None = None
     split: _Arguments | None = None
@@ -71,7 +71,8 @@ class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_annotations(path: str) -> dict[str, list[NamedScope]]:
-    """What ``annotate`` takes, from a JSON file: pattern -> kind of scope -> its arguments, or a stage's number.
+    """Reads the argument of ``annotate`` from a JSON file: pattern -> kind of scope -> its arguments, or a stage's
+    number.
 
     Raises:
       ConfigError: the file cannot be read, or says something else.
@@ -89,14 +90,14 @@ def read_annotations(path: str) -> dict[str, list[NamedScope]]:
 
 
 def in_default_scope(program: Program, context: Context) -> Program:
-    """``program`` with all that is in no scope inside of ``wh.split``, where the run has that for a default."""
+    """Returns ``program`` with all that is in no scope inside of ``wh.split``, where the run has that for a default."""
     if not context.split_everything:
         return program
     return program.with_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
 
 
 def in_scopes_by_name(captured: Captured, context: Context) -> Captured:
-    """``captured`` with the scopes of this run's annotations.
+    """Returns ``captured`` with the scopes of this run's annotations.
 
     Raises:
       PlanError: the program trains, and nothing in it, and in those before, matches a pattern.
@@ -124,13 +125,13 @@ def _refuse_unmatched(named: Named, context: Context) -> None:
 
 
 def unmatched(context: Context) -> str:
-    """At the end of a run, what no program had anything for; "" if there is no such pattern."""
+    """Returns a sentence, for the end of a run, about annotations that matched nothing; "" if there are none."""
     missing = list(dict.fromkeys(repr(p.text) for p in context.annotations if p.text not in context.annotated))
     return f"no step of this run had anything for the annotations {', '.join(missing)}" if missing else ""
 
 
 def variable_names(captured: Sequence[CapturedVariable]) -> dict[str, str]:
-    """Handle node -> the variable's name with its layers': Keras 3 keeps that in an object of its own."""
+    """Maps handle nodes to the variable's name with its layers': Keras 3 keeps that in an object of its own."""
     variables = [c.variable for c in captured if c.variable is not None]
     paths: dict[int, str] = {}
     for referrer in gc.get_referrers(*variables) if variables else ():

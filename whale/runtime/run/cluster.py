@@ -1,4 +1,4 @@
-"""``wh.cluster``: the ranks of a run in slices, for the ``devices`` of scopes."""
+"""Cuts the ranks of a run into slices, for the ``devices`` of scopes: ``wh.cluster``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cluster:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing ends with it."""
+        """Does nothing: nothing ends with it."""
 
 
 def cluster(
@@ -80,7 +80,7 @@ def cluster(
 
 
 def _size_to_be() -> int:
-    """The number of ranks of a run that has not begun."""
+    """Returns the number of ranks of a run that has not begun."""
     if process.dry is not None:
         return process.dry.size
     config = Config()

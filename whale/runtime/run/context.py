@@ -1,4 +1,4 @@
-"""The one context of a process: what a run of Whale knows, from ``wh.init`` to ``wh.shutdown``."""
+"""Holds the one context of a process: what a run of Whale knows, from ``wh.init`` to ``wh.shutdown``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from whale.runtime.variables.external_updates import Outside
 from whale.runtime.variables.variable_store import VariableOwner
 
 _T = TypeVar("_T")
-# Under auto_parallel, variables so small are made at once, up to so many bytes of them together: to record what their
-# initializers do takes longer than that, and most of them are whole in the end.
+# Under auto_parallel, variables of up to _SMALL_BYTES are made at once, up to _AT_ONCE_BYTES of them together:
+# recording what their initializers do takes longer than that, and most of them are whole in the end.
 _SMALL_BYTES, _AT_ONCE_BYTES = 1 << 20, 1 << 28
 _REPLICAS = re.compile(r"replica_\d+(/replica_\d+)*")  # paths of wh.replica without devices
 
@@ -51,7 +51,8 @@ class DryRun:
 
 @dataclass
 class OwnPrograms:
-    """Of a run whose ranks run a program each, which says itself what is exchanged, as scripts for Horovod do.
+    """The state of a run whose ranks run a program each, which says itself what is exchanged, as scripts for Horovod
+    do.
 
     Nothing is spread then: batches are a rank's own, and so are random states.
 
@@ -68,10 +69,10 @@ class Meter(Protocol):
     """Looks at the steps of a run."""
 
     def planned(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
-        """A normalised program is about to run under a plan."""
+        """Takes note that a normalised program is about to run under a plan."""
 
     def steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-        """The same callable, measured."""
+        """Returns the same callable, measured."""
         ...
 
 
@@ -80,16 +81,16 @@ class GoesOn(Protocol):
 
     @property
     def number(self) -> int:
-        """How often ranks are gone or have come so far."""
+        """Returns how often ranks are gone or have come so far."""
         ...
 
     @property
     def divisions(self) -> int:
-        """How often rows were divided anew, or ranks taken in."""
+        """Returns how often rows were divided anew, or ranks taken in."""
         ...
 
     def watched(self, plan: Plan, program: Program) -> Watched | None:
-        """What counts the steps of a program of this rank under a plan."""
+        """Returns what counts the steps of a program of this rank under a plan."""
 
     def step(
         self,
@@ -102,7 +103,7 @@ class GoesOn(Protocol):
         """Takes a step."""
 
     def through(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
-        """A call that exchanges something, as often as it takes."""
+        """Makes a call that exchanges something, as often as it takes."""
         ...
 
     drawn: Callable[[Callable[[], Any]], Any]  # a batch that a step reads itself
@@ -110,23 +111,23 @@ class GoesOn(Protocol):
 
     @property
     def keeps_commits(self) -> bool:
-        """Whether other processes may come to take up what the script commits."""
+        """Tells whether other processes may come to take up what the script commits."""
         ...
 
     def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
-        """The script has come to where another process can take it up with what this gives, now or later."""
+        """Records that another process can take up the script here with what ``state`` gives, now or later."""
 
     def come_in(self) -> bytes | None:
-        """In a process that joins, what the script has committed in the others, once they take this one in."""
+        """Returns, in a process that joins, what the script has committed in the others, once they take this one in."""
         ...
 
     def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
-        """A program is about to divide variables so."""
+        """Checks a program that is about to divide variables so."""
 
 
 @dataclass
 class Context(Ranks):
-    """What one run of Whale knows.
+    """The state of one run of Whale.
 
     Attributes:
       variables: who holds which part of the run's variables.
@@ -211,7 +212,7 @@ class Context(Ranks):
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     def watched(self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]) -> Callable[..., _T]:
-        """A program's callable, its calls counted, traced and measured where that is asked for."""
+        """Wraps a program's callable so that its calls are counted, traced and measured where that is asked for."""
         if self.watch is not None and self.watch.progress is not None:
             call = self.watch.progress.steps(call, name)
         if self.trace is not None:
@@ -220,59 +221,67 @@ class Context(Ranks):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this rank goes on when others are gone."""
+        """Tells whether this rank goes on when others are gone."""
         return self.elastic is not None
 
     def survived(self, call: Callable[[], _T]) -> _T:
-        """What a call that exchanges something returns, made again where this rank goes on without others."""
+        """Calls something that exchanges and returns its result; calls it again where this rank goes on without
+        others.
+        """
         return call() if self.elastic is None else self.elastic.through(lambda *_: call())
 
     @property
     def left(self) -> int:
-        """How many ranks are gone without which this run goes on."""
+        """Returns how many ranks are gone without which this run goes on."""
         return 0 if self.elastic is None else self.elastic.number
 
     @property
     def division(self) -> tuple[int, ...]:
-        """What steps are compiled for: how often variables moved, ranks were gone, and rows were divided anew."""
+        """Returns what steps are compiled for: how often variables moved, ranks were gone, and rows were divided
+        anew.
+        """
         gone = (0, 0) if self.elastic is None else (self.elastic.number, self.elastic.divisions)
         return (self.variables.moved, *gone)
 
     @property
     def planned_size(self) -> int:
-        """How many ranks programs are planned for: those of the run, or of the one that a dry run stands for."""
+        """Returns how many ranks programs are planned for: those of the run, or of the one that a dry run stands
+        for.
+        """
         return self.size if self.dry is None else self.dry.size
 
     @property
     def local_ranks(self) -> int:
-        """How many of the ranks that programs are planned for share this host."""
+        """Returns how many of the ranks that programs are planned for share this host."""
         return max(1, self.place.local_size if self.between_processes else self.planned_size)
 
     @property
     def local_batch(self) -> bool:
-        """Whether every rank brings a batch of its own."""
+        """Tells whether every rank brings a batch of its own."""
         spread = self.between_processes or self.dry is not None
         return spread and self.config["batch.mode"] == "local"
 
     @property
     def _only_replicates(self) -> bool:
-        """Whether the scopes that are entered leave variables whole on all ranks, and no plan is given that does not.
+        """Tells whether the scopes that are entered leave variables whole on all ranks, and no plan is given that does
+        not.
 
-        To record what initializers do costs a first step more than to do it: not for what is whole in the end.
+        Recording what initializers do costs a first step more than running them: it is not done for what is whole in
+        the end.
         """
         given = self.saved is not None or self.described is not None
         return not given and all(_REPLICAS.fullmatch(path) for path in self.scopes)
 
     @property
     def may_divide_variables(self) -> bool:
-        """Whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
+        """Tells whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
         if self.dry is not None or (self.size == 1 and not self.config["offload.level"]):
             return False
         return bool(self._asks_to_divide or self.config["auto_parallel"])
 
     @property
     def _asks_to_divide(self) -> bool:
-        """Whether the script or its configuration does; else the search may."""
+        """Tells whether the script or its configuration divides variables; else the search may."""
         return bool(
             self.config.zero_level
             or self.config["offload.level"]
@@ -281,7 +290,7 @@ class Context(Ranks):
         )
 
     def defers(self, size_bytes: int | None) -> bool:
-        """Whether a variable that is created now waits for a plan to say which part of it a rank holds.
+        """Tells whether a variable that is created now waits for a plan to say which part of it a rank holds.
 
         Args:
           size_bytes: of the variable; None: nobody knows before its initializer has run.
@@ -297,7 +306,7 @@ class Context(Ranks):
 
 @dataclass
 class Process:
-    """All that Whale keeps in a process beside what a run knows.
+    """The state that Whale keeps in a process beside a run's.
 
     Attributes:
       context: of the run that goes on.
@@ -319,19 +328,19 @@ process = Process()
 
 
 def unique(name: str, digits: int = 1) -> str:
-    """``name`` with a number: TensorFlow's functions and nodes are known by their names in all of the process."""
+    """Appends a number to ``name``: TensorFlow's functions and nodes are known by their names in all of the process."""
     process.names += 1
     return f"{name}_{process.names:0{digits}}"
 
 
 def running() -> Context | None:
-    """The context of the run that goes on, if any."""
+    """Returns the context of the run that goes on, if any."""
     return process.context
 
 
 @contextmanager
 def measured_run(meter: Meter) -> Iterator[None]:
-    """An ``init`` inside begins a run whose steps are measured."""
+    """Has an ``init`` inside begin a run whose steps are measured."""
     process.meter = meter
     try:
         yield
@@ -340,7 +349,7 @@ def measured_run(meter: Meter) -> Iterator[None]:
 
 
 def current(what: str = "this call") -> Context:
-    """The context; raises ClusterError, naming ``what``, when ``wh.init`` was not called."""
+    """Returns the context; raises ClusterError, naming ``what``, when ``wh.init`` was not called."""
     if process.context is None:
         raise ClusterError(
             f"{what} needs Whale to be started",
@@ -352,22 +361,22 @@ def current(what: str = "this call") -> Context:
 
 
 def rank() -> int:
-    """Number of this process's rank (the first one with the in-process transport)."""
+    """Returns the number of this process's rank (the first one with the in-process transport)."""
     return current("wh.rank()").rank
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Returns the number of ranks."""
     return current("wh.size()").size
 
 
 def local_rank() -> int:
-    """Number of this process among those on its host."""
+    """Returns the number of this process among those on its host."""
     return current("wh.local_rank()").place.local_rank
 
 
 def local_ranks(context: Context) -> tuple[int, ...]:
-    """Of every rank, its number among those on its host."""
+    """Returns each rank's number among those on its host; collective between processes."""
     if not context.between_processes:
         return (context.place.local_rank,)
     said = context.comms[0].allgather_bytes("whale/local_ranks", str(context.place.local_rank).encode())
@@ -375,7 +384,7 @@ def local_ranks(context: Context) -> tuple[int, ...]:
 
 
 def preempted() -> bool:
-    """Whether the run has been told to end soon: by SIGTERM to `whale run`, or to the process of any rank; collective.
+    """Tells whether the run is to end soon: by SIGTERM to `whale run`, or to the process of any rank; collective.
 
     All ranks get the same answer. They ask where nothing is half done, as after a step. If it is True, they save:
 

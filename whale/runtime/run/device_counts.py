@@ -1,4 +1,4 @@
-"""What scripts of the first Whale say of scopes by numbers: devices of a replica, micro-batches as configured."""
+"""Translates what scripts of the first Whale say by numbers: devices of a replica, micro-batches as configured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_count(kind: str, count: int | None) -> None:
 
 
 def split_over(count: int | None) -> None:
-    """So many ranks in a row divide tensors together, in all of the run.
+    """Has so many ranks in a row divide tensors together, in all of the run.
 
     Raises:
       PlanError: it does not divide the ranks, or the run has another number.
@@ -56,14 +56,14 @@ def one_of_a_stage(count: int | None) -> None:
 
 
 def is_a_stage(count: int | None) -> bool:
-    """Whether a part of the model with so many devices has ranks of its own."""
+    """Tells whether a part of the model with so many devices has ranks of its own."""
     size = current("the scope wh.replicate").planned_size
     check_count("replicate", count)
     return (count or 1) < size or size == 1
 
 
 def configured_number() -> int:
-    """Micro-batches that the configuration asks for."""
+    """Returns the number of micro-batches that the configuration asks for."""
     return int(current("the scope wh.pipeline").config["pipeline.num_micro_batch"])
 
 
@@ -81,7 +81,7 @@ def same_schedule(strategy: str | None) -> None:
 
 
 def spread_by_itself(modes: Sequence[str]) -> None:
-    """Steps that are compiled from now on are spread in these ways; none: in the fastest.
+    """Has steps that are compiled from now on spread in these ways; none: in the fastest.
 
     Raises:
       PlanError: there is no such way.

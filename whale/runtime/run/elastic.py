@@ -1,4 +1,4 @@
-"""Ranks that are taken away: the others go on without them, each in its process, with the step that failed.
+"""Lets a run go on when ranks are taken away: the others continue, each in its process, with the step that failed.
 
 A step's updates wait for all of its exchanges (whale/kernels/updates/last.py), so each rank that is left has taken the
 step whole or not at all; and who has taken it cannot be further ahead, since the next step needs the others. They
@@ -57,13 +57,13 @@ from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale.started import joins
 
-# From an exchange that fails to the word of `whale run` that a rank is gone; it takes longer only where nobody is.
+# Seconds to wait, after an exchange fails, for `whale run` to say that a rank is gone; longer only if none is gone.
 _WORD_S = 3.0
 _T = TypeVar("_T")
 
 
 class Elastic:
-    """Has this rank go on when others are gone.
+    """The part of a rank that lets it go on when others are gone.
 
     Attributes:
       drawn: of what gives a batch that a step reads itself: the next one, or the same when the call is made again.
@@ -90,16 +90,18 @@ class Elastic:
 
     @property
     def number(self) -> int:
-        """How often ranks are gone or have come so far; equal on all that are left."""
+        """Returns how often ranks are gone or have come so far; equal on all that are left."""
         return self._group.number
 
     @property
     def divisions(self) -> int:
-        """How often rows were divided anew among the same ranks, or ranks were taken in."""
+        """Returns how often rows were divided anew among the same ranks, or ranks were taken in."""
         return self._group.divisions
 
     def watched(self, plan: Plan, program: Program) -> Watched | None:
-        """What counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay so."""
+        """Returns what counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay
+        so.
+        """
         run = self._run
         if self._balance is None:
             return None
@@ -136,9 +138,10 @@ class Elastic:
         return pack_results(results)
 
     def through(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
-        """``take(args, kwargs)``, which exchanges something, as often as it takes.
+        """Calls ``take(args, kwargs)``, which exchanges something, as often as it takes.
 
-        Where another rank has made this call before somebody was gone, what it returned there. Of a call that takes no
+        Where another rank has made this call before somebody was gone, returns what it returned there. Of a call that
+        takes no
         step, that is something that ``pack`` takes.
 
         Raises:
@@ -180,7 +183,7 @@ class Elastic:
         return result
 
     def _look(self, balance: Balance, watched: Watched) -> None:
-        """After a step: divides rows anew where ranks are faster or slower than their shares."""
+        """Divides rows anew, after a step, where ranks are faster or slower than their shares."""
         context = self._run
         self._calls.begin()  # a step that is gone now is one that an earlier call has taken
         try:
@@ -196,7 +199,7 @@ class Elastic:
             self._group.divide_work(rows, why)
 
     def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
-        """A program is about to divide variables so. Collective where it is the first that does.
+        """Checks a program that is about to divide variables so. Collective where it is the first that does.
 
         Raises:
           PlanError: one of them would be gone with its ranks, or could not be divided anew.
@@ -232,7 +235,9 @@ class Elastic:
                 error = another
 
     def _meet(self) -> None:
-        """All that are there, also if they have not been taken in: who goes on, and from where."""
+        """Meets all ranks that are there, also if they have not been taken in, and agrees who goes on, and from
+        where.
+        """
         context, group = self._run, self._group
         self._times.change()
         for handle, value in self._kept:
@@ -259,7 +264,7 @@ class Elastic:
         group.connect(group.survivors(members))
 
     def _said(self, meeting: Any) -> list[Said]:
-        """What every rank of a meeting says of itself."""
+        """Returns what every rank of a meeting says of itself."""
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
         counted = self._at.calls, self._at.steps, len(context.variables.known), context.programs, context.elements
@@ -270,7 +275,7 @@ class Elastic:
     def _become(
         self, members: tuple[int, ...], said: Sequence[Said], recovered: Recovered | None, divisions: int = 0
     ) -> None:
-        """The run is one of these ranks; what was compiled before is compiled again."""
+        """Makes the run one of these ranks; what was compiled before is compiled again."""
         context, group, generations = self._run, self._group, self._generations
         if recovered is not None and generations is not None:
             self._calls.go_back(recovered.steps, generations.rewritten)
@@ -289,7 +294,7 @@ class Elastic:
             log.info(f"{len(said)} ranks go on after {max(one.steps for one in said)} steps, {lost(recovered)}")
 
     def _be_whole(self, meeting: Any, said: Sequence[Said], kind: int) -> None:
-        """Every variable is whole on all ranks, which stay the same, and nothing is compiled for them."""
+        """Makes every variable whole on all ranks, which stay the same; nothing is compiled for them."""
         self._times.change()
         group, generations, recovered = self._group, self._generations, None
         if generations is not None and generations.begun:
@@ -302,15 +307,16 @@ class Elastic:
 
     @property
     def keeps_commits(self) -> bool:
-        """Whether other processes may come to take up what the script commits."""
+        """Tells whether other processes may come to take up what the script commits."""
         return self._group.door is not None
 
     def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
-        """The script has come to where another process can take it up with what this gives, now or later."""
+        """Records that another process can take up the script here with what ``state`` gives, now or later."""
         self._commits.keep(self._at.calls, state, steps_left)
 
     def come_in(self) -> bytes | None:
-        """In a process that joins, waits for the others, and returns what the script has committed there; else None.
+        """Waits for the others in a process that joins, and returns what the script has committed there; elsewhere
+        returns None.
 
         Raises:
           CommError: one of them is gone while they take this one in.
@@ -347,7 +353,9 @@ class Elastic:
             log.info(f"{more} ranks join after {known.steps} steps: {len(members)} ranks go on")
 
     def _take_in(self) -> bool:
-        """Before a call: takes those in that have come, where the script has just committed; whether there were any."""
+        """Takes in, before a call, ranks that have come, where the script has just committed; tells whether there were
+        any.
+        """
         context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
         if state is not None and not context.comms and group.hear(0.0):  # nothing fails here when somebody comes
             self._meet()

@@ -1,4 +1,4 @@
-"""What scripts of another interface mean by their graphs, where that is not what ``wh.Session`` takes graphs for."""
+"""Defines what another interface has to say of its scripts' graphs, where ``wh.Session`` would take them otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whale.ir.program import Program
 
 @dataclass(frozen=True)
 class Batches:
-    """Who brings the parts of a session's batch.
+    """The ranks that bring the parts of a session's batch.
 
     Attributes:
       readers: ranks of which each brings parts; the global batch is these in order.
@@ -24,16 +24,16 @@ class Batches:
 
 
 class Meaning(Protocol):
-    """What an interface says of a script's graphs."""
+    """The semantics that an interface gives to a script's graphs."""
 
     def batches(self, graph: Any) -> Batches:
-        """Who brings the batches of runs of ``graph``."""
+        """Returns who brings the batches of runs of ``graph``."""
         ...
 
     def scoped(self, program: Program, graph: Any) -> Program:
-        """A captured part of ``graph`` with the scopes that the script's annotations stand for."""
+        """Returns a captured part of ``graph`` with the scopes that the script's annotations stand for."""
         ...
 
     def fetched(self, graph: Any, fetch: Any) -> Any:
-        """The tensor of ``graph`` whose value is given where the script fetches ``fetch``."""
+        """Returns the tensor of ``graph`` whose value is given where the script fetches ``fetch``."""
         ...

@@ -1,4 +1,4 @@
-"""The scale of a run's losses under ``amp.dtype=float16``."""
+"""Makes the scale of a run's losses under ``amp.dtype=float16``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from whale.runtime.run.context import Context, current
 
 
 def loss_scale_of(context: Context) -> LossScale | None:
-    """The scale that all steps of the run share, made for the first one; None where losses are not scaled."""
+    """Returns the scale that all steps of the run share, made for the first one; None where losses are not scaled."""
     config = context.config
     if config["amp.level"] != "O1" or config["amp.dtype"] != "float16":
         return None
@@ -18,7 +18,7 @@ def loss_scale_of(context: Context) -> LossScale | None:
 
 
 def fed_scale_of(context: Context) -> FedScale | None:
-    """The scale of the losses of graphs that sessions run; None where losses are not scaled."""
+    """Returns the scale of the losses of graphs that sessions run; None where losses are not scaled."""
     config = context.config
     if config["amp.level"] != "O1" or config["amp.dtype"] != "float16":
         return None
@@ -28,7 +28,7 @@ def fed_scale_of(context: Context) -> FedScale | None:
 
 
 def loss_scale() -> float:
-    """What losses are multiplied by at present, under ``amp.dtype="float16"``; a step that overflows halves it.
+    """Returns what losses are multiplied by at present, under ``amp.dtype="float16"``; a step that overflows halves it.
 
     Under ``wh.stage`` all ranks have to ask, as for other values of variables.
 

@@ -1,4 +1,6 @@
-"""A second ``init`` of scripts whose library takes one: the run goes on, and what the first was told is forgotten."""
+"""Handles a second ``init`` of scripts whose library takes one: the run goes on, and what the first was told is
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from whale.errors import ClusterError
 from whale.log import set_level
 from whale.runtime.run.context import Context, running
 
-# What ranks were connected with stays as it is until they are connected again.
+# Keys of settings that the ranks were connected with; these stay as they are until ranks are connected again.
 _CONNECTED = ("communication.", "cluster.", "fault.", "trace", "elastic")
 
 

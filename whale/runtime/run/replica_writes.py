@@ -1,4 +1,6 @@
-"""Variables that one rank alone has changed: by an assignment since the last step, or, now and then, in any way."""
+"""Finds variables that one rank alone has changed: by an assignment since the last step, or, now and then, in
+any way.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def refuse_lone_writes(context: Context, step: str) -> None:
 def with_equal_replicas(
     call: Callable[[list[Any]], Any], context: Context, step: str, handles: Collection[int]
 ) -> Callable[[list[Any]], Any]:
-    """``call``, before every ``check.replicas``-th of which the copies of a step's variables are compared.
+    """Wraps ``call`` so that the copies of a step's variables are compared before every ``check.replicas``-th call.
 
     Args:
       step: its name.

@@ -1,4 +1,4 @@
-"""Running a script under a plan that was saved: the key ``plan`` (``wh.init(plan=...)``, `whale run --plan`)."""
+"""Runs a script under a plan that was saved: the key ``plan`` (``wh.init(plan=...)``, `whale run --plan`)."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ class SavedPlan:
 
     @property
     def choice(self) -> Choice | None:
-        """How `auto_parallel` spread the program, where the plan comes from there."""
+        """Returns how `auto_parallel` spread the program, where the plan comes from there; else None."""
         return msgspec.json.decode(self.plan.choice, type=Choice) if self.plan.choice else None
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether ranks that pass rows of their own are to bring them together: it has several axes, or stages."""
+        """Tells whether ranks that pass rows of their own are to bring them together: the plan has several axes, or
+        stages.
+        """
         return self.plan.inner is not None or bool(self.plan.stage_groups)
 
     def of(self, program: Program, settings: PlanSettings) -> Plan | None:
-        """The plan, if it is this program's.
+        """Returns the plan, if it is this program's; else None.
 
         Raises:
           PlanError: the program has the plan's name and inputs, trains, and is another one, or passes its batch in
@@ -69,7 +71,8 @@ class SavedPlan:
         return self._of_own_rows(program, plan, settings) if any(b.local for b in plan.batch_inputs) else plan
 
     def _of_own_rows(self, program: Program, plan: Plan, settings: PlanSettings) -> Plan:
-        """The plan, which was made of whole batches, for ranks that pass their own rows: all else lies as it says.
+        """Adapts the plan, which was made for whole batches, to ranks that pass their own rows: all else lies as it
+        says.
 
         Raises:
           PlanError: it has several axes, or stages, and a session cannot bring the rows together.
@@ -87,7 +90,7 @@ class SavedPlan:
         return replace(plan, strategies=found.strategies, returned=found.returned, reshards=found.reshards)
 
     def _passed(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:
-        """The input as this run's ranks pass it: whole, or each its own rows."""
+        """Returns the input as this run's ranks pass it: whole, or each its own rows."""
         sizes = settings.batch.local.get(batch.name)
         if sizes is None:
             return replace(batch, local=False)

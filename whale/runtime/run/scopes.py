@@ -1,4 +1,4 @@
-"""What entering a scope does: nodes built under it carry its path, and so do variables created under it."""
+"""Enters scopes: nodes built under one carry its path, and so do variables created under it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def entered(
 
 
 def _settings(scope: NamedScope, context: Context) -> str:
-    """What a replica's or a split's part of a path says behind its number."""
+    """Returns what a replica's or a split's part of a path says behind its number."""
     size, devices = context.planned_size, _checked(scope.kind, scope.devices, context)
     axis = (CONTEXT,) if scope.axis is None and scope.context is not None else scope.axis
     settings = [f"axis={'+'.join(_named_axes(axis))}"] if axis is not None else []
@@ -75,7 +75,7 @@ def _settings(scope: NamedScope, context: Context) -> str:
 
 
 def _named_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """``axes``; raises PlanError for what cannot be the name of one."""
+    """Returns ``axes``; raises PlanError for what cannot be the name of one."""
     for axis in axes:
         if not isinstance(axis, str) or not axis.isidentifier() or axis == "stage":
             raise PlanError(
@@ -101,7 +101,7 @@ class NamedScope:
 
 
 def scope_part(scope: NamedScope, number: int, context: Context) -> str:
-    """The part of a path that a scope of ``wh.annotate`` stands for.
+    """Returns the part of a path that a scope of ``wh.annotate`` stands for.
 
     Args:
       number: of the annotation; a stage that has a number has that one.
@@ -152,7 +152,9 @@ def _ranks(devices: Iterable[int]) -> str:
 
 
 def _checked(kind: str, devices: tuple[int | str, ...] | None, context: Context) -> tuple[int, ...] | None:
-    """The ranks; raises PlanError for devices that are none of them. None: those that are left choose anew."""
+    """Returns the ranks of ``devices``; raises PlanError for devices that are none of them. None: those that are left
+    choose anew.
+    """
     if devices is None or context.left:
         return None
     size = context.planned_size
@@ -168,7 +170,7 @@ def _checked(kind: str, devices: tuple[int | str, ...] | None, context: Context)
 
 
 def _numbered(kind: str, devices: tuple[int | str, ...], context: Context) -> tuple[int, ...]:
-    """Ranks by number, or by TensorFlow's names of devices: a task has as many ranks as this host, or one."""
+    """Returns ranks by number, or by TensorFlow's names of devices: a task has as many ranks as this host, or one."""
     named = [d for d in devices if isinstance(d, str)]
     found = [_DEVICE.fullmatch(name) for name in named]
     places = [(int(m["task"] or 0), int(m["device"] or 0)) for m in found if m is not None]
@@ -218,7 +220,7 @@ def entered_pipeline(num_micro_batch: int) -> Iterator[None]:
 
 
 def one_number(context: Context, paths: Iterable[str]) -> int:
-    """Into how many micro-batches a program with scopes of these ``paths`` cuts each rank's rows.
+    """Returns into how many micro-batches a program with scopes of these ``paths`` cuts each rank's rows.
 
     Raises:
       PlanError: scopes ask for different numbers, or for another one than the configuration sets.
@@ -267,7 +269,7 @@ def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
 
 
 def held(tensor: Any) -> Any:
-    """``tensor`` with the mark of what is held until the backward pass; outside of a graph as it is."""
+    """Marks ``tensor`` as held until the backward pass; returns it as it is outside of a graph."""
     if tf.executing_eagerly():
         return tensor
     with tf.compat.v1.get_default_graph()._attr_scope({CHECKPOINT: attr_value_pb2.AttrValue(b=True)}):
@@ -290,7 +292,7 @@ def again() -> AbstractContextManager[None]:
 
 
 def joined_path(context: Context, path: str) -> str:
-    """The path of an earlier scope, of which code is built inside the scopes that are entered now."""
+    """Returns the path of an earlier scope for code that is built inside the scopes that are entered now."""
     outer = "".join(context.scopes[-1:])
     if not outer or outer == path or path.startswith(f"{outer}/"):
         return path
@@ -299,6 +301,6 @@ def joined_path(context: Context, path: str) -> str:
 
 @contextmanager
 def on_path(path: str) -> Iterator[None]:
-    """What is built inside stands in the scope of this path, in the graph at hand; there need be no run."""
+    """Puts what is built inside into the scope of this path, in the graph at hand; there need be no run."""
     with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTR: attr_value_pb2.AttrValue(s=path.encode())}):
         yield

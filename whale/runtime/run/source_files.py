@@ -1,4 +1,6 @@
-"""The Python that AutoGraph writes lies in the run's own folder: TensorFlow removes it at the end of a process only."""
+"""Keeps the Python that AutoGraph writes in the run's own folder: TensorFlow removes it at the end of a process
+only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _FREE_BYTES = 1 << 24  # a folder in memory that is all but full stays as it is
 
 
 def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
-    """From now on AutoGraph writes into the folder that `whale run` removes, if this process has one from it.
+    """Has AutoGraph write, from now on, into the folder that `whale run` removes, if this process has one from it.
 
     A rank that is killed, as the others are after a fault, would leave its files in the temporary folder for ever.
     """
@@ -26,7 +28,7 @@ def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
 
 
 class _Files:
-    """What AutoGraph uses of the module ``tempfile``."""
+    """The part of the module ``tempfile`` that AutoGraph uses, with files in a given folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -1,4 +1,6 @@
-"""``TF_CONFIG``, by which tf.distribute is told its workers, and SLURM's job, beside what starts the ranks."""
+"""Compares ``TF_CONFIG``, by which tf.distribute is told its workers, and SLURM's job with the ranks that were
+started.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _WORKERS = ("chief", "worker")  # in the order of ranks
 
 
 def tf_config(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What ``TF_CONFIG`` says; {} where it is not set.
+    """Reads ``TF_CONFIG``; {} where it is not set.
 
     Raises:
       ConfigError: it cannot be read, or has tasks that are no workers.
@@ -76,7 +78,8 @@ def check(said: Mapping[str, Any], rank: int, size: int, launcher: str) -> None:
 
 
 def check_alone(environment: Mapping[str, str] | None = None) -> None:
-    """Of a process that no launcher started: whether its environment speaks of others, which it would train without.
+    """Checks, in a process that no launcher started, whether its environment speaks of others, which it would train
+    without.
 
     Raises:
       ClusterError: ``TF_CONFIG`` names several workers.

@@ -1,4 +1,4 @@
-"""The end of a run that has trained, but of which Whale has distributed nothing."""
+"""Reports, at the end of a run, that it has trained but that Whale has distributed nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _MOST = 5
 
 
 def trained_alone(context: Context) -> ProgramError | None:
-    """The error of a run in which every rank has trained by itself; None where that is not so, or was asked for."""
+    """Returns the error of a run in which every rank has trained by itself; None where that is not so, or was asked
+    for.
+    """
     outside = context.outside
     if outside is None or context.solo or context.distributed or not outside.trained:
         return None
@@ -33,7 +35,7 @@ def trained_alone(context: Context) -> ProgramError | None:
 
 
 def _beside() -> str:
-    """What else distributes in this process."""
+    """Returns a sentence about what else distributes in this process, or ""."""
     for name in ("horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras"):
         found = sys.modules.get(name)
         try:

@@ -1,1 +1,1 @@
-"""Sessions of TensorFlow 1 whose runs are spread over the ranks."""
+"""Spreads runs of TensorFlow 1 sessions over the ranks."""

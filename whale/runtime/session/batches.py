@@ -1,4 +1,4 @@
-"""The parts that make a session's batch: each is read where it is to be read, and joined with the others."""
+"""Reads the parts that make a session's batch on the ranks that are to read them, and joins them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ Read = Callable[[], Sequence[np.ndarray]]
 
 
 def batches_of(context: Context, graph: tf.Graph) -> Batches | None:
-    """Who brings the batches of runs of ``graph``; None: the first rank, or whoever feeds, brings the whole one."""
+    """Returns which ranks bring the batches of runs of ``graph``; None: the first rank, or whoever feeds, brings the
+    whole one.
+    """
     if context.meaning is not None:
         return context.meaning.batches(graph)
     if not context.local_batch:
@@ -32,7 +34,7 @@ def batches_of(context: Context, graph: tf.Graph) -> Batches | None:
 
 
 def read_parts(read: Read, names: Sequence[str], batches: Batches, context: Context) -> list[np.ndarray]:
-    """What this rank has of a batch: its own part, or the whole, which all ranks then have. Collective.
+    """Reads this rank's part of a batch, or the whole batch, which all ranks then have. Collective.
 
     Args:
       read: brings one part.
@@ -64,7 +66,7 @@ def read_parts(read: Read, names: Sequence[str], batches: Batches, context: Cont
 def fed_parts(
     feeds: Mapping[tf.Tensor, np.ndarray], batches: Batches | None, context: Context
 ) -> Mapping[tf.Tensor, np.ndarray]:
-    """What a run is fed with, where every rank is to have the whole batch: what the readers have fed."""
+    """Returns what a run is fed with: joins what all readers have fed, where every rank is to have the whole batch."""
     if batches is None or not batches.whole or not feeds or not context.between_processes:
         return feeds
     once = Batches(batches.readers, whole=True)
@@ -73,7 +75,8 @@ def fed_parts(
 
 
 def fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """What TensorFlow is to be fed, where some of it are a rank's rows of a batch; and of these the rows of every rank.
+    """Replaces a rank's rows of batches (`ShardedTensor`) in ``feed_dict`` by tensors, and returns the rows of every
+    rank as well.
 
     Steps in stages take whole batches: the parts of one are brought together. Collective then.
 
@@ -97,7 +100,8 @@ def fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int
 
 
 def compared_feeds(run: Run, context: Context, name: str, number: int, fed: Collection[str]) -> Run:
-    """``run``, whose feeds are compared between the ranks, each of which feeds the whole batch and takes rows of it.
+    """Wraps ``run`` so that its feeds are compared between the ranks, each of which feeds the whole batch and takes
+    rows of it.
 
     That is done as for arguments of steps. Single texts name files, which may be others on each rank.
 
@@ -124,7 +128,7 @@ def compared_feeds(run: Run, context: Context, name: str, number: int, fed: Coll
 
 
 def joined(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[np.ndarray]:
-    """The values of several parts as those of one: rows one after the other, and everything else as it is in all.
+    """Joins the values of several parts: concatenates rows, and takes everything else as it is in all of them.
 
     Rows are values that have as many as the first that has any.
 

@@ -1,7 +1,7 @@
-"""Assignments of a session's runs that wait: first values, and values out of checkpoints.
+"""Defers assignments of a session's runs: of first values, and of values out of checkpoints.
 
-A run that only gives variables their first values, or restores them, says nothing about their layout. What it would
-assign is recorded, and made by the first run that uses the variable: part by part where that run's plan divides it.
+A run that only gives variables their first values, or restores them, says nothing about their layout. Its assignments
+are recorded, and carried out by the first run that uses the variable: part by part where that run's plan divides it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Restored:
 
     @property
     def digest(self) -> str:
-        """What it is known by in the fingerprint of a run."""
+        """Returns what identifies the value in the fingerprint of a run."""
         return self.key
 
     def initial(self, path: str) -> Initial:
-        """The value in the checkpoint at ``path``, to be read region by region."""
+        """Returns the value in the checkpoint at ``path``, to be read region by region."""
         reader = partial(read_region, path, self.key, self.shape, self.dtype)
         return Initial(self.shape, self.dtype.name, {}, (), 0, reader)
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Assignments of a run that wait: name of the node -> (name of the variable, what it assigns)."""
+    """The assignments of a run that are deferred: name of the node -> (name of the variable, what it assigns)."""
 
     found: Mapping[str, tuple[str, Recorded | Restored]]
 
     def left_out(self, program: Program) -> Program:
-        """``program`` without them."""
+        """Returns ``program`` without the deferred assignments."""
         nodes = tuple(self._left_out(node) for node in program.nodes)
         return prune(program.with_nodes(nodes)) if self.found else program
 
@@ -61,7 +61,7 @@ class Waiting:
         return Node(node.name, "NoOp", (), node.controls, attrs, (), node.scope)
 
     def restored_from(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[tf.Tensor, str] | None:
-        """The paths of the checkpoints that are read, by the tensors that name them; None: a run computes one.
+        """Returns the paths of the checkpoints that are read, by the tensors that name them; None: a run computes one.
 
         Raises:
           tf.errors.OpError: a checkpoint, or a variable in it, is not there.
@@ -87,7 +87,7 @@ class Waiting:
 
 
 def _shapes(path: str) -> dict[str, list[int]]:
-    """Of the variables in a checkpoint. Raises tf.errors.OpError when there is none."""
+    """Returns the shapes of the variables in a checkpoint. Raises tf.errors.OpError when there is no checkpoint."""
     try:
         found: dict[str, list[int]] = tf.train.load_checkpoint(path).get_variable_to_shape_map()
     except ValueError as error:  # what TensorFlow's Python says of a path without files
@@ -96,7 +96,9 @@ def _shapes(path: str) -> dict[str, list[int]]:
 
 
 def waiting_in(captured: Captured, graph: tf.Graph) -> Waiting:
-    """The assignments of a captured run of ``graph`` that may wait: of what does not depend on values that are fed."""
+    """Finds the assignments of a captured run of ``graph`` that can be deferred: their values do not depend on what is
+    fed.
+    """
     program, fed = captured.program, frozenset(captured.fed)
     found: dict[str, tuple[str, Recorded | Restored]] = {}
     for variable in program.variables:

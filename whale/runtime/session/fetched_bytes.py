@@ -1,4 +1,4 @@
-"""One rank's fetched values, or its error, as bytes for the other ranks."""
+"""Encodes one rank's fetched values, or its error, as bytes for the other ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class _Message(msgspec.Struct):
 
 
 def pack_values(values: Sequence[np.ndarray]) -> bytes:
-    """Arrays of numbers, booleans and byte strings; ``unpack_values`` is the inverse."""
+    """Encodes arrays of numbers, booleans and byte strings; ``unpack_values`` is the inverse."""
     return msgspec.msgpack.encode(_Message([_packed(v) for v in values]))
 
 
 def pack_error(error: tf.errors.OpError) -> bytes:
-    """An error that ``unpack_values`` raises again, with the same class and message."""
+    """Encodes an error that ``unpack_values`` raises again, with the same class and message."""
     return msgspec.msgpack.encode(_Message(error_code=error.error_code, error=error.message or ""))
 
 
 def unpack_values(data: bytes) -> list[np.ndarray]:
-    """The arrays that ``pack_values`` was given.
+    """Decodes the arrays that ``pack_values`` was given.
 
     Raises:
       tf.errors.OpError: the error that ``pack_error`` was given.

@@ -1,4 +1,4 @@
-"""Variables that are fetched beside what updates them: a run returns what they hold after it."""
+"""Lets fetched reads of variables return the values after the run's updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from whale.ir.program import Node, Program, Ref
 
 
 def read_last(program: Program) -> Program:
-    """``program`` in which a fetched read of a variable waits for the run's updates of it.
+    """Returns ``program`` with every fetched read of a variable ordered after the run's updates of it.
 
     Without an order TensorFlow reads a resource variable before or after; a variable of version 1 by reference, after.
     A read that the script has put in an order keeps it, and so does what else reads the same node.
@@ -31,12 +31,12 @@ def read_last(program: Program) -> Program:
 
 
 def _read(program: Program, ref: Ref) -> Node | None:
-    """The read of a variable that a fetched tensor is, if nothing says when."""
+    """Returns the read of a variable that a fetched tensor is, if no control input orders it; else None."""
     node = program.by_name[ref.node]
     return node if node.op == "ReadVariableOp" and not node.controls else None
 
 
 def _updates(program: Program, read: Node) -> list[str]:
-    """The nodes that change what is read, or run what may."""
+    """Returns the names of the nodes that change what is read, or may."""
     users = program.consumers.get(read.inputs[0], ())
     return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))

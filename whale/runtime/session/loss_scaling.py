@@ -1,4 +1,4 @@
-"""Losses of a session's graph that are scaled for float16: what its runs are fed with, and what they answer."""
+"""Feeds the loss scale for float16 to a session's runs, and adjusts it by whether their gradients were finite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whale.ir.program import LOSS_SCALE, UNSCALED, Program
 
 
 class ScaledLosses:
-    """Of one session.
+    """The scaled losses of one session's graph.
 
     Args:
       scale: of the run; None: losses are not scaled.
@@ -28,7 +28,7 @@ class ScaledLosses:
     def asked(
         self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]
     ) -> tuple[Mapping[tf.Tensor, np.ndarray], list[tf.Tensor]]:
-        """What a run of ``wanted`` is fed with, and what else it fetches: whether all gradients are finite."""
+        """Returns what a run of ``wanted`` is fed with, and what else it fetches: whether all gradients are finite."""
         if self._scale is None:
             return feeds, []
         key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
@@ -40,12 +40,12 @@ class ScaledLosses:
         return {**feeds, **fed}, [FedScale.answer(op) for op in scales]
 
     def after(self, answers: Sequence[Any]) -> None:
-        """The run gave these answers."""
+        """Adjusts the scale after a run, by what it answered about its gradients."""
         if self._scale is not None and answers:
             self._scale.after(all(answers))
 
     def refuse(self, program: Program) -> None:
-        """Raises where updates read gradients of losses that were not scaled."""
+        """Raises PlanError where updates read gradients of losses that were not scaled."""
         if self._scale is None or any(UNSCALED in node.attrs for node in program.nodes):
             return
         update = next((n for n in program.nodes if n.op.startswith(("ResourceApply", "ResourceSparseApply"))), None)

@@ -1,4 +1,4 @@
-"""Runs of a session that one rank makes: what brings data in, and what writes files; the others get its values."""
+"""Makes runs of a session on one rank, those that bring data in or write files, and gives the others its values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OneRank:
         self._used: dict[Hashable, list[str]] = {}
 
     def forget(self) -> None:
-        """Has runs made again: variables lie in another memory now."""
+        """Forgets the runs, so that they are built again: variables lie in another memory now."""
         self._runs.clear()
 
     def first_ranks(
@@ -54,9 +54,10 @@ class OneRank:
         written: frozenset[str] = frozenset(),
         and_before: bool = False,
     ) -> list[np.ndarray]:
-        """The first rank's values on every rank, or its error (an iterator that is at its end).
+        """Returns the first rank's values on every rank, or raises its error there (an iterator that is at its end).
 
-        Of ``targets``, which write, ``written`` have run, and what is ``and_before`` them.
+        Where ``targets`` write files, operations in ``written`` have run already; ``and_before``: and what comes before
+        them.
         """
         context = self._context
         if not context.between_processes:
@@ -82,7 +83,9 @@ class OneRank:
         written: frozenset[str] = frozenset(),
         and_before: bool = False,
     ) -> list[str]:
-        """Names of variables that ``find`` tells of a run of which operations have ``written`` (see ``without``)."""
+        """Returns the variables' names that ``find`` tells of a run whose operations in ``written`` are left out (see
+        ``without``).
+        """
         key = (find, run_key([], wanted, feeds), written)
         with self._lock:
             if key not in self._used:
@@ -99,7 +102,7 @@ class OneRank:
         written: frozenset[str] = frozenset(),
         and_before: bool = False,
     ) -> list[np.ndarray]:
-        """A run of this process only, in which operations that have ``written`` do nothing more."""
+        """Runs in this process only; operations in ``written`` do nothing more."""
         names = ", ".join(w.name for w in (*fetches, *targets))
         key = ("alone", run_key(fetches, targets, feeds), written)
         with span(self._context.trace, names, "input"):
@@ -116,6 +119,6 @@ class OneRank:
 
 
 def run_key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
-    """What tells a run from others: its fetches and targets by name, its feeds by name and shape."""
+    """Returns a key that tells a run from others: its fetches and targets by name, its feeds by name and shape."""
     shapes = tuple((t.name, v.shape) for t, v in feeds.items())
     return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes

@@ -1,4 +1,4 @@
-"""TensorFlow's own session, which stays one where Whale's sessions take the place of ``tf.compat.v1.Session``."""
+"""Keeps TensorFlow's own session available where Whale's sessions take the place of ``tf.compat.v1.Session``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving from a session whose variables lie split: each rank writes its parts, under what a tf Saver asked for."""
+"""Saves from a session whose variables lie split: each rank writes its parts into the files that a tf Saver names."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from whale.runtime.variables.checkpoint_regions import regions_of, slice_spec, s
 
 Feeds = Mapping[tf.Tensor, np.ndarray]
 Settings = tuple[Any, Any]  # options and metadata of Session.run
-# Name in the checkpoint, slice, and what reads the values.
+# A part of a checkpoint: its name there, its slice, and a function that reads the values.
 _Part = tuple[str, str, Callable[[], Any]]
 
 
 class Saves:
-    """Runs of a session that write checkpoints: on the first rank, but for what others have.
+    """The runs of a session that write checkpoints: on the first rank, but for what others have.
 
     Args:
       run_on_all: a run of all ranks, as the session makes it.
@@ -53,7 +53,8 @@ class Saves:
         feeds: Feeds,
         settings: Settings,
     ) -> list[Any]:
-        """What is fetched, once the files are there; nobody goes on before. Collective between processes.
+        """Runs and returns what is fetched, once the files are there; no rank goes on before. Collective between
+        processes.
 
         What changes variables runs on all ranks, with the values that are then to be written.
 
@@ -93,7 +94,7 @@ class Saves:
         feeds: Feeds,
         settings: Settings,
     ) -> dict[tf.Tensor, Any]:
-        """Runs all but the ``rest`` that waits for a checkpoint. Returns its values, and those to be written."""
+        """Runs all but the ``rest``, which waits for a checkpoint. Returns the fetched and the saved values."""
         tensors = dict.fromkeys(t for t in fetches if t not in rest)
         tensors.update(dict.fromkeys(t for save in files for t in (save.inputs[0], *save.inputs[3:])))
         first = dict.fromkeys(op for op in targets if op not in rest)
@@ -103,7 +104,9 @@ class Saves:
     def _write(
         self, files: Sequence[tf.Operation], found: Mapping[tf.Tensor, Any], feeds: Feeds, options: Any
     ) -> frozenset[str]:
-        """Writes what the first rank alone cannot, or what was ``found``. Returns the names of what is done then."""
+        """Writes what the first rank alone cannot, or what was ``found``. Returns the names of the operations done by
+        that.
+        """
         done = set()
         for op in files:
             values, (prefix, *others) = found, _computed_by(op)
@@ -118,12 +121,12 @@ class Saves:
 
 
 def _variables_behind(save: tf.Operation) -> list[str]:
-    """The names of the variables that a SaveV2 writes."""
+    """Returns the names of the variables that a SaveV2 writes."""
     return [name for name in map(_variable, save.inputs[3:]) if name is not None]
 
 
 def _computed_by(save: tf.Operation) -> list[tf.Tensor]:
-    """The tensor that names its files, and what it writes that is no variable's value."""
+    """Returns the tensor that names a SaveV2's files, and what it writes that is no variable's value."""
     return [save.inputs[0], *(t for t in save.inputs[3:] if _variable(t) is None)]
 
 
@@ -196,8 +199,10 @@ def _together(when: str, act: Callable[[], None], path: str, context: Context) -
 
 
 def _parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
-    """(rank, what it writes) of a variable that lies split or elsewhere than on the first rank, or waits for its value:
-    that is computed, and not kept.
+    """Returns (rank, what it writes) for a variable that lies split, or elsewhere than on the first rank, or waits for
+    its value.
+
+    A value that is waited for is computed, and not kept.
 
     Args:
       spec: the slice of what the checkpoint calls ``key`` that the variable is; "": all of it.
@@ -233,7 +238,7 @@ def _parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple
 
 
 def _within(spec: str, region: Region, shape: tuple[int, ...]) -> str:
-    """The slice that a region of a variable is, which itself may be a slice."""
+    """Returns the slice that a region of a variable is; the variable itself may be a slice."""
     if not spec:
         return spec_of(region, shape)
     *whole, slices = spec.split(" ")
@@ -242,7 +247,7 @@ def _within(spec: str, region: Region, shape: tuple[int, ...]) -> str:
 
 
 def _variable(tensor: tf.Tensor) -> str | None:
-    """The name of the variable whose value a tensor is; None: it is something else."""
+    """Returns the name of the variable whose value a tensor is; None: it is something else."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     if tensor.op.type != "ReadVariableOp" or tensor.op.inputs[0].op.type != "VarHandleOp":

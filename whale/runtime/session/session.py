@@ -1,4 +1,4 @@
-"""``wh.Session``: a TF1 session whose runs are spread over the ranks, and the kinds of it."""
+"""Defines ``wh.Session``: TensorFlow 1 sessions whose runs are spread over the ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
         self._runs: dict[Hashable, Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
-        self._saving: dict[Hashable, list[tf.Operation]] = {}  # what in a run writes checkpoints
+        self._saving: dict[Hashable, list[tf.Operation]] = {}  # operations of a run that write checkpoints
         self._lock = threading.Lock()  # queue runners run beside the main thread
         self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
         self._scaled = ScaledLosses(fed_scale_of(self._whale), self._captures)
@@ -98,7 +98,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self._layouts: dict[Hashable, dict[str, Layout]] = {}
 
     def plan(self, fetches: Any, feed_dict: Any = None) -> Plan:
-        """The plan of a run (compiled now if it is new; collective between processes). Nothing is run."""
+        """Returns the plan of a run (compiled now if it is new; collective between processes). Nothing is run."""
         self._capture_only = True
         try:
             self.run(fetches, feed_dict)
@@ -119,7 +119,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         super().close()
 
     def make_callable(self, fetches: Any, feed_list: Any = None, accept_options: bool = False) -> Any:
-        """A callable that runs ``fetches``, fed in the order of ``feed_list``; same results as ``run``."""
+        """Returns a callable that runs ``fetches``, fed in the order of ``feed_list``; same results as ``run``."""
         feeds = list(feed_list or ())
 
         def call(*values: Any, options: Any = None, run_metadata: Any = None) -> Any:
@@ -130,7 +130,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         return call
 
     def _make_callable_from_options(self, callable_options: Any) -> Any:
-        """What Keras runs in graphs: names of fetches, feeds and targets in a message."""
+        """Returns the callable that Keras runs in graphs: a message names its fetches, feeds and targets."""
         asked = config_pb2.CallableOptions()
         asked.ParseFromString(callable_options.SerializeToString())
         if asked.tensor_connection:
@@ -150,7 +150,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         return call
 
     def run(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
-        """As TensorFlow's. Batches of ``wh.shard`` may be fed: each rank feeds its rows of them."""
+        """Runs as TensorFlow's session does. Batches of ``wh.shard`` may be fed: each rank feeds its rows of them."""
         feeds, self._fed.rows = fed_rows(feed_dict, self._whale)
         try:
             return super().run(fetches, feeds, options, run_metadata)
@@ -160,7 +160,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
     def _do_run(
         self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
     ) -> Any:
-        """TensorFlow's session has taken fetches and feeds apart and converted values; here is where they run."""
+        """Runs fetches and feeds that TensorFlow's session has already flattened and converted."""
         values = self._run_parts(handle, target_list, fetch_list, feed_dict, options, run_metadata)
         if self._whale.between_runs and not self._acts_between and not _fills_queues(target_list, fetch_list):
             self._acts_between = True  # what is done between runs makes runs
@@ -199,7 +199,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         feeds: Mapping[tf.Tensor, np.ndarray],
         settings: tuple[Any, Any],
     ) -> list[Any]:
-        """A run of all ranks, with what brings data in for it."""
+        """Runs on all ranks, after the sources that bring data in for the run."""
         options = settings[0]
         batches = batches_of(self._whale, self.graph)
         feeds = fed_parts(feeds, batches, self._whale)
@@ -212,7 +212,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         return [given[t] if t in given else next(values) for t in fetch_list]
 
     def _behind(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], ops: Any) -> list[tf.Operation]:
-        """Operations of some kinds that run for what is wanted."""
+        """Returns the operations of some kinds that run for what is wanted."""
         key = ops, tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._saving:
             with self._lock:
@@ -235,7 +235,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         done: Collection[str],
         settings: tuple[Any, Any],
     ) -> list[Any]:
-        """A run of all ranks; ``settings`` are the options and metadata buffers of Session.run."""
+        """Runs on all ranks; ``settings`` are the options and metadata buffers of Session.run."""
         if not fetches and not targets:
             return []
         feeds, answers = self._scaled.asked([*fetches, *targets], feeds)
@@ -269,7 +269,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             raise
 
     def _settle(self, key: Hashable) -> None:
-        """Lets variables lie as a run has them; runs that were compiled for other layouts are forgotten."""
+        """Moves variables to where a run has them; forgets runs that were compiled for other layouts."""
         moved = self._variables.settle(self._layouts[key])
         for other, layouts in list(self._layouts.items()) if moved else ():
             if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
@@ -278,7 +278,9 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             self._one_rank.forget()
 
     def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
-        """Fed tensors of which each rank has a part of its own -> rows of every rank. Collective with local batches."""
+        """Maps fed tensors of which each rank has a part of its own to the rows of every rank. Collective with local
+        batches.
+        """
         context = self._whale
         batches, rows = batches_of(context, self.graph), getattr(self._fed, "rows", {})
         if rows or not context.local_batch or not feeds or (batches is not None and batches.whole):
@@ -331,7 +333,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
 
 
 def _fills_queues(targets: Sequence[tf.Operation], fetches: Sequence[Any]) -> bool:
-    """Whether a run only puts something into queues, as those of queue runners do."""
+    """Tells whether a run only puts something into queues, as those of queue runners do."""
     return bool(targets) and not fetches and all(op.type in _QUEUE_WRITERS for op in targets)
 
 
@@ -344,7 +346,7 @@ class InteractiveSession(SpreadSession, tf.compat.v1.InteractiveSession):  # typ
 
 
 class _PlanOnly(BaseException):
-    """Leaves Session.run once the plan is known."""
+    """Raised to leave Session.run once the plan is known."""
 
     def __init__(self, plan: Plan):
         self.plan = plan

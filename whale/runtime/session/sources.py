@@ -1,4 +1,6 @@
-"""What brings data into a session's runs (iterators, dequeues, Python functions): the first rank runs it first."""
+"""Runs what brings data into a session's runs (iterators, dequeues, Python functions) on the first rank, ahead of the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class Sources:
         plan_only: bool,
         batches: Batches | None = None,
     ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
-        """Runs what brings data in (iterators, dequeues): (all that is fed then, what has run).
+        """Runs what brings data in (iterators, dequeues). Returns (all that is fed then, names of what has run).
 
         Args:
           wanted: fetches and targets.
@@ -52,7 +54,7 @@ class Sources:
                 with self._lock:
                     self._sources[key] = self._captures.sources(wanted, given)
             if not self._sources[key]:
-                # What was brought in goes first: the first input tells which size is the batch's.
+                # Values that were brought in go first: the first input tells which size is the batch's.
                 return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
             for source in self._sources[key]:
                 outputs = list(source.operation.outputs)
@@ -73,7 +75,7 @@ class Sources:
                 done.add(source.operation.name)
 
     def _expected(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
-        """The shapes of what a source will bring, by the graph or else by the last run."""
+        """Returns the shapes of what a source will bring, known from the graph or else from the last run."""
         found: list[tuple[tf.Tensor, Sequence[int]]] = []
         for t in outputs:
             shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)

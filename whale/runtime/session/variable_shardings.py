@@ -1,4 +1,4 @@
-"""Where the values of a session's variables are, and what moves them within the graph in which its ranks run."""
+"""Tracks where the values of a session's variables are, and builds the operations that move them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from whale.runtime.variables.split_variable import cut, gathered
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Where the present value of a variable is: whole on some ranks, or its tiles on those in ``order``."""
+    """The ranks that have a variable's present value: all of it on each, or its tiles on those in ``order``."""
 
     ranks: frozenset[int]
     tiles: Tiles | None = None
     order: tuple[int, ...] = ()
 
     def place(self, rank: int) -> int | None:
-        """The tile that a rank has; None: it has none, or the variable does not lie split."""
+        """Returns the tile that a rank has; None: it has none, or the variable does not lie split."""
         if self.tiles is None or rank not in self.ranks:
             return None
         return self.order.index(rank) % self.tiles.count
 
     def serves(self, wanted: Lying) -> bool:
-        """Whether what is wanted is there."""
+        """Tells whether the value already lies as wanted."""
         if wanted.tiles is None:
             return self.tiles is None and wanted.ranks <= self.ranks
         return (self.tiles, self.order) == (wanted.tiles, wanted.order)
 
 
 def lying_of(use: VariableUse, size: int) -> Lying:
-    """Where a run of ``size`` ranks has a variable."""
+    """Returns where a run of ``size`` ranks has a variable."""
     if use.tiles is None:
         return Lying(use.ranks)
     order = use.place or tuple(range(size))
@@ -46,7 +46,7 @@ def lying_of(use: VariableUse, size: int) -> Lying:
 
 
 class Moves:
-    """Operations that bring the parts of variables together, cut whole values, and free what nobody reads.
+    """Operations that gather the parts of variables, cut whole values, and free what nobody reads.
 
     Args:
       handle: in ``graph``, of (a variable's name, the position of one of this process's ranks, dtype).
@@ -55,14 +55,14 @@ class Moves:
     def __init__(self, context: Ranks, graph: tf.Graph, handle: Callable[[str, int, tf.DType], tf.Tensor]) -> None:
         self._context, self._graph, self._handle = context, graph, handle
         self._made: dict[str, dict[Hashable, list[tf.Operation]]] = {}
-        self._number = 0  # of exchanges, equal on all ranks
+        self._number = 0  # counts exchanges, equal on all ranks
 
     def forget(self, name: str) -> None:
-        """Makes operations again: the variable lies in another memory now."""
+        """Forgets a variable's operations, so that they are built again: it lies in another memory now."""
         self._made.pop(name, None)
 
     def together(self, name: str, held: TensorType, now: Lying) -> Sequence[tf.Operation]:
-        """The whole value to every rank. Collective."""
+        """Returns operations that give every rank the whole value. Collective."""
 
         def made() -> list[tf.Operation]:
             number, self._number = self._number, self._number + 1
@@ -75,7 +75,7 @@ class Moves:
         return self._once(name, ("together", now), made)
 
     def cut(self, name: str, held: TensorType, lying: Lying) -> Sequence[tf.Operation]:
-        """Of a whole value every rank that is to have a tile keeps it."""
+        """Returns operations by which every rank that is to have a tile keeps that tile of a whole value."""
         tiles, dtype = lying.tiles or Tiles(), tf.as_dtype(held.dtype)
 
         def kept(position: int, place: int) -> tf.Operation:
@@ -87,7 +87,7 @@ class Moves:
         return self._once(name, ("cut", lying), lambda: [kept(i, place) for i, place in places if place is not None])
 
     def free(self, name: str, held: TensorType, ranks: frozenset[int]) -> Sequence[tf.Operation]:
-        """Nothing to these ranks; the variable stays initialised there."""
+        """Returns operations that free the value on these ranks; the variable stays initialised there."""
         dtype = tf.as_dtype(held.dtype)
 
         def nothing(position: int) -> tf.Operation:
@@ -105,7 +105,7 @@ class Moves:
         return known[key]
 
     def _whole(self, key: str, position: int, rank: int, name: str, held: TensorType, now: Lying) -> list[tf.Operation]:
-        """What one rank does for it."""
+        """Builds one rank's operations of ``together``."""
         ops, dtype = whale_ops.ops(), tf.as_dtype(held.dtype)
         comm = ops.whale_communicator(communicator=self._context.comm_name, rank=rank)
         handle = self._handle(name, position, dtype)

@@ -1,4 +1,4 @@
-"""Variables of a session: how they lie on its ranks, which is brought about before each run that needs it otherwise."""
+"""Holds the variables of a session, and moves their values before each run that needs them to lie otherwise."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ Layout = tuple[VariableUse, TensorType, bool]  # the last: in the host's memory 
 
 
 def _is_used(program: Program, variable: Variable) -> bool:
-    """Whether a run does more with it than to ask whether it has a value."""
+    """Tells whether a run does more with a variable than to ask whether it has a value."""
     return any(n.op != "VarIsInitializedOp" for n, _ in program.consumers.get(Ref(variable.node), ()))
 
 
 def used_names(program: Program) -> list[str]:
-    """The names of the variables that a run reads or writes."""
+    """Returns the names of the variables that a run reads or writes."""
     return [name_of(program.by_name[v.node]) for v in program.variables if _is_used(program, v)]
 
 
 def changed_names(program: Program) -> list[str]:
-    """The names of the variables that a run writes, or hands to something that may."""
+    """Returns the names of the variables that a run writes, or hands to something that may."""
     of_variable = ((v, program.consumers.get(Ref(v.node), ())) for v in program.variables)
     return [name_of(program.by_name[v.node]) for v, users in of_variable if any(n.op not in READS for n, _ in users)]
 
 
 def _unseeded(seed: int, variable: int, number: int) -> tuple[int, int]:
-    """Seeds of a random op that has none: another stream for each."""
+    """Returns seeds for a random op that has none: another stream for each."""
     return seed, (variable << 32) + number
 
 
 class SessionVariables:
-    """What this process's ranks hold of a session's variables.
+    """The values that this process's ranks hold of a session's variables.
 
     Args:
       ranks_graph: the graph and the session in which the ranks' variables live.
@@ -65,30 +65,30 @@ class SessionVariables:
         self._inner, self._graph = ranks_graph.session, ranks_graph.graph
         self._everywhere = Lying(frozenset(range(context.size)))
         self._held: dict[str, Initial] = {}
-        self._now: dict[str, Lying] = {}  # of those that were used, and wait for no value
+        self._now: dict[str, Lying] = {}  # where variables lie that were used, and wait for no value
         self._divided: dict[str, Lying] = {}  # as the first run that divides one has it; later ones are planned so
         self.on_host: set[str] = set()  # names of those that lie in the host's memory beside an accelerator
         self._types: dict[str, TensorType] = {}
-        self._runs: Counter[str] = Counter()  # of random ops
+        self._runs: Counter[str] = Counter()  # how often random ops have run
         self._seeds = 0
         self._reads: dict[tuple[str, int], tf.Tensor] = {}
         self._assigns: dict[tuple[str, int], tuple[tf.Tensor, tf.Operation]] = {}
         self._moves = Moves(context, self._graph, self.handle)
 
     def held(self, name: str) -> Initial | None:
-        """The value that a variable waits for."""
+        """Returns the value that a variable waits for; None: it waits for none."""
         return self._held.get(name)
 
     def lying(self, name: str) -> Lying:
-        """Where the value of a variable is."""
+        """Returns where the value of a variable is."""
         return self._now.get(name, self._everywhere)
 
     def type_of(self, name: str) -> TensorType:
-        """What a variable holds that does not lie whole everywhere."""
+        """Returns the type of a variable that some run has used."""
         return self._types[name]
 
     def read(self, name: str, position: int, dtype: tf.DType) -> np.ndarray:
-        """What this process's rank number ``position`` holds of a variable."""
+        """Reads what this process's rank number ``position`` holds of a variable."""
         if (name, position) not in self._reads:
             with self._graph.as_default():
                 handle = self.handle(name, position, dtype)
@@ -96,15 +96,15 @@ class SessionVariables:
         return np.asarray(self._inner.run(self._reads[name, position]))
 
     def is_apart(self, name: str) -> bool:
-        """Whether some rank lacks the value of a variable, which lies elsewhere, in parts, or is waited for."""
+        """Tells whether some rank lacks the value of a variable: it lies elsewhere, in parts, or is waited for."""
         return name in self._held or not self.lying(name).serves(self._everywhere)
 
     def waiting_in(self, captured: Captured, graph: tf.Graph) -> Waiting:
-        """The assignments of a captured run of ``graph`` that wait."""
+        """Finds the assignments of a captured run of ``graph`` that are deferred."""
         return waiting_in(captured, graph) if self.context.may_divide_variables else Waiting({})
 
     def known(self, program: Program) -> dict[str, Tiles]:
-        """Handle nodes of a captured program's variables that some run has divided -> how."""
+        """Maps handle nodes of a captured program's variables that some run has divided to their tiles."""
         used = [v for v in program.variables if _is_used(program, v)]
         named = ((v, self._divided.get(name_of(program.by_name[v.node]))) for v in used)
         return {v.node: lying.tiles for v, lying in named if lying is not None and lying.tiles is not None}
@@ -122,7 +122,7 @@ class SessionVariables:
                 )
 
     def wanted(self, compiled: Compiled) -> dict[str, Layout]:
-        """Names of the variables that a run reads or writes -> how it uses them, and their types."""
+        """Maps the names of the variables that a run reads or writes to how it uses them, and their types."""
         program, by_node = compiled.program, uses_of(compiled.program, compiled.plan)
         everyone = VariableUse(self._everywhere.ranks, True)
         used = [v for v in program.variables if _is_used(program, v)]
@@ -132,7 +132,9 @@ class SessionVariables:
         }
 
     def wait(self, waiting: Waiting, paths: Mapping[tf.Tensor, str]) -> None:
-        """Takes note of what a run assigned. Collective between processes where it draws without seeds."""
+        """Records the values that a run's deferred assignments gave. Collective between processes where it draws
+        without seeds.
+        """
         recorded = [what for _, what in waiting.found.values() if isinstance(what, Recorded)]
         seed = 0 if all(what.is_seeded for what in recorded) else self._seed()
         for i, (name, what) in enumerate(waiting.found.values()):
@@ -148,7 +150,7 @@ class SessionVariables:
         self._make({name: self._divided[name] for name in names if name in self._divided})
 
     def settle(self, wanted: Mapping[str, Layout]) -> list[str]:
-        """Lets variables lie as a run has them. Collective between processes where some do not yet.
+        """Moves variables to where a run has them. Collective between processes where some do not lie so yet.
 
         Returns the names of those for which other runs are better planned again.
         """
@@ -169,13 +171,13 @@ class SessionVariables:
         return moved
 
     def bring_whole(self, names: Iterable[str]) -> None:
-        """Values of variables to every rank. Collective between processes where some lack one."""
+        """Brings values of variables to every rank. Collective between processes where some rank lacks one."""
         apart = {name: self._everywhere for name in names if self.is_apart(name)}
         self._make({name: lying for name, lying in apart.items() if name in self._held})
         self._bring(apart)
 
     def _bring(self, wanted: Mapping[str, Lying]) -> None:
-        """Lets variables that have values lie otherwise, some megabytes at a time."""
+        """Moves variables that have values to where they are wanted, some megabytes at a time."""
         together: list[str] = []
         for name in (name for name, lying in wanted.items() if not self.lying(name).serves(lying)):
             together.append(name)
@@ -202,7 +204,7 @@ class SessionVariables:
                 self._leave(name, wanted[name])
 
     def _leave(self, name: str, lying: Lying) -> None:
-        """Ranks that are not to have a variable hold nothing of it."""
+        """Frees a variable on the ranks that are not to have it."""
         self._run(self._moves.free(name, self._types[name], self.lying(name).ranks - lying.ranks))
         self._now[name] = lying
 
@@ -211,7 +213,7 @@ class SessionVariables:
             self._inner.run(operations)
 
     def _seed(self) -> int:
-        """Of random ops that have none; equal on all ranks."""
+        """Draws a seed, equal on all ranks, for random ops that have none."""
         self._seeds += 1
         mine = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
         if not self.context.between_processes:
@@ -229,7 +231,7 @@ class SessionVariables:
     def _made(self, name: str, lying: Lying) -> Iterator[tuple[str, int, np.ndarray]]:
         initial = self._held.pop(name)
         self._now[name] = lying
-        # What can only be computed whole is computed by one process after the other.
+        # A value that can only be computed whole is computed by one process after the other.
         whole = lying.tiles is not None and not initial.is_divisible and self.context.between_processes
         for turn in range(self.context.size if whole else 1):
             for position, rank in enumerate(self.context.ranks):
@@ -264,14 +266,14 @@ class SessionVariables:
         run()
 
     def handle(self, name: str, position: int, dtype: tf.DType) -> tf.Tensor:
-        """In the inner graph, of the variable of this process's rank number ``position``."""
+        """Builds, in the inner graph, the handle of the variable of this process's rank number ``position``."""
         shared = rank_prefix(position) + name
         place = HOST_DEVICE if name in self.on_host else self._ranks_graph.device
         with self._graph.device(place):
             return gen_resource_variable_ops.var_handle_op(dtype=dtype, shape=tf.TensorShape(None), shared_name=shared)
 
     def _to_host(self, name: str, dtype: tf.DType) -> None:
-        """Values of a variable move to the host's memory, and leave the device's."""
+        """Moves values of a variable from the device's memory to the host's."""
         positions = range(len(self.context.ranks))
         values = [self.read(name, position, dtype) for position in positions]
         with self._graph.as_default():
@@ -286,7 +288,7 @@ class SessionVariables:
 
 
 def _first_value(initial: Initial, lying: Lying, rank: int) -> np.ndarray:
-    """What a rank holds of an initial value; nothing else refers to its memory."""
+    """Returns what a rank holds of an initial value; nothing else refers to its memory."""
     place = lying.place(rank)
     with tf_context.eager_mode():
         part = initial.whole() if place is None else initial.part(lying.tiles, place).read_value()  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""What the command line and its public twins ask of the runtime: plans without processes, checks, reports."""
+"""Serves the command line and its public twins: plans without processes, checks, reports."""

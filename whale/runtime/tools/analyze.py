@@ -1,4 +1,4 @@
-"""One rank of `whale show --analyze`: runs a script under a saved plan for some steps, and writes what they took.
+"""Runs one rank of `whale show --analyze`: a script under a saved plan for some steps, whose times it writes.
 
     whale run -np N -m whale.runtime.tools.analyze FOLDER STEPS PROFILE SCRIPT [ARGUMENTS...]
 
@@ -40,7 +40,9 @@ _NO_KERNELS = ("Whale", *CALLS)
 
 
 class _Done(BaseException):
-    """Ends the script: its steps are measured. Not an Exception, so that the script's own handlers let it pass."""
+    """Raised to end the script: its steps are measured. Not an Exception, so that the script's own handlers let it
+    pass.
+    """
 
 
 class _Meter:
@@ -90,13 +92,13 @@ class _Meter:
         raise _Done
 
     def _end(self) -> None:
-        """The timed steps are over."""
+        """Records the figures of the timed steps, which are over."""
         self.moving_s = (_moving_s() - self.counted_s) / len(self.taken)
         held = _try(whale_ops.memory.memory)
         self.peak_bytes = held.peak_bytes if held is not None else None
 
     def _profiled(self, call: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Some more steps under TensorFlow's profiler."""
+        """Runs some more steps under TensorFlow's profiler."""
         if tf.config.list_logical_devices("GPU"):
             return  # its host events are launches, not kernels
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)
@@ -127,7 +129,7 @@ class _Meter:
 
 
 def _try(call: Callable[[], Any]) -> Any:
-    """The result, None where the allocator keeps no figures."""
+    """Returns the result of a call, None where the allocator keeps no figures."""
     try:
         return call()
     except CommError:
@@ -135,7 +137,7 @@ def _try(call: Callable[[], Any]) -> Any:
 
 
 def _moving_s() -> float:
-    """Seconds so far in which this rank's exchanges moved, after all had come."""
+    """Returns the seconds so far in which this rank's exchanges moved, after all had come."""
     found = [c for comm in current().comms for c in comm.counters()]
     return float(sum(c.seconds - c.waiting_seconds for c in found))
 

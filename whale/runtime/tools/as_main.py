@@ -1,4 +1,4 @@
-"""A script that runs inside one of Whale's tools: what it sees of Python, and how its own failure is told."""
+"""Runs a script inside one of Whale's tools as Python would, and reports its own failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STARTING = (runpy.__file__, "<frozen runpy>")
 
 @contextmanager
 def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as ``script`` has them when Python is started with it."""
+    """Sets ``sys.argv`` and ``sys.path``, inside, as ``script`` has them when Python is started with it."""
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [script, *args], [str(Path(script).resolve().parent), *path]
     try:
@@ -29,15 +29,17 @@ def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
 
 
 def beside(script: Sequence[str], plan: str) -> tuple[str, ...]:
-    """Path and arguments of a script as a plan in that file keeps them: the path from the plan's folder, so that both
-    may move together. Where nothing but the root is common to them it is absolute."""
+    """Returns path and arguments of a script as a plan in that file keeps them: the path relative to the plan's folder.
+
+    So both may move together. Where nothing but the root is common to them the path is absolute.
+    """
     folder, path = os.path.dirname(os.path.abspath(plan)), os.path.abspath(script[0])
     apart = os.path.commonpath((folder, path)) == os.sep
     return (path if apart else os.path.relpath(path, folder), *script[1:])
 
 
 def located(script: Sequence[str], plan: str) -> tuple[str, ...]:
-    """What `beside` kept in that plan's file, with the path as it is from here; empty stays empty."""
+    """Returns what `beside` kept in that plan's file, with the path as it is from here; empty stays empty."""
     folder = os.path.dirname(os.path.abspath(plan))
     return tuple(os.path.normpath(os.path.join(folder, part)) if not i else part for i, part in enumerate(script))
 
@@ -71,7 +73,7 @@ def failures_told(script: str) -> Iterator[None]:
 
 
 def _shown(error: BaseException) -> str:
-    """The traceback; only where Whale itself failed, Whale's frames are part of it."""
+    """Formats the traceback; only where Whale itself failed, Whale's frames are part of it."""
     told = traceback.TracebackException.from_exception(error)
     one: traceback.TracebackException | None = told
     while one is not None:

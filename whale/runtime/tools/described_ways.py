@@ -1,6 +1,6 @@
-"""`whale plan --describe bert:...`, and other families of `FAMILIES`: a described step is captured, and spread as
-`auto_parallel` would spread it over the devices of a cluster.
+"""Plans described models of the families `FAMILIES` (`whale plan --describe bert:...`).
 
+A described step is captured, and spread as `auto_parallel` would spread it over the devices of a cluster.
 What is predicted is what the ranks would run.
 """
 
@@ -44,7 +44,8 @@ SPREAD = ("split", "tensor_parallel", "sequence_parallel", "recompute")  # field
 
 
 def read(text: str, batch: int | None = None) -> Description:
-    """`dlrm:tables=26,rows=1000000,factors=16,batch=4096`: a family of FAMILIES and the fields of its description.
+    """Reads a description such as `dlrm:tables=26,rows=1000000,factors=16,batch=4096`: a family of FAMILIES and its
+    fields.
 
     Raises:
       PlanError: it cannot be read, or names no batch and none is given.
@@ -67,7 +68,8 @@ def read(text: str, batch: int | None = None) -> Description:
 
 
 def spread(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Choice, list[str], Plan]:
-    """(the fastest way that fits, over all devices; what was found, line by line; its plan, with the prediction).
+    """Returns (the fastest way that fits, over all devices; what was found, line by line; its plan, with the
+    prediction).
 
     Args:
       budget_s: seconds on the clock, after which no further way is looked at; None: as long as a run has.
@@ -92,7 +94,8 @@ def spread(described: Description, cluster: Cluster, budget_s: float | None = No
 
 
 def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
-    """The plan of a captured step that is spread in one way over all devices, with what it is predicted to take.
+    """Returns the plan of a captured step that is spread in one way over all devices, with what it is predicted to
+    take.
 
     Raises:
       PlanError: it cannot be spread so.
@@ -109,7 +112,7 @@ def _settings(cluster: Cluster) -> PlanSettings:
 
 
 def _told(choice: Choice, made: Made, cluster: Cluster) -> Plan:
-    """A choice's plan with what it is predicted to take."""
+    """Returns a choice's plan with what it is predicted to take."""
     program, settings, plan = made.program, made.settings, made.plan
     predicted = predicted_on(Planned(program, plan, settings), cluster)
     plan = with_memory(plan, shown_ranks(program, plan, settings), settings)

@@ -1,4 +1,4 @@
-"""The run that `whale doctor` makes: ``whale run -np 2 -m whale.runtime.tools.doctor_step [results.json]``.
+"""Makes the run of `whale doctor`: ``whale run -np 2 -m whale.runtime.tools.doctor_step [results.json]``.
 
 Every rank takes one training step alone and then the same step with the others, in float64.
 """
@@ -20,7 +20,7 @@ from whale.runtime.run.start import init, shutdown
 
 
 def main() -> None:
-    """Rank 0 writes the largest relative difference and the bytes that the ranks exchanged."""
+    """Takes the steps; rank 0 writes the largest relative difference and the bytes that the ranks exchanged."""
     alone = _train(tf.function)
     init()
     together = _train(spread)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _train(function: Callable[[Any], Any]) -> list[np.ndarray]:
-    """Loss and weights after one step of gradient descent of two layers on eight rows."""
+    """Returns loss and weights after one step of gradient descent of two layers on eight rows."""
     draw = np.random.default_rng(0).standard_normal
     hidden, output = tf.Variable(draw((4, 6))), tf.Variable(draw((6, 1)))
 

@@ -1,4 +1,4 @@
-"""Plans without processes: ``wh.plan`` and `whale plan script`."""
+"""Plans steps without processes: ``wh.plan`` and `whale plan script`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _MOST = 5
 
 
 def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
-    """The plan of a step for so many ranks, made in this process alone.
+    """Returns the plan of a step for so many ranks, made in this process alone.
 
     Args:
       fn: a Python function, a tf.function or a wh.function.
@@ -78,7 +78,7 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """On what a plan's time is predicted: a file that `whale profile` wrote, or a cluster file.
+    """The machine on which a plan's time is predicted: a file that `whale profile` wrote, or a cluster file.
 
     Without either it is the file that `whale profile` writes unless told otherwise, if there is one.
     """
@@ -88,7 +88,7 @@ class Prediction:
     network: str | None = None  # between the hosts of this job, where the cluster is local
 
     def read(self) -> MachineProfile | Cluster:
-        """The file's figures.
+        """Reads the file's figures.
 
         Raises:
           ClusterError: it cannot be read, or none was named and this machine has not been measured.
@@ -96,7 +96,7 @@ class Prediction:
         return self.machines() or read(self.profile or default_path())
 
     def machines(self) -> Cluster | None:
-        """The cluster, where one is named.
+        """Returns the cluster, where one is named; else None.
 
         Raises:
           ClusterError: its file cannot be read.
@@ -104,7 +104,7 @@ class Prediction:
         return None if self.cluster is None else named_cluster(self.cluster, self.network, cpu_quota())
 
     def devices(self) -> int:
-        """How many devices a cluster file has; 0: none is named, or this machine, which has no number of ranks.
+        """Returns how many devices a cluster file has; 0: none is named, or this machine, which has no number of ranks.
 
         Raises:
           ClusterError: it cannot be read.
@@ -113,7 +113,7 @@ class Prediction:
         return on.device_count if on is not None and self.cluster != "local" else 0
 
     def of(self, planned: Planned) -> tuple[Predicted | None, str]:
-        """(what the plan is predicted to take, or why that is not known).
+        """Returns (what the plan is predicted to take or None, why that is not known or "").
 
         Raises:
           ClusterError: a file that was named cannot be read, or does not fit the plan.
@@ -212,7 +212,7 @@ def main(
 
 
 def replayed(plan_path: str, prediction: Prediction, with_sliders: bool = False) -> Drawn:
-    """A saved plan's step, captured again from its script and played on what ``prediction`` names.
+    """Captures a saved plan's step again from its script, and simulates it on what ``prediction`` names.
 
     Args:
       with_sliders: also where exchanges, or ranks, are faster or slower.
@@ -246,7 +246,8 @@ def replayed(plan_path: str, prediction: Prediction, with_sliders: bool = False)
 
 
 def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
-    """(what a step of a model file is predicted to take on a machine that `whale profile` measured, whether it fits).
+    """Returns (what a step of a model file is predicted to take on a machine that `whale profile` measured, whether it
+    fits).
 
     Raises:
       ClusterError: a file cannot be read.
@@ -314,7 +315,7 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "", on
 
 
 def _nothing_to_plan(script: str, started: bool, outside: Outside, seen: Sequence[str]) -> ProgramError:
-    """The error of a script that ended without a step to plan.
+    """Returns the error of a script that ended without a step to plan.
 
     Args:
       started: whether it called ``wh.init``.
@@ -341,4 +342,4 @@ def _nothing_to_plan(script: str, started: bool, outside: Outside, seen: Sequenc
 
 
 class _Planned(BaseException):
-    """Ends the script: its plan is known. Not an Exception, so that the script's own handlers let it pass."""
+    """Raised to end the script: its plan is known. Not an Exception, so that the script's own handlers let it pass."""

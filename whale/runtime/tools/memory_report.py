@@ -1,4 +1,6 @@
-"""``wh.memory_report``: what this process's ranks hold, by category, predicted from their programs and measured."""
+"""Reports what this process's ranks hold, by category, predicted from their programs and measured:
+``wh.memory_report``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from whale.runtime.run.context import current
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of this process.
+    """The memory of this process, in bytes.
 
     Attributes:
       ranks: of this process; the figures are of all of them together.
@@ -45,7 +47,7 @@ class MemoryReport:
 
     @property
     def variable_bytes(self) -> int:
-        """All categories of variables together."""
+        """Returns the sum of all categories of variables."""
         return sum(self.variables.values())
 
     def __str__(self) -> str:
@@ -74,7 +76,8 @@ class MemoryReport:
 
 
 def memory_report() -> MemoryReport:
-    """What this process holds: variables by category, what its programs are predicted to take, and what is measured.
+    """Reports what this process holds: variables by category, what its programs are predicted to take, and what is
+    measured.
 
     Not collective. Variables that no step has used yet are not counted; they take no memory while they are deferred.
 

@@ -1,4 +1,4 @@
-"""`whale check` of a script's saved plan: its program is captured again, and what the ranks would run is looked at.
+"""Checks a script's saved plan for `whale check`: captures its program again, and looks at what the ranks would run.
 
 Nothing of the planner's own reasoning is used: a plan from a file is proved legal for its program before it is taken
 (`whale/partition/verify_saved_plan.py`), and the memory of its ranks is compared here with what the devices have.
@@ -21,7 +21,7 @@ from whale.runtime.tools.plan_prediction import rank_programs
 
 
 def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
-    """What is wrong with a plan for its script, and for a cluster if one is given; empty: nothing.
+    """Lists what is wrong with a plan for its script, and for a cluster if one is given; empty: nothing.
 
     Args:
       path: of the plan's file.
@@ -60,7 +60,7 @@ def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
 
 
 def summary(plan: Plan) -> str:
-    """One line about a plan in which nothing is wrong."""
+    """Returns one line about a plan in which nothing is wrong."""
     operations, stages = sum(map(len, plan.strategies.values())), len(plan.stage_groups)
     return f"{plan.program} on {plan.ranks} ranks, {operations} operations, {len(plan.reshards)} reshards" + (
         f", {stages} stages' groups with {len(plan.edges)} tensors between them" if stages else ""

@@ -1,4 +1,4 @@
-"""Predicted step time and memory of a program under a plan: what its ranks would run, played by the cost model."""
+"""Predicts step time and memory of a program under a plan: the cost model simulates what its ranks would run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Planned:
 
 
 def rank_programs(planned: Planned) -> list[Program]:
-    """What every rank would run.
+    """Returns what every rank would run.
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard.
@@ -73,19 +73,21 @@ def predict_plan(
 
 
 def as_carried(programs: Sequence[Program], settings: PlanSettings) -> list[Program]:
-    """What ranks run, with marks at what devices exchange, which tell a machine's prices of exchanges apart."""
+    """Returns what ranks run, with marks at what devices exchange, which tell a machine's prices of exchanges apart."""
     return [told_apart(program, settings.exchange.backend) for program in programs]
 
 
 def predicted_on(planned: Planned, cluster: Cluster) -> Predicted:
-    """What a plan keeps of its prediction on the devices of a cluster; raises as `predict_plan` does."""
+    """Returns what a plan keeps of its prediction on the devices of a cluster; raises as `predict_plan` does."""
     return kept(predict_plan(planned, cluster), f"{cluster.name}, by the catalogue's figures")
 
 
 def machine(
     on: MachineProfile | Cluster, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0
 ) -> Machine:
-    """What the ranks run on; ``marks``: fingerprints that the program's own step may have been measured under."""
+    """Returns what the ranks run on; ``marks``: fingerprints that the program's own step may have been measured
+    under.
+    """
     return (
         measured_machine(on, ranks, marks, counted_from_bytes)
         if isinstance(on, MachineProfile)
@@ -94,7 +96,9 @@ def machine(
 
 
 def kept(found: CapturedPrediction, where: str, measured: bool = False) -> Predicted:
-    """What a plan keeps of it; `measured`: on a machine that `whale profile` measured, where steps were compared."""
+    """Returns what a plan keeps of a prediction; `measured`: on a machine that `whale profile` measured, where steps
+    were compared.
+    """
     ranks = (
         PredictedRank(r.end_s, r.compute_s, r.exchange_s, round(r.peak_bytes), round(r.resident_bytes))
         for r in found.ranks

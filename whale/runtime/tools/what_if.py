@@ -1,8 +1,8 @@
-"""`whale plan script --set 'dense*.split=2'`: the script's plan again with a choice fixed, and why that lost.
+"""Plans a script again with one choice fixed, and compares: `whale plan script --set 'dense*.split=2'`.
 
-read_fixed  PATTERN.split=N
-with_fixed  the step planned again, all other choices as they were
-compared    the two plans: predicted time, exchanges, bytes; or why the choice cannot be
+read_what_if  reads PATTERN.split=N
+with_choice   plans the step again, all other choices as they were
+compared      compares the two plans: predicted time, exchanges, bytes; or says why the choice cannot be
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ SCOPE = "set/split_0"
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Operations whose names match ``pattern`` are divided over groups of ``ways`` ranks, or not at all (1)."""
+    """A fixed choice: operations that match ``pattern`` are divided over groups of ``ways`` ranks, or not at all
+    (1).
+    """
 
     pattern: str
     ways: int
@@ -39,12 +41,15 @@ class WhatIf:
         return f"{self.pattern}.split={self.ways}"
 
     def names(self, name: str) -> bool:
-        """Whether an operation is meant: by its whole name, or what follows a scope's name (as a gradient's does)."""
+        """Tells whether an operation is meant: by its whole name, or by what follows a scope's name (as for a
+        gradient).
+        """
         return fnmatch.fnmatchcase(name, self.pattern) or fnmatch.fnmatchcase(name, f"*/{self.pattern}")
 
 
 def read_what_if(text: str) -> WhatIf:
-    """
+    """Reads a choice in the form PATTERN.split=N.
+
     Raises:
       PlanError: it says something else.
     """
@@ -60,7 +65,8 @@ def read_what_if(text: str) -> WhatIf:
 
 
 def with_choice(planned: Planned, one: WhatIf) -> Planned:
-    """
+    """Plans the step again with the choice fixed, all other choices as they were.
+
     Raises:
       PlanError: there is no such operation.
       _Infeasible: the choice cannot be.
@@ -104,7 +110,7 @@ def _whole(path: str) -> str:
 
 
 def _rescoped(program: Program, names: Set[str], scope: Callable[[str], str]) -> Program:
-    """``names``: of nodes, and of variables by their handles."""
+    """Changes the scopes of ``names``: of nodes, and of variables by their handles."""
     nodes = tuple(replace(n, scope=scope(n.scope)) if n.name in names else n for n in program.nodes)
     variables = tuple(replace(v, scope=scope(v.scope)) if v.node in names else v for v in program.variables)
     return replace(program, nodes=nodes, variables=variables)
@@ -119,11 +125,11 @@ def _planned(program: Program, planned: Planned, split_ranks: int) -> Planned:
 
 
 class _Infeasible(Exception):
-    """Why a choice cannot be."""
+    """Raised, with the reason, for a choice that cannot be."""
 
 
 def compared(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) -> str:
-    """One line: what the choice changes, or why it cannot be.
+    """Returns one line: what the choice changes, or why it cannot be.
 
     Args:
       on: what times are predicted by; None: they are not.
@@ -156,5 +162,5 @@ def compared(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None)
 
 
 def exchanges(planned: Planned) -> Counter[str]:
-    """How many operations of each kind the first rank's program has that exchange data."""
+    """Counts the operations of each kind in the first rank's program that exchange data."""
     return Counter(n.op for n in rank_programs(planned)[0].nodes if n.op in EXCHANGES)

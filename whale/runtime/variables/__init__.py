@@ -1,1 +1,1 @@
-"""Who holds which part of which variable, and how it came to hold it."""
+"""Tracks which rank holds which part of which variable, and gives variables their first values."""

@@ -1,4 +1,4 @@
-"""The rectangles of a variable's value that ranks hold, for checkpoints: where they lie, reading them, setting them."""
+"""Describes, reads and sets the rectangles of a variable's value that ranks hold, for checkpoints."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ _by_regions: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restor
 
 
 def spec_of(region: Region, shape: Sequence[int]) -> str:
-    """A region of a variable of ``shape``, as in ``slice_spec``."""
+    """Returns a region of a variable of ``shape`` in the form of ``slice_spec``."""
     return slice_spec(shape, region.begin, region.size)
 
 
 def slice_spec(shape: Sequence[int], begin: Sequence[int], size: Sequence[int]) -> str:
-    """A rectangle of a tensor of ``shape`` as TensorFlow's ``shape_and_slices`` write it: ``"4 6 0,4:3,3"``."""
+    """Returns a rectangle of a tensor of ``shape`` as TensorFlow's ``shape_and_slices`` write it: ``"4 6 0,4:3,3"``."""
     return f"{' '.join(map(str, shape))} {':'.join(f'{b},{s}' for b, s in zip(begin, size))}"
 
 
 def variable_of(trackable: Any) -> Any:
-    """The tf.Variable that an object of a checkpoint is, or that it wraps (Keras 3); None for other objects."""
+    """Returns the tf.Variable that an object of a checkpoint is, or that it wraps (Keras 3); None for other objects."""
     found = trackable if isinstance(trackable, tf.Variable) else getattr(trackable, "_value", None)
     return found if isinstance(found, tf.Variable) else None
 
 
 def lies_split(variable: Any) -> bool:
-    """Whether it is a variable of which the ranks hold parts."""
+    """Tells whether the ranks hold parts of the variable."""
     return getattr(variable, "_whale_parts", None) is not None
 
 
 def regions(variable: Any) -> list[Region]:
-    """The rectangles into which a variable that lies split is cut; those without elements are left out."""
+    """Returns the rectangles into which a variable that lies split is cut; those without elements are left out."""
     return regions_of(variable._whale_parts.tiles, tuple(variable.shape.as_list()))
 
 
 def regions_of(tiles: Tiles, shape: Sequence[int]) -> list[Region]:
-    """The rectangles into which a value is cut; those without elements are left out."""
+    """Returns the rectangles into which a value is cut; those without elements are left out."""
     return [region for place in range(tiles.count) for region in tiles.regions(shape, place)]
 
 
 def holders(variable: Any, region: Region, context: Ranks) -> tuple[int, ...]:
-    """The ranks that have a region."""
+    """Returns the ranks that have a region."""
     found: tuple[int, ...] = variable._whale_parts.holders(region.place)
     return found
 
 
 def region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf.Tensor:
-    """The region's values now, whatever later steps do, from a rank of this process."""
+    """Returns the region's values now, whatever later steps do, from a rank of this process."""
     variable._whale_parts.settle()
     part = variable._whale_parts.value_of(rank)
     if tuple(part.shape) == region.size:
@@ -67,17 +67,17 @@ def region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf
 
 
 def own_regions(variable: Any, context: Ranks) -> list[Region]:
-    """The regions that ranks of this process have."""
+    """Returns the regions that ranks of this process have."""
     return [p for p in regions(variable) if any(rank in context.ranks for rank in holders(variable, p, context))]
 
 
 def lies_in_files(variable: Any) -> bool:
-    """Whether it is one that lies split, and in files: of those a piece after the other is read."""
+    """Tells whether a variable lies split, and in files: such a one is read in pieces, one after the other."""
     return lies_split(variable) and bool(variable._whale_parts.folder)
 
 
 def pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
-    """A region by rows, in pieces that may be in memory."""
+    """Cuts a region by rows into pieces that are small enough for memory."""
     rows, *row = region.size
     each = max(1, _PIECE_BYTES // max(1, math.prod(row) * dtype.size))
     for first in range(0, rows, each):
@@ -106,7 +106,9 @@ def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], co
 
 @contextlib.contextmanager
 def restored_by_pieces() -> Iterator[None]:
-    """Under it TensorFlow's restoring leaves out variables that lie split: their regions are read instead."""
+    """Has TensorFlow's restoring leave out variables that lie split, inside the context: their regions are read
+    instead.
+    """
     token = _by_regions.set(True)
     try:
         yield
@@ -115,5 +117,5 @@ def restored_by_pieces() -> Iterator[None]:
 
 
 def restores_by_regions() -> bool:
-    """Whether what TensorFlow restores now is read region by region, and not by it."""
+    """Tells whether ``restored_by_pieces`` is in effect: values are read region by region, and not by TensorFlow."""
     return _by_regions.get()

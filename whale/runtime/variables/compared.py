@@ -1,4 +1,4 @@
-"""Copies of variables compared between processes, by checksums."""
+"""Compares copies of variables between processes, by checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
 
 
 def checksum(value: tf.Tensor) -> int:
-    """Of a tensor's elements; of equal shapes and types, other values give another one but for chance."""
+    """Returns a checksum of a tensor's elements; with equal shapes and types, other values give another one but for
+    chance.
+    """
     array = np.ascontiguousarray(value.numpy())
     if array.dtype.hasobject:
         return zlib.crc32(b"\0".join(map(bytes, array.reshape(-1).tolist())))
@@ -25,7 +27,8 @@ def checksum(value: tf.Tensor) -> int:
 
 
 def held(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) -> dict[str, tuple[int, bool]]:
-    """What this rank says of variables: (name, its value here or None where others hold it, whether it must be equal).
+    """Describes this rank's variables by checksums. ``variables``: (name, its value here or None where others hold it,
+    whether it must be equal).
 
     Variables of one name are told apart by how many there are and which of them it is: where a rank has more of them
     than another, nobody knows which belong together.

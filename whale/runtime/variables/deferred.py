@@ -1,7 +1,8 @@
-"""Variables that exist before anybody knows how they lie: a handle and a recorded initial value, but no memory.
+"""Defers variables until it is known how they lie: such a variable has a handle and a recorded initial value, but no
+memory.
 
-A program's first plan says which part a rank holds, and that part is all that is made. Whoever needs the variable
-before, or outside of steps (reading it, a plain tf.function), gets the whole value, as ever.
+A program's first plan says which part a rank holds, and only that part is made. A script that needs the variable
+before, or outside of steps (reading it, a plain tf.function), gets the whole value, as in plain TensorFlow.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ _PLAIN = {"use_resource": (None, True), "validate_shape": (None, True)}
 
 
 def deferred_of(variable: Any) -> Initial | None:
-    """The initial value of a variable that has not been made; None: the variable holds a value."""
+    """Returns the initial value of a variable that has not been made; None: the variable holds a value."""
     return getattr(variable, "_whale_initial", None)
 
 
 @contextmanager
 def knowing_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
-    """The variable that is created inside has this shape and type; its initializer may not say so before it has run."""
+    """Announces shape and type of the variable that is created inside; its initializer may not tell them before it has
+    run.
+    """
     token = _known_bytes.set(math.prod(shape) * int(tf.as_dtype(dtype).size))
     try:
         yield
@@ -50,7 +53,7 @@ def knowing_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
 
 
 def install(wanted: Callable[[int | None], bool]) -> None:
-    """Variables that this thread creates eagerly from now on are deferred, where that is ``wanted``.
+    """Defers variables that this thread creates eagerly from now on, where that is ``wanted``.
 
     The hook stays when the run ends (creators are a stack, of which only the top can be taken away), and does nothing
     until the next run puts its own in its place. Functions that are traced have creators of their own.
@@ -66,7 +69,7 @@ def install(wanted: Callable[[int | None], bool]) -> None:
 
 
 def creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
-    """A creator of variables, as TensorFlow asks them: defers what is ``wanted``, and passes the others on."""
+    """Returns a variable creator for TensorFlow that defers what is ``wanted``, and passes the others on."""
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
         size_bytes = _known_bytes.get()
@@ -79,7 +82,8 @@ def creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
 
 
 def creator_in_traces(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
-    """The same for functions that are traced, of what begins with constants, as the state of an optimizer does.
+    """Returns a variable creator for traced functions, which defers what begins with constants, as an optimizer's state
+    does.
 
     tf.function would take such a variable in, and hold its whole first value as long as itself. What begins with random
     numbers stays with it, so that these are those of plain TensorFlow.
@@ -99,7 +103,7 @@ def creator_in_traces(wanted: Callable[[int | None], bool]) -> Callable[..., Any
 
 
 def _of_constants(value: Any, dtype: Any) -> bool:
-    """Whether an initial value depends on nothing that is random, or that a function's tensors say."""
+    """Tells whether an initial value depends neither on random numbers nor on a function's tensors."""
     if not callable(value):
         return value is not None and not isinstance(value, tf.Variable) and not tf.is_symbolic_tensor(value)
     graph = func_graph.FuncGraph("whale_constants")
@@ -130,7 +134,9 @@ def _uninitialized(initial: Initial, kwargs: dict[str, Any]) -> Any:
 
 
 def _initial(kwargs: dict[str, Any]) -> Initial | tf.Tensor | None:
-    """What to make of a creation: a deferred initial value, a little one that is computed, or None: leave it alone."""
+    """Returns what to make of a creation: a deferred initial value, a little one that is computed, or None: leave it
+    alone.
+    """
     known = {*_PASSED_ON, *_PLAIN, "initial_value", "dtype", "shape", "experimental_enable_variable_lifting"}
     known.add("collections")  # of graphs: no matter where creation is eager
     odd = any(value is not None and name not in known for name, value in kwargs.items())
@@ -161,7 +167,7 @@ def defer(variable: Any, initial: Initial) -> None:
 
 
 def forget(variable: Any) -> None:
-    """``variable`` is deferred no more, and holds nothing: somebody gives it a value now."""
+    """Ends the deferral of ``variable``, which then holds nothing: its caller gives it a value now."""
     if deferred_of(variable) is not None:
         variable.__class__ = resource_variable_ops.ResourceVariable
         del variable._whale_initial

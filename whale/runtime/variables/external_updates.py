@@ -1,4 +1,4 @@
-"""What changes variables beside the run's programs: every rank does that alone, and nothing makes it equal."""
+"""Notes changes of variables beside the run's programs: every rank makes them alone, and nothing keeps them equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whale.runtime.variables.deferred import capturing, deferred_of
 # Methods of variables by which a step of training adds something, and those that give a value from anywhere.
 _ADDS = tuple(name for name in dir(BaseResourceVariable) if name.startswith(("assign_", "scatter_", "batch_scatter_")))
 _GIVES = ("assign", "_restore_from_tensors")
-# A value that is given so often, once a gradient was computed, comes from a loop of training.
+# A variable that is assigned this often, once a gradient was computed, is updated by a loop of training.
 _OFTEN = 3
 # TensorFlow's own function, which gives first values to variables that a tf.function has made.
 _FIRST_VALUES = "initialize_variables"
@@ -71,13 +71,14 @@ class Outside:
             setattr(gen_training_ops, module, passed_on)
 
     def take_back(self) -> None:
-        """Notes nothing from now on."""
+        """Ends the noting: restores what was replaced."""
         for where, name, original in reversed(self._replaced):
             setattr(where, name, original)
         self._replaced.clear()
 
     def held(self, other_than: Collection[int], only: Collection[int] | None) -> Iterator[tuple[str, tf.Tensor, bool]]:
-        """(name, value, whether it was trained) of the noted variables that hold a value, in the order of their making.
+        """Yields (name, value, whether it was trained) of the noted variables that hold a value, in the order of their
+        making.
 
         Args:
           other_than: numbers (``id``) of the handles of those that are left out.
@@ -93,7 +94,9 @@ class Outside:
                 yield made.name, value, made.trained
 
     def forget_written(self, handles: Iterable[int] | None = None) -> None:
-        """Whatever was written so far is known; ``handles``: to those only (``id``), which got other values since."""
+        """Forgets the writes so far, which are known; ``handles``: only those to these handles (``id``), which got
+        other values since.
+        """
         for key in list(self.written if handles is None else handles):
             self.written.pop(key, None)
 
@@ -156,7 +159,7 @@ class Outside:
             self._trained_in_function([made.name])
 
     def _optimizing(self, op: str, handle: Any) -> None:
-        """An operation of TensorFlow's optimizers is built, or run."""
+        """Notes that an operation of TensorFlow's optimizers is built, or run."""
         if capturing.get():
             return
         made = self._made.get(id(handle))
@@ -170,7 +173,7 @@ class Outside:
             self._trained_in_function(names)
 
     def _trained_in_function(self, names: Iterable[str]) -> None:
-        """A function is traced that writes to variables; graphs of TensorFlow 1 are seen when they run."""
+        """Notes that a function is traced that writes to variables; graphs of TensorFlow 1 are seen when they run."""
         graph, outermost = tf.compat.v1.get_default_graph(), None
         while isinstance(graph, FuncGraph):
             graph, outermost = graph.outer_graph, graph
@@ -183,7 +186,7 @@ class Outside:
         self.trained.setdefault(what, {}).update(dict.fromkeys(names))
 
     def _known(self, variable: Any) -> Made | None:
-        """What is noted of a variable; None where it is not one that is trained."""
+        """Returns what is noted of a variable; None where it is not one that is trained."""
         handle = getattr(variable, "_handle", None)
         if not isinstance(handle, tf.__internal__.EagerTensor):
             return None
@@ -205,7 +208,7 @@ class Outside:
 
 
 class _PassedOn:
-    """A module of which one function is heard: ``hear`` gets the operation's name and the variable's handle."""
+    """A module one of whose functions is listened to: ``hear`` gets the operation's name and the variable's handle."""
 
     def __init__(self, module: Any, call: str, hear: Callable[[str, Any], None]) -> None:
         self._module, self._hear = module, hear
@@ -222,13 +225,13 @@ class _PassedOn:
 
 
 def _place(before: str = " at") -> str:
-    """Which line of the script has called, if one in this thread has."""
+    """Returns ``before`` and the line of the script that has called, or "" if none in this thread has."""
     line = script_line()
     return f"{before} {line}" if line else ""
 
 
 def _trained_by(ops: Collection[tf.Operation]) -> list[str]:
-    """Names of the variables that an optimizer updates in a run of these operations."""
+    """Returns the names of the variables that an optimizer updates in a run of these operations."""
     found: dict[str, None] = {}
     seen, left = {op.name for op in ops}, list(ops)
     while left:

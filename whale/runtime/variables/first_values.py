@@ -1,4 +1,4 @@
-"""The first rank's first values on every rank: what they are made from, or the values themselves. Collective."""
+"""Brings the first rank's first values to every rank: what they are made from, or the values themselves. Collective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.runtime.variables.partial_initializers import Initial, Op
 
 
 def agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Initial | None]:
-    """The first rank's initial values of variables that hold none there; None for those that it has made.
+    """Returns the first rank's initial values of variables that hold none there; None for those that it has made.
 
     Raises:
       CommError: a variable is restored from a checkpoint on the first rank only.

@@ -1,4 +1,4 @@
-"""How a script says that variables are to lie before a program uses them, by a LayoutMap for example."""
+"""Reads how a script says that variables are to lie before a program uses them, by a LayoutMap for example."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whale.ir.mesh import Tiles
 
 
 def given_tiles(captured: CapturedVariable) -> Tiles | None:
-    """How the script says that the variable lies; None: it says nothing."""
+    """Returns how the script says that the variable lies; None: it says nothing."""
     return getattr(captured.variable, "_whale_tiles", None)
 
 

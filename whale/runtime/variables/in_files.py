@@ -1,4 +1,4 @@
-"""Variables whose parts lie in files instead of memory: tables that are larger than what a rank has.
+"""Keeps parts of variables in files instead of memory: of tables that are larger than what a rank has.
 
 A part's tensor is a file that the system maps (``WhaleMappedTensor``): TensorFlow's own operations read and write rows
 of it, what is used is in memory while there is room, and what was changed is written back. Files have no names, and go
@@ -23,17 +23,17 @@ _FOLDER = "_whale_folder"
 
 
 def keep_in_files(variable: tf.Variable, folder: str) -> None:
-    """The parts of ``variable`` will lie in files of ``folder``, once a run has it sharded."""
+    """Marks ``variable`` so that its parts will lie in files of ``folder``, once a run has it sharded."""
     setattr(variable, _FOLDER, folder)
 
 
 def folder_of(variable: Any) -> str:
-    """Where its parts lie in files; empty: in memory."""
+    """Returns the folder in whose files a variable's parts lie; empty: they lie in memory."""
     return str(getattr(variable, _FOLDER, ""))
 
 
 def mapped(folder: str, shape: Sequence[int], dtype: str, name: str) -> tf.Variable:
-    """A variable of zeros in a file.
+    """Makes a variable of zeros in a file.
 
     Raises:
       PlanError: the folder cannot have such a file.
@@ -63,5 +63,5 @@ def written(part: tf.Variable, begin: Sequence[int], value: tf.Tensor) -> None:
 
 
 def copied(part: tf.Variable, folder: str) -> tf.Tensor:
-    """The value of a part now, whatever later steps do: in a file, too."""
+    """Returns the value of a part now, whatever later steps do; the copy lies in a file, too."""
     return whale_ops.ops().whale_mapped_copy(variable=part.handle, folder=folder, T=part.dtype)

@@ -1,4 +1,4 @@
-"""What an initializer computes, recorded without running it: of a Python function, or of a session's graph."""
+"""Records what an initializer computes without running it: a Python function, or a part of a session's graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _OF_STATES = ASSIGNS | {"ReadVariableOp"}
 
 
 def record(make: Callable[[], Any], dtype: Any = None) -> Initial | tf.Tensor | None:
-    """What ``make`` computes: not computed yet, or its value where that is little; None: it has to be run to know.
+    """Records what ``make`` computes: a value that is not computed yet, or a little one; None: it has to be run to
+    know.
 
     Raises what ``make`` raises in a graph, and ValueError where only running it can tell what it does.
     """
@@ -46,7 +47,7 @@ def record(make: Callable[[], Any], dtype: Any = None) -> Initial | tf.Tensor | 
 
 
 def _eager_seeds(number: int) -> tuple[int, int]:
-    """Of the next random op that is run eagerly without a seed of its own."""
+    """Returns the seeds of the next random op that is run eagerly without a seed of its own."""
     first, second = random_seed.get_seed(None)
     if first is None:
         first, second = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
@@ -55,7 +56,7 @@ def _eager_seeds(number: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Stream:
-    """What a stateful op draws: numbers of ``little`` for its key and counter, and how far a run moves the counter."""
+    """The draw of a stateful op: numbers of ``little`` for its key and counter, and how far a run moves the counter."""
 
     op: str
     key: int
@@ -66,25 +67,25 @@ class _Stream:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a graph computes whenever it runs, as an initial value but for the present state of its random ops."""
+    """A graph's computation as an initial value, complete but for the present state of its random ops."""
 
     initial: Initial
     streams: tuple[_Stream, ...] = ()
 
     @property
     def is_seeded(self) -> bool:
-        """Whether every stream of random numbers has a seed, and draws the same ones on every rank."""
+        """Tells whether every stream of random numbers has a seed, and draws the same ones on every rank."""
         return all(any(stream.seeds) for stream in self.streams)
 
     @property
     def digest(self) -> str:
-        """Equal for graphs that compute the same."""
+        """Returns a digest that is equal for graphs that compute the same."""
         little = sorted((n, v.dtype.str, v.shape, v.tobytes()) for n, v in self.initial.little.items())
         what = (self.initial.shape, self.initial.dtype, little, self.initial.ops, self.initial.result, self.streams)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
     def run(self, runs: Counter[str], seeds: Callable[[int], tuple[int, int]]) -> Initial:
-        """What the next run computes.
+        """Returns the initial value that the next run computes.
 
         Args:
           runs: name of a random op -> how often it has run; counts on.
@@ -100,7 +101,7 @@ class Recorded:
 
 
 def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> Recorded | None:
-    """What a session's graph computes for ``made``; None: it depends on more than constants and seeds.
+    """Records what a session's graph computes for ``made``; None: it depends on more than constants and seeds.
 
     Args:
       fed: names of tensors that a run gives other values.
@@ -126,7 +127,7 @@ def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> Recorded | None
 
 
 def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any]) -> Recorded | tf.Tensor | None:
-    """See ``record``."""
+    """Records the operations behind ``made``; see ``record``."""
     if not all(op.type in _STREAMS or _is_recordable(op, outer) for op in operations):
         return None
     if not all(t.shape.is_fully_defined() for op in operations for t in (made, *op.outputs)):
@@ -156,7 +157,7 @@ def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any])
             continue
         if op.type == "Const" and not _is_little(op):
             dims, value = len(numbers), len(numbers) + 1
-            numbers.update({-dims: dims, -value: value})  # of no tensor
+            numbers.update({-dims: dims, -value: value})  # these numbers belong to no tensor
             little[dims], little[value] = tf.constant(shapes[0], tf.int64), tf.constant(_repeated(op))
             attrs = ("T", op.get_attr("dtype").as_datatype_enum, "index_type", tf.int64.as_datatype_enum)
             later.append(Op("Fill", attrs, (dims, value), first, shapes, dtypes))
@@ -197,7 +198,7 @@ def _is_recordable(op: Any, outer: dict[int, Any]) -> bool:
 
 
 def _repeated(op: Any) -> np.ndarray | None:
-    """The element of a constant whose elements are all alike, by the form it has in the graph."""
+    """Returns the element of a constant whose elements are all alike, by the form it has in the graph; else None."""
     proto = op.get_attr("value")
     values = [value for field, value in proto.ListFields() if field.name.endswith("_val")]
     if proto.tensor_content or proto.string_val or sum(map(len, values)) != 1:

@@ -1,4 +1,4 @@
-"""What each rank holds of the variables that programs use, piece by piece; and how a variable becomes whole again.
+"""Tells which rank holds which piece of the variables that programs use, and makes a variable whole again.
 
 A piece is what one rank computes with: a tile of a variable that lies split, or all of one that does not. Which rank
 has which piece follows from the plans, so every rank knows it of all.
@@ -20,7 +20,7 @@ from whale.runtime.variables.stage_variables import Home
 
 
 class Holding:
-    """One variable.
+    """The pieces of one variable, and the ranks that hold them.
 
     Attributes:
       key: number (``id``) of its handle.
@@ -40,39 +40,41 @@ class Holding:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the variable lies split, or is that of a stage."""
+        """Tells whether the variable lies split, or belongs to a stage."""
         return self._parts is not None or self._home is not None
 
     @property
     def dtype(self) -> tf.DType:
-        """Of its elements."""
+        """Returns the type of its elements."""
         return self.variable.dtype
 
     def piece(self, rank: int) -> int | None:
-        """The number of the piece that a rank has; None: it has none."""
+        """Returns the number of the piece that a rank has; None: it has none."""
         return next((piece for piece, ranks in enumerate(self.holders) if rank in ranks), None)
 
     def alone(self, rank: int) -> int | None:
-        """The number of the piece that a rank has, and no other rank; None: there is none."""
+        """Returns the number of the piece that a rank has, and no other rank; None: there is none."""
         return next((piece for piece, ranks in enumerate(self.holders) if ranks == (rank,)), None)
 
     def handle(self, rank: int) -> Any:
-        """Of the memory in which this process's rank has its piece."""
+        """Returns the handle of the memory in which this process's rank has its piece."""
         return self._handle if self._parts is None else self._parts.of_rank(rank).handle
 
     def shape(self, piece: int) -> tuple[int, ...]:
-        """Of a piece."""
+        """Returns the shape of a piece."""
         whole = tuple(self.variable.shape)
         return whole if self._parts is None else tuple(self._parts.tiles.local_shape(whole, piece))
 
     def assigned(self) -> tf.Tensor | None:
-        """The whole value that a script has given to a variable that lies split, and that no step has cut yet."""
+        """Returns the whole value that a script has given to a variable that lies split, and that no step has cut yet;
+        else None.
+        """
         if self._parts is None or not self._parts.is_assigned:
             return None
         return gen_resource_variable_ops.read_variable_op(self._handle, self.dtype)
 
     def assembled(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The whole value, of all pieces in order."""
+        """Assembles the whole value from all pieces in order."""
         if self._parts is None:
             return pieces[0]
         shape = tuple(self.variable.shape)
@@ -84,12 +86,12 @@ class Holding:
         return tf.constant(whole)
 
     def be_whole(self, value: tf.Tensor) -> None:
-        """The variable is an ordinary one, as before any program used it, and has this value."""
+        """Makes the variable an ordinary one, as before any program used it, with this value."""
         self._leave()
         gen_resource_variable_ops.assign_variable_op(self._handle, value)
 
     def be_new(self) -> None:
-        """The variable is as it was before any program used it. No step has changed it."""
+        """Restores the variable to what it was before any program used it. No step has changed it."""
         first = self._first
         self._leave()
         if isinstance(first, Initial):
@@ -103,7 +105,7 @@ class Holding:
         return None if owner is None else owner.first
 
     def forget_first(self) -> None:
-        """A step has changed it."""
+        """Forgets the first value: a step has changed the variable."""
         for owner in (self._parts, self._home):
             if owner is not None:
                 owner.first = None
@@ -115,14 +117,16 @@ class Holding:
 
 
 class Held:
-    """What is held of all known variables, which is asked for at every step."""
+    """The holdings of all known variables, kept between steps: they are asked for at every step."""
 
     def __init__(self) -> None:
         self._lie: list[Any] = []
         self._holdings: list[Holding] = []
 
     def of(self, entries: Mapping[int, Any], homes: Mapping[int, Home], size: int) -> list[Holding]:
-        """Of the owner's entries, each with its home if it has one; the same list as before if they lie as before."""
+        """Returns the holdings of the owner's entries, each with its home if it has one; the same list as before if
+        they lie as before.
+        """
         known = [(entry, homes.get(key)) for key, entry in entries.items()]
         lie = [size, *((entry.parts, home, home and home.ranks) for entry, home in known)]
         if self._lie != lie:

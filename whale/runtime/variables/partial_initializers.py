@@ -1,4 +1,4 @@
-"""Initial values that are made part by part, so that no rank ever holds a whole one.
+"""Makes initial values part by part, so that no rank ever holds a whole one.
 
 What an initializer computes is recorded as a small program, without running it. Little values in it (shapes, seeds, a
 generator's state) are computed at once, in the order in which the script would; what is large is computed later, for
@@ -24,9 +24,9 @@ from whale.ir.mesh import Tiles
 from whale.ir.ops import IDENTITIES, STREAM_DRAWS
 from whale.runtime.variables.in_files import mapped, written
 
-# What is computed at once when a variable is created; smaller variables are made as ever.
+# Values up to this size are computed at once when a variable is created; smaller variables are made as ever.
 LITTLE_BYTES = 4096
-# What is made at a time of a part, or drawn at a time where a part is some columns of all rows.
+# Bytes of a part that are made at a time, or drawn at a time where a part is some columns of all rows.
 _BLOCK_BYTES = 512 << 10
 _LONG_BYTES = 256 << 10  # a row's part that is drawn by itself
 # Elements that one step of the counter yields, by op and element size; TensorFlow's random_distributions.h.
@@ -39,7 +39,7 @@ _POINTWISE = IDENTITIES | frozenset(
      "Log", "Tanh", "Erfinv", "Sin", "Cos", "Abs", "Floor", "Maximum", "Minimum", "Pow", "Sign", "LogicalNot",
      "LogicalAnd", "LogicalOr", "Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "SelectV2"}
 )  # fmt: skip
-# Where a block lies in a part, where in the whole value, and its size.
+# A block: where it begins in a part, where in the whole value, and its size.
 _Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Reader = Callable[[tuple[int, ...], tuple[int, ...]], Any]
 
@@ -76,22 +76,22 @@ class Initial:
 
     @property
     def bytes(self) -> int:
-        """Of the whole value."""
+        """Returns the bytes of the whole value."""
         return math.prod(self.shape) * int(tf.as_dtype(self.dtype).size)
 
     @property
     def is_divisible(self) -> bool:
-        """Whether a part is computed without the whole."""
+        """Tells whether a part is computed without the whole."""
         return self.reader is not None or all(_is_divisible(op) for op in self.ops)
 
     def whole(self) -> tf.Tensor:
-        """The value on this rank."""
+        """Computes the whole value on this rank."""
         if self.reader is not None:
             return self._read((0,) * len(self.shape), self.shape)
         return _Region(self, (0,) * len(self.shape), self.shape).value()
 
     def part(self, tiles: Tiles, place: int, name: str = "part", folder: str = "") -> tf.Variable:
-        """A variable that holds part number ``place``; beside that, a megabyte or two at a time.
+        """Makes a variable that holds part number ``place``; that takes a megabyte or two beside the part.
 
         A value that is not divisible is whole for a moment.
 
@@ -118,7 +118,7 @@ class Initial:
         return fills and not self.little[self.ops[0].operands[1]].any()
 
     def _blocks(self, tiles: Tiles, place: int) -> list[_Block]:
-        """Blocks of rows of a part."""
+        """Cuts a part into blocks of rows."""
         found: list[_Block] = []
         for region in tiles.regions(self.shape, place):
             rows, *rest = region.size
@@ -142,7 +142,9 @@ class Initial:
 
 
 def uniform_value(value: tf.Tensor) -> Initial | None:
-    """An eager tensor whose elements are all alike (zeros of an optimizer's slot), to be made again; else None."""
+    """Records an eager tensor whose elements are all alike (zeros of an optimizer's slot), to be made again; None for
+    others.
+    """
     shape, dtype = tuple(value.shape.as_list()), value.dtype
     if math.prod(shape) * dtype.size <= LITTLE_BYTES or dtype.size not in (1, 2, 4, 8) or not dtype.is_numpy_compatible:
         return None
@@ -199,7 +201,7 @@ class _Region:
         return execute_op(op, [self._operand(n) for n in op.operands])
 
     def _of(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """(begin, size) of the region in a tensor of ``shape``, given NumPy's broadcasting."""
+        """Returns (begin, size) of the region in a tensor of ``shape``, given NumPy's broadcasting."""
         missing = len(self.initial.shape) - len(shape)
         pairs = [(0, 1) if n == 1 else (self.begin[missing + d], self.size[missing + d]) for d, n in enumerate(shape)]
         return [b for b, _ in pairs], [n for _, n in pairs]
@@ -234,7 +236,7 @@ class _Region:
 
 
 def _draw(op: Op, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
-    """Elements ``begin`` to ``begin + count`` of the stream that the whole tensor takes its elements from."""
+    """Draws elements ``begin`` to ``begin + count`` of the stream that the whole tensor takes its elements from."""
     _, key, counter, algorithm = (little[n] for n in op.operands)
     assert int(algorithm) in (PHILOX, _ANY_ALGORITHM), algorithm
     # The kernel deals the stream out in groups, each of which begins at a counter of its own.
@@ -257,10 +259,12 @@ def _with(attrs: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
 
 
 def own_memory(value: tf.Tensor) -> tf.Tensor:
-    """A copy: rows that were cut out lie in the whole tensor's memory, which a variable of them would hold on to."""
+    """Copies a value: rows that were cut out lie in the whole tensor's memory, which a variable of them would hold on
+    to.
+    """
     return tf.raw_ops.DeepCopy(x=value)
 
 
 def _variable(value: tf.Tensor, name: str) -> tf.Variable:
-    """Not tf.Variable, which asks who defers creations."""
+    """Makes a variable past tf.Variable, which asks who defers creations."""
     return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)

@@ -1,6 +1,6 @@
-"""Variables that lie split between steps: every rank holds its part, and steps read and update the parts.
+"""Keeps variables split between steps: every rank holds its part, and steps read and update the parts.
 
-One that lies whole in the host's memory beside an accelerator has one part, which all ranks hold.
+A variable that lies whole in the host's memory beside an accelerator has one part, which all ranks hold.
 
 The user's tf.Variable stays what the program names. It holds nothing while the parts are valid; read eagerly, it gives
 the global value, which is collective. What a script or a checkpoint assigns to it is a whole value, which the next step
@@ -55,7 +55,8 @@ class Parts:
         group: tuple[int, ...] = (),
         device: str | None = None,
     ):
-        """
+        """Cuts the variable's value into parts, or makes them from its initial value.
+
         Args:
           initial: the value of a variable that holds none: its parts are all that is made.
           device: on which the parts lie; None: TensorFlow's choice.
@@ -79,48 +80,50 @@ class Parts:
         self._variable.__class__ = _split_class(kind)
 
     def leave(self) -> None:
-        """The variable is an ordinary one again, which holds nothing; the parts are gone with their last reader."""
+        """Makes the variable an ordinary one again, which holds nothing; the parts are gone with their last reader."""
         self._variable.__class__ = self._kind
         del self._variable._whale_parts
         self._parts.clear()
 
     @property
     def key(self) -> int:
-        """Number (``id``) of the variable's handle."""
+        """Returns the number (``id``) of the variable's handle."""
         return id(self._handle)
 
     @property
     def dtype(self) -> tf.DType:
-        """Element type of the variable."""
+        """Returns the element type of the variable."""
         return self._variable.dtype
 
     @property
     def shape(self) -> tf.TensorShape:
-        """Shape of the whole variable."""
+        """Returns the shape of the whole variable."""
         return self._variable.shape
 
     def place(self, rank: int) -> int | None:
-        """Which part a rank has; None: it has none."""
+        """Returns the number of the part that a rank has; None: it has none."""
         if not self.group:
             return rank % self.tiles.count
         return self.group.index(rank) % self.tiles.count if rank in self.group else None
 
     def holders(self, place: int) -> tuple[int, ...]:
-        """The ranks that have a part."""
+        """Returns the ranks that have a part."""
         return (self.group or tuple(range(self._context.size)))[place :: self.tiles.count]
 
     def of_rank(self, rank: int) -> tf.Variable:
-        """The part that a rank of this process has."""
+        """Returns the part that a rank of this process has."""
         return self._parts[rank]
 
     def _own(self) -> list[tuple[int, int]]:
-        """(rank, part) of this process's ranks that have one."""
+        """Returns (rank, part) of this process's ranks that have one."""
         places = ((rank, self.place(rank)) for rank in self._context.ranks)
         return [(rank, place) for rank, place in places if place is not None]
 
     @property
     def bytes(self) -> int:
-        """What these ranks hold in memory: their parts, and the whole value where somebody assigned one."""
+        """Returns the bytes that these ranks hold in memory: their parts, and the whole value where somebody assigned
+        one.
+        """
         held = self._held()
         whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
         return (
@@ -140,12 +143,12 @@ class Parts:
         return whole
 
     def value_of(self, rank: int) -> tf.Tensor:
-        """The part that a rank of this process has, as it is now, whatever later steps do."""
+        """Returns the part that a rank of this process has, as it is now, whatever later steps do."""
         part = self._parts[rank]
         return copied(part, self.folder) if self.folder else part.read_value()
 
     def free_files(self) -> None:
-        """Gives the disk back now: a process that ends with large files seems to be gone long before it is."""
+        """Frees the files now: a process that ends with large files seems to be gone long before it is."""
         for part in self._parts.values() if self.folder else ():
             hold_nothing(part.handle, self.dtype)
 
@@ -157,13 +160,13 @@ class Parts:
         elif rank in self._parts:
             self._parts[rank].assign(part)
         else:
-            # Not tf.Variable, which asks who defers creations.
+            # tf.Variable is not used: it asks who defers creations.
             name = f"part{rank}"
             with tf.device(self.device):
                 self._parts[rank] = resource_variable_ops.ResourceVariable(part, trainable=False, name=name)
 
     def whole(self) -> tf.Tensor:
-        """The global value. Collective between processes, unless a whole value was assigned.
+        """Returns the global value. Collective between processes, unless a whole value was assigned.
 
         Raises:
           CommError: the ranks do not all read it, or the run is over.
@@ -183,26 +186,26 @@ class Parts:
         return parts[0]
 
     def read(self) -> tf.Tensor:
-        """The global value, for a script that reads it; collective between processes."""
+        """Reads the global value for a script; collective between processes."""
         return read_surviving(self._context, self._variable, self.whole)
 
     def bring_home(self) -> None:
-        """The whole value into the variable itself, until the next step. Collective between processes."""
+        """Gathers the whole value into the variable itself, until the next step. Collective between processes."""
         self.hold(self.whole())
 
     def hold(self, whole: tf.Tensor) -> None:
-        """A whole value into the variable itself, until the next step."""
+        """Puts a whole value into the variable itself, until the next step."""
         gen_resource_variable_ops.assign_variable_op(self._handle, whole)
 
     def make_room(self) -> None:
-        """Any whole value, so that another can be assigned."""
+        """Puts a whole value of zeros into the variable if it has none, so that another can be assigned."""
         if self._held() is None:
             zeros = tf.zeros(self._variable.shape, self._variable.dtype)
             gen_resource_variable_ops.assign_variable_op(self._handle, zeros)
 
     @property
     def is_assigned(self) -> bool:
-        """Whether a whole value was assigned, which the next step cuts."""
+        """Tells whether a whole value was assigned, which the next step cuts."""
         return self._held() is not None
 
     def _held(self) -> tf.Tensor | None:
@@ -228,10 +231,11 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
 
 
 def cut(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
-    """The part number ``place`` of a value, in memory of its own."""
+    """Returns part number ``place`` of a value, in memory of its own."""
     regions = list(tiles.regions(tuple(whole.shape.as_list()), place))
     if len(regions) == 1:
-        # Not tf.slice: of variables whose handles say no shape, TensorFlow's optimizer takes the first rows for all.
+        # tf.slice is not used: where a variable's handle says no shape, TensorFlow's optimizer takes the first rows for
+        # all of them.
         begin, size = regions[0].begin, regions[0].size
         return own_memory(tf.strided_slice(whole, begin, np.add(begin, size)))
     at = coordinates_of(place, tiles.sizes)
@@ -253,7 +257,8 @@ def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
 
 
 def gathered(part: tf.Tensor, tiles: Tiles, order: Sequence[int], rank: int, comm: tf.Tensor, key: str) -> tf.Tensor:
-    """The whole value on ``rank``, which has ``part``. Collective among the ranks that have all parts between them.
+    """Gathers the whole value on ``rank``, which has ``part``. Collective among the ranks that have all parts between
+    them.
 
     Args:
       order: of ranks; those that have the parts between them are next to each other.
@@ -306,7 +311,7 @@ def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor
 
 @cache
 def _split_class(kind: type) -> type:
-    """``kind`` for a variable that lies split; graphs that read it are built as ever."""
+    """Returns a subclass of ``kind`` for a variable that lies split; graphs that read it are built as ever."""
 
     def read(self: Any, no_copy: bool = False) -> Any:
         if tf.executing_eagerly():

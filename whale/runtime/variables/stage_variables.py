@@ -1,6 +1,6 @@
-"""Variables of stages: only the ranks of their stage keep them up to date, and whoever else reads one has it sent.
+"""Keeps variables of stages up to date on the ranks of their stage only, and sends their values to other readers.
 
-Every rank knows of every variable on which ranks its value is the present one, since that follows from the plans of the
+Every rank knows on which ranks the present value of every variable is, since that follows from the plans of the
 steps that ran. A program that reads it elsewhere, and a script that reads it, first get the value; so reading is
 collective, as for variables that lie split. The other ranks hold no value after a step; of ranks in one process the
 first one does, whose variable is the script's.
@@ -25,7 +25,7 @@ from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
 
 class Home:
-    """Where a variable's value is the present one.
+    """The ranks on which a variable's present value is.
 
     Attributes:
       ranks: those ranks; None: all.
@@ -53,16 +53,18 @@ class Home:
             variable.__class__ = _homed_class(kind)
 
     def leave(self) -> None:
-        """The variable is an ordinary one again, with the value that it has here."""
+        """Makes the variable an ordinary one again, with the value that it has here."""
         self.variable.__class__ = self._kind
         del self.variable._whale_home
 
     def of_position(self, position: int) -> Any:
-        """The variable of this process's rank number ``position``."""
+        """Returns the variable of this process's rank number ``position``."""
         return self.variable if position == 0 else self.copies[position - 1]
 
     def after(self, use: VariableUse) -> None:
-        """Takes note of a step; in one process, the first rank's variable is what the script sees."""
+        """Records a step's use of the variable; in one process, copies the value to the first rank's, which the script
+        sees.
+        """
         if not use.writes:
             return
         self.ranks = use.ranks if len(use.ranks) < self.context.size else None
@@ -77,7 +79,7 @@ class Home:
         self.free()
 
     def free(self) -> None:
-        """Copies of other ranks of this process than those that have the present value hold nothing."""
+        """Frees the copies of those ranks of this process that do not have the present value."""
         for position in range(1, len(self.copies) + 1) if self.ranks is not None else ():
             if position not in self.ranks and position not in self._empty:  # type: ignore[operator]
                 copy = self.of_position(position)
@@ -85,27 +87,27 @@ class Home:
                 self._empty.add(position)
 
     def give_copies(self, value: tf.Tensor) -> None:
-        """A value to every copy that lacks the present one."""
+        """Assigns a value to every copy that lacks the present one."""
         for position in set(range(self.context.size)) - (self.ranks or frozenset(range(self.context.size))):
             gen_resource_variable_ops.assign_variable_op(self.of_position(position).handle, value)
         self._empty.clear()
 
     def held_copies(self) -> int:
-        """How many variables of this process hold a value."""
+        """Returns how many variables of this process hold a value."""
         return int(self.held) + len(self.copies) - len(self._empty)
 
     def make_room(self) -> None:
-        """Any value, so that another can be assigned."""
+        """Puts zeros into a variable that holds nothing, so that another value can be assigned."""
         if not self.held:
             self.hold(tf.zeros(self.variable.shape, self.variable.dtype))
 
     def hold(self, value: tf.Tensor) -> None:
-        """A value into the variable itself."""
+        """Puts a value into the variable itself."""
         gen_resource_variable_ops.assign_variable_op(self.variable.handle, value)
         self.held = True
 
     def own_value(self) -> tf.Tensor:
-        """What this rank's variable holds, or zeros."""
+        """Returns what this rank's variable holds, or zeros."""
         if not self.held:
             return tf.zeros(self.variable.shape, self.variable.dtype)
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
@@ -114,7 +116,9 @@ class Home:
 def home_of_copies(
     name: str, variable: Any, copies: Sequence[Any], use: VariableUse | None, context: Ranks
 ) -> Home | None:
-    """Of a variable that some ranks of this process use: what it becomes where only these and the first one hold it."""
+    """Makes the home of a variable that some ranks of this process use, so that only these and the first one hold it;
+    else None.
+    """
     if not copies or use is None or not 0 < len(use.ranks) < context.size:
         return None
     home = Home(name, variable, copies, context, use.ranks | {0})
@@ -123,13 +127,13 @@ def home_of_copies(
 
 
 def present_copies(copies: Sequence[Any], home: Home | None) -> list[Any]:
-    """The copies of other ranks of this process than the first that have the present value."""
+    """Returns the copies of other ranks of this process than the first that have the present value."""
     ranks = home.ranks if home is not None else None
     return [copy for i, copy in enumerate(copies, 1) if ranks is None or i in ranks]
 
 
 def refresh(homes: Sequence[Home], context: Ranks) -> None:
-    """Present values on every rank. Collective."""
+    """Brings present values to every rank. Collective."""
     homes = [home for home in homes if home.ranks is not None]
     if not context.between_processes:
         for home in homes:
@@ -163,7 +167,7 @@ def refresh(homes: Sequence[Home], context: Ranks) -> None:
 
 
 def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
-    """Before a step: present values of what it uses on ranks that lack them."""
+    """Brings present values of what a step uses to ranks that lack them, before it."""
     stale = []
     for key, use in uses:
         home = homes.get(key)
@@ -174,7 +178,7 @@ def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, VariableUse
 
 
 def _read_by_script(home: Home) -> None:
-    """The present value, before the script reads it here. All ranks have to read it.
+    """Brings the present value here before the script reads it. All ranks have to read it.
 
     Raises:
       CommError: the ranks do not all read it, or the run is over.
@@ -188,7 +192,7 @@ def _read_by_script(home: Home) -> None:
 
 @cache
 def _homed_class(kind: type) -> type:
-    """``kind`` for a variable of a stage; graphs that read it are built as ever."""
+    """Returns a subclass of ``kind`` for a variable of a stage; graphs that read it are built as ever."""
 
     def read(self: Any, no_copy: bool = False) -> Any:
         def now() -> Any:

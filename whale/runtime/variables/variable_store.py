@@ -1,4 +1,4 @@
-"""Who owns variables' layouts and copies: first values, copies of in-process ranks, the check of replicas."""
+"""Holds the variables of a run: their layouts, first values, copies of in-process ranks, and the check of replicas."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Entry:
         return Tiles() if self.parts is None or self.parts.tiles.count == 1 else self.parts.tiles
 
     def read(self) -> tf.Tensor:
-        """The first rank's value: the variable's own memory until somebody writes to it."""
+        """Reads the first rank's value: the variable's own memory until somebody writes to it."""
         return gen_resource_variable_ops.read_variable_op(self.handle, self.variable.dtype)
 
 
@@ -77,11 +77,11 @@ class VariableOwner:
 
     @property
     def known(self) -> list[tf.Variable]:
-        """The variables that programs have used, in the order in which all ranks came to know them."""
+        """Returns the variables that programs have used, in the order in which all ranks came to know them."""
         return [entry.variable for entry in self._entries.values()]
 
     def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
-        """How those variables lie that an earlier program or the script has fixed, by handle node."""
+        """Returns the tiles of those variables that an earlier program or the script has fixed, by handle node."""
         given = {c.node: given_tiles(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         fixed = {node: entry.tiles for node, entry in known if entry is not None}
@@ -96,7 +96,8 @@ class VariableOwner:
     ) -> None:
         """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
 
-        One that holds no value yet, and that a pipeline's stage has, gets it on the ranks of that stage only.
+        A variable that holds no value yet, and that belongs to a pipeline's stage, gets it on the ranks of that stage
+        only.
 
         Args:
           uses: handle node -> the ranks that use it, where they are not all, and how it lies split.
@@ -107,7 +108,7 @@ class VariableOwner:
           PlanError: a variable cannot lie as the plan says.
         """
         self._move_to_host([c for c in captured if c.node in on_host])
-        # What lies in the host's memory does so in parts, be it one.
+        # A variable in the host's memory lies there in parts, even if it is one part.
         placed = {c.node: _in_one_part(c) for c in captured if c.node in on_host}
         placed |= {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         for c in captured:
@@ -143,7 +144,9 @@ class VariableOwner:
                 self._homes[id(c.handle)] = home
 
     def owns(self, variable: tf.Variable) -> bool:
-        """Whether programs of this run use the variable: its value is then the same on every rank, or lies split."""
+        """Tells whether programs of this run use the variable: its value is then the same on every rank, or lies
+        split.
+        """
         return id(variable._handle) in self._entries
 
     def _send(
@@ -155,7 +158,9 @@ class VariableOwner:
         uses: Mapping[str, VariableUse],
         on_host: Collection[str],
     ) -> None:
-        """The first rank's values on every rank; of those that come to lie split, one at a time is whole there."""
+        """Broadcasts the first rank's values; of variables that come to lie split, one at a time is whole on every
+        rank.
+        """
         broadcast_values([c for c in new if c.node not in placed], context)
         for c, initial in zip(new, initials):
             if c.node in placed and initial is None:
@@ -163,7 +168,7 @@ class VariableOwner:
                 self._divide(c, placed[c.node], None, context, uses.get(c.node), c.node in on_host)
 
     def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Ranks) -> None:
-        """The value of a variable that holds none, on ``ranks`` only."""
+        """Gives a variable that holds none its value, on ``ranks`` only."""
         forget(c.variable)
         held = context.rank in ranks
         if held:
@@ -201,11 +206,11 @@ class VariableOwner:
         use: VariableUse | None,
         on_host: bool,
     ) -> None:
-        """Parts of the variable on the ranks of this process, unless it has them."""
+        """Makes the variable's parts on the ranks of this process, unless it has them."""
         if id(c.handle) in self._entries:
             return
         forget(c.variable)
-        # What can only be computed whole is computed by one process after the other.
+        # A value that can only be computed whole is computed by one process after the other.
         in_turns = initial is not None and not initial.is_divisible and context.between_processes
         for turn in range(context.size if in_turns else 1):
             if not in_turns or turn == context.rank:
@@ -218,14 +223,16 @@ class VariableOwner:
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
 
     def classify(self, captured: Sequence[CapturedVariable], kinds: Mapping[str, str]) -> None:
-        """Remembers what variables are to a program that uses them: parameters are so whatever other programs do."""
+        """Records the kinds of variables in a program that uses them; a parameter stays one whatever other
+        programs do.
+        """
         for c in captured:
             entry = self._entries[id(c.handle)]
             if c.node in kinds and entry.kind != "parameters":
                 entry.kind = kinds[c.node]
 
     def held_bytes(self) -> dict[str, int]:
-        """Kind -> bytes that the ranks of this process hold of the variables that programs have used."""
+        """Returns kind -> bytes that the ranks of this process hold of the variables that programs have used."""
         found: Counter[str] = Counter()
         for entry in self._entries.values():
             home = self._homes.get(id(entry.handle))
@@ -234,13 +241,15 @@ class VariableOwner:
         return dict(found)
 
     def held_on_host_bytes(self) -> int:
-        """Of these, what lies in the host's memory beside an accelerator."""
+        """Returns the bytes of these that lie in the host's memory beside an accelerator."""
         return sum(e.parts.bytes for e in self._entries.values() if e.parts is not None and e.parts.device is not None)
 
     def uses(
         self, captured: Sequence[CapturedVariable], uses: Mapping[str, VariableUse], context: Ranks
     ) -> list[tuple[int, VariableUse]]:
-        """What a program does with its variables, for ``before`` and ``after``; a variable of one stage gets a home."""
+        """Returns what a program does with its variables, for ``before`` and ``after``; a variable of one stage gets a
+        home.
+        """
         found = []
         for c in captured:
             use = uses.get(c.node, VariableUse(frozenset(range(context.size)), True))
@@ -251,12 +260,12 @@ class VariableOwner:
         return found
 
     def before(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
-        """Before a step: present values where it reads them. Collective where a stage reads what another one holds."""
+        """Brings present values to where a step reads them. Collective where a stage reads what another one holds."""
         if self._homes:
             refresh_for(self._homes, uses, context)
 
     def after(self, uses: Sequence[tuple[int, VariableUse]]) -> None:
-        """After a step: where its variables have their present values now."""
+        """Records, after a step, where its variables have their present values now."""
         if self._homes:
             for key, use in uses:
                 if key in self._homes:
@@ -267,19 +276,21 @@ class VariableOwner:
         return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
 
     def holdings(self, size: int) -> list[Holding]:
-        """What each of ``size`` ranks holds of the known variables, in the same order everywhere: see ``Held``."""
+        """Returns what each of ``size`` ranks holds of the known variables, in the same order everywhere: see
+        ``Held``.
+        """
         return self._held.of(self._entries, self._homes, size)
 
     def holders(self, variable: tf.Variable, context: Ranks) -> tuple[int, ...]:
-        """The ranks that have the present value of a variable that programs of this run use."""
+        """Returns the ranks that have the present value of a variable that programs of this run use."""
         return tuple(sorted(self._holders(self._entries[id(variable._handle)], context)))
 
     def own_value(self, variable: tf.Variable) -> tf.Tensor:
-        """What this rank holds of it; not collective."""
+        """Returns what this rank holds of it; not collective."""
         return self._entries[id(variable._handle)].read()
 
     def bring_home(self, variables: Sequence[tf.Variable], context: Ranks) -> None:
-        """Present values of those that stages have on every rank, until the next step. Collective."""
+        """Brings present values of those that stages have to every rank, until the next step. Collective."""
         homes = dict.fromkeys(self._homes.get(id(v._handle)) for v in variables)
         refresh([home for home in homes if home is not None], context)
 
@@ -306,7 +317,9 @@ class VariableOwner:
     def handles(
         self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int, rank: int
     ) -> list[Any]:
-        """Handles of the variables behind ``nodes`` for ``rank``, the process's rank number ``position``."""
+        """Returns the handles of the variables behind ``nodes`` for ``rank``, the process's rank number
+        ``position``.
+        """
         by_node = {c.node: c for c in captured}
         entries = [self._entries[id(by_node[n].handle)] for n in nodes]
         return [
@@ -315,7 +328,8 @@ class VariableOwner:
         ]
 
     def check(self, context: Ranks, outside: Outside | None, what: str = "wh.check_replicas()") -> int:
-        """Compares all copies, also of what was trained, but not by a program; how many. Collective between processes.
+        """Compares all copies, also of what was trained beside programs, and returns how many. Collective between
+        processes.
 
         Raises:
           CommError: a rank's copy differs from the first rank's.
@@ -333,7 +347,7 @@ class VariableOwner:
     def held(
         self, context: Ranks, outside: Outside | None, only: Collection[int] | None = None, trainable: bool = False
     ) -> Said:
-        """What this rank says of the variables that it holds whole, to compare copies.
+        """Describes the variables that this rank holds whole by checksums, to compare copies.
 
         Args:
           outside: knows of those that no program uses.
@@ -347,12 +361,14 @@ class VariableOwner:
         return held([*found, *(outside.held(self._entries.keys(), only) if outside is not None else ())])
 
     def written(self, outside: Outside) -> dict[int, str]:
-        """Handles that were written to since the last step, of variables that are whole everywhere: id -> name."""
+        """Returns the handles that were written to since the last step, of variables that are whole everywhere: id ->
+        name.
+        """
         known = {key: self._entries[key] for key in outside.written if key in self._entries and key not in self._homes}
         return {key: entry.name for key, entry in known.items() if entry.parts is None}
 
     def _holders(self, entry: _Entry, context: Ranks) -> frozenset[int]:
-        """The ranks on which its value is the present one."""
+        """Returns the ranks on which its value is the present one."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
 
@@ -371,7 +387,7 @@ def _refuse_elsewhere(entry: _Entry | None, c: CapturedVariable, use: VariableUs
 
 
 def _in_one_part(c: CapturedVariable) -> Tiles:
-    """What all ranks hold whole, as parts."""
+    """Returns tiles with one part, which all ranks hold."""
     return one_axis(split(0, (int(c.variable.shape[0]),)))
 
 
@@ -380,7 +396,9 @@ def _bytes(variable: tf.Variable) -> int:
 
 
 def _is_untouched(now: tf.Tensor, left: tf.Tensor) -> bool:
-    """Whether a variable still holds the value that a step left: the same memory, or for little things equal values."""
+    """Tells whether a variable still holds the value that a step left: the same memory, or for little things equal
+    values.
+    """
     if not now.shape.rank or now.dtype == tf.string:
         return bool(np.array_equal(now.numpy(), left.numpy()))
     # While ``left`` is alive, no other value can lie where it does.

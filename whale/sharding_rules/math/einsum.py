@@ -12,7 +12,7 @@ from whale.sharding_rules.registry import rule
 
 
 def product_letters(node: Node, rank: int) -> tuple[str, ...]:
-    """A letter for each dimension of what a product reads, operand by operand, and of what it makes; () for no product.
+    """Names each dimension that a product reads, operand by operand, and of its result by a letter; () for no product.
 
     Args:
       rank: dimensions of what a matrix product reads and makes, where nothing broadcasts.
@@ -76,19 +76,19 @@ def einsum(op: OpView) -> str:
 
 
 def _words(node: Node) -> tuple[str, ...]:
-    """The words of an equation: one for each operand, and that of the result."""
+    """Splits an equation into words: one for each operand, and that of the result."""
     left, _, right = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
     return (*left.split(","), right)
 
 
 def _aligned(word: str, rank: int) -> str:
-    """The word with one '.' per dimension that '...' stands for."""
+    """Returns the word with one '.' per dimension that '...' stands for."""
     head, dots, tail = word.partition("...")
     return head + "." * (rank - len(head) - len(tail)) + tail if dots else word
 
 
 def _any_operand(op: OpView) -> str | None:
-    """A product of one partial operand with whole ones is partial."""
+    """Names any one operand: a product of one partial operand with replicated ones is partial."""
     return "|".join(str(i) for i in range(len(op.inputs)))
 
 

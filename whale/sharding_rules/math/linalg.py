@@ -18,7 +18,7 @@ def eigen(op: OpView) -> str:
 
 
 def _diagonal(op: OpView, matrix: tuple[int | None, ...] | None, diagonal: tuple[int | None, ...] | None) -> str | None:
-    """The term of the diagonal(s): one, or a band of them."""
+    """Returns the term of the diagonal(s): one, or a band of them."""
     if matrix is None or diagonal is None:
         return None
     return "* d^" if len(diagonal) < len(matrix) else "* e^ d^"
@@ -43,7 +43,7 @@ def set_diag(op: OpView) -> str:
 
 
 def _zero_padding(op: OpView) -> str | None:
-    """Diagonals may be partial sums on their own where the padding is zero."""
+    """Names the diagonals, which may be partial sums on their own, where the padding is zero."""
     last = len(op.inputs) - 1
     padding = op.const(last)
     return "0" if padding is not None and not padding.any() else None

@@ -1,4 +1,4 @@
-"""Ops that are linear in some operands, so that partial sums pass through them."""
+"""Rules of ops that are linear in some operands, so that partial sums pass through them."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ ROUNDS = "_rounds"  # attribute of a Cast to fewer bits for the way to other ran
 
 
 def _cast_is_linear(op: OpView) -> str | None:
-    """P(sum) passes a Cast between floating types: integers truncate; what is rounded to be sent is summed first."""
+    """Lets P(sum) pass a Cast between floating types: integers truncate; what is rounded to be sent is summed first."""
     if op.attr(ROUNDS, False):
         return None
     return "0" if op.inputs[0].dtype in FLOATING and op.outputs[0].dtype in FLOATING else None
 
 
 def _cast_is_monotone(op: OpView) -> str | None:
-    """P(max) passes a Cast that keeps order: to floating types, and from bool."""
+    """Lets P(max) pass a Cast that keeps order: to floating types, and from bool."""
     return "0" if op.outputs[0].dtype in FLOATING or op.inputs[0].dtype == "bool" else None
 
 
 def _div_is_linear(op: OpView) -> str | None:
-    """Division is linear in its numerator, but not where it rounds."""
+    """Lets P(sum) pass a division's numerator where the division does not round."""
     return "0" if op.outputs[0].dtype in FLOATING else None
 
 
 def _add(op: OpView) -> str | None:
-    """Addition: all operands partial; strings concatenate."""
+    """Lets P(sum) pass an addition of which all operands are partial; strings concatenate instead."""
     return None if op.outputs[0].dtype == "string" else "0&1"
 
 
 def _nothing_known(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Each output has its own layout: one that is empty says nothing about the others."""
+    """Knows no output in advance: each output has its own layout, and an empty one says nothing about the others."""
     return (None,) * len(op.outputs)
 
 
 def _asserted_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """The shape that is asserted is an attribute, and global."""
+    """Sets the asserted shape, a global attribute, to the local one."""
     placement, shape = strategy.outputs[0], op.attr("shape")
     if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED

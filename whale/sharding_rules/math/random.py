@@ -24,7 +24,7 @@ def seeded(op: OpView) -> str:
 
 
 def rank_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Another seed attribute on each rank; without any seed each rank draws as it likes."""
+    """Gives each rank another seed attribute; without any seed each rank draws as it likes."""
     seeds = op.attr("seed", 0), op.attr("seed2", 0)
     if not _divided(strategy) or coordinate == 0 or seeds == (0, 0):
         return UNCHANGED
@@ -32,7 +32,7 @@ def rank_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def rank_key(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Another seed or key operand on each rank."""
+    """Gives each rank another seed or key operand."""
     if not _divided(strategy) or coordinate == 0:
         return UNCHANGED
     dtype = np.dtype(numpy_dtype(op.inputs[1].dtype))

@@ -11,7 +11,7 @@ from whale.sharding_rules.registry import rule
 
 
 def _reduced(op: OpView) -> set[int] | None:
-    """The dimensions that are reduced; None if that cannot be known."""
+    """Returns the dimensions that are reduced; None if that cannot be known."""
     shape, axes = op.inputs[0].shape, constant(op, 1)
     if shape is None:
         return None
@@ -51,7 +51,7 @@ def mean(op: OpView) -> str:
 
 
 def _mean_is_linear(op: OpView) -> str | None:
-    """Integer means round."""
+    """Lets P(sum) pass a floating mean; integer means round."""
     return "0" if op.outputs[0].dtype in FLOATING else None
 
 
@@ -61,7 +61,7 @@ def frozen_reduction(op: OpView) -> str:
 
 
 def _mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """A mean over a cut dimension is a sum divided by the global count (an empty share has no mean)."""
+    """Turns a mean over a cut dimension into a sum divided by the global count (an empty share has no mean)."""
     if not (isinstance(strategy.outputs[0], Partial) and isinstance(strategy.inputs[0], Split)):
         return UNCHANGED
     count = 1
@@ -71,7 +71,9 @@ def _mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def _of_nothing(op: OpView) -> str | None:
-    """Without axes every element is its own maximum, minimum or product."""
+    """Lets partial results pass a reduction without axes, where every element is its own maximum, minimum or
+    product.
+    """
     return "0" if _reduced(op) == set() else None
 
 

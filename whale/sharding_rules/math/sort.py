@@ -1,4 +1,4 @@
-"""Ops that look along one dimension in order: sorts, top-k, running sums."""
+"""Rules of ops that process one dimension in order: sorts, top-k, running sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention as one operation, and its gradient: queries, keys and values lie along the sequence, and go round.
+"""Rules of attention as one operation, and of its gradient: queries, keys and values are split along the sequence.
 
 These nodes are made of a program's attention for one axis (``whale.passes.normalize.ring``), and what a rank runs in
 their place exchanges blocks of keys and values (``whale.partition.ring_attention``): no rank's kernel is one of theirs.
@@ -19,22 +19,24 @@ _BEFORE_SIDES = {ATTENTION: 3, ATTENTION_GRADIENT: 6}
 
 
 def has_queries(shape: Dims | None, scores: tuple[int, ...]) -> bool:
-    """Whether a tensor that broadcasts over scores [.., queries, keys] has something for each query."""
+    """Tells whether a tensor that broadcasts over scores [.., queries, keys] has something for each query."""
     return shape is not None and len(shape) >= 2 and shape[-2] == scores[-2]
 
 
 def has_keys(shape: Dims | None, scores: tuple[int, ...]) -> bool:
-    """Whether it has something for each key."""
+    """Tells whether a tensor that broadcasts over scores has something for each key."""
     return shape is not None and len(shape) >= 1 and shape[-1] == scores[-1]
 
 
 def sides_of(node: Node) -> int:
-    """The number of operands that stand before those by which scores are scaled and masked."""
+    """Returns the number of operands before those by which scores are scaled and masked."""
     return _BEFORE_SIDES[node.op]
 
 
 def ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
-    """Bytes that travel in all: keys and values to every rank but their own, and back to it their gradients."""
+    """Returns the bytes that travel in all: keys and values to every rank but their own, and back to it their
+    gradients.
+    """
     if not isinstance(strategy.inputs[0], Split):
         return 0
     times = 1 if node.op == ATTENTION else 2
@@ -59,7 +61,7 @@ def along_sequence(op: OpView) -> str:
 
 
 def _with(t: TensorType, at: int | None, stem: str) -> str:
-    """A term in which dimension ``at`` is the sequence and nothing else can be cut."""
+    """Writes a term in which dimension ``at`` is the sequence and nothing else can be cut."""
     labels = [f"{x}^" for x in names(stem, len(t.shape or ()))]
     if at is not None:
         labels[at] = "s"

@@ -12,7 +12,7 @@ from whale.sharding_rules.registry import rule
 
 
 def image(op: OpView, spatial: str | Sequence[str], channels: str, batch: str = "b", default: str = "NHWC") -> str:
-    """A term of an image-like tensor: batch, spatial dimensions, channels, in the op's data format.
+    """Writes the term of an image-like tensor: batch, spatial dimensions, channels, in the op's data format.
 
     Args:
       spatial: the items of the spatial dimensions, or a prefix for the names of frozen ones.
@@ -30,7 +30,7 @@ def _channel_dim(op: OpView, rank: int) -> int:
 
 
 def _grouped(op: OpView, image_operand: int | None, filter_depth: int | None) -> bool:
-    """Whether the filter sees only a group of the input's channels (or that cannot be known)."""
+    """Tells whether the filter sees only a group of the input's channels (or that cannot be known)."""
     kind = op.outputs[0] if image_operand is None else op.inputs[image_operand]
     if kind.shape is None or filter_depth is None:
         return True
@@ -38,7 +38,9 @@ def _grouped(op: OpView, image_operand: int | None, filter_depth: int | None) ->
 
 
 def _groups(filter_shape: tuple[int | None, ...] | None, channels: int | None) -> tuple[str, str]:
-    """Channel dimensions, in and out, of a grouped convolution: whole groups can be cut, if the sizes are known."""
+    """Writes the channel dimensions, in and out, of a grouped convolution: whole groups can be cut, if sizes
+    are known.
+    """
     depth, out = (None, None) if filter_shape is None else filter_shape[-2:]
     if channels is None or not depth or out is None or channels % depth or out % (channels // depth):
         return "c^", "o^"
@@ -60,7 +62,7 @@ def _kernel(count: int, tail: str) -> str:
 def _spatial(
     op: OpView, image: TensorType, kernel: TensorType, count: int, flag: str = ""
 ) -> tuple[list[str], list[str]]:
-    """The spatial dimensions before and after the convolution, cut together where the step divides them.
+    """Writes the spatial dimensions before and after the convolution, cut together where the step divides them.
 
     Args:
       flag: "+" where the result sums over them.
@@ -83,7 +85,7 @@ def _spatial(
 
 
 def forward(count: int) -> Callable[[OpView], str]:
-    """A convolution over ``count`` spatial dimensions."""
+    """Returns the spec of a convolution over ``count`` spatial dimensions."""
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution(op: OpView) -> str:
@@ -101,7 +103,9 @@ def forward(count: int) -> Callable[[OpView], str]:
 
 
 def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
-    """The gradient for the input; ``like``: operand 0 is the input itself, of which only the shape matters."""
+    """Returns the spec of the gradient for the input; ``like``: operand 0 is the input itself, of which only the shape
+    matters.
+    """
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution_input_gradient(op: OpView) -> str:
@@ -118,7 +122,9 @@ def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
 
 
 def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
-    """The gradient for the filter; ``like``: operand 1 is the filter itself, of which only the shape matters."""
+    """Returns the spec of the gradient for the filter; ``like``: operand 1 is the filter itself, of which only the
+    shape matters.
+    """
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution_filter_gradient(op: OpView) -> str:

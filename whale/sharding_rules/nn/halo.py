@@ -1,4 +1,5 @@
-"""Convolutions over divided rows or columns: an operand also has what its neighbours hold next to it (``Split.halo``).
+"""Rules of convolutions over divided rows or columns: an operand also has its neighbours' adjacent rows
+(``Split.halo``).
 
 A rank computes the results whose windows begin in its own rows. Forward, and for the filter's gradient, it needs the
 image's rows that these windows reach; for the image's gradient, the incoming gradients of all windows that reach its
@@ -28,14 +29,14 @@ class _Axis:
 
 
 def _shapes(op: OpView) -> tuple[Dims | None, Dims | None]:
-    """Of the image and of the filter."""
+    """Returns the shapes of the image and of the filter."""
     if "BackpropInput" in op.node.op:
         return op.outputs[0].shape, op.inputs[1].shape
     return op.inputs[0].shape, op.outputs[0].shape if "BackpropFilter" in op.node.op else op.inputs[1].shape
 
 
 def _axes(op: OpView) -> list[_Axis]:
-    """The spatial dimensions, padded as SAME says; none where sizes are unknown."""
+    """Returns the spatial dimensions, padded as SAME says; none where sizes are unknown."""
     image, kernel = _shapes(op)
     first = 2 if str(op.attr("data_format", "NHWC")).startswith("NC") else 1
     if image is None or kernel is None:
@@ -53,7 +54,7 @@ def _axes(op: OpView) -> list[_Axis]:
 
 
 def _crossed(op: OpView, strategy: Strategy) -> _Axis | None:
-    """The divided dimension over which windows reach further than they step."""
+    """Returns the divided dimension over which windows reach further than they step, or None."""
     if op.attr("padding") != "SAME":
         return None
     cut = {p.dim for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Split)}
@@ -72,13 +73,13 @@ def _wide(strategy: Strategy, i: int, halo: tuple[int, int]) -> Strategy | None:
 
 
 def of_image(op: OpView, strategy: Strategy) -> Strategy | None:
-    """The image (operand 0) with the rows that windows of own results reach."""
+    """Widens the image (operand 0) by the rows that windows of the rank's own results reach."""
     axis = _crossed(op, strategy)
     return strategy if axis is None else _wide(strategy, 0, (axis.before, axis.reach - axis.step - axis.before))
 
 
 def of_slope(op: OpView, strategy: Strategy) -> Strategy | None:
-    """The incoming gradient (operand 2) of all windows that reach own rows."""
+    """Widens the incoming gradient (operand 2) to that of all windows that reach the rank's own rows."""
     axis = _crossed(op, strategy)
     if axis is None:
         return strategy
@@ -87,7 +88,7 @@ def of_slope(op: OpView, strategy: Strategy) -> Strategy | None:
 
 
 def of_rank(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Explicit padding: what lies outside of the image, counted from what the rank has of it."""
+    """Makes the padding explicit: what lies outside of the image, counted from what the rank has of it."""
     axis = _crossed(op, strategy)
     if axis is None:
         return UNCHANGED

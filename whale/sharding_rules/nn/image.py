@@ -14,12 +14,12 @@ def projective(op: OpView) -> str:
 
 
 def _crop_is_linear(op: OpView) -> str | None:
-    """Linear in the image unless what lies outside it is filled with a constant."""
+    """Lets P(sum) pass the image unless what lies outside it is filled with a constant."""
     return None if float(op.attr("extrapolation_value", 0.0)) else "0"
 
 
 def _is_linear_with_fill(op: OpView) -> str:
-    """Linear in the image, together with what is put where no image is, if that is the operand."""
+    """Lets P(sum) pass the image, together with the fill value where that is an operand."""
     return "0&3" if op.attr("fill_mode", "CONSTANT") == "CONSTANT" else "0"
 
 

@@ -1,5 +1,6 @@
-"""Normalisations. Training batch norm is cut by channels: its statistics are over the whole batch (the form that is cut
-by batch is decomposed elsewhere), or each rank's own."""
+"""Rules of normalisations. Training batch norm is cut by channels: its statistics are over the whole batch (the form
+that is cut by batch is decomposed elsewhere), or each rank's own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from whale.sharding_rules.registry import rule
 
 
 def _channels(op: OpView, i: int, c: str) -> str:
-    """The term of a per-channel operand, which may be empty."""
+    """Returns the term of a per-channel operand, which may be empty."""
     shape = op.inputs[i].shape
     return "." if shape == (0,) else c
 
@@ -34,20 +35,23 @@ def fused_batch_norm(op: OpView) -> str:
 
 
 def _image(op: OpView, batch: str) -> str:
-    """The term of an image whose rows, columns and batch are cut alike."""
+    """Writes the term of an image whose rows, columns and batch are cut alike."""
     default = _default(op)
     places = [f"s{i}{batch[1:]}" for i in range(len(str(op.attr("data_format", default))) - 2)]
     return image(op, places, "c", batch, default)
 
 
 def _is_linear(op: OpView) -> str:
-    """Linear in scale and offset; with given statistics also in image, mean and offset, and the mean is passed on."""
+    """Lets P(sum) pass scale and offset; with given statistics also image, mean and offset, and the mean is
+    passed on.
+    """
     return "1&2" if op.attr("is_training", True) else "1&2|0&2&3>0&1&3"
 
 
 def _grad_is_linear(op: OpView) -> str:
-    """Linear in the incoming gradient; in the scale, on which only the first result depends; with given statistics the
-    second one is linear in image and mean."""
+    """Lets P(sum) pass the incoming gradient, and the scale, on which only the first result depends; with given
+    statistics the second result is linear in image and mean.
+    """
     return "0|2>0" if op.attr("is_training", True) else "0|2>0|1&3>1|1&2&3>0&1"
 
 
@@ -62,7 +66,9 @@ def fused_batch_norm_grad(op: OpView) -> str:
 
 
 def per_rank_moments(op: OpView, rows: Placement) -> Strategy | None:
-    """A training batch norm, or its gradient, whose statistics are those of each rank's rows; None for other ops."""
+    """Returns the strategy of a training batch norm, or of its gradient, with statistics of each rank's rows; None for
+    other ops.
+    """
     if not op.attr("is_training", True) or not isinstance(rows, Split) or rows.dim != 0 or not rows.run:
         return None
     own = PerRank(rows.sizes)

@@ -11,7 +11,7 @@ from whale.sharding_rules.registry import rule
 
 
 def _places(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[str], list[str]]:
-    """Items of an image's dimensions before and after the pooling; cut together where windows do not overlap.
+    """Writes an image's dimensions before and after the pooling; they are cut together where windows do not overlap.
 
     Args:
       operand: number of the operand that holds the window's size, before that of the steps; None: attributes do.
@@ -30,7 +30,9 @@ def _places(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[s
 
 
 def pool(before: str, after: str, window: int | None = None) -> Callable[[OpView], str]:
-    """A line whose terms are images before (x) or after (y) the pooling; ``window``: operand that holds its size."""
+    """Returns the spec whose terms are images before (x) or after (y) the pooling; ``window``: operand that holds its
+    size.
+    """
     operands = [w.strip() for w in before.split(",")]
 
     def pooling(op: OpView) -> str:
@@ -43,7 +45,9 @@ def pool(before: str, after: str, window: int | None = None) -> Callable[[OpView
 
 
 def argmax_pool(before: str, after: str) -> Callable[[OpView], str]:
-    """Pooling with flat indices, which count channels, and the batch if ``include_batch_in_index``."""
+    """Returns the spec of pooling with flat indices, which count channels, and the batch if
+    ``include_batch_in_index``.
+    """
 
     def pooling_with_argmax(op: OpView) -> str:
         """include_batch_in_index"""

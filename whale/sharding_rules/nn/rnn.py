@@ -12,7 +12,7 @@ from whale.sharding_rules.registry import rule
 
 
 def _terms(op: OpView, flag: str) -> tuple[str, str, str]:
-    """Terms of the sequence in, the sequence out and the state."""
+    """Writes the terms of the sequence in, the sequence out and the state."""
     b = f"b{flag}"
     if op.attr("time_major", True):
         return f"t^ {b} i^", f"t^ {b} o^", f"l^ {b} u^"

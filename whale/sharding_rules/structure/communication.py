@@ -1,4 +1,5 @@
-"""Communication over one axis of a mesh, as the other axis sees it: each coordinate does it with the part it holds.
+"""Rules of communication over one axis of a mesh, seen from another axis: each coordinate does it with the part it
+holds.
 
 These nodes stand in programs that were lowered for one axis already. Operand 0 is the communicator.
 """
@@ -27,12 +28,12 @@ def reduction(op: OpView) -> str:
 
 
 def _sums(op: OpView) -> str | None:
-    """Which partial results pass: those of the same reduction."""
+    """Lets P(sum) pass a sum of one tensor."""
     return "1" if op.attr("reduction") == "sum" and len(op.inputs) == 2 else None
 
 
 def _extrema(op: OpView) -> str | None:
-    """Which partial results pass: those of the same reduction."""
+    """Lets P(max) or P(min) pass a reduction of one tensor by the same op."""
     kind = op.attr("reduction")
     return f"{kind}:1" if kind in ("max", "min") and len(op.inputs) == 2 else None
 
@@ -71,7 +72,7 @@ def received(op: OpView) -> str:
 
 
 def _received_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """The shape that is received is an attribute."""
+    """Sets the received shape, an attribute, to the local one."""
     return Local(attrs={"shape": Shape(local_output_shape(op, strategy, 0, coordinate))})
 
 

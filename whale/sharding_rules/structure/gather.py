@@ -33,13 +33,15 @@ def gather(op: OpView) -> str:
 
 
 def _batch_dims(op: OpView, rank: int) -> int:
-    """How many dimensions of the indices, of which there are ``rank``, params have as well; all of them can be."""
+    """Returns how many dimensions of the indices, of which there are ``rank``, params have as well; all of them
+    can be.
+    """
     batch = int(op.attr("batch_dims", 0))
     return batch + rank if batch < 0 else batch
 
 
 def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Rows that other ranks hold are zeros here, where the dimension that is cut is the one that is indexed."""
+    """Zeroes rows that other ranks hold, where the dimension that is cut is the one that is indexed."""
     cut = strategy.inputs[0]
     at = 0
     if op.node.op == "GatherV2" and op.inputs[0].shape is not None:
@@ -50,18 +52,18 @@ def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=-1, at=at, runs=cut.blocks))
 
 
-# What these do to an element that they are given as it is changes nothing; the other scatters add.
+# These change nothing where they are given an element as it is; the other scatters add.
 _KEEPS = frozenset({"TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin"})
 
 
 def _depth(op: OpView) -> int | None:
-    """How many dimensions an index tuple addresses: the last size of the indices."""
+    """Returns how many dimensions an index tuple addresses: the last size of the indices."""
     shape = op.inputs[0 if op.node.op == "ScatterNd" else 1].shape
     return shape[-1] if shape else None
 
 
 def _addressed(op: OpView, flag: str = "") -> tuple[str, str] | None:
-    """Terms of what indices address, and of the dimensions before their last one.
+    """Writes the terms of the dimensions that indices address, and of the indices' dimensions before their last one.
 
     A dimension that they address can be cut if all sizes are known. Within blocks, the first one is cut with the
     first one of the indices.
@@ -78,19 +80,19 @@ def _addressed(op: OpView, flag: str = "") -> tuple[str, str] | None:
 
 
 def _within_blocks(op: OpView) -> bool:
-    """Whether the blocks that the node is known to stay within can be shared out."""
+    """Tells whether the blocks that the node is known to stay within can be shared out."""
     return int(op.attr(BLOCKS, 0)) >= op.parts > 1
 
 
 def _of_a_block(op: OpView) -> tuple[int, int]:
-    """(positions of the table, rows of the indices) of each block."""
+    """Returns (positions of the table, rows of the indices) of each block."""
     table, indices = (op.outputs[0], op.inputs[0]) if op.node.op == "ScatterNd" else op.inputs[:2]
     blocks = int(op.attr(BLOCKS))
     return (table.shape or (0,))[0] // blocks, (indices.shape or (0,))[0] // blocks  # type: ignore[operator]
 
 
 def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """A rank's part of a dimension that indices address: positions counted from its first."""
+    """Restricts indices to the rank's part of a dimension that they address: positions count from its first."""
     indices, rows = (0, 1) if op.node.op == "ScatterNd" else (1, None if op.node.op == "GatherNd" else 2)
     cut = strategy.outputs[0] if op.node.op != "GatherNd" else strategy.inputs[0]
     depth = _depth(op)
@@ -117,8 +119,9 @@ def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def _can_stay(op: OpView, indices: int, rows: int) -> bool:
-    """Whether elements that fall elsewhere can be written so that they change nothing: as zeros where they are added,
-    else as what is there, but not beside another one of their block. Longer rows are left out: that moves less memory.
+    """Tells whether elements that fall elsewhere can be written so that they change nothing: as zeros where they are
+    added, else as what is there, but not beside another one of their block. Longer rows are left out: that moves less
+    memory.
     """
     at, elements = op.inputs[indices].shape, op.inputs[rows].shape
     if not op.attr(BLOCKS, 0) or at is None or elements is None or len(elements) != len(at) - 1:
@@ -173,7 +176,9 @@ def one_hot(op: OpView) -> str:
 
 
 def _depth_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """A rank's part of the depth: indices counted from its first, and those that fall elsewhere are off everywhere."""
+    """Restricts the depth to the rank's part: indices count from its first, and those that fall elsewhere are off
+    everywhere.
+    """
     cut, at = strategy.outputs[0], int(op.attr("axis", -1))
     at = len(op.inputs[0].shape or ()) if at == -1 else at
     if not isinstance(cut, Split) or cut.dim != at:
@@ -191,7 +196,7 @@ def dynamic_stitch(op: OpView) -> str:
 
 
 def _data_operands(op: OpView) -> str:
-    """All data operands partial at once."""
+    """Names all data operands, partial at once."""
     count = len(op.inputs) // 2
     return "&".join(str(count + n) for n in range(count))
 

@@ -1,4 +1,6 @@
-"""Lists of tensors: the placement of a list is that of its elements (``S(d)`` counts dimensions of an element)."""
+"""Rules of lists of tensors: the placement of a list is that of its elements (``S(d)`` counts dimensions of an
+element).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from whale.sharding_rules.registry import rule
 
 
 def _element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """The element shape of a cut list differs between ranks; it serves as an element shape only, where -1 will do."""
+    """Sets the element shape of a cut list, which differs between ranks, to -1; it serves as an element shape only."""
     if not isinstance(strategy.inputs[0], Split):
         return (None,)
     kind = op.outputs[0]
@@ -20,7 +22,7 @@ def _element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> t
 
 
 def _element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """The element shape is an attribute here."""
+    """Sets the element shape, an attribute here, to the local one."""
     placement, shape = strategy.inputs[0], op.attr("element_shape")
     if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED

@@ -1,4 +1,6 @@
-"""Optional values: a variant that may hold tensors. Of one tensor, it lies as that tensor does; of several, whole."""
+"""Rules of optional values, variants that may hold tensors: with one tensor they are placed like it; with several,
+replicated.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def get_value(op: OpView) -> str:
 
 
 def _local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """The shape of what is held is an attribute."""
+    """Sets the shape of what is held, an attribute, to the local one."""
     placement, shapes = strategy.outputs[0], op.attr("output_shapes")
     if not isinstance(placement, Split) or not shapes:
         return UNCHANGED

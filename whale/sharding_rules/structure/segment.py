@@ -1,4 +1,4 @@
-"""Segment reductions and counts: rows add into numbered segments, so cutting the rows gives a partial result.
+"""Rules of segment reductions and counts: rows add into numbered segments, so cutting the rows gives a partial result.
 
 Where the number of segments is found in the data (``SegmentSum``), the rows stay whole.
 """
@@ -30,17 +30,17 @@ def dense_bincount(op: OpView) -> str:
 
 
 def _counted(op: OpView) -> str:
-    """What counts of parts make: their sum, or whether any part has it."""
+    """Returns the reduction that combines the counts of parts: sum, or max where only presence is counted."""
     return "max" if op.attr("binary_output", False) else "sum"
 
 
 def _weights(op: OpView) -> str | None:
-    """Sums are linear in the weights, where there are any."""
+    """Lets P(sum) pass the weights, where there are any."""
     return "2" if op.inputs[2].shape == op.inputs[0].shape and not op.attr("binary_output", False) else None
 
 
 def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """A rank's segments: numbers counted from its first; rows of others have the number -1, which is dropped."""
+    """Restricts segments to the rank's: numbers count from its first; rows of others get -1, which is dropped."""
     cut = strategy.outputs[0]
     apart = {BLOCKS: 0} if BLOCKS in op.node.attrs else {}
     if not isinstance(cut, Split) or cut.dim != 0:

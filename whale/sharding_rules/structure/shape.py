@@ -1,4 +1,4 @@
-"""Ops that move elements about: reshapes, transposes, joins, repeats."""
+"""Rules of ops that move elements about: reshapes, transposes, joins, repeats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUT_IN_RUNS = "_whale_cut_in_runs"  # attribute of reshapes: dimensions that are
 
 
 def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int = 1) -> tuple[list[str], list[str]]:
-    """Terms that say which dimensions of a reshape's operand and result can be cut together.
+    """Writes terms that say which dimensions of a reshape's operand and result can be cut together.
 
     Dimensions are grouped from the left into runs of equal product; in a run the outermost dimensions can be cut
     together by their greatest common divisor. One of size 1 that both have in the same place is such a run: rows of
@@ -59,8 +59,9 @@ def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int =
 
 
 def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
-    """The terms where there are no elements, and products of all dimensions say nothing: the last ones that both have
-    can be cut, what is before them if it is as many on both sides, else the first ones that both have."""
+    """Writes the terms of a reshape without elements, where products of dimensions say nothing: the last ones that both
+    have can be cut, what is before them if it is as many on both sides, else the first ones that both have.
+    """
     same = 0
     while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
         same += 1
@@ -78,7 +79,9 @@ def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
 
 
 def _run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:
-    """Ends of the shortest runs from ``i`` and ``j`` of equal product; the whole rest when there are none."""
+    """Returns the ends of the shortest runs from ``i`` and ``j`` of equal product; the whole rest when there
+    are none.
+    """
     if i >= len(before) or j >= len(after):
         return len(before), len(after)
     if before[i] is None and after[j] is None:
@@ -108,7 +111,7 @@ def _product(sizes: Dims) -> int:
 
 
 def _pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
-    """Terms of one run: its outermost dimensions share ``label``, the others are whole."""
+    """Writes the terms of one run: its outermost dimensions share ``label``, the others are whole."""
     if in_runs and (len(before) == 1) != (len(after) == 1) and before and after and all(before + after):
         several = [label if n == 0 else f"{label}i{n}" for n in range(max(len(before), len(after)))]
         joined = [f"({' '.join(several)})"]
@@ -131,7 +134,7 @@ def _pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple
 
 
 def _unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
-    """Inner products when the outermost sizes are unknown and nothing else is."""
+    """Returns the inner products when the outermost sizes are unknown and nothing else is."""
     if before[0] is not None or after[0] is not None or None in before[1:] + after[1:]:
         return None
     a, b = _product(before[1:]), _product(after[1:])
@@ -182,7 +185,7 @@ def squeeze(op: OpView) -> str:
 
 
 def _squeeze_these(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Names the dimensions: a share of size 1 must not be squeezed as well."""
+    """Names the dimensions to squeeze, since a share of size 1 must not be squeezed as well."""
     return Local(attrs={"squeeze_dims": tuple(sorted(_squeezed(op) or ()))})
 
 
@@ -214,9 +217,9 @@ def concat(op: OpView) -> str:
 
 
 def _runs(sizes: list[int | None]) -> tuple[list[str], str]:
-    """Dimensions put one behind the other: each as a number of runs of one label ``j``, and what they make together.
+    """Writes concatenated dimensions, each as a number of runs of one label ``j``, and what they make together.
 
-    Frozen where the sizes are unknown.
+    Dimensions are frozen where the sizes are unknown.
     """
     known = [s for s in sizes if s is not None]
     run = math.gcd(*known) if known else 0
@@ -226,7 +229,7 @@ def _runs(sizes: list[int | None]) -> tuple[list[str], str]:
 
 
 def _concat_values(op: OpView) -> str:
-    """All values partial at once."""
+    """Names all values, partial at once."""
     shift = int(op.node.op == "Concat")
     return "&".join(str(i + shift) for i in range(len(op.inputs) - 1))
 
@@ -269,7 +272,7 @@ def split_op(op: OpView) -> str:
 
 
 def _split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Sizes of the results along the axis, when that is cut."""
+    """Sets the sizes of the results along the axis to the local ones, when that is cut."""
     placement, rank = strategy.inputs[0], len(op.inputs[0].shape or ())
     if not isinstance(placement, Split) or placement.dim != axis(op, 2, rank):
         return UNCHANGED
@@ -279,7 +282,7 @@ def _split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def _repeats(op: OpView) -> list[int | None] | None:
-    """How often Tile repeats each dimension."""
+    """Returns how often Tile repeats each dimension."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     given = constant(op, 1)
     if given is not None:
@@ -342,7 +345,7 @@ def broadcast_to(op: OpView) -> str:
 
 
 def _static_shape(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Shapes are global: a rank must not look at its share."""
+    """Returns the global shapes, so that a rank does not look at its share."""
     if not any(isinstance(p, Split) for p in strategy.inputs) or not all(t.is_static for t in op.inputs):
         return (None,) * len(op.outputs)
     return tuple(_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
@@ -367,7 +370,7 @@ def shape_of(op: OpView) -> str:
 
 
 def _sizes_elsewhere(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Of a shape that has sizes only the run knows: what other ranks have of the dimension that is cut."""
+    """Adds to a shape with sizes that only the run knows what other ranks have of the dimension that is cut."""
     cut = strategy.inputs[0]
     if op.inputs[0].is_static or not isinstance(cut, Split):
         return UNCHANGED

@@ -1,4 +1,4 @@
-"""Slices, pads, flips: dimensions that are taken whole can be cut, the others cannot."""
+"""Rules of slices, pads, flips: dimensions that are taken whole can be cut, the others cannot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from whale.sharding_rules.registry import rule
 
 
 def _kept(before: Dims | None, after: Dims | None) -> list[str] | None:
-    """Labels, frozen where the size changes or is unknown."""
+    """Returns labels, frozen where the size changes or is unknown."""
     if before is None or after is None:
         return None
     return freeze(names("a", len(before)), [n for n, (x, y) in enumerate(zip(before, after)) if not same(x, y)])
 
 
 def _pairwise(left: list[str]) -> str:
-    """The result's term: frozen dimensions have other labels there (their size differs)."""
+    """Writes the result's term: frozen dimensions have other labels there (their size differs)."""
     return term(f"b{n}^" if x.endswith("^") else x for n, x in enumerate(left))
 
 
@@ -57,17 +57,17 @@ class _Run:
     all: int
 
     def labels(self, label: str) -> tuple[str, str]:
-        """The dimension sliced, and what is kept of it."""
+        """Writes the dimension sliced, and what is kept of it."""
         return times(self.all, label), times(self.kept, label)
 
     def local(self, placement: Split, coordinate: int) -> tuple[int, int]:
-        """(begin, end) on a coordinate, given how the dimension that is sliced lies."""
+        """Returns (begin, end) on a coordinate, given the placement of the sliced dimension."""
         run = placement.local(coordinate) // self.all
         return self.first * run, (self.first + self.kept) * run
 
 
 def _run(begin: int, size: int, whole: int | None) -> _Run | None:
-    """The slice in runs as long as possible; None when it is not known or falls apart into single elements."""
+    """Returns the slice in runs as long as possible; None when it is not known or consists of single elements."""
     if whole is None or size <= 0 or begin < 0:
         return None
     run = math.gcd(begin, size, whole)
@@ -106,7 +106,7 @@ class _Entry:
     run: _Run | None = None
 
     def labels(self) -> tuple[str, str]:
-        """(label of the dimension sliced, of the result): whole strides of it can be cut, or whole runs."""
+        """Writes (the sliced dimension, that of the result): whole strides of it can be cut, or whole runs."""
         if self.run is not None:
             return self.run.labels(f"a{self.source}")
         if not self.whole:
@@ -116,7 +116,9 @@ class _Entry:
 
 
 def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
-    """What each entry of begin/end/strides does to a tensor of ``shape`` (tf.strided_slice); None: not known."""
+    """Returns what each entry of begin/end/strides does to a tensor of ``shape`` (tf.strided_slice); None: not
+    known.
+    """
     operand = op.inputs[1].shape
     if not operand or operand[0] is None:
         return None
@@ -170,7 +172,7 @@ def _is_start(begin: int, size: int | None) -> bool:
 
 
 def _strided(op: OpView, shape: Dims | None) -> tuple[str, str] | None:
-    """Terms of the tensor sliced and of the slice."""
+    """Writes the terms of the tensor sliced and of the slice."""
     entries = None if shape is None else _entries(op, shape)
     if entries is None:
         return None
@@ -203,7 +205,7 @@ def strided_slice_update(op: OpView) -> str:
 
 
 def _bounds(op: OpView, shape: Dims | None, placement: object, coordinate: int) -> Local:
-    """Bounds of the cut dimension, where they are not masked: all of it, or the local part of the runs."""
+    """Sets the bounds of the cut dimension, where they are not masked: all of it, or the local part of the runs."""
     if not isinstance(placement, Split) or shape is None:
         return UNCHANGED
     entry = next(e for e in _entries(op, shape) or () if e.source == placement.dim)
@@ -284,7 +286,8 @@ def space(op: OpView) -> str:
 
 
 def _batch_of_blocks(op: OpView, batch: int) -> tuple[str, str] | None:
-    """Terms of the side with the plain batch and of the side whose batch has one run per position in a block.
+    """Writes the terms of the side with the plain batch and of the side whose batch has one run per position in a
+    block.
 
     Spatial dimensions that are neither padded nor cropped can be cut on multiples of the block.
     """

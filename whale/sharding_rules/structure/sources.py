@@ -1,4 +1,6 @@
-"""Where values come from: constants and inputs are global values on every rank; iterators and stacks live on one."""
+"""Rules of ops that yield values without operands: constants and inputs are global values on every rank; iterators and
+stacks are on one.
+"""
 
 from __future__ import annotations
 

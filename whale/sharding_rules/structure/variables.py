@@ -1,4 +1,6 @@
-"""Variables: reads and updates element by element, wherever the value is cut; a handle lies as what it refers to."""
+"""Rules of variables: reads and updates element by element, wherever the value is cut; a handle is placed like its
+value.
+"""
 
 from __future__ import annotations
 

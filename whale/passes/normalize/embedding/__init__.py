@@ -1,1 +1,1 @@
-"""Lookups, sums and updates by ids or indices, written so that they may run where the rows are."""
+"""Rewrites lookups, sums and updates by ids or indices so that they may run where the rows are."""

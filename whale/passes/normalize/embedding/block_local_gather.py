@@ -1,4 +1,4 @@
-"""Indices that stay within blocks: rows of one group address only what belongs to that group.
+"""Finds indices that stay within blocks: rows of one group address only what belongs to that group.
 
 A mixture of experts whose groups have slots of their own scatters with indices of which the first column is the number
 of the group, ``stack([range(groups), expert, slot])``; the gradient of a gather with ``batch_dims`` adds up rows in
@@ -30,7 +30,7 @@ _SEGMENTS = frozenset({"UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegm
 
 
 def mark_blocks(program: Program) -> Program:
-    """``program`` in which gathers, scatters and segment sums say how many blocks they stay within, if it is known."""
+    """Marks gathers, scatters and segment sums with the number of blocks they stay within, if it is known."""
     marked: dict[str, int] = {}
     for node in program.nodes:
         if node.op in _ADDRESSED:
@@ -51,7 +51,7 @@ def mark_blocks(program: Program) -> Program:
 
 
 def _of_columns(program: Program, node: Node, indices: Ref) -> int:
-    """How many blocks there are if the first column of the indices counts them, else 0."""
+    """Returns the number of blocks if the first column of the indices counts them, else 0."""
     shape = program.type_of(indices).shape
     table = program.type_of(node.inputs[0]) if node.op != "ScatterNd" else node.outputs[0]
     if not shape or None in shape or len(shape) < 2 or not table.is_static:
@@ -78,7 +78,7 @@ def _of_columns(program: Program, node: Node, indices: Ref) -> int:
 
 
 def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
-    """How many rows there are if a scatter is the gradient of ``top_k``, which sees all rows as one, else 0."""
+    """Returns the number of rows if a scatter is the gradient of ``top_k``, which sees all rows as one, else 0."""
     shape, found = program.type_of(indices).shape, node.outputs[0].shape
     if node.op != "ScatterNd" or not shape or None in shape or len(shape) != 2 or shape[1] != 1:
         return 0
@@ -92,7 +92,7 @@ def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
 
 
 def _of_segments(program: Program, node: Node) -> int:
-    """How many blocks there are if the segments' numbers are those of a gather with ``batch_dims``, else 0."""
+    """Returns the number of blocks if the segments' numbers are those of a gather with ``batch_dims``, else 0."""
     ids, found = program.type_of(node.inputs[1]).shape, node.outputs[0].shape
     if ids is None or len(ids) != 1 or ids[0] is None or not found or found[0] is None:
         return 0
@@ -103,7 +103,7 @@ def _of_segments(program: Program, node: Node) -> int:
 
 
 def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iterator[tuple[Ref, int, int]]:
-    """(indices, blocks, size of one) where ``ref`` is indices to which ``block * size`` was added.
+    """Yields (indices, blocks, size of one) where ``ref`` is indices to which ``block * size`` was added.
 
     Args:
       positions: that are addressed, of all blocks; rows: indices of all blocks.
@@ -121,7 +121,9 @@ def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iter
 
 
 def _value(program: Program, ref: Ref) -> np.ndarray | None:
-    """The value of what is made from a count alone, which may be too large to be folded; None: it is not known."""
+    """Computes the value of what is made from a count alone, which may be too large to be folded; None: it is not
+    known.
+    """
     node, t = program.by_name[ref.node], program.type_of(ref)
     if node.op == "Const":
         return program.const(ref)
@@ -140,14 +142,14 @@ def _value(program: Program, ref: Ref) -> np.ndarray | None:
 
 
 def _only_adds_dimensions(program: Program, node: Node) -> bool:
-    """Whether it is ``x[:, None]``: all elements in their order."""
+    """Tells whether a node is ``x[:, None]``: all elements in their order."""
     before, after = program.type_of(node.inputs[0]), node.outputs[0]
     steps = program.const(node.inputs[3]) if node.op == "StridedSlice" else None
     return steps is not None and bool((steps == 1).all()) and before.is_static and before.elements == after.elements
 
 
 def _gathers_within(program: Program, reader: Node, operand: int, blocks: int, size: int) -> bool:
-    """Whether a node takes the indices to gather from blocks of ``size``: then none of them points elsewhere."""
+    """Tells whether a node takes the indices to gather from blocks of ``size``: then none of them points elsewhere."""
     if reader.op != "GatherV2" or operand != 1 or int(reader.attrs.get("batch_dims", 0)) != 1:
         return False
     return (program.type_of(reader.inputs[0]).shape or ())[:2] == (blocks, size)

@@ -1,4 +1,4 @@
-"""Rows that are looked up once for each id (`tf.unique`) are looked up for every id.
+"""Looks up rows for every id where a program looks them up once for each unique id (`tf.unique`).
 
 `tf.nn.embedding_lookup_sparse` and programs of their own take the ids of a whole batch once each, ``once, back =
 tf.unique(ids)``, and spread the rows again: ``tf.gather(tf.gather(table, once), back)``. What one device saves by that
@@ -33,7 +33,7 @@ _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub"})
 
 
 def look_up_every_id(program: Program) -> Program:
-    """``program`` whose lookups under split scopes take every id, where that leaves no use of the ids once."""
+    """Makes lookups under split scopes take every id, where that leaves no use of the unique ids."""
     changed = program
     for node in program.nodes:
         if node.op == "Unique" and program.type_of(node.inputs[0]).is_static and _is_looked_up(program, node):
@@ -45,13 +45,13 @@ def look_up_every_id(program: Program) -> Program:
 
 
 def _is_looked_up(program: Program, unique: Node) -> bool:
-    """Whether rows of a table of a split scope are read by the ids once."""
+    """Tells whether rows of a table of a split scope are read by the unique ids."""
     readers = program.consumers.get(Ref(unique.name), ())
     return any(r.op == "ResourceGather" and i == 1 and split_scope(r.scope) is not None for r, i in readers)
 
 
 class _Rewriter:
-    """One walk over a graph: what it is without the node that leaves each id once."""
+    """Rewrites a graph without the node that makes its ids unique, in one walk."""
 
     def __init__(self, program: Program, unique: str) -> None:
         self.program, self.unique = program, program.by_name[unique]
@@ -65,7 +65,7 @@ class _Rewriter:
         self.done = False
 
     def run(self) -> Program | None:
-        """The graph without what was converted; None where nothing was."""
+        """Returns the graph without what was converted; None where nothing was."""
         for node in self.program.nodes:
             self.nodes.setdefault(node.name, self._moved(node))
             self._visit(node)
@@ -124,14 +124,14 @@ class _Rewriter:
         self.done = True
 
     def _read(self, node: Node, ids: Ref) -> None:
-        """The same rows for every id; the node keeps its name, by which updates of the table wait for it."""
+        """Reads the same rows for every id; the node keeps its name, by which updates of the table wait for it."""
         t = node.outputs[0]
         found = TensorType(t.dtype, (*(self._type(ids).shape or ()), *(t.shape or ())[1:]))
         self.nodes[node.name] = replace(node, inputs=(node.inputs[0], ids), outputs=(found,))
         self.spread[Ref(node.name)] = Ref(node.name)
 
     def _along(self, node: Node, first: Ref) -> None:
-        """What passes rows on as they are; a reshape must leave the rows apart."""
+        """Follows rows through nodes that pass them on as they are; a reshape must leave the rows apart."""
         before, after = self.program.type_of(first), node.outputs[0]
         if first in self.back:
             if node.op != "Cast" and after.shape == before.shape:
@@ -149,7 +149,7 @@ class _Rewriter:
             known[Ref(node.name)] = source
 
     def _scaled(self, node: Node) -> None:
-        """What is linear in sums by id and does the same to each row."""
+        """Scales rows instead of sums by id, where a node is linear in these and does the same to each row."""
         for i, ref in enumerate(node.inputs):
             others = [self.program.type_of(r) for j, r in enumerate(node.inputs) if j != i]
             if ref not in self.added or any(t.shape != () for t in others) or (node.op == "RealDiv" and i):
@@ -159,7 +159,9 @@ class _Rewriter:
             self.added[Ref(node.name)] = self._beside(node).node_of("of_every_id", node.op, inputs, t, dict(node.attrs))
 
     def _segments_of(self, node: Node) -> tuple[np.ndarray, int, int] | None:
-        """(The segment of each row, how many these are, the rows of each), if known and each is a block of rows."""
+        """Returns (the segment of each row, how many these are, the rows of each), if known and each is a block of
+        rows.
+        """
         found = self.program.const(node.inputs[2])
         if found is None or not found.size or (np.diff(found) < 0).any() or found[0] != 0:
             return None
@@ -167,7 +169,7 @@ class _Rewriter:
         return (found.astype(np.int64), len(counts), int(counts[0])) if (counts == counts[0]).all() else None
 
     def _segments(self, node: Node, rows: Ref) -> None:
-        """Sums of rows that lie behind each other."""
+        """Sums consecutive rows."""
         known = self._segments_of(node)
         if known is None:
             return
@@ -180,7 +182,7 @@ class _Rewriter:
         self._becomes(node, _divided(emit, summed, found, _SUMS[node.op], each))
 
     def _slopes(self, node: Node) -> None:
-        """The slopes of such sums: each row has its segment's."""
+        """Computes the gradients of sums of segments: each row has its segment's."""
         known = self._segments_of(node)
         slope = self.moved.get(node.inputs[0], node.inputs[0])
         t, emit = self._type(slope), self._beside(node)
@@ -202,5 +204,5 @@ def _divided(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: in
 
 
 def _blocks(count: int) -> Mapping[str, int]:
-    """What says that rows stay within blocks: none where there is one segment only."""
+    """Returns the mark that rows stay within blocks: none where there is one segment only."""
     return {BLOCKS: count} if count > 1 else {}

@@ -1,10 +1,11 @@
-"""Updates that visit each id of a table once are made such as may run where the table's rows are.
+"""Rewrites updates that visit each id of a table once so that they may run where the table's rows are.
 
 Optimizers take a gradient's ids once each, ``once, back = tf.unique(ids)``, add up its rows by id, read rows of the
 table and of moments, compute, and write. How many ids there are only the run knows, so a tensor with a row for each
-could lie by columns only. Where all that is done is the same for every row, nobody minds in which order the ids come,
-nor whether one rank has them all: the two nodes become ``WhaleSumsById``, and what follows is marked (``OWNED``), so
-that rules let it lie with the owners of the rows (``whale.sharding_rules.embedding``). Else the nodes stay as they are.
+could be split by columns only. Where all that is done is the same for every row, nobody minds in which order the ids
+come, nor whether one rank has them all: the two nodes become ``WhaleSumsById``, and what follows is marked (``OWNED``),
+so that rules may place it with the owners of the rows (``whale.sharding_rules.embedding``). Else the nodes stay as they
+are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _COUNTS = frozenset({"Size"})
 
 
 def update_by_owner(program: Program) -> Program:
-    """``program`` whose updates of tables of split scopes may run by the owners of rows."""
+    """Lets updates of tables of split scopes run on the ranks that own the rows."""
     uniques = (n for n in program.nodes if n.op == "Unique" and split_scope(n.scope))
     updates = [u for n in uniques if (u := _Update(program, n)).is_by_row()]
     return _rewritten(program, updates) if updates else program
@@ -32,11 +33,11 @@ def update_by_owner(program: Program) -> Program:
 
 @dataclass
 class _Update:
-    """What is done with ids taken once.
+    """The nodes that process the unique ids of one ``Unique`` node.
 
     Attributes:
-      sums: of rows by id; counts: how many ids there are, for these.
-      ids: the ids once, and views of them; rows: what has a row for each.
+      sums: nodes that sum rows by id; counts: nodes that count the ids for these.
+      ids: the unique ids, and views of them; rows: tensors that have a row for each.
       marked: nodes that do the same to each row.
     """
 
@@ -49,7 +50,7 @@ class _Update:
     marked: set[str] = field(default_factory=set)
 
     def is_by_row(self) -> bool:
-        """Whether it is known of all that depends on the ids that it does the same to each row."""
+        """Tells whether everything that depends on the ids is known to do the same to each row."""
         program, once, back = self.program, Ref(self.unique.name), Ref(self.unique.name, 1)
         if not program.type_of(self.unique.inputs[0]).is_static:
             return False
@@ -76,7 +77,7 @@ class _Update:
         return any(program.by_name[n].op in ROW_SCATTERS for n in self.marked)
 
     def _counts_ids(self, ref: Ref) -> bool:
-        """Whether ``ref`` is the number of ids, and tells nobody but the sums."""
+        """Tells whether ``ref`` is the number of ids, and is read by the sums alone."""
         program, readers = self.program, [(self.sums[0], 2)]
         while ref != Ref(self.unique.name):
             node = program.by_name[ref.node]
@@ -87,7 +88,7 @@ class _Update:
         return bool(self.counts)
 
     def _takes(self, node: Node, found: list[int]) -> bool:
-        """Whether the node does the same to each row; what it makes is noted."""
+        """Tells whether the node does the same to each row, and notes its results."""
         refs = node.inputs
         if node.op == "ResourceGather":
             made, fits = self.rows, found == [1] and refs[1] in self.ids and not node.attrs.get("batch_dims", 0)
@@ -117,7 +118,7 @@ class _Update:
         return all(_is_beside(t, depth) if i not in found else len(t.shape or ()) == depth for i, t in enumerate(types))
 
     def both(self) -> Node:
-        """One node for ids and sums, with the name of the sums'."""
+        """Makes one node for ids and sums, with the name of the sums'."""
         total, unique = self.sums[0], self.unique
         types = self.program.type_of(Ref(unique.name)), self.program.type_of(Ref(total.name))
         attrs = {"T": total.attrs["T"], "Tindices": unique.attrs["T"]}
@@ -150,6 +151,6 @@ def _rewritten(program: Program, updates: Sequence[_Update]) -> Program:
 
 
 def _is_beside(t: TensorType, depth: int) -> bool:
-    """Whether a tensor is the same for all rows."""
+    """Tells whether a tensor is the same for all rows."""
     shape = t.shape or ()
     return None not in shape and (len(shape) < depth or shape[0] == 1)

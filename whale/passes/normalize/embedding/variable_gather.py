@@ -1,9 +1,9 @@
-"""Rows that are looked up in a variable's value are looked up in the variable.
+"""Looks up rows in a variable where a program looks them up in the variable's value.
 
 `tf.gather` of a variable reads rows where it lies (`ResourceGather`). Keras 3's `Embedding` takes the variable's value
 first, and so does `tf.gather(tf.convert_to_tensor(variable), ids)`: `ReadVariableOp`, which is all of the table, and
-then `GatherV2`. On one device the value is the variable's own memory, so nothing is lost; where the table lies in the
-host's memory, all of it would be copied. Where the value is cast first (mixed precision), the rows are cast.
+then `GatherV2`. On one device the value is the variable's own memory, so nothing is lost; where the table is kept in
+the host's memory, all of it would be copied. Where the value is cast first (mixed precision), the rows are cast.
 
 A variable that anything else needs whole is left as it is. A lookup has to see what the reading saw, so it runs before
 all that changes the variable after that; where it needs such a change itself, the variable is left as it is, too.
@@ -22,7 +22,7 @@ _IDS = ("int32", "int64")  # in which `ResourceGather` takes them
 
 
 def look_up_in_variables(program: Program) -> Program:
-    """``program`` in which no variable is read for lookups of rows (along dimension 0) alone."""
+    """Rewrites ``program`` so that no variable is read only for lookups of rows (along dimension 0)."""
     found = program
     for handle in _only_looked_up(program):
         changed: Program | None = found
@@ -33,7 +33,7 @@ def look_up_in_variables(program: Program) -> Program:
 
 
 def _only_looked_up(program: Program) -> list[str]:
-    """Handle nodes of variables that are read, outside of functions, and else only changed or looked up in.
+    """Returns the handle nodes of variables that are read, outside of functions, and else only changed or looked up in.
 
     What is done with the values that are read is left to `_lookups`.
     """
@@ -60,9 +60,9 @@ class _Lookup:
 
 
 def _lookups(program: Program, read: str) -> tuple[list[_Lookup], dict[str, tuple[str, ...]]] | None:
-    """(The lookups in a value that is read, the nodes that only these need and what each of them waits for).
+    """Returns (the lookups in a value that is read, the nodes that only these need and what each of them waits for).
 
-    None where anything else needs the value.
+    Returns None where anything else needs the value.
     """
     found: list[_Lookup] = []
     gone = {read: program.by_name[read].controls}
@@ -93,7 +93,7 @@ def _takes_rows(program: Program, node: Node) -> bool:
 
 
 def _without(program: Program, handle: str, read: str) -> Program | None:
-    """``program`` without one reading of a variable; None where it has to stay."""
+    """Removes one read of a variable from ``program``; None where it has to stay."""
     known = _lookups(program, read)
     if known is None:
         return None
@@ -107,7 +107,7 @@ def _without(program: Program, handle: str, read: str) -> Program | None:
     for node in program.nodes:
         if node.name in gone:
             continue
-        # Who waited for the reading waits for what that waited for.
+        # A node that waited for the removed read waits for what the read waited for.
         controls = [c for name in node.controls for c in gone.get(name, (name,))]
         first, *others = rows.get(node.name, [node])
         if node.name in rows:
@@ -121,7 +121,9 @@ def _without(program: Program, handle: str, read: str) -> Program | None:
 
 
 def _changed_later(program: Program, handle: str, read: str) -> list[str] | None:
-    """Nodes that may change the variable after the reading; None where one might come before it or after it."""
+    """Returns the nodes that may change the variable after the read; None where one might come before it or
+    after it.
+    """
     before, found = waited_for(program, [read]), []
     for node, _ in program.consumers[Ref(handle)]:
         if node.op in READS or node.name in before:
@@ -133,7 +135,7 @@ def _changed_later(program: Program, handle: str, read: str) -> list[str] | None
 
 
 def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
-    """Nodes that look the rows up in the variable, and cast them; the last one has the name of the lookup."""
+    """Makes the nodes that look the rows up in the variable, and cast them; the last one has the name of the lookup."""
     node, variable = lookup.node, program.variable_of[handle]
     (t,) = node.outputs
     marks = {key: value for key, value in node.attrs.items() if key.startswith("_")}
@@ -158,6 +160,6 @@ def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
 
 
 def _free(program: Program, stem: str, count: int) -> list[str]:
-    """Names that no node has."""
+    """Returns names that no node has."""
     names = (f"{stem}/rows_{n}" for n in range(count + len(program.nodes)))
     return [name for name in names if name not in program.by_name][:count]

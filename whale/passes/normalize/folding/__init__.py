@@ -1,1 +1,1 @@
-"""Shape arithmetic that is done once, in NumPy, before a program is planned."""
+"""Does shape arithmetic once, in NumPy, before a program is planned."""

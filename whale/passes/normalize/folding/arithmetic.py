@@ -1,4 +1,4 @@
-"""What integer and boolean ops compute, in NumPy: the ops that build shapes, axes and bounds.
+"""Evaluates integer and boolean ops in NumPy: the ops that build shapes, axes and bounds.
 
 Each evaluator takes the node and its operands' values and returns one value per output (None: not known). Values are
 NumPy arrays. Operands that do not fit the op raise IndexError or ValueError, as NumPy does.
@@ -40,7 +40,7 @@ def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _divides(f: Callable[[np.ndarray, np.ndarray], Any]) -> Evaluator:
-    """Division by zero is an error at run time: it stays in the program."""
+    """Makes the evaluator of a division; a division by zero is an error at run time, so it stays in the program."""
 
     def run(node: Node, v: Values) -> tuple[Any, ...]:
         return (np.asarray(f(v[0], v[1]), _out_dtype(node)),) if np.all(v[1] != 0) else (None,)
@@ -59,7 +59,7 @@ def _reduction(f: Callable[..., Any]) -> Evaluator:
 
 
 def strided_index(attrs: Any, begin: np.ndarray, end: np.ndarray, strides: np.ndarray, rank: int) -> tuple[Any, ...]:
-    """The NumPy index that a StridedSlice (or its gradient, or its assignment) with these masks means."""
+    """Returns the NumPy index that a StridedSlice (or its gradient, or its assignment) with these masks means."""
     masks = {k: int(attrs.get(f"{k}_mask") or 0) for k in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     index: list[Any] = []
     count = len(begin)
@@ -146,7 +146,7 @@ def _invert_permutation(node: Node, v: Values) -> tuple[Any, ...]:
 
 
 def broadcast_gradient_args(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Axes over which the gradients of two broadcast operands of shapes ``a`` and ``b`` are summed.
+    """Returns the axes over which the gradients of two broadcast operands of shapes ``a`` and ``b`` are summed.
 
     An axis where both are 1 is listed for both, as TensorFlow's BCast does; so are the leading axes that an operand
     lacks. Equal shapes need nothing.

@@ -1,4 +1,4 @@
-"""Shape arithmetic is done at once: integer and boolean constants are folded, in NumPy, without TensorFlow.
+"""Folds shape arithmetic: integer and boolean constants, in NumPy, without TensorFlow.
 
 Never folded: stateful ops (a random op whose operands are constant still draws), floating-point values, and anything
 of more than 4096 elements.
@@ -30,7 +30,8 @@ _UNKNOWN = np.iinfo(np.int64).min
 
 
 def fold(program: Program) -> Program:
-    """``program`` with shape chains as constants, one Identity per output of IdentityN, and no dead nodes.
+    """Folds shape chains of ``program`` to constants, splits IdentityN into one Identity per output, and removes dead
+    nodes.
 
     Output types that a folded operand makes known (Reshape, Fill, Slice, ...) are refined. Bodies of functions are
     folded too.
@@ -40,7 +41,7 @@ def fold(program: Program) -> Program:
 
 
 def _settled(program: Program) -> Program:
-    """``program`` folded until nothing more is learnt from what lists hold."""
+    """Folds ``program`` until nothing more is learnt from what lists hold."""
     folded = _fold_all(program)
     while (better := refine_lists(folded)) is not folded:
         folded = _fold_all(better)
@@ -131,7 +132,7 @@ class _Folder:
         return value
 
     def _known(self, ref: Ref) -> np.ndarray | None:
-        """The value of ``ref`` with None's place taken by _UNKNOWN for what is not known; None: nothing is known."""
+        """Returns the value of ``ref`` with _UNKNOWN in place of what is not known; None: nothing is known."""
         value = self._value(ref)
         return value if value is not None else self.partial.get(ref)
 
@@ -140,7 +141,7 @@ class _Folder:
         return found if found is not None else self.program.type_of(ref)
 
     def _split(self, node: Node) -> None:
-        """IdentityN as one Identity per tensor, so that no tensor waits for the others."""
+        """Replaces IdentityN by one Identity per tensor, so that no tensor waits for the others."""
         names = []
         for i, (source, kind) in enumerate(zip(node.inputs, node.outputs)):
             name = self._fresh(f"{node.name}/{i}")
@@ -243,13 +244,13 @@ class _Lazy:
 
 
 def _complete(values: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
-    """``values`` if none is missing."""
+    """Returns ``values`` if none is missing, else None."""
     found = [v for v in values if v is not None]
     return found if len(found) == len(values) else None
 
 
 def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
-    """What ``node`` computes; nothing where its operands do not fit: TensorFlow says so if that node ever runs."""
+    """Evaluates ``node``; yields nothing where its operands do not fit: TensorFlow says so if that node ever runs."""
     try:
         return EVALUATORS[node.op](node, values)
     except (IndexError, ValueError):
@@ -257,7 +258,7 @@ def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
 
 
 def _steering(op: str, count: int) -> list[int]:
-    """Operands that steer an op which moves sizes about; the others hold the sizes."""
+    """Returns the operands that steer an op which moves sizes about; the others hold the sizes."""
     data = {"Pack": count, "ConcatV2": count - 1}.get(op, 1)
     return list(range(data, count))
 

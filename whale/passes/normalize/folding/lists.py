@@ -1,7 +1,7 @@
-"""What tensor lists hold, followed through loops and branches: the shape, and for shapes pushed as constants the value.
+"""Follows what tensor lists hold through loops and branches: the shape, and for shapes pushed as constants the value.
 
 A list made before its batch was known allows any batch; what is put in tells the size. The gradient of a loop reads the
-shapes that the loop pushed, one per turn: when all are the same constant, that is what it reads. The analysis is a
+shapes that the loop pushed, one per iteration: when all are the same constant, that is what it reads. The analysis is a
 fixpoint over the lattice nothing put in < one item < an item with unknown sizes or value < an item of unknown rank.
 """
 
@@ -17,7 +17,7 @@ from whale.ir.values import Dims, Func, Tensor, TensorType
 
 
 class _Item(NamedTuple):
-    """What every item of a list is: a shape (None: of unknown rank), and a constant or None."""
+    """The facts that hold for every item of a list: a shape (None: of unknown rank), and a constant or None."""
 
     shape: Dims | None = None
     value: Tensor | None = None
@@ -32,7 +32,7 @@ _INTEGERS = frozenset({"int32", "int64"})
 
 
 def refine_lists(program: Program) -> Program:
-    """``program`` with the output types of list reads (and of nothing else) as far as what was put in tells them.
+    """Refines the output types of list reads (and of nothing else) in ``program`` as far as the items put in tell them.
 
     Bodies in ``program.functions`` are refined too. Returns ``program`` itself when nothing is learnt.
     """
@@ -48,7 +48,7 @@ def refine_lists(program: Program) -> Program:
 
 
 def _reads_loosely(node: Node) -> bool:
-    """Whether more could be known of what ``node`` reads: a size, or the value of a vector of integers."""
+    """Tells whether more could be known of what ``node`` reads: a size, or the value of a vector of integers."""
     if node.op not in _ITEM_OUTPUT and node.op not in LIST_STACKS:
         return False
     kind = node.outputs[_ITEM_OUTPUT.get(node.op, 0)]
@@ -56,7 +56,7 @@ def _reads_loosely(node: Node) -> bool:
 
 
 def _join(a: _Item | None, b: _Item | None) -> _Item | None:
-    """The least that holds for both; None is the list with nothing in it."""
+    """Returns the least fact that holds for both; None is the list with nothing in it."""
     if a is None or b is None:
         return b if a is None else a
     if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
@@ -66,7 +66,7 @@ def _join(a: _Item | None, b: _Item | None) -> _Item | None:
 
 
 class _Elements:
-    """What each list of each graph may hold: (graph, ref) -> element."""
+    """The items that each list of each graph may hold: (graph, ref) -> item."""
 
     def __init__(self, graphs: Mapping[str, Program]) -> None:
         self.graphs = graphs
@@ -74,7 +74,7 @@ class _Elements:
         self.changed = False
 
     def solved(self) -> dict[tuple[str, Ref], _Item]:
-        """The least fixpoint; every step only moves up a lattice of finite height."""
+        """Computes the least fixpoint; every step only moves up a lattice of finite height."""
         self.changed = True
         while self.changed:
             self.changed = False

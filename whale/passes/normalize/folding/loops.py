@@ -1,4 +1,4 @@
-"""Shapes of loop variables, by induction: a loop keeps the shape that it starts with if one turn of its body does."""
+"""Infers shapes of loop variables by induction: a loop keeps the shape that it starts with if one iteration does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Variable(NamedTuple):
 
 
 def refine_loops(program: Program, settle: Callable[[Program], Program]) -> Program:
-    """``program`` with the types of loop variables as static as their initial values, where the body keeps them so.
+    """Makes the types of loop variables as static as their initial values, where the body keeps them so.
 
     All that may hold is assumed at once, ``settle`` works out the types that follow, and whatever a body then does not
     keep is given up; what remains is an invariant of all loops together. A body that several loops share is left alone.
@@ -45,7 +45,7 @@ def _graphs(program: Program) -> dict[str, Program]:
 
 
 def _candidates(program: Program) -> dict[_Variable, Dims]:
-    """Loop variables whose initial value has a better known shape than the variable."""
+    """Returns the loop variables whose initial value has a better known shape than the variable."""
     graphs = _graphs(program)
     uses = Counter(f.name for graph in graphs.values() for n in graph.nodes if n.op in LOOPS
                    for _, f in function_refs(n))  # fmt: skip
@@ -69,7 +69,7 @@ def _merged(own: Dims | None, told: Dims | None) -> Dims | None:
 
 
 def _assuming(program: Program, assumed: Mapping[_Variable, Dims]) -> Program:
-    """The program with these shapes on loops' outputs and on the arguments of their bodies and conditions."""
+    """Returns the program with these shapes on loops' outputs and on the arguments of their bodies and conditions."""
     graphs = _graphs(program)
     outputs: dict[tuple[str, str], dict[int, Dims]] = {}
     for variable, shape in assumed.items():

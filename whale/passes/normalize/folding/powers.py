@@ -1,4 +1,4 @@
-"""Powers with well-known exponents as the operations that compute them: a square root is ten times as fast as ``Pow``.
+"""Replaces powers with well-known exponents by cheaper ops: a square root is ten times as fast as ``Pow``.
 
 TensorFlow's own optimizer of graphs does the same (its stage ConvertPow); it does not run on what ranks run.
 """
@@ -15,7 +15,7 @@ _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def powers(program: Program) -> Program:
-    """``program`` and its functions, in which powers of floating-point numbers with a constant exponent are others."""
+    """Replaces powers of floating-point numbers with a constant exponent in ``program`` and its functions."""
     functions = {name: _of_graph(body) for name, body in program.functions.items()}
     return replace(_of_graph(program), functions=functions)
 
@@ -34,5 +34,5 @@ def _other(node: Node, nodes: Mapping[str, Node]) -> Node:
     op = _OPS.get(float(constant.attrs["value"].numpy()))
     if op is None:
         return node
-    # What the constant waited for, its reader waits for.
+    # The reader waits for what the constant waited for.
     return replace(node, op=op, inputs=(base,), controls=tuple(dict.fromkeys((*node.controls, *constant.controls))))

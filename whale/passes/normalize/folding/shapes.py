@@ -1,4 +1,4 @@
-"""Static shapes that follow from known operands, for the ops through which shapes mostly flow."""
+"""Infers static shapes from known operands, for the ops through which shapes mostly flow."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Known = Callable[[Ref], "np.ndarray | None"]
 
 
 def _sizes(value: np.ndarray | None) -> Dims | None:
-    """A shape operand as dimensions; negative entries (unknown sizes, and -1) are None."""
+    """Reads a shape operand as dimensions; negative entries (unknown sizes, and -1) are None."""
     if value is None or value.ndim != 1:
         return None
     return tuple(None if d < 0 else int(d) for d in value.tolist())
 
 
 def _shapes(refs: Iterable[Ref], type_of: TypeOf) -> list[Dims] | None:
-    """Shapes of ``refs``; None if the rank of one is unknown."""
+    """Returns the shapes of ``refs``; None if the rank of one is unknown."""
     shapes = []
     for ref in refs:
         shape = type_of(ref).shape
@@ -262,12 +262,12 @@ STATIC_SHAPE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-# Of each output, for ops with several.
+# Functions that return the shape of each output, for ops with several.
 STATIC_SHAPES: dict[str, Callable[..., list[Dims] | None]] = dict.fromkeys(CROSS_ENTROPIES, _cross_entropy)
 
 
 def refined(node: Node, type_of: TypeOf, known: Known) -> tuple[TensorType, ...]:
-    """The output types of ``node`` with the sizes that its operands tell."""
+    """Returns the output types of ``node`` with the sizes that its operands tell."""
     if node.op in STATIC_SHAPES:
         shapes = STATIC_SHAPES[node.op](node, type_of, known)
         return node.outputs if shapes is None else tuple(map(_merged, node.outputs, shapes))
