@@ -16,7 +16,7 @@ from tests.launcher.helpers import MEET, PATIENCE_S, PATIENT, ROOT, Launcher
 
 def test_every_line_carries_its_rank(launcher: Launcher) -> None:
     script = launcher.script(
-        MEET + "for i in range(200): print('line', i)\nos.system('echo native')\nprint('to stderr', file=sys.stderr)"
+        MEET + "for i in range(200): print(f'line {i}')\nos.system('echo native')\nprint('to stderr', file=sys.stderr)"
     )
     done = launcher.run("-np", "3", script)
     assert done.returncode == 0
