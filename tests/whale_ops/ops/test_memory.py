@@ -52,7 +52,8 @@ def test_a_step_that_needs_more_inside_has_a_peak_above_its_ends():
 _EXCHANGES = """
 import gc, statistics
 import tensorflow as tf
-from tests.forkserver import warm_python
+import whale_ops
+from tests.whale_ops.harness import ranks
 from whale_ops.memory import memory, reset_peak
 
 ops = whale_ops.ops()
