@@ -10,12 +10,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import random_seed as operation_seeds
 from tensorflow.python.ops import stateful_random_ops
 
 from whale.runtime.ranks.common_seeds import CommonSeeds, number_of, random_state, take_random_state
+
+# Keras 2 beside Keras 3, which TensorFlow has from 2.16 on.
+tf_keras = pytest.importorskip("tf_keras")
 
 
 def _of_keras2() -> Any:
