@@ -46,7 +46,7 @@ class Failed(Exception):
 
 @dataclass
 class Machine:
-    """What parts run with.
+    """The machine that parts run on.
 
     Attributes:
         folder: for files of this run.
@@ -73,7 +73,7 @@ class Machine:
 
 
 def ran(machine: Machine, command: Sequence[str], limit_s: float) -> str:
-    """What a process prints.
+    """Returns what a process prints.
 
     Raises:
       Failed: it ends with an error, or not at all.
@@ -101,7 +101,7 @@ def _text(said: str | bytes | None) -> str:
 
 
 def said_by(ranks: Ranks, mode: str, limit_s: float) -> list[str]:
-    """What ranks print.
+    """Returns what ranks print.
 
     Raises:
       Failed: they do not end.

@@ -12,7 +12,7 @@ from tests import gpu_first
 
 
 def test_parts_run_with_the_host_as_gpu() -> None:
-    """Of those that take ranks the one with a peer that is killed; the others are those of test_cuda.py."""
+    """Runs, of the parts that take ranks, the one with a killed peer; the others are those of test_cuda.py."""
     command = [sys.executable, "-m", "tests.gpu_first", "--host", "kernels against", "killed"]
     done = subprocess.run(command, cwd=gpu_first.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

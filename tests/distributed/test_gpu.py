@@ -70,7 +70,7 @@ EVERY = "WITH_EVERY_DEVICE"
 
 @pytest.fixture(scope="module")
 def gpus() -> int:
-    """How many GPUs there are."""
+    """Returns the number of GPUs."""
     import tensorflow as tf
 
     found = len(tf.config.list_physical_devices("GPU"))  # takes none of their memory

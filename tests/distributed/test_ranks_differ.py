@@ -1,4 +1,4 @@
-"""What each rank makes for itself: equal to one process under `whale run`, and named where processes differ anyway."""
+"""Runs programs whose ranks make things for themselves: equal under `whale run`, named where processes differ."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ for call in (drawn_after, drawn_by_tensorflow, drawn_by_keras):
 
 
 def said_by(launcher: Launcher, text: str) -> tuple[dict[int, dict[str, str]], str]:
-    """What each of two ranks printed, by rank and name of what it called; and what stands on stderr."""
+    """Returns what each of two ranks printed, by rank and name of what it called, and what stands on stderr."""
     done = launcher.run("-np", "2", launcher.script(text), timeout_s=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[int, dict[str, str]] = {0: {}, 1: {}}

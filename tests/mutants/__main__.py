@@ -31,7 +31,7 @@ _LIMIT_OF_PYTEST = re.compile(r"^Timeout \(\d+:\d\d:\d\d\)!", re.MULTILINE)  # a
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether tests find a fault, and how, or why not; and by which test."""
+    """The verdict of tests on a fault: whether they find it, by which test, or why not."""
 
     is_found: bool
     what: str
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def judged(ended: Ended, limit_s: float) -> Verdict:
-    """What a run of tests says of the fault in the product that it ran on."""
+    """Judges, by how a run of tests ended, whether it has found the fault in the product that it ran on."""
     started = _STARTED.findall(ended.output)
     last = started[-1] if started else "no test"
     if ended.code is None:
@@ -57,7 +57,7 @@ def judged(ended: Ended, limit_s: float) -> Verdict:
 
 
 def look(copy: Copy, mutant: Mutant, whole: bool, limit_s: float) -> Verdict:
-    """Whether the tests find one fault."""
+    """Tries whether the tests find one fault."""
     with copy.planted(mutant):
         verdict = judged(copy.test(["-x", *mutant.found_by], limit_s), limit_s)
         if verdict.is_found or not whole:

@@ -29,7 +29,7 @@ _MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run of tests ended: its exit code, None where the limit of this tool ended it, and what it wrote."""
+    """The end of a run of tests: its exit code, None where the limit of this tool ended it, and what it wrote."""
 
     code: int | None
     output: str

@@ -1,4 +1,4 @@
-"""Which of the ways to spread a program is taken, by what was predicted of each."""
+"""The search takes the fastest candidate that fits, by what was predicted of each."""
 
 from __future__ import annotations
 

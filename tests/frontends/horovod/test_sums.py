@@ -1,4 +1,4 @@
-"""What is made of the ranks' tensors, where both ranks bring the same: no process beside the test's."""
+"""Sums and averages of two ranks that bring the same tensors, without a process beside the test's."""
 
 from __future__ import annotations
 

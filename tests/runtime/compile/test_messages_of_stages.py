@@ -1,4 +1,4 @@
-"""What stages send each other is what the others wait for, whatever the ranks of each: the ranks' programs are read."""
+"""Stages send each other what the others wait for, whatever the ranks of each: the ranks' programs are read."""
 
 from __future__ import annotations
 

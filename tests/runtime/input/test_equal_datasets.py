@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Rank:
-    """What a dataset, and a step's comparison, ask a context for."""
+    """Stands for the context that a dataset and a step's comparison ask."""
 
     rank: int
     comms: list[Any]
@@ -55,7 +55,7 @@ class Rank:
 
 
 def train(make: Make, epochs: int = 1, batches: int | None = None, other_hashes: tuple[int, ...] = ()) -> list[str]:
-    """What two ranks are told that train on their datasets: the facts of the error, or "" where there is none."""
+    """Trains on two ranks' datasets; returns the facts of the error that they get, or "" where there is none."""
     comms = whale_ops.in_process(f"equal_datasets{next(_numbers)}", 2)
 
     def of_rank(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""What a script draws without a seed: alike on all ranks, and still at random."""
+"""Draws without a seed are alike on all ranks, and still at random."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ UNSEEDED: dict[str, Callable[[], Any]] = {
 
 
 def in_a_process(number: int, draw: Callable[[], Any]) -> list[Any]:
-    """What is drawn, twice, in a run whose first rank drew this number."""
+    """Draws twice in a run whose first rank drew this number."""
     tf_context.context().clear_kernel_cache()
     seeds = CommonSeeds(number)
     try:

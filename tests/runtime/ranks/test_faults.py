@@ -1,4 +1,4 @@
-"""What becomes of errors in a step: of exchanges CommErrors; others stay, and the other ranks hear of them."""
+"""Errors of exchanges in a step become CommErrors; others stay as they are, and the other ranks hear of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checked(x: Any) -> Any:
 
 
 def heard() -> str:
-    """What the last rank hears when it exchanges something."""
+    """Returns what the last rank hears when it exchanges something."""
     with pytest.raises(wh.CommError) as caught:
         current("a test").comms[-1].allgather_bytes("heard", b"", 20.0)
     return str(caught.value)

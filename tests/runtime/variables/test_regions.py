@@ -1,4 +1,4 @@
-"""What a checkpoint takes of a variable that ranks hold parts of, and gives back: every element at its place."""
+"""A checkpoint takes every element of a variable that is sharded over ranks, and gives it back at its place."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Ranks:
                 process.wait()
 
     def run(self, mode: str = "", limit_s: float = 300.0) -> list[str]:
-        """What the ranks print."""
+        """Returns what the ranks print."""
         with self.started(mode) as processes:
             return [process.communicate(timeout=limit_s)[0] for process in processes]
 
@@ -104,7 +104,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> HostCuda:
 
 @pytest.fixture(scope="module")
 def gpus() -> int:
-    """How many GPUs there are."""
+    """Returns the number of GPUs."""
     count = ctypes.c_int(0)
     if ctypes.CDLL(str(device_library.PATH)).whale_cuda_devices(ctypes.byref(count)) != 0 or count.value == 0:
         pytest.skip("no GPU here: kernels and transports ran with the host as GPU only")

@@ -343,7 +343,7 @@ def test_an_unknown_communicator_says_what_to_call(ops) -> None:
 
 
 def test_what_communicates_is_distributed_communication(ops) -> None:
-    """Of other ops TensorFlow makes an error of a lost rank an internal one, and takes the mark of exchanges away."""
+    """TensorFlow makes a lost rank's error in other ops an internal one, and takes the mark of exchanges away."""
     names = [*whale_ops.COMMUNICATING_OPS, "WhaleCommunicator", "WhaleCall"]
     assert [name for name in names if not op_def_registry.get(name).is_distributed_communication] == []
 

@@ -27,7 +27,8 @@ ONE_KIND = 1.15
 # rank's rounds counts.
 ROUNDS, ROUND_S = 5, 0.25
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
-# An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it (`Table.node_s`).
+# An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it
+# (`MachineProfile.node_s`).
 START_S = 5e-6
 # `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
 STREAMED_ARRAYS = 5

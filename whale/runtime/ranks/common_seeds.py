@@ -75,7 +75,7 @@ def _keras_states() -> dict[str, Any]:
 
 
 def _take_keras_states(states: Mapping[str, Any]) -> None:
-    """What a Keras has that the first rank has not imported yet is forgotten: it is made again when it is asked for."""
+    """Forgets the state of a Keras that the first rank has not imported yet: it is made again when it is asked for."""
     if (kept := _keras3_attributes()) is not None:
         mine, state = kept.get_global_attribute(_KERAS_GENERATOR), states.get("keras")
         if state is None:
@@ -130,7 +130,7 @@ class CommonSeeds:
         self._fresh_state = self._replace(stateful_random_ops, "non_deterministic_ints", self._generator_state)
 
     def take_back(self) -> None:
-        """What has no seed from now on is seeded as TensorFlow and NumPy do it."""
+        """Leaves what has no seed from now on to TensorFlow and NumPy."""
         self._put_back(0)
 
     def leave_draws_to_ranks(self) -> None:
@@ -196,7 +196,7 @@ class CommonSeeds:
         return tf.constant(pair[0], tf.int64), tf.constant(pair[1], tf.int64)
 
     def _get_operation_seed(self, op_seed: Any) -> tuple[Any, Any]:
-        """What an operation that draws is seeded with.
+        """Returns the seeds of an operation that draws.
 
         Each line has seeds of its own and keeps them: TensorFlow keeps a kernel for these, whose stream goes on.
         """
@@ -208,11 +208,11 @@ class CommonSeeds:
         return (drawn >> 33) + 1, drawn & 0x7FFFFFFF
 
     def _entropy(self, bits: int) -> int:
-        """What a generator of NumPy begins with that is given no seed."""
+        """Returns the seed of a NumPy generator that is given none."""
         return int.from_bytes(self._bytes(-(-bits // 8)), "little") >> -bits % 8
 
     def _generator_state(self, shape: Any, dtype: Any = tf.int64) -> tf.Tensor:
-        """What a generator of TensorFlow begins with, the global one too, that is given no seed."""
+        """Returns the seed of a TensorFlow generator, the global one too, that is given none."""
         if not tf.executing_eagerly():
             return self._fresh_state(shape, dtype)
         dtype = tf.as_dtype(dtype)
