@@ -1,5 +1,5 @@
 # make demo            train an example on two processes, beside the one-process run
-# make test            all tests that decide, in some ten minutes; make test TF=2.15.1 with another TensorFlow
+# make test            all tests that decide: a quarter of an hour on two cores; make test TF=2.15.1 with another TensorFlow
 # make check           lint, types, the tests without TensorFlow, and those of what was changed: before every commit
 # make test-all        make test, and the long draws: hours; each says its seed
 # make coverage        make test, and which lines and branches of the product it runs
@@ -33,7 +33,7 @@ PYTEST_ARGS ?=
 JOBS ?= 4
 REPORT := build/tests.xml
 # Long draws have programs of their own, with a table or a seed that they print.
-DRAWS := oracle combinations pipelines keras_fit guides tf1 elastic faults attack checkpoints.kill
+DRAWS := partition.test_training_programs oracle combinations pipelines keras_fit guides tf1 elastic faults attack checkpoints.kill
 BENCH_ARGS ?=
 WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
 # What the environments are made of, for pip; what a bundle for a machine with GPUs has.
