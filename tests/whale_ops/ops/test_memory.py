@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
 
 from tests.forkserver import warm_python
-from whale_ops.memory import memory, reset_peak
 
 pytestmark = pytest.mark.core
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_live_bytes_follow_tensors_and_the_peak_stays():
-    gc.collect()
-    before = memory().live_bytes
-    kept = tf.zeros((MIB,), tf.float32)
-    assert memory().live_bytes == before + 4 * MIB
-    passing = tf.zeros((2 * MIB,), tf.float32)
-    del passing
-    gc.collect()
-    assert memory().live_bytes == before + 4 * MIB
-    assert memory().peak_bytes >= before + 12 * MIB
-    reset_peak()
-    assert memory().peak_bytes == memory().live_bytes == before + 4 * MIB
-    del kept
+_LIVE = """
+import gc
+import tensorflow as tf
+from whale_ops.memory import memory, reset_peak
 
+MIB = 1 << 20
+gc.collect()
+before = memory().live_bytes
+kept = tf.zeros((MIB,), tf.float32)
+assert memory().live_bytes == before + 4 * MIB, (memory(), before)
+passing = tf.zeros((2 * MIB,), tf.float32)
+del passing
+gc.collect()
+assert memory().live_bytes == before + 4 * MIB, (memory(), before)
+assert memory().peak_bytes >= before + 12 * MIB, (memory(), before)
+reset_peak()
+assert memory().peak_bytes == memory().live_bytes == before + 4 * MIB, (memory(), before)
+"""
 
-def test_a_step_that_needs_more_inside_has_a_peak_above_its_ends():
-    x = tf.ones((512, 512))  # 1 MiB
+_PEAK = """
+import gc
+import tensorflow as tf
+from whale_ops.memory import memory, reset_peak
 
-    @tf.function
-    def step(x):
-        return tf.reduce_sum(tf.matmul(tf.exp(tf.matmul(x, x)), x))
+MIB = 1 << 20
+x = tf.ones((512, 512))  # 1 MiB
 
-    step(x)
-    gc.collect()
-    reset_peak()
-    before = memory().live_bytes
-    step(x)
-    assert memory().peak_bytes >= before + 2 * MIB
-    assert memory().live_bytes == before
+@tf.function
+def step(x):
+    return tf.reduce_sum(tf.matmul(tf.exp(tf.matmul(x, x)), x))
 
+step(x)
+gc.collect()
+reset_peak()
+before = memory().live_bytes
+step(x)
+assert memory().peak_bytes >= before + 2 * MIB, (memory(), before)
+assert memory().live_bytes == before, (memory(), before)
+"""
 
 _EXCHANGES = """
 import gc, statistics
@@ -84,15 +90,27 @@ print("median", statistics.median(peaks))
 """
 
 
-def test_what_an_exchange_has_used_is_given_back_before_others_go_on():
-    """Threads that lose their core behind it would keep it meanwhile: nothing that follows could take its place.
+def _run_alone(script: str) -> str:
+    """Runs a script in a process of its own, and returns what it prints.
 
-    In a process of its own: which pieces the allocator has depends on all that a process did before.
+    What a process did before decides which pieces its allocator has, and threads of other tests may still use it.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [warm_python(), "-c", _EXCHANGES], env=environment, capture_output=True, text=True, check=True
-    )
-    median = float(done.stdout.rpartition("median ")[2])
+    done = subprocess.run([warm_python(), "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_live_bytes_follow_tensors_and_the_peak_stays():
+    _run_alone(_LIVE)
+
+
+def test_a_step_that_needs_more_inside_has_a_peak_above_its_ends():
+    _run_alone(_PEAK)
+
+
+def test_what_an_exchange_has_used_is_given_back_before_others_go_on():
+    """Threads that lose their core behind it would keep it meanwhile: nothing that follows could take its place."""
+    median = float(_run_alone(_EXCHANGES).rpartition("median ")[2])
     # Of each rank: what is gathered, in parts and whole, and half of it.
     assert 0 < median <= 1.1 * 2 * 2.5 * MIB
