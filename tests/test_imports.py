@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -196,6 +197,7 @@ def test_arrows_run_one_way() -> None:
     graphlib.TopologicalSorter(ALLOWED).prepare()  # raises on a cycle
 
 
+@functools.cache
 def arrows() -> dict[str, set[str]]:
     """Module -> the modules of the project that it imports."""
     return {

@@ -46,7 +46,11 @@ def _command(line: str) -> None:
         assert Path(script).exists() or (FOLDER.parents[1] / script).exists(), line
 
 
-@pytest.mark.parametrize("page", PAGES)
+# It searches plans for thousands of devices.
+_LONG = {"plan_a_cluster.md": pytest.mark.long}
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=_LONG.get(page, ())) for page in PAGES])
 def test_blocks_run(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for number, (kind, title, text) in enumerate(_BLOCK.findall((FOLDER / page).read_text())):
         if kind == "console":

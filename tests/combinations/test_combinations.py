@@ -13,6 +13,7 @@ from tests.combinations.features import BY_NAME, RANKS, Feature
 from tests.combinations.own_rows import bring_own_rows
 from tests.combinations.program import ROWS
 from tests.combinations.run import outcome
+from tests.draws import one_of
 
 SAMPLE = [
     ("tensor", "2 stages", "zb-h1", "devices"),
@@ -51,11 +52,7 @@ SAMPLE = [
 LAZY = {"table", "growing table", "hot table"}  # their optimizers are those of Keras 3
 
 
-# Half of the sample decides with every change.
-_MARKED = [pytest.param(names, marks=[pytest.mark.long] if i % 2 else []) for i, names in enumerate(SAMPLE)]
-
-
-@pytest.mark.parametrize("names", _MARKED, ids=" + ".join)
+@pytest.mark.parametrize("names", one_of(4, SAMPLE), ids=" + ".join)
 def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
     if LAZY & set(names) and tf.__version__ < "2.16":
         pytest.skip("lazy optimizers are those of Keras 3")
@@ -65,23 +62,27 @@ def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "names, shares",
-    [
-        (
-            ("unequal stages", "micro-batches"),
-            (12, 0, 0, 0, 4, 4, 8, 0),
-        ),  # of each rank: a stage takes those of its own
-        (("tensor",), (6, 6, 4, 4, 4, 4, 2, 2)),  # two of a group are alike, and groups are not
-        (("tensor", "2 stages", "gpipe"), (20, 12)),  # of each coordinate of the axis data
-        (("tensor", "gpipe"), (16, 0, 16, 0)),
-        (("second tensor axis", "gpipe"), (6, 2, 4, 4, 4, 4, 2, 6)),  # no micro-batch has rows in this proportion
-        (("tensor", "micro-batches"), (29, 1, 1, 1)),
-        (("second tensor axis", "micro-batches"), (16, 0, 16, 0, 0, 0, 0, 0)),
-        # Ranks without rows have no readers of what they send to others, in the second of two stages and the last.
-        (("interleaved", "second tensor axis", "micro-batches"), (0, 0, 0, 32, 32, 0, 0, 0)),
-        (("2 stages", "second tensor axis", "zb-h1"), (0, 0, 0, 32, 32, 0, 0, 0)),
-        # What stages of unlike shares exchange for each micro-batch, ranks with rows know.
-        (("2 stages", "second tensor axis", "micro-batches"), (0, 32, 0, 0, 0, 0, 16, 16)),
-    ],
+    one_of(
+        3,
+        [
+            (
+                ("unequal stages", "micro-batches"),
+                (12, 0, 0, 0, 4, 4, 8, 0),
+            ),  # of each rank: a stage takes those of its own
+            (("tensor",), (6, 6, 4, 4, 4, 4, 2, 2)),  # two of a group are alike, and groups are not
+            (("tensor", "2 stages", "gpipe"), (20, 12)),  # of each coordinate of the axis data
+            (("tensor", "gpipe"), (16, 0, 16, 0)),
+            (("second tensor axis", "gpipe"), (6, 2, 4, 4, 4, 4, 2, 6)),  # no micro-batch has rows in this proportion
+            (("tensor", "micro-batches"), (29, 1, 1, 1)),
+            (("second tensor axis", "micro-batches"), (16, 0, 16, 0, 0, 0, 0, 0)),
+            # Ranks without rows have no readers of what they send to others, in the second of two stages and the last.
+            (("interleaved", "second tensor axis", "micro-batches"), (0, 0, 0, 32, 32, 0, 0, 0)),
+            (("2 stages", "second tensor axis", "zb-h1"), (0, 0, 0, 32, 32, 0, 0, 0)),
+            # What stages of unlike shares exchange for each micro-batch, ranks with rows know.
+            (("2 stages", "second tensor axis", "micro-batches"), (0, 32, 0, 0, 0, 0, 16, 16)),
+        ],
+        several=True,
+    ),
 )
 def test_any_shares_are_as_one_device(names: tuple[str, ...], shares: tuple[int, ...]) -> None:
     asked = Feature("shares", config={"replica.shares": shares})
@@ -89,7 +90,9 @@ def test_any_shares_are_as_one_device(names: tuple[str, ...], shares: tuple[int,
     assert kind == "equal", what
 
 
-@pytest.mark.parametrize("names", [("sequence", "zb-h1"), ("lstm", "gpipe"), ("second tensor axis", "micro-batches")])
+@pytest.mark.parametrize(
+    "names", one_of(3, [("sequence", "zb-h1"), ("lstm", "gpipe"), ("second tensor axis", "micro-batches")])
+)
 def test_ranks_bring_their_rows_of_micro_batches(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     bring_own_rows(monkeypatch, (ROWS // RANKS,) * RANKS)
     kind, what = outcome([BY_NAME[name] for name in names])

@@ -186,6 +186,8 @@ def written_out(source: str) -> Iterator[tuple[int, str, set[str]]]:
             words = node.value.split()
             if not all(re.fullmatch(r"_?[A-Z]\w+", word) for word in words):
                 continue  # a sentence
+        if len(words) < LEAST:
+            continue
         for trait, names in TRAITS.items():
             if len(names & set(words)) >= LEAST:
                 yield getattr(node, "lineno", 0), trait, names & set(words)

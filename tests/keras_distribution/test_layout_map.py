@@ -20,7 +20,7 @@ HUB = pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="
 @pytest.mark.parametrize(
     "name, axes",
     [
-        ("fully_sharded", "2x1"),
+        pytest.param("fully_sharded", "2x1", marks=pytest.mark.long),
         ("transformer", "2x2"),
         pytest.param("gemma", "1x2", marks=HUB),
         pytest.param("llama", "1x4", marks=HUB),

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 
 
 @pytest.fixture(params=[(5, 3, 0), (0, 8)], ids=str)
@@ -44,7 +45,7 @@ class Net(tf.Module):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("whole", [True, False], ids=["step", "part"])
+@pytest.mark.parametrize("whole", one_of(2, [True, False]), ids=["step", "part"])
 def test_compiled_functions_equal_one_device(ranks: None, whole: bool) -> None:
     net = Net()
     loss = net.loss if whole else tf.function(net.loss, jit_compile=True)

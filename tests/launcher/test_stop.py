@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.draws import one_of
 from tests.launcher.helpers import MEET, PATIENCE_S, PATIENT, Launcher, wait_for_line
 from tests.launcher.test_faults import CONNECT
 
@@ -185,7 +186,7 @@ SAVES = (
 )
 
 
-@pytest.mark.parametrize("code", [0, 75])
+@pytest.mark.parametrize("code", one_of(2, [0, 75]))
 def test_who_saves_when_told_to_end_has_the_time_that_it_asked_for(launcher: Launcher, code: int) -> None:
     launcher.environment["WHALE_FAULT_NOTICE_S"] = "20"
     with launcher.start("-np", "2", launcher.script(SAVES.replace("{code}", str(code)))) as process:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.draws import one_of
 from tests.oracle.compare import compare
 from tests.oracle.matrix import Run, Spread, all_runs, pairwise
 from tests.oracle.pool import Pool, flavours
@@ -13,7 +14,7 @@ from tests.zoo.catalogue import CASES, case_named
 
 SEED = 20240517
 # One run of so many decides with every change; the others, and the whole matrix, are long draws.
-SHORT = 20
+SHORT = 40
 
 # With the Keras that is not TensorFlow's default, and with the oldest TensorFlow, what differs from the default: other
 # optimizers, fused batch norm, recurrent layers as functions, v1 layers.
@@ -35,7 +36,7 @@ def sample() -> Sequence[object]:
     runs = pairwise([run for run in runs if run.name != "mobilenet" or run.spread.ranks < 3], SEED, beside=core)
     for flavour in others:
         runs += [run for run in all_runs(cases, flavour, (Spread(2, (5, 3)),)) if run.dtype == "float64"]
-    marked = [pytest.param(run, id=str(run), marks=pytest.mark.core) for run in core]
+    marked = one_of(2, [pytest.param(run, id=str(run), marks=pytest.mark.core) for run in core])
     others_of_sample = [run for run in runs if run not in core]
     return marked + [
         pytest.param(run, id=str(run), marks=[pytest.mark.long] if index % SHORT else [])

@@ -85,7 +85,7 @@ def scopes() -> Sequence[object]:
     return found
 
 
-@pytest.mark.parametrize("run", one_of(2, scopes()))
+@pytest.mark.parametrize("run", one_of(4, scopes()))
 def test_runs_as_one_device(pool: Pool, run: Run) -> None:
     outcome = compare(pool, run)
     assert not outcome.problems(run), (run, outcome)

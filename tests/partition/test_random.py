@@ -26,7 +26,7 @@ from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 
 RELAXED = settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
@@ -46,7 +46,7 @@ def test_any_legal_plan(program: Program, parts: int, seed: int, data: st.DataOb
     assert_equal_runs(program, plan_of(program, layouts, parts, placed))
 
 
-@settings(RELAXED, max_examples=80)
+@settings(RELAXED, max_examples=40)
 @given(programs(), st.integers(2, 4), st.integers(0, 10**6), st.data())
 def test_split_scopes(program: Program, parts: int, seed: int, data: st.DataObject) -> None:
     """Any nodes under a split scope, the inputs' rows divided in any way, variables split between steps or not."""
@@ -61,7 +61,7 @@ def test_split_scopes(program: Program, parts: int, seed: int, data: st.DataObje
 MESHES = ["data=2,tensor=2", "data=3,tensor=2", "data=2,tensor=3", "tensor=2,data=2", "data=2,tensor=2,expert=2"]
 
 
-@settings(RELAXED, max_examples=100)
+@settings(RELAXED, max_examples=30)
 @given(programs(), st.sampled_from(MESHES), st.integers(0, 10**6), st.data())
 def test_meshes(program: Program, mesh: str, seed: int, data: st.DataObject) -> None:
     axes = tuple(Axis(*axis) for axis in parse_mesh(mesh).items())

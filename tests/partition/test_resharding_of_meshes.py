@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from tests.draws import one_of
 from tests.interpreter import run
 from tests.partition.test_resharding import _program
 from tests.programs import plan_of
@@ -58,8 +59,8 @@ def _ranks(groups: list[Program], kinds: tuple[str, str], size: int) -> list[Pro
     return ranks
 
 
-@pytest.mark.parametrize(("groups", "size"), [(2, 2), (2, 3), (3, 2)])
-@pytest.mark.parametrize("source", KINDS)
+@pytest.mark.parametrize(("groups", "size"), one_of(3, [(2, 2), (2, 3), (3, 2)], several=True))
+@pytest.mark.parametrize("source", one_of(2, KINDS))
 def test_every_change(source: str, groups: int, size: int) -> None:
     x = np.random.default_rng(0).normal(size=SHAPE)
     for target in KINDS:

@@ -15,6 +15,7 @@ import tensorflow as tf
 import whale as wh
 from cost_model.analytic.spread import Part, Spread, Stage
 from cost_model.cluster import cluster_file
+from tests.draws import one_of
 from tests.pipelines.gpt_on_ranks import Sizes, trained
 from whale.errors import PlanError
 from whale.ir.mesh import chain
@@ -58,24 +59,30 @@ def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("fixed", "stages", "mesh"),
-    [
-        (["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
-        pytest.param(
-            ["stages=2", "chunks=2", "data=2", "tensor=2", "micro_batches=4", "zero=0"],
-            2,
-            {"data": 2, "tensor": 2},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(["stages=4", "data=2", "tensor=1", "micro_batches=4", "zero=0"], 4, {}, marks=pytest.mark.long),
-        (["stages=1", "tensor=4", "data=2", "micro_batches=1", "zero=0"], 0, {"data": 2, "tensor": 4}),
-        (["stages=1", "tensor=1", "data=8", "micro_batches=2", "zero=3"], 0, {}),
-        pytest.param(
-            ["stages=2", "tensor=1", "data=4", "micro_batches=2", "recompute=full", "zero=1"],
-            2,
-            {},
-            marks=pytest.mark.long,
-        ),
-    ],
+    one_of(
+        2,
+        [
+            (["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
+            pytest.param(
+                ["stages=2", "chunks=2", "data=2", "tensor=2", "micro_batches=4", "zero=0"],
+                2,
+                {"data": 2, "tensor": 2},
+                marks=pytest.mark.long,
+            ),
+            pytest.param(
+                ["stages=4", "data=2", "tensor=1", "micro_batches=4", "zero=0"], 4, {}, marks=pytest.mark.long
+            ),
+            (["stages=1", "tensor=4", "data=2", "micro_batches=1", "zero=0"], 0, {"data": 2, "tensor": 4}),
+            (["stages=1", "tensor=1", "data=8", "micro_batches=2", "zero=3"], 0, {}),
+            pytest.param(
+                ["stages=2", "tensor=1", "data=4", "micro_batches=2", "recompute=full", "zero=1"],
+                2,
+                {},
+                marks=pytest.mark.long,
+            ),
+        ],
+        several=True,
+    ),
     ids=["stages-data-tensor", "interleaved", "stages", "data-tensor", "zero-3", "recompute"],
 )
 def test_a_described_plan_runs_as_one_device(
@@ -108,6 +115,7 @@ UNLIKE = Spread(
 )
 
 
+@pytest.mark.long
 def test_stages_may_be_unlike_in_all_that_a_stage_has(one_device: dict[str, np.ndarray], tmp_path: Path) -> None:
     """Layers, tensor-parallel ranks, rows of replicas; ZeRO over replicas of sharded tensors; the script has scopes."""
     path = tmp_path / "plan.json"
@@ -159,10 +167,17 @@ def test_another_model_is_refused(model: str, fixed: list[str], said: str, tmp_p
 
 @pytest.mark.parametrize(
     ("spread", "said"),
-    [
-        (Spread((Stage(((0, 4),), (Part(0, 2, 2, 4), Part(1, 1, 4, 2))),), 1), "over 1 and 2 ranks.*--set tensor=N"),
-        (Spread((Stage(((0, 4),), (Part(0, 1, 4, 2), Part(1, 1, 4, 2))),), 1, offload="state"), "offload of state"),
-    ],
+    one_of(
+        2,
+        [
+            (
+                Spread((Stage(((0, 4),), (Part(0, 2, 2, 4), Part(1, 1, 4, 2))),), 1),
+                "over 1 and 2 ranks.*--set tensor=N",
+            ),
+            (Spread((Stage(((0, 4),), (Part(0, 1, 4, 2), Part(1, 1, 4, 2))),), 1, offload="state"), "offload of state"),
+        ],
+        several=True,
+    ),
     ids=["tensors", "offload"],
 )
 def test_what_cannot_run_is_refused(spread: Spread, said: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.draws import one_of
 from tests.forkserver import plain_python
 from tests.launcher.helpers import Launcher
 
@@ -50,7 +51,7 @@ def spread(launcher: Launcher, name: str, *arguments: str) -> dict[str, list[flo
     return result(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["keras_mnist.py", "synthetic_benchmark.py", "tf1_mnist.py"])
+@pytest.mark.parametrize("name", one_of(2, ["keras_mnist.py", "synthetic_benchmark.py", "tf1_mnist.py"]))
 def test_example(launcher: Launcher, name: str) -> None:
     expected = alone(launcher, name)
     found = spread(launcher, name)

@@ -13,6 +13,7 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant.embeddings import Bags
 from benchmarks.giant.measure import SPREAD, Line, difference, ranks
+from tests.draws import one_of
 from whale.errors import ProgramError
 from whale.ir.layout import Split
 from whale.runtime.run.context import current
@@ -86,7 +87,7 @@ def test_absent_ids_touch_no_row_but_their_bags() -> None:
 
 @pytest.mark.parametrize(
     "count, config, form",
-    [
+    one_of(2, [
         (2, {}, {"form": "ragged", "combiner": "sqrtn", "weighted": True}),
         (3, {"replica.shares": [2, 1, 1]}, {"combiner": "sum"}),
         (2, {"pipeline.num_micro_batch": 2}, {"form": "dense", "weighted": True}),
@@ -97,7 +98,7 @@ def test_absent_ids_touch_no_row_but_their_bags() -> None:
         pytest.param(
             2, {}, {"weighted": True, "optimizer": lazy}, marks=LAZY,
         ),
-    ],
+    ], several=True),
 )  # fmt: skip
 def test_over_ranks_as_on_one_device(count: int, config: Mapping[str, Any], form: Mapping[str, Any]) -> None:
     assert difference(Line("bags", partial(Bags, **form), 0, count, config)) <= LIMIT

@@ -13,6 +13,7 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant.embeddings import Bags
 from benchmarks.giant.measure import ALONE, SPREAD, Line, ranks
+from tests.draws import one_of
 from tests.frontends.layers.test_embedding import LAZY, LIMIT, lazy
 from whale.errors import ProgramError
 from whale.frontends.layers.vocabulary import EMPTY
@@ -117,14 +118,14 @@ def test_an_optimizer_begins_anew_with_a_slots_new_id(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "count, config, form",
-    [
+    one_of(2, [
         (3, {"replica.shares": [2, 1, 1]}, {"evict": "lfu"}),
         (2, {"pipeline.num_micro_batch": 2}, {"weighted": True}),
         pytest.param(
             2, {}, {"optimizer": lazy},
             marks=LAZY,
         ),
-    ],
+    ], several=True),
 )  # fmt: skip
 def test_over_ranks_as_on_one_device(count: int, config: Mapping[str, Any], form: Mapping[str, Any]) -> None:
     make = partial(Bags, dynamic=True, sharded=None, tables=1, **form)

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 from whale.kernels.updates import in_place, units
 from whale.kernels.updates.fuse import UPDATE
 
@@ -80,9 +81,10 @@ def values_after(function: Callable[..., Any], seed: int, dtype: str) -> tuple[l
 
 
 @pytest.mark.core
-def test_values_are_those_of_the_program_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", one_of(2, [0, 6]))
+def test_values_are_those_of_the_program_as_written(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together = with_rows = 0
-    for seed in range(12):
+    for seed in range(first, first + 6):
         monkeypatch.setattr(in_place, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
         monkeypatch.setattr(units, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
         monkeypatch.setattr(units, "LONG", 2)
@@ -94,7 +96,7 @@ def test_values_are_those_of_the_program_as_written(monkeypatch: pytest.MonkeyPa
         written = [node for node in program.nodes if node.op == UPDATE]
         together += len(written)
         with_rows += any(" r" in line for node in written for line in node.attrs["program"])
-    assert together > 10 and with_rows > 1
+    assert together > 5 and with_rows > 0
 
 
 @pytest.mark.core

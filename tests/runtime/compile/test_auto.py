@@ -16,6 +16,7 @@ import whale as wh
 from cost_model.graph.machine import Rates
 from cost_model.graph.machine_profile import write
 from tests.cost_model.test_captured import TABLE
+from tests.draws import one_of
 from tests.oracle.metric import difference, limit
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import ClusterError, PlanError
@@ -49,7 +50,7 @@ def started(classifier: Classifier) -> Any:
     return classifier.step.plan(*classifier.batch(0))
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", one_of(2, [2, 4]))
 def test_a_large_classifier_is_split_without_a_scope(
     ranks: Callable[..., None], speed: Callable[..., None], count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +271,7 @@ class Deep:
 THIN_LINK = Rates(1e10, 1e10, 0.0, 0.0, 1e5, "for the test")
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", one_of(2, [2, 4]))
 def test_a_pipeline_is_found_without_a_scope(
     ranks: Callable[..., None], speed: Callable[..., None], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

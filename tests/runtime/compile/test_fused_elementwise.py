@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 from whale.ir.program import Program
 from whale.kernels.elementwise.fuse import ELEMENTWISE
 
@@ -84,7 +85,7 @@ def operations(program: Program) -> Counter[str]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", one_of(2, ["float64", "float32"]))
 @pytest.mark.parametrize(
     ("count", "config", "staged"),
     [

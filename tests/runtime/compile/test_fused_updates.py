@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 from whale.ir.ops import ASSIGNS
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
@@ -134,7 +135,7 @@ def same_bits(ranks: Start, make: Callable[[], Models], count: int = 1, **config
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", one_of(2, ["float32", "float64"]))
 def test_optimizers_give_the_same_bits(ranks: Start, dtype: str) -> None:
     fused, plain = same_bits(ranks, lambda: Models(tf.keras, tuple(OPTIMIZERS), dtype, contextlib.nullcontext))
     assert written(plain)["alone"] >= 4 * 2 * len(OPTIMIZERS)
@@ -153,12 +154,20 @@ def test_keras_2s_optimizers_give_the_same_bits(ranks: Start) -> None:
 
 @pytest.mark.parametrize(
     ("scope", "config", "alone"),
-    [
-        (contextlib.nullcontext, {"zero.level": 1, "zero.min_bytes": 0}, 8),  # weights get what was gathered for them
-        (contextlib.nullcontext, {"zero.level": 3, "zero.min_bytes": 0}, 0),
-        (lambda: wh.split(), {}, 0),
-        (contextlib.nullcontext, {"pipeline.num_micro_batch": 2}, 0),
-    ],
+    one_of(
+        2,
+        [
+            (
+                contextlib.nullcontext,
+                {"zero.level": 1, "zero.min_bytes": 0},
+                8,
+            ),  # weights get what was gathered for them
+            (contextlib.nullcontext, {"zero.level": 3, "zero.min_bytes": 0}, 0),
+            (lambda: wh.split(), {}, 0),
+            (contextlib.nullcontext, {"pipeline.num_micro_batch": 2}, 0),
+        ],
+        several=True,
+    ),
     ids=["zero 1", "zero 3", "split", "micro-batches"],
 )
 def test_parts_of_variables_give_the_same_bits(ranks: Start, scope: Any, config: dict[str, Any], alone: int) -> None:

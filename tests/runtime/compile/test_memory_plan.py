@@ -26,7 +26,7 @@ def agree(peaks: list[int], predicted: int) -> bool:
     return (1 - LARGEST_ERROR) * peaks[0] <= predicted <= (1 + LARGEST_ERROR + PIECES) * peaks[-1]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", one_of(2, [1, 4]))
 @pytest.mark.parametrize("model", one_of(2, [Mlp, Gpt, ConvNet]))
 def test_the_measured_peak_is_the_predicted_one(ranks: Start, model: type[Model], micro_batches: int) -> None:
     ranks(1, **{"pipeline.num_micro_batch": micro_batches})

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import whale as wh
 from cost_model.graph.machine import Rates
+from tests.draws import one_of
 from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, THIN_LINK, Deep, double, speed
 from tests.runtime.layouts.test_split import Classifier
 from tests.zoo.case import Setting, build
@@ -64,7 +65,7 @@ def nodes(program: Program) -> int:
     return len(program.nodes) + sum(len(body.nodes) for body in program.functions.values())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", one_of(3, CASES))
 def test_what_was_predicted_is_what_runs(
     case: str, ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 import whale as wh
+from tests.draws import one_of
 from tests.oracle.metric import difference, limit
 from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, speed
 from tests.runtime.layouts.test_split import Classifier, double
@@ -50,7 +51,7 @@ class InOneProcess:
         return self._members[member - 1].plan(choice)
 
 
-@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("size", one_of(3, [2, 3, 7]))
 @pytest.mark.parametrize("rates", [MIDDLE, FREE_LINK, SLOW_LINK])
 def test_a_team_finds_what_one_process_finds(
     ranks: Callable[..., None],

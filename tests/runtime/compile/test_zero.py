@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 from whale.errors import ConfigError, PlanError
 from whale.ir.layout import B, Split
 from whale.ir.mesh import tiles_of
@@ -66,7 +67,7 @@ def trained(function: Any) -> tuple[Model, list[float]]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("count", "level"), [(2, 1), (3, "v1"), (2, 3), (3, 3)])
+@pytest.mark.parametrize(("count", "level"), one_of(2, [(2, 1), (3, "v1"), (2, 3), (3, 3)], several=True))
 def test_a_step_equals_that_of_one_device(ranks: Start, count: int, level: Any) -> None:
     one, losses_of_one = trained(tf.function)
     ranks(count, **{"zero.level": level, "zero.min_bytes": 0})
@@ -131,7 +132,7 @@ def looped(function: Any) -> tuple[list[float], Any, tf.Variable]:
     return [float(step(x)) for _ in range(3)], step.plan(x) if function is wh.function else None, w
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", one_of(2, [1, 2]))
 def test_weights_that_loops_read_are_gathered_in_front_of_them(ranks: Start, micro_batches: int) -> None:
     losses_of_one, _, one = looped(tf.function)
     ranks(3, **{"zero.level": 3, "zero.min_bytes": 0, "pipeline.num_micro_batch": micro_batches})

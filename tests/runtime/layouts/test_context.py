@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.context import Model, heads_bytes, ring_bytes
+from tests.draws import one_of
 from whale.config import parse_mesh
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Split
@@ -78,11 +79,15 @@ def test_parts_of_the_sequence_are_given_for_heads(
 
 @pytest.mark.parametrize(
     ("count", "mesh", "shape", "form"),
-    [
-        (4, "", (2, 15, 2, 4), "dense"),
-        (8, "", (1, 16, 2, 4), "einsum"),
-        (8, "context=4,data=2", (2, 16, 3, 4), "where"),
-    ],
+    one_of(
+        2,
+        [
+            (4, "", (2, 15, 2, 4), "dense"),
+            (8, "", (1, 16, 2, 4), "einsum"),
+            (8, "context=4,data=2", (2, 16, 3, 4), "where"),
+        ],
+        several=True,
+    ),
     ids=str,
 )
 def test_keys_and_values_go_round(
@@ -172,7 +177,7 @@ def _keras(function: Any, scope: Any, heads: int) -> _Descent:
     return _Descent(function, scope, predict, variables, shape)
 
 
-@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("heads", one_of(2, [4, 2]))
 def test_attention_of_keras(ranks: Callable[..., None], double: None, heads: int) -> None:
     expected = train(_keras(tf.function, contextlib.nullcontext, heads))
     ranks(4)

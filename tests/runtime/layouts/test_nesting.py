@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 from whale.errors import PlanError
 from whale.runtime.run.start import check_replicas
 
@@ -195,7 +196,9 @@ NESTS = [
 ]
 
 
-@pytest.mark.parametrize(("nest", "count", "config", "divided"), NESTS, ids=[nest[0].__name__ for nest in NESTS])
+@pytest.mark.parametrize(
+    ("nest", "count", "config", "divided"), one_of(2, NESTS, several=True), ids=[nest[0].__name__ for nest in NESTS]
+)
 def test_a_step_equals_one_device(ranks: Start, nest: Any, count: int, config: dict[str, Any], divided: float) -> None:
     wanted, _ = in_function(nest, OneDevice, tf.function)
     ranks(count, **config)
@@ -209,11 +212,15 @@ def test_a_step_equals_one_device(ranks: Start, nest: Any, count: int, config: d
 
 @pytest.mark.parametrize(
     ("nest", "count", "config"),
-    [
-        (usual, 8, {"mesh": "stage=2,data=2,tensor=2"}),
-        (slices_of_a_mesh, 4, {"mesh": "data=2,tensor=2"}),
-        (slices, 8, {}),
-    ],
+    one_of(
+        2,
+        [
+            (usual, 8, {"mesh": "stage=2,data=2,tensor=2"}),
+            (slices_of_a_mesh, 4, {"mesh": "data=2,tensor=2"}),
+            (slices, 8, {}),
+        ],
+        several=True,
+    ),
     ids=["usual", "slices of a mesh", "slices"],
 )
 def test_a_session_equals_one_device(ranks: Start, nest: Any, count: int, config: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale as wh
+from tests.draws import one_of
 from tests.oracle.metric import difference, limit
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
@@ -103,7 +104,7 @@ def moves(plan: Plan) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("adam", [False, True], ids=["momentum", "adam"])
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", one_of(3, [2, 3, 4]))
 @pytest.mark.core
 def test_a_classifier_of_many_classes(ranks: Callable[..., None], count: int, adam: bool) -> None:
     expected = Classifier(adam=adam).train()

@@ -14,6 +14,7 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant.embeddings import Bags, Whole
 from benchmarks.giant.measure import SPREAD, Line, difference, moved_by_a_step, ranks
+from tests.draws import one_of
 from tests.frontends.layers.test_embedding import LAZY, lazy
 from whale.ir.layout import Split
 from whale.passes.autoshard.tables import spread
@@ -50,11 +51,15 @@ def test_tables_of_bags_lie_whole_and_travel_together() -> None:
 
 @pytest.mark.parametrize(
     "count, config, form, each",
-    [
-        (2, {}, {"weighted": True}, 1),
-        pytest.param(3, {"replica.shares": [2, 1, 1]}, {"optimizer": partial(lazy, "Adagrad")}, 2, marks=LAZY),
-        pytest.param(2, {"zero.level": 1, "zero.min_bytes": 0}, {"optimizer": lazy}, 3, marks=LAZY),
-    ],
+    one_of(
+        2,
+        [
+            (2, {}, {"weighted": True}, 1),
+            pytest.param(3, {"replica.shares": [2, 1, 1]}, {"optimizer": partial(lazy, "Adagrad")}, 2, marks=LAZY),
+            pytest.param(2, {"zero.level": 1, "zero.min_bytes": 0}, {"optimizer": lazy}, 3, marks=LAZY),
+        ],
+        several=True,
+    ),
 )
 def test_as_on_one_device(count: int, config: Mapping[str, Any], form: Mapping[str, Any], each: int) -> None:
     """A table and its moments, ``each`` variables, are on one rank."""
@@ -63,7 +68,9 @@ def test_as_on_one_device(count: int, config: Mapping[str, Any], form: Mapping[s
     assert difference(Line("tables", make, 0, count, config)) <= LIMIT
 
 
-@pytest.mark.parametrize("count, config", [(2, {"pipeline.num_micro_batch": 2}), (4, {"mesh": "data=2,tensor=2"})])
+@pytest.mark.parametrize(
+    "count, config", one_of(2, [(2, {"pipeline.num_micro_batch": 2}), (4, {"mesh": "data=2,tensor=2"})], several=True)
+)
 def test_micro_batches_and_meshes_divide_tables(count: int, config: Mapping[str, Any]) -> None:
     assert not placed(SMALL, count, config)[0]
     assert difference(Line("tables", SMALL, 0, count, config)) <= LIMIT

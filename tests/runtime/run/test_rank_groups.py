@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 from tests.oracle.metric import difference, limit
 from tests.runtime.layouts.test_split import Classifier, double  # noqa: F401  (a fixture)
 from whale.errors import PlanError
@@ -41,7 +42,7 @@ def one_device() -> dict[bool, Values]:
 @pytest.mark.parametrize("adam", [False, True], ids=["momentum", "adam"])
 @pytest.mark.parametrize(
     ("features", "classes"),
-    [([0], [1]), ([0, 1], [2, 3]), ([0, 1, 2], [1, 3]), ([3], [0, 1, 2, 3])],
+    one_of(2, [([0], [1]), ([0, 1], [2, 3]), ([0, 1, 2], [1, 3]), ([3], [0, 1, 2, 3])], several=True),
     ids=["1+1", "2+2", "overlapping", "subset"],
 )
 def test_features_beside_a_classifier(

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 from whale.errors import ConfigError
 from whale.runtime.compile.offload import offloaded_bytes
 from whale.runtime.run.context import current
@@ -58,7 +59,9 @@ class Net:
         return [*found, session.run(self.loss, batch), *session.run(self.variables)]
 
 
-@pytest.mark.parametrize(("how", "level"), [("replica", "v0"), ("zero", "optimizer"), ("stages", "optimizer")])
+@pytest.mark.parametrize(
+    ("how", "level"), one_of(3, [("replica", "v0"), ("zero", "optimizer"), ("stages", "optimizer")], several=True)
+)
 def test_state_lies_in_the_hosts_memory(ranks: Start, tmp_path: Path, how: str, level: str) -> None:
     plain = Net()
     with v1.Session(graph=plain.graph) as session:

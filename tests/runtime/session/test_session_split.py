@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.draws import one_of
 from tests.runtime.variables.test_deferred import INPUTS, OUTPUTS, V1_NAMES, raw, v1_initializers
 from whale.runtime.session.variables import SessionVariables
 
@@ -74,7 +75,7 @@ def settled(session: wh.Session) -> SessionVariables:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", [3, "data=2,tensor=2", "tensor=2,data=2", "2x2 zero"])
+@pytest.mark.parametrize("how", one_of(3, [3, "data=2,tensor=2", "tensor=2,data=2", "2x2 zero"]))
 def test_a_session_trains_what_lies_split(ranks: Start, tmp_path: Path, how: int | str) -> None:
     wanted = Net().story(v1.Session, str(tmp_path / "alone"))
     if isinstance(how, int):
@@ -207,7 +208,7 @@ def test_a_monitored_session_saves_and_goes_on(ranks: Start, tmp_path: Path) -> 
         np.testing.assert_allclose(value, other, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("level", "share"), [(1, 1.0), (3, 1.5)])
+@pytest.mark.parametrize(("level", "share"), one_of(2, [(1, 1.0), (3, 1.5)], several=True))
 def test_a_weight_that_is_read_for_its_norm_too_is_not_gathered_for_it(ranks: Start, level: int, share: float) -> None:
     def moved(config: dict[str, Any]) -> int:
         ranks(2, **config)

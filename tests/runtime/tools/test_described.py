@@ -17,6 +17,7 @@ from cost_model.graph.predict import predict_ranks
 from cost_model.graph.signature import signature
 from cost_model.kernels.op_work import program_work
 from tests.cost_model.test_captured import LAB, TABLE
+from tests.draws import one_of
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
 from whale.ir.layout import B, split
@@ -47,7 +48,7 @@ def contents(program: Program) -> Counter[tuple[str, float, float, int]]:
     return Counter((n.op, w.flops, w.moved_bytes, w.kernels) for n, w in program_work(program) if w.kernels)
 
 
-@pytest.mark.parametrize("d", SMALL, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("d", one_of(3, SMALL), ids=lambda d: type(d).__name__)
 def test_a_described_program_is_the_captured_one(d: f.Description) -> None:
     described, captured = (normalise(p, PlanSettings(size=1)) for p in (program_of(d), traced(d)))
     assert contents(described) == contents(captured)
@@ -106,7 +107,7 @@ def test_ranks_that_divide_tensors_exchange_what_megatron_lm_does() -> None:
     assert sorted(r.bytes for r in large) == sorted(moved * b for b in [*expected, expected[0], expected[0]])
 
 
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", one_of(3, ["none", "selective", "full"]))
 def test_what_lies_between_products_is_divided_along_the_sequence(kind: str) -> None:
     """Reduce-scatters and all-gathers in place of all-reduces, and no tensor of these is held whole."""
     ranks, layers, shape = 2, 2, (1, 128, 256)

@@ -19,6 +19,7 @@ from cost_model.graph.machine import measured_machine
 from cost_model.graph.machine_profile import Operation, read, write
 from cost_model.graph.signature import signature
 from tests.cost_model.test_captured import LAB, TABLE
+from tests.draws import one_of
 from whale.capture.function import capture_function
 from whale.errors import ClusterError
 from whale.ir.fingerprint import fingerprint
@@ -92,7 +93,7 @@ PLANS = {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", one_of(3, PLANS))
 def test_bytes_predicted_equal_bytes_counted(ranks: Start, name: str) -> None:
     count, config, scope = PLANS[name]
     ranks(count, **config)

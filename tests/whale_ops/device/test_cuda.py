@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import whale_ops
+from tests.draws import one_of
 from tests.whale_ops.device.host_cuda import HostCuda, build_host_cuda
 from whale.errors import CommError
 from whale_ops import device_code, device_library
@@ -133,7 +134,7 @@ def test_the_core_loads_it() -> None:
             whale_ops.count_devices(device_library.PATH)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", one_of(2, [1, 2, 3]))
 def test_ranks_exchange_through_memory_that_all_have_mapped(host: HostCuda, size: int) -> None:
     on_host(host, "cuda-ipc", size).check()
 

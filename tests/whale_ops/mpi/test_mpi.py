@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.draws import one_of
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -61,7 +63,7 @@ def test_every_rank_starts_its_operations_in_an_order_of_its_own(transport: str)
     assert mpirun(3, transport, "random_orders") == ["orders agree"] * 3
 
 
-@pytest.mark.parametrize("transport", ["memory", "mpi"])
+@pytest.mark.parametrize("transport", one_of(2, ["memory", "mpi"]))
 def test_a_message_of_more_than_2_to_the_30_bytes(transport: str) -> None:
     assert mpirun(2, transport, "large") == ["large agrees"] * 2
 
