@@ -67,15 +67,15 @@ def _described(texts: list[str], seconds: float) -> None:
 
     import whale as wh
     from whale.errors import WhaleError
+    from whale.ir.strategy import ChosenStrategy, ParallelStrategy
     from whale.planner.graph_search import search
-    from whale.planner.graph_search.strategies import Choice
     from whale.runtime.run import context
 
     wh.init(wh.Config({"auto_parallel": True}))
     run = context.current()
-    looked_at: list[tuple[Choice, float]] = []
+    looked_at: list[tuple[ParallelStrategy, float]] = []
 
-    def noted(*arguments: Any) -> list[tuple[Choice, float]]:
+    def noted(*arguments: Any) -> list[tuple[ParallelStrategy, float]]:
         looked_at[:] = list_ways(*arguments)
         return looked_at
 
@@ -89,18 +89,18 @@ def _described(texts: list[str], seconds: float) -> None:
         first_s = time.perf_counter() - start_s
         found = run.auto
         assert found is not None
-        ways = [choice for choice, _ in looked_at if not choice.stages]
-        by_depth: dict[int, Choice] = {}
+        ways = [choice for choice, _ in looked_at if not choice.pipelined]
+        by_depth: dict[int, ParallelStrategy] = {}
         for choice, _ in sorted(looked_at, key=lambda one: one[1]):
-            if choice.stages:
+            if choice.pipelined:
                 by_depth.setdefault(len(choice.stages), choice)
         ways += list(by_depth.values())[:PIPELINES]
         said = run.comms[0].broadcast_bytes(
             f"benchmark/ways/{run.programs}", msgspec.json.encode(ways) if run.rank == 0 else None
         )
         lost: dict[str, str] = {}
-        for way in msgspec.json.decode(said, type=list[Choice]):
-            run.auto = way
+        for way in msgspec.json.decode(said, type=list[ParallelStrategy]):
+            run.auto = ChosenStrategy(way)
             try:
                 steps[way.name] = _of_description(text, wh.function)
                 steps[way.name]()
@@ -112,7 +112,9 @@ def _described(texts: list[str], seconds: float) -> None:
         if wh.rank() == 0:
             best_s = min(auto_s, *times.values())
             took = f"{1e3 * auto_s:.2f} ms (first step after {first_s:.1f} s)"
-            print(f"{text}, {wh.size()} ranks: chosen {found.name} {took}; chosen / best {auto_s / best_s:.3f}")
+            print(
+                f"{text}, {wh.size()} ranks: chosen {found.strategy.name} {took}; chosen / best {auto_s / best_s:.3f}"
+            )
             for name, took_s in sorted(times.items(), key=lambda one: one[1]):
                 print(f"  {name}: {1e3 * took_s:.2f} ms")
             for name, why in lost.items():
@@ -155,7 +157,8 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     from msgspec.structs import replace
 
     import whale as wh
-    from whale.planner.graph_search.strategies import Choice
+    from whale.ir.strategy import ChosenStrategy
+    from whale.planner.graph_search.strategies import over_all
     from whale.runtime.run import context
 
     wh.init(wh.Config({"auto_parallel": True}))
@@ -166,10 +169,10 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
         steps["chosen"]()
         found = run.auto
         assert found is not None
-        ways = [Choice("data parallel"), Choice("every rank alone", alone=True)]
-        ways.append(Choice("split of the classifier", ("classifier/kernel",)))
+        ways = [over_all("data parallel", wh.size()), over_all("every rank alone", wh.size(), replicated=True)]
+        ways.append(over_all("split of the classifier", wh.size(), wh.size(), split=("classifier/kernel",)))
         for way in ways:
-            run.auto = way
+            run.auto = ChosenStrategy(way)
             steps[way.name] = _program(size, wh.function)
             steps[way.name]()
         times = _in_turns(steps, seconds, run)
@@ -177,9 +180,10 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
         if wh.rank() == 0:
             text = ", ".join(f"{name} {1e3 * took_s:.2f} ms" for name, took_s in times.items())
             best_s = min(auto_s, *times.values())
-            print(f"{size}: chosen {found.name} {1e3 * auto_s:.2f} ms; {text}; chosen / best {auto_s / best_s:.3f}")
+            took = f"{found.strategy.name} {1e3 * auto_s:.2f} ms"
+            print(f"{size}: chosen {took}; {text}; chosen / best {auto_s / best_s:.3f}")
             for way in ways:  # what differs between these two is not the choice
-                if replace(found, name=way.name, predicted_s=0.0, predicted_bytes=0) == way:
+                if replace(found.strategy, name=way.name) == way:
                     print(f"  the chosen way, built and measured a second time: {times[way.name] / auto_s:.3f} of that")
             sys.stdout.flush()
         del steps
@@ -234,20 +238,20 @@ def _crossovers(seconds: float) -> None:
             run.auto = None
             took_s = _measure(size_of(value), wh.function, seconds, run)
             assert run.auto is not None
-            kind = _kind(run.auto)
+            kind = _kind(run.auto.strategy)
             if wh.rank() == 0:
                 change = f"  <- from {before} to {kind}" if before not in ("", kind) else ""
-                print(f"{name} {value}: {run.auto.name}, {1e3 * took_s:.2f} ms{change}", flush=True)
+                print(f"{name} {value}: {run.auto.strategy.name}, {1e3 * took_s:.2f} ms{change}", flush=True)
             before = kind
     wh.shutdown()
 
 
-def _kind(choice: Any) -> str:
-    if choice.alone:
+def _kind(strategy: Any) -> str:
+    if strategy.replicated:
         return "one device"
-    if choice.stages:
+    if strategy.pipelined:
         return "pipeline"
-    return "hybrid (rows and tensors divided)" if choice.weights else "data parallel"
+    return "hybrid (rows and tensors divided)" if strategy.split else "data parallel"
 
 
 def _measure(size: Any, function: Callable[..., Any], least_s: float, run: Any) -> float:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from benchmarks.machine import busy_s
@@ -82,7 +83,8 @@ def work(options: argparse.Namespace) -> None:
     import tensorflow as tf
 
     import whale as wh
-    from whale.planner.graph_search.strategies import Choice
+    from whale.ir.strategy import ChosenStrategy
+    from whale.planner.graph_search.strategies import over_all
     from whale.runtime.run import context
 
     asked = {"pipeline.num_stages": options.stages} if options.what == "pipeline" else {}
@@ -93,15 +95,17 @@ def work(options: argparse.Namespace) -> None:
     target = [options.slow if r % 2 else 1.0 for r in range(options.ranks)]
     most = options.cores * len(cores) / max(len(cores), sum(target))
     quota.set(most * target[rank])
-    even = Choice("data parallel, equal rows")
+    even = ChosenStrategy(over_all("data parallel, equal rows", options.ranks))
     steps = {"even": built(even, run, options.depth)}
     calibrate(run, quota, steps["even"], target, most)
     steps["planned"] = built(None, run, options.depth)
     chosen = run.auto
     assert chosen is not None
     if options.what == "pipeline":
-        cuts = tuple(options.depth * stage // options.stages for stage in range(1, options.stages))
-        even = msgspec.structs.replace(chosen, name="stages of equal length", cuts=cuts)
+        ends = [options.depth * stage // options.stages for stage in range(options.stages + 1)]
+        found = chosen.strategy
+        stages = tuple(msgspec.structs.replace(one, layers=(own,)) for one, own in zip(found.stages, pairwise(ends)))
+        even = ChosenStrategy(msgspec.structs.replace(found, name="stages of equal length", stages=stages))
         steps["even"] = built(even, run, options.depth)
     alone, batch = program(options.depth, tf.function)
     losses = [float(alone(*batch)) for _ in range(4)]
@@ -128,8 +132,8 @@ def work(options: argparse.Namespace) -> None:
         print(f"{options.what}, {options.ranks} ranks: {text}; losses differ from one device by {error:.0e}")
         print(f"other processes took up to {max(turn.others for turn in turns):.2f} of a core meanwhile", flush=True)
         print(
-            f"chosen: {chosen.name}, predicted {1e3 * chosen.predicted_s:.1f} ms, "
-            f"measured {1e3 * planned_s:.1f} ms ({chosen.predicted_s / planned_s - 1:+.1%})",
+            f"chosen: {chosen.strategy.name}, predicted {1e3 * chosen.step_s:.1f} ms, "
+            f"measured {1e3 * planned_s:.1f} ms ({chosen.step_s / planned_s - 1:+.1%})",
             flush=True,
         )
     wh.shutdown()

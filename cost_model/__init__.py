@@ -13,8 +13,8 @@ The data, from hardware to prediction (every value is a frozen struct; units are
     Stack                              analytic.stacks       habits of training software
     Matmul, Streaming, Attention       analytic.transformer_kernels  what one rank runs for one layer
     LayerCosts, Model                  analytic.layer_costs  seconds and bytes of any range of layers on a kind of rank
-    Spread, Stage, Part                analytic.spread       stages on devices, equal or not
-    StageCost, Evaluation              analytic.evaluate     what a spread takes, the one place where that is said
+    ParallelStrategy, Stage, Part                analytic.strategy       stages on devices, equal or not
+    StageCost, Evaluation              analytic.evaluate     what a strategy takes, the one place where that is said
     Prediction                         analytic.predict      a job's step: time, bubble, exposed communication, memory
     Profile                            analytic.layer_profile  measured layers, instead of formulas
     programs of ranks                  graph/                what the operations of a captured program take

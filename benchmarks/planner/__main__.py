@@ -19,7 +19,6 @@ import cost_model.validation.cases as published_cases
 from benchmarks.planner.instances import enumerate_best, instance
 from benchmarks.planner.monotone import monotone
 from cost_model.analytic.evaluate import Evaluation, evaluate
-from cost_model.analytic.spread import Part, Spread, Stage, even_chunks
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
@@ -27,6 +26,7 @@ from cost_model.cluster import cluster_file
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, even_chunks
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.search_rounds import search
 from whale.planner.analytic_search.whale22 import flops_of, formula_1
@@ -171,7 +171,7 @@ def scale(_: argparse.Namespace) -> None:
         print(
             f"{name}: {took_s:.2f} s ({time.monotonic() - clock_s:.1f} on the clock), {peak_mb:.0f} MB, "
             f"{found.estimated} estimated, {found.simulated} simulated; "
-            f"step {found.evaluation.step_s:.3f} s, bound {found.bound_s:.3f} s; {found.spread.summary()}",
+            f"step {found.evaluation.step_s:.3f} s, bound {found.bound_s:.3f} s; {found.strategy.summary()}",
             flush=True,
         )
 
@@ -183,14 +183,14 @@ def published(options: argparse.Namespace) -> None:
             limits = Constraints(recompute=row["recompute"], zero=zero)
             found = search(model, machines, int(row["gbs"]), limits)
             shapes: dict[tuple[int, int, int], float] = {}
-            for spread, evaluation in [(found.spread, found.evaluation), *found.others]:
-                part = spread.stages[0].parts[0]
-                shape = len(spread.stages), part.tensor, part.replicas
+            for strategy, evaluation in [(found.strategy, found.evaluation), *found.others]:
+                part = strategy.stages[0].parts[0]
+                shape = len(strategy.stages), part.tensor, part.replicas
                 shapes[shape] = min(shapes.get(shape, evaluation.step_s), evaluation.step_s)
             rank = 1 + sum(step_s < own.step_s * (1 - 1e-6) for step_s in shapes.values())
             print(
                 f"{row['params_B']}B on {row['gpus']}: published {own.step_s:.3f} s, planner "
-                f"({'no ZeRO' if zero == 0 else 'free'}) {found.evaluation.step_s:.3f} s: {found.spread.summary()}; "
+                f"({'no ZeRO' if zero == 0 else 'free'}) {found.evaluation.step_s:.3f} s: {found.strategy.summary()}; "
                 f"published is number {rank} of {len(shapes) + 1} divisions that were simulated",
                 flush=True,
             )
@@ -221,12 +221,12 @@ def _published(rows: Path) -> Iterator[tuple[dict[str, str], Evaluation, Machine
         yield row, evaluate(model, machines, _published_spread(row, transformer)), machines, model
 
 
-def _published_spread(row: dict[str, str], transformer: Transformer) -> Spread:
+def _published_spread(row: dict[str, str], transformer: Transformer) -> ParallelStrategy:
     stages, chunks = int(row["pp"]), int(row["vpp"])
-    part = Part(0, int(row["tp"]), int(row["dp"]), int(row["mbs"]))
+    part = DeviceGroup(0, int(row["tp"]), int(row["dp"]), int(row["mbs"]))
     micro_batches = int(row["gbs"]) // (part.replicas * part.rows)
     layers = even_chunks(transformer.layers, stages, chunks)
-    return Spread(tuple(Stage(own, (part,)) for own in layers), micro_batches, row["recompute"])  # type: ignore[arg-type]
+    return ParallelStrategy(tuple(Stage(own, (part,)) for own in layers), micro_batches, row["recompute"])  # type: ignore[arg-type]
 
 
 def whale22(_: argparse.Namespace) -> None:

@@ -11,11 +11,11 @@ import msgspec
 
 from cost_model.analytic.evaluate import evaluate
 from cost_model.analytic.memory import part_memory
-from cost_model.analytic.spread import Part, Recompute, Spread, Stage
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.cluster.cluster_file import Cluster, parse
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage
 from whale.planner.analytic_search.estimate import divisors
 from whale.planner.analytic_search.layer_profiles import LayerProfile, Measured, TableLayer, TableModel
 
@@ -89,8 +89,10 @@ def instance(seed: int, names: tuple[str, ...] = TYPES) -> Instance:
     return Instance(cluster, LayerProfile(table_layers, measured, f"random-{seed}"), batch)
 
 
-def enumerate_best(one: Instance, zero: int, known_s: float = float("inf")) -> tuple[float, Spread | None, int]:
-    """(seconds, spread, chains simulated) of the fastest spread that fits, among all without interleaving.
+def enumerate_best(
+    one: Instance, zero: int, known_s: float = float("inf")
+) -> tuple[float, ParallelStrategy | None, int]:
+    """(seconds, strategy, chains simulated) of the fastest strategy that fits, among all without interleaving.
 
     Every ordered choice of devices for stages, every tensor degree per kind of device, every cut; of the divisions of a
     stage's rows, and of what it may compute again, the fastest that fits. Chains grow from the last stage, which says
@@ -99,7 +101,7 @@ def enumerate_best(one: Instance, zero: int, known_s: float = float("inf")) -> t
     it, and no stage before it is faster than if all devices that are left shared its layers without loss. None: nothing
     is faster than `known_s`.
     """
-    best: tuple[float, Spread | None] = (known_s, None)
+    best: tuple[float, ParallelStrategy | None] = (known_s, None)
     looked = 0
     for micro_batches in divisors(one.batch):
         chains = _Chains(one, micro_batches, zero, best)
@@ -111,7 +113,9 @@ def enumerate_best(one: Instance, zero: int, known_s: float = float("inf")) -> t
 class _Chains:
     """All chains of stages for one number of micro-batches."""
 
-    def __init__(self, one: Instance, micro_batches: int, zero: int, best: tuple[float, Spread | None]) -> None:
+    def __init__(
+        self, one: Instance, micro_batches: int, zero: int, best: tuple[float, ParallelStrategy | None]
+    ) -> None:
         self.model = model = one.model()
         self.zero, self.micro_batches, self.best, self.looked = zero, micro_batches, best, 0
         self.stage_costs = StageCosts(model, model.machines)
@@ -127,7 +131,7 @@ class _Chains:
             for high in range(low + 1, model.count + 1)
             for live in range(1, min(most, micro_batches) + 1)
         }
-        self.chain: list[tuple[int, int, tuple[Part, ...], Recompute]] = []
+        self.chain: list[tuple[int, int, tuple[DeviceGroup, ...], Recompute]] = []
 
     def visit(self, high: int, left: tuple[int, ...], total: float, least_s: float) -> None:
         """All choices for the layers before `high`, with the devices that are left.
@@ -139,10 +143,10 @@ class _Chains:
         if high == 0:
             self.looked += 1
             stages = tuple(Stage(((a, b),), parts, again) for a, b, parts, again in reversed(self.chain))
-            spread = Spread(stages, self.micro_batches, zero=self.zero)
-            found = evaluate(self.model, self.model.machines, spread, self.stage_costs)
+            strategy = ParallelStrategy(stages, self.micro_batches, zero=self.zero)
+            found = evaluate(self.model, self.model.machines, strategy, self.stage_costs)
             if found.fits and found.step_s < self.best[0] * (1 - 1e-12):
-                self.best = found.step_s, spread
+                self.best = found.step_s, strategy
             return
         count = self.micro_batches
         live = min(count, len(self.chain) + 1)
@@ -173,17 +177,17 @@ def _fair(before: float, rest: tuple[int, ...], low: int) -> float:
 def _options_for(
     model: TableModel,
     machines: Machines,
-    choices: list[tuple[tuple[int, ...], tuple[Part, ...]]],
+    choices: list[tuple[tuple[int, ...], tuple[DeviceGroup, ...]]],
     low: int,
     high: int,
     live: int,
     zero: int,
-) -> list[tuple[float, tuple[int, ...], tuple[Part, ...], Recompute]]:
+) -> list[tuple[float, tuple[int, ...], tuple[DeviceGroup, ...], Recompute]]:
     """(seconds, devices, parts, recompute) of a stage of these layers that holds so many micro-batches and fits.
 
     The fastest one is first.
     """
-    found: dict[tuple[object, ...], tuple[float, tuple[int, ...], tuple[Part, ...], Recompute]] = {}
+    found: dict[tuple[object, ...], tuple[float, tuple[int, ...], tuple[DeviceGroup, ...], Recompute]] = {}
     whole = (low, high) == (0, model.count)
     for (used, parts), (again, _) in itertools.product(choices, model.recomputes()):
         costs = [model.layer_costs(p.pool, p.tensor, p.rows, again, False, 1) for p in parts]
@@ -222,7 +226,7 @@ def _speed(model: TableModel, pool: int, rows: int) -> float:
 
 def _stage_options(
     model: TableModel, sizes: tuple[int, ...], rows: int
-) -> Iterator[tuple[tuple[int, ...], tuple[Part, ...]]]:
+) -> Iterator[tuple[tuple[int, ...], tuple[DeviceGroup, ...]]]:
     """Every choice of devices, tensor degrees and rows for one stage; what is slower at no less memory is left out."""
     for used in itertools.product(*(range(n + 1) for n in sizes)):
         chosen = [k for k, n in enumerate(used) if n]
@@ -236,7 +240,7 @@ def _stage_options(
                 yield used, parts
 
 
-def _rows(groups: list[tuple[int, int, int]], rows: int) -> Iterator[tuple[Part, ...]]:
+def _rows(groups: list[tuple[int, int, int]], rows: int) -> Iterator[tuple[DeviceGroup, ...]]:
     """Every division of rows, one replica after the other; replicas of a kind in falling order."""
     slots = [(k, t) for k, t, n in groups for _ in range(n)]
 
@@ -253,4 +257,4 @@ def _rows(groups: list[tuple[int, int, int]], rows: int) -> Iterator[tuple[Part,
         counted: dict[tuple[int, int, int], int] = {}
         for (k, t), n in zip(slots, division):
             counted[k, t, n] = counted.get((k, t, n), 0) + 1
-        yield tuple(Part(k, t, count, n) for (k, t, n), count in counted.items())
+        yield tuple(DeviceGroup(k, t, count, n) for (k, t, n), count in counted.items())

@@ -1,4 +1,4 @@
-"""Evaluates a spread: memory of every stage, and the step's time, by playing its schedule.
+"""Evaluates a strategy: memory of every stage, and the step's time, by playing its schedule.
 
 This is the one place where a step of a described model is evaluated: for the planner's unequal stages, and for the
 equal ones of a job, whose prediction (`predict`) is a special case.
@@ -12,21 +12,22 @@ from itertools import accumulate
 
 from cost_model.analytic import sharded
 from cost_model.analytic.layer_costs import Model, costs_of
-from cost_model.analytic.spread import Spread, live_chunks
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_reduce_s
+from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, interval_s
 from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.schedule import Schedule, schedule
+from whale.ir.strategy import ParallelStrategy, live_chunks
 
 SCHEDULES = ("1f1b", "gpipe")  # of whole backward passes
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A spread's predicted step.
+    """A strategy's predicted step.
 
     Attributes:
         step_s: all of it; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the last pass.
@@ -51,8 +52,10 @@ class Evaluation:
         return self.lacking_bytes <= 0
 
 
-def evaluate(model: Model, machines: Machines, spread: Spread, stage_costs: StageCosts | None = None) -> Evaluation:
-    """Simulates one step of a spread.
+def evaluate(
+    model: Model, machines: Machines, strategy: ParallelStrategy, stage_costs: StageCosts | None = None
+) -> Evaluation:
+    """Simulates one step of a strategy.
 
     Args:
         stage_costs: where a search keeps the costs of stages of this model on these machines.
@@ -60,20 +63,20 @@ def evaluate(model: Model, machines: Machines, spread: Spread, stage_costs: Stag
     Raises:
         PlanError: the schedule takes backward passes apart, or is none for so many chunks or micro-batches.
     """
-    stages, count, ranks = len(spread.stages), spread.micro_batches, spread.ranks
+    stages, count, ranks = len(strategy.stages), strategy.micro_batches, strategy.ranks
     stage_costs = stage_costs or StageCosts(model, machines)
-    costs = [stage_costs(spread, i, _live(spread, i), ranks) for i in range(stages)]
-    if fully_sharded(model, spread):
-        costs, ends = _sharded(model, machines, spread, costs)
-    elif spread.schedule == "1f1b" and spread.chunks == 1:
+    costs = [stage_costs(strategy, i, _live(strategy, i), ranks) for i in range(stages)]
+    if fully_sharded(model, strategy):
+        costs, ends = _sharded(model, machines, strategy, costs)
+    elif strategy.schedule == "1f1b" and strategy.chunks == 1:
         ends = one_f_one_b_ends_s([c.forward_s[0] for c in costs], [c.backward_s[0] for c in costs], count)
     else:
-        orders = _orders(spread)
+        orders = _orders(strategy)
         timeline = simulate(_tasks(orders, costs))
         ends = [timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders)]
     ready_s = max(end + one.reduce_s for end, one in zip(ends, costs))
     if stages > 1 and model.tied_parameters:
-        ready_s += _tied_s(model, machines, spread)
+        ready_s += _tied_s(model, machines, strategy)
     update_s = max(one.update_s for one in costs)
     step_s = ready_s + update_s + model.stack.step_ms * 1e-3
     busy = [count * (sum(one.forward_s) + sum(one.backward_s)) for one in costs]
@@ -95,52 +98,60 @@ def evaluate(model: Model, machines: Machines, spread: Spread, stage_costs: Stag
     )
 
 
-def _live(spread: Spread, index: int) -> int:
+def likely_s(strategy: ParallelStrategy, machines: Machines, step_s: float) -> tuple[float, float]:
+    """Returns the seconds between which nine of ten steps lie that are predicted to take `step_s` on these machines."""
+    used = {part.pool for stage in strategy.stages for part in stage.parts}
+    one_host = len({machines.pools[n].host.name for n in used}) == 1
+    one_host = one_host and strategy.ranks <= max(machines.pools[n].on_host for n in used)
+    return interval_s(step_s, ONE_HOST if one_host else SEVERAL_HOSTS)
+
+
+def _live(strategy: ParallelStrategy, index: int) -> int:
     """Returns the chunks of micro-batches that a stage holds at its peak."""
-    return live_chunks(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches, index)
+    return live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
 
 
 def _sharded(
-    model: Model, machines: Machines, spread: Spread, costs: Sequence[StageCost]
+    model: Model, machines: Machines, strategy: ParallelStrategy, costs: Sequence[StageCost]
 ) -> tuple[list[StageCost], list[float]]:
     """Plays the stage's passes layer by layer; nothing is left to reduce.
 
     Returns:
         (the stage's cost with these passes, when they have ended).
     """
-    found = sharded.passes(model, machines, spread)
+    found = sharded.passes(model, machines, strategy)
     cost = replace(costs[0], forward_s=(found.forward_s,), backward_s=(found.backward_s,), reduce_s=0.0)
     return [cost], [found.passes_s]
 
 
-def kernels_s(model: Model, machines: Machines, spread: Spread, found: Evaluation) -> float:
+def kernels_s(model: Model, machines: Machines, strategy: ParallelStrategy, found: Evaluation) -> float:
     """Returns, of `compute_s`, the seconds in which the busiest stage's kernels run, exposed communication left out."""
-    if fully_sharded(model, spread):
-        return sharded.passes(model, machines, spread).compute_s
-    stage = spread.stages[found.busiest]
-    costs = [costs_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute) for part in stage.parts]
+    if fully_sharded(model, strategy):
+        return sharded.passes(model, machines, strategy).compute_s
+    stage = strategy.stages[found.busiest]
+    costs = [costs_of(model, strategy, part, strategy.ranks, stage.replicas, stage.recompute) for part in stage.parts]
     each_s = 0.0
     for low, high in stage.layers:
         ahead = max(costs, key=lambda one: one.forward(low, high))
         back = max(costs, key=lambda one: one.backward(low, high))
         each_s += ahead.kernels(low, high)[0] + back.kernels(low, high)[1]
-    return spread.micro_batches * each_s
+    return strategy.micro_batches * each_s
 
 
-def played(spread: Spread, found: Evaluation) -> tuple[Tasks, Timeline]:
-    """Returns every pass of a spread's step, by stage in the order of its schedule, and when it runs."""
-    tasks = _tasks(_orders(spread), found.stages)
+def played(strategy: ParallelStrategy, found: Evaluation) -> tuple[Tasks, Timeline]:
+    """Returns every pass of a strategy's step, by stage in the order of its schedule, and when it runs."""
+    tasks = _tasks(_orders(strategy), found.stages)
     return tasks, simulate(tasks)
 
 
-def _orders(spread: Spread) -> Schedule:
-    if spread.schedule not in SCHEDULES:
+def _orders(strategy: ParallelStrategy) -> Schedule:
+    if strategy.schedule not in SCHEDULES:
         raise PlanError(
             "steps of described models are predicted for whole backward passes only",
-            given=spread.schedule,
+            given=strategy.schedule,
             expected=" or ".join(SCHEDULES),
         )
-    return schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+    return schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
 
 
 def _tasks(orders: Schedule, costs: Sequence[StageCost]) -> Tasks:
@@ -149,11 +160,11 @@ def _tasks(orders: Schedule, costs: Sequence[StageCost]) -> Tasks:
     return pipeline_tasks(orders, [c.forward_s for c in costs], [c.backward_s for c in costs], held)
 
 
-def _tied_s(model: Model, machines: Machines, spread: Spread) -> float:
+def _tied_s(model: Model, machines: Machines, strategy: ParallelStrategy) -> float:
     """Returns the seconds to sum the gradients of what the first and the last stage share."""
-    first, last = spread.stages[0].parts[0], spread.stages[-1].parts[0]
+    first, last = strategy.stages[0].parts[0], strategy.stages[-1].parts[0]
     pool = machines.pools[first.pool]
-    apart = first.pool != last.pool or spread.stages[0].ranks * (len(spread.stages) - 1) >= pool.on_host
+    apart = first.pool != last.pool or strategy.stages[0].ranks * (len(strategy.stages) - 1) >= pool.on_host
     tensor = min(first.tensor, last.tensor)
     tied_bytes = model.stack.gradient_bytes * model.tied_parameters / tensor
     return all_reduce_s(machines.pair(first.pool, last.pool, apart), tied_bytes)

@@ -1,4 +1,4 @@
-"""Reads job files and reports predictions for them: a model by hyper-parameters, its spread, and the software, as YAML.
+"""Reads job files and reports predictions for them: a model by hyper-parameters, its strategy and software, as YAML.
 
 model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200} plan: {tensor: 8, pipeline: 16, data:
 8, micro_batch: 1, global_batch: 1536, recompute: full} software: megatron-2022
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from cost_model.analytic.evaluate import likely_s
 from cost_model.analytic.layer_profile import Profile
 from cost_model.analytic.predict import Prediction, predict
 from cost_model.analytic.stacks import stack
@@ -68,7 +69,7 @@ def report(job: Job, cluster: Cluster, found: Prediction) -> str:
 
 
 def _likely(cluster: Cluster, found: Prediction) -> str:
-    low_s, high_s = found.spread.likely_s(Machines(cluster), found.step_s)
+    low_s, high_s = likely_s(found.strategy, Machines(cluster), found.step_s)
     return f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
 
 
@@ -78,7 +79,7 @@ def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:
     each = [
         sum(pools[part.pool].device.peak_flops_per_s(dtype) * pools[part.pool].entry.share for part in stage.parts)
         / len(stage.parts)
-        for stage in found.spread.stages
+        for stage in found.strategy.stages
     ]
     return sum(each) / len(each)
 
@@ -88,7 +89,7 @@ def too_large(cluster: Cluster, found: Prediction) -> list[str]:
     from whale.ir.plan_text import human_bytes  # loads NumPy, which a prediction does without
 
     lines, pools = [], Machines(cluster).pools
-    for number, (stage, cost) in enumerate(zip(found.spread.stages, found.evaluation.stages)):
+    for number, (stage, cost) in enumerate(zip(found.strategy.stages, found.evaluation.stages)):
         for part, held in zip(stage.parts, cost.memory):
             missing = held.total_bytes - pools[part.pool].memory_bytes
             if missing > 0:

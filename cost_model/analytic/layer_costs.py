@@ -13,10 +13,10 @@ from itertools import accumulate
 from typing import Protocol
 
 from cost_model.analytic.kernel_costs import Cost
-from cost_model.analytic.spread import Part, Recompute, Spread
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import OPTIMIZER_BYTES
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute
 
 # Parameter tensors of a transformer's layer: weight and bias of two normalisations, of the products for queries, keys
 # and values, of the projection, and of the two products of the feed-forward network.
@@ -184,10 +184,15 @@ class Model(Protocol):
 
 
 def costs_of(
-    model: Model, spread: Spread, part: Part, ranks: int, replicas: int, recompute: Recompute | None = None
+    model: Model,
+    strategy: ParallelStrategy,
+    part: DeviceGroup,
+    ranks: int,
+    replicas: int,
+    recompute: Recompute | None = None,
 ) -> LayerCosts:
-    """Returns the layers' costs on a part's ranks; `replicas`, `recompute`: the stage's (None: as the spread says)."""
-    how = recompute or spread.recompute, spread.sequence_parallel, ranks
+    """Returns the costs of layers on a part; `replicas`, `recompute`: the stage's (None: as the strategy has it)."""
+    how = recompute or strategy.recompute, strategy.sequence_parallel, ranks
     return model.layer_costs(part.pool, part.tensor, part.rows, *how, replicas if model.experts else 1)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from cost_model.analytic.kernel_costs import CHANNELS
 from cost_model.analytic.layer_costs import LayerCosts
-from cost_model.analytic.spread import Offload, Part
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import Parallel, Transformer
 from cost_model.analytic.transformer_kernels import expert_rows
+from whale.ir.strategy import DeviceGroup, Offload
 
 # The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
 # deep learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are larger).
@@ -125,13 +125,13 @@ def offloaded_bytes(
 ) -> float:
     """Returns what one rank has in its host's memory; with the state only, gradients pass through there as well."""
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
-    return {"none": 0.0, "state": gradients + optimizer, "all": held + gradients + optimizer}[offload]
+    return {"none": 0.0, "optimizer": gradients + optimizer, "parameters": held + gradients + optimizer}[offload]
 
 
 def part_memory(
     layers: LayerCosts,
     ranges: tuple[tuple[int, int], ...],
-    part: Part,
+    part: DeviceGroup,
     replicas: int,
     live: int,
     zero: int,
@@ -145,7 +145,7 @@ def part_memory(
         ranges: the stage's layers, by chunk.
         replicas: of the stage, all parts.
         live: chunks of micro-batches that are held at the schedule's peak.
-        stages: of the spread.
+        stages: of the strategy.
     """
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
     whole = 0.0  # bytes of layers that lie there whole for as long as they are used
@@ -153,7 +153,7 @@ def part_memory(
         whole = LAYERS_AHEAD * 2 * layers.element_bytes * layers.layer_parameters_of(ranges)
     if offload != "none":
         optimizer = 0.0
-    if offload == "all":  # of two layers, what was fetched and what goes back
+    if offload == "parameters":  # of two layers, what was fetched and what goes back
         count = max(1, sum(high - low for low, high in ranges))
         whole = max(whole, LAYERS_AHEAD * (held + gradients) / count)
         held = gradients = 0.0

@@ -1,6 +1,6 @@
 """Predicts a job: a transformer, spread evenly, under a software stack on a cluster -> step time and memory.
 
-A job's stages are equal; its spread is evaluated like any other (`evaluate`). Ranks that do the same at the same time
+A job's stages are equal; its strategy is evaluated like any other (`evaluate`). Ranks that do the same at the same time
 (tensor- and data-parallel ones) are simulated once, so a plan costs as much as its stages and micro-batches.
 """
 
@@ -13,7 +13,6 @@ from cost_model.analytic import sharded
 from cost_model.analytic.evaluate import Evaluation, evaluate, kernels_s, played
 from cost_model.analytic.layer_profile import Profile
 from cost_model.analytic.memory import Footprint
-from cost_model.analytic.spread import Part, Spread, Stage, even_chunks
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.stage_costs import fully_sharded
 from cost_model.analytic.transformer import Parallel, Transformer
@@ -23,6 +22,7 @@ from cost_model.cluster.pools import Machines
 from cost_model.cluster.rank_locations import pool_runs
 from cost_model.simulator import Tasks, Timeline, memory_curve, simulate
 from whale.errors import PlanError
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, even_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Prediction:
         exposed_communication_s: communication of that stage that no kernel hides, point-to-point included.
         bubble_s: time in which that stage waits.
         update_s: gradient reduction and optimizer after the last backward pass.
-        spread: the job's stages on the cluster's pools.
-        evaluation: of that spread, stage by stage.
+        strategy: the job's stages on the cluster's pools.
+        evaluation: of that strategy, stage by stage.
         tasks, timeline: every pass, with start and end; its resource is the stage. Of a fully sharded step what the two
             streams do (`sharded`) for the micro-batches that are played.
     """
@@ -46,7 +46,7 @@ class Prediction:
     exposed_communication_s: float
     bubble_s: float
     update_s: float
-    spread: Spread
+    strategy: ParallelStrategy
     evaluation: Evaluation
     tasks: Tasks
     timeline: Timeline
@@ -75,23 +75,23 @@ def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster, profile
     """
     _check(t, p, profile)
     machines = Machines(cluster)
-    spread = spread_of(t.layers, p, machines, stack.dtype)
+    strategy = even_strategy(t.layers, p, machines, stack.dtype)
     model = TransformerModel(t, stack, machines, profile=profile, expert_ranks=p.experts)
-    found = evaluate(model, machines, spread)
-    if fully_sharded(model, spread):
-        passes, again = sharded.passes(model, machines, spread), spread.zero >= 3
-        tasks = sharded.tasks(passes.root, passes.layers, min(sharded.PLAYED, spread.micro_batches), again)
+    found = evaluate(model, machines, strategy)
+    if fully_sharded(model, strategy):
+        passes, again = sharded.passes(model, machines, strategy), strategy.zero >= 3
+        tasks = sharded.tasks(passes.root, passes.layers, min(sharded.PLAYED, strategy.micro_batches), again)
         timeline = simulate(tasks)
     else:
-        tasks, timeline = played(spread, found)
-    compute_s = kernels_s(model, machines, spread, found)
+        tasks, timeline = played(strategy, found)
+    compute_s = kernels_s(model, machines, strategy, found)
     return Prediction(
         step_s=found.step_s,
         compute_s=compute_s,
         exposed_communication_s=max(0.0, found.compute_s + found.send_s - compute_s),
         bubble_s=found.bubble_s,
         update_s=found.reduce_s + found.update_s,
-        spread=spread,
+        strategy=strategy,
         evaluation=found,
         tasks=tasks,
         timeline=timeline,
@@ -120,7 +120,7 @@ def _check(t: Transformer, p: Parallel, profile: Profile | None) -> None:
         )
 
 
-def spread_of(layers: int, p: Parallel, machines: Machines, dtype: str) -> Spread:
+def even_strategy(layers: int, p: Parallel, machines: Machines, dtype: str) -> ParallelStrategy:
     """Lays a job's stages on a cluster's pools: neighbours are tensor-parallel, then data-parallel, then stages.
 
     A tensor-parallel group whose ranks are of several kinds counts as one of the slowest of them.
@@ -144,6 +144,6 @@ def spread_of(layers: int, p: Parallel, machines: Machines, dtype: str) -> Sprea
             own = range(bisect_right(firsts, rank) - 1, bisect_right(firsts, rank + p.tensor - 1))
             pool = slowest({runs[run][2] for run in own})
             replicas[pool] = replicas.get(pool, 0) + 1
-        parts = tuple(Part(pool, p.tensor, count, p.micro_batch) for pool, count in replicas.items())
+        parts = tuple(DeviceGroup(pool, p.tensor, count, p.micro_batch) for pool, count in replicas.items())
         stages.append(Stage(chunks, parts))
-    return Spread(tuple(stages), p.micro_batches, p.recompute, p.sequence_parallel, p.zero, p.schedule)
+    return ParallelStrategy(tuple(stages), p.micro_batches, p.recompute, p.sequence_parallel, p.zero, p.schedule)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from cost_model.analytic.kernel_costs import Cost
 from cost_model.analytic.layer_costs import LayerCosts, Model, costs_of
 from cost_model.analytic.memory import LAYERS_AHEAD
-from cost_model.analytic.spread import Recompute, Spread
 from cost_model.analytic.stage_costs import ShardedLayer, members, rates_of_part
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import Group
 from cost_model.kernels.compute import Rates
 from cost_model.simulator import Tasks
+from whale.ir.strategy import ParallelStrategy, Recompute
 
 COMPUTE, NETWORK = 0, 1
 # Micro-batches that are played; each further one takes as long as the last of these.
@@ -63,17 +63,17 @@ class ShardedPasses:
     layers: tuple[ShardedUnit, ...]
 
 
-def passes(model: Model, machines: Machines, spread: Spread) -> ShardedPasses:
-    """Computes the passes of a spread of one stage, by playing up to `PLAYED` micro-batches."""
-    stage, count = spread.stages[0], spread.micro_batches
+def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> ShardedPasses:
+    """Computes the passes of a strategy of one stage, by playing up to `PLAYED` micro-batches."""
+    stage, count = strategy.stages[0], strategy.micro_batches
     group = machines.data_group(members(stage.parts))
     each: list[list[ShardedUnit]] = []
     for part in stage.parts:
-        one = costs_of(model, spread, part, spread.ranks, stage.replicas, stage.recompute)
+        one = costs_of(model, strategy, part, strategy.ranks, stage.replicas, stage.recompute)
         rates = rates_of_part(model, machines, part)
-        each.append(_units(model, one, group, rates, spread.zero, spread.recompute_of(stage)))
+        each.append(_units(model, one, group, rates, strategy.zero, strategy.recompute_of(stage)))
     root, *layers = (_slowest(units) for units in zip(*each))
-    ends_s = played_ends_s(root, layers, min(PLAYED, count), spread.zero >= 3)
+    ends_s = played_ends_s(root, layers, min(PLAYED, count), strategy.zero >= 3)
     more_s = ends_s[-1] - ends_s[-2] if len(ends_s) > 1 else 0.0
     passes_s = ends_s[-1] + (count - len(ends_s)) * more_s
     forward_s = root.forward_s + sum(unit.forward_s for unit in layers)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.spread import Spread
 from cost_model.analytic.stage_costs import Passes, StageCost, passes_of, stage_cost
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import ParallelStrategy
 
 
 class StageCosts:
-    """A cache of stages' costs for a search: most spreads that it looks at differ from others in a stage or two.
+    """A cache of stages' costs for a search: most strategies that it looks at differ from others in a stage or two.
 
     Args:
         model, machines: as for `stage_cost`.
@@ -22,18 +22,18 @@ class StageCosts:
         self._known: dict[tuple[object, ...], StageCost] = {}
         self._passes: dict[tuple[object, ...], Passes] = {}
 
-    def __call__(self, spread: Spread, index: int, live: int, ranks: int) -> StageCost:
-        """Returns `stage_cost`, cached by the stage, its neighbours' ranks, and the spread's settings."""
-        stages, count = spread.stages, len(spread.stages)
+    def __call__(self, strategy: ParallelStrategy, index: int, live: int, ranks: int) -> StageCost:
+        """Returns `stage_cost`, cached by the stage, its neighbours' ranks, and the strategy's settings."""
+        stages, count = strategy.stages, len(strategy.stages)
         stage, beside = stages[index], (stages[index - 1].parts, stages[(index + 1) % count].parts)
-        own = stage, ranks, spread.recompute, spread.sequence_parallel, spread.zero, spread.offload
-        key = (own, index, count, *beside, live, spread.micro_batches)
+        own = stage, ranks, strategy.recompute, strategy.sequence_parallel, strategy.zero, strategy.offload
+        key = (own, index, count, *beside, live, strategy.micro_batches)
         if (cost := self._known.get(key)) is None:
             if max(len(self._known), len(self._passes)) >= self.MOST:
                 self._known.clear()
                 self._passes.clear()
             if (passes := self._passes.get(own)) is None:
-                passes = self._passes[own] = passes_of(self._model, self._machines, spread, stage, ranks)
-            cost = stage_cost(self._model, self._machines, spread, index, live, ranks, passes)
+                passes = self._passes[own] = passes_of(self._model, self._machines, strategy, stage, ranks)
+            cost = stage_cost(self._model, self._machines, strategy, index, live, ranks, passes)
             self._known[key] = cost
         return cost

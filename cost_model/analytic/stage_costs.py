@@ -1,4 +1,4 @@
-"""Computes what one stage of a spread takes: seconds of its passes and of the step's end, and the memory of its ranks.
+"""Computes what one stage of a strategy takes: seconds of its passes and of the end of the step, memory of its ranks.
 
 Stages may be unequal, their parts of unequal devices and rows; a layer's experts lie on several replicas. The search
 asks for many stages, so a stage costs microseconds.
@@ -20,12 +20,12 @@ from cost_model.analytic.layer_costs import (
     costs_of,
 )
 from cost_model.analytic.memory import Footprint, offloaded_bytes, part_memory, states
-from cost_model.analytic.spread import Offload, Part, Recompute, Spread, Stage
 from cost_model.analytic.stacks import Stack
 from cost_model.cluster.pools import Machines, Pool
 from cost_model.kernels.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from cost_model.kernels.compute import Rates, rates_of, streaming_s
 from cost_model.simulator import not_hidden_s
+from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute, Stage
 
 # Parameters that Adam updates on a host's processors in a second: Ren et al., "ZeRO-Offload", ATC 2021, table 5 (10
 # billion in 2.57 s).
@@ -62,66 +62,72 @@ class StageCost:
     held_bytes: tuple[float, ...]
 
 
-def fully_sharded(model: Model, spread: Spread) -> bool:
+def fully_sharded(model: Model, strategy: ParallelStrategy) -> bool:
     """Tells whether each micro-batch gathers and reduces all layers beside its kernels: ZeRO 2 or 3 of one stage.
 
     Such a step is played layer by layer (`sharded`); in stages, with experts and with what is offloaded, what is moved
     is counted beside the kernels of each pass.
     """
-    one = len(spread.stages) == 1 and spread.chunks == 1
-    return spread.zero >= 2 and one and spread.offload == "none" and not model.experts
+    one = len(strategy.stages) == 1 and strategy.chunks == 1
+    return strategy.zero >= 2 and one and strategy.offload == "none" and not model.experts
 
 
 def stage_cost(
-    model: Model, machines: Machines, spread: Spread, index: int, live: int, ranks: int, passes: Passes | None = None
+    model: Model,
+    machines: Machines,
+    strategy: ParallelStrategy,
+    index: int,
+    live: int,
+    ranks: int,
+    passes: Passes | None = None,
 ) -> StageCost:
     """Returns the cost of stage `index`.
 
     Args:
-        live: chunks of micro-batches that its schedule holds at its peak (see `spread.live_chunks`).
+        live: chunks of micro-batches that its schedule holds at its peak (see `strategy.live_chunks`).
         ranks: of the whole job, of which the slowest sets the pace.
         passes: what `passes_of` says of the stage, where it is known.
     """
-    stages = spread.stages
+    stages = strategy.stages
     stage, count = stages[index], len(stages)
-    costs = _costs_of(model, spread, stage, ranks)
+    costs = _costs_of(model, strategy, stage, ranks)
     dense = [one.parameters_of(stage.layers) for one in costs]
     experts = [one.experts_of(stage.layers) for one in costs]
-    to_next_s, to_previous_s = (0.0, 0.0) if count == 1 else _sends_s(model, machines, spread, index)
-    ahead, back, limiting = passes or passes_of(model, machines, spread, stage, ranks)
+    to_next_s, to_previous_s = (0.0, 0.0) if count == 1 else _sends_s(model, machines, strategy, index)
+    ahead, back, limiting = passes or passes_of(model, machines, strategy, stage, ranks)
     # The model's last chunk has nobody to send its results to, the first one nobody to send its gradients to.
-    last = count * spread.chunks - 1
+    last = count * strategy.chunks - 1
     at = range(index, last + 1, count)
     sent_ahead_s = [to_next_s if i < last else 0.0 for i in at]
     sent_back_s = [to_previous_s if i > 0 else 0.0 for i in at]
     # The gradients of experts are summed only where several replicas have these.
     summed = [own + e * (one.expert_copies > 1) for own, e, one in zip(dense, experts, costs)]
-    reduce_s = reduction_s(model, machines, stage.parts, summed, spread.zero)
+    reduce_s = reduction_s(model, machines, stage.parts, summed, strategy.zero)
     if model.stack.hides_data_parallel:
         counts = [high - low for low, high in stage.layers]
-        reduce_s = not_hidden_s(reduce_s, counts, back, min(count, spread.micro_batches))
-    memory = stage_memory(spread, stage, costs, live, count)
+        reduce_s = not_hidden_s(reduce_s, counts, back, min(count, strategy.micro_batches))
+    memory = stage_memory(strategy, stage, costs, live, count)
     slowest = costs[limiting].held_bytes
     return StageCost(
         forward_s=tuple([a + b for a, b in zip(ahead, sent_ahead_s)]),
         backward_s=tuple([a + b for a, b in zip(back, sent_back_s)]),
         send_s=sum(sent_ahead_s) + sum(sent_back_s),
         reduce_s=reduce_s,
-        update_s=_update_s(model, machines, spread, stage, costs, dense, experts),
+        update_s=_update_s(model, machines, strategy, stage, costs, dense, experts),
         limiting=limiting,
         memory=memory,
-        lacking_bytes=lacking_bytes(machines, spread, stage, costs, memory),
+        lacking_bytes=lacking_bytes(machines, strategy, stage, costs, memory),
         held_bytes=tuple([slowest[high] - slowest[low] for low, high in stage.layers]),
     )
 
 
-def _costs_of(model: Model, spread: Spread, stage: Stage, ranks: int) -> list[LayerCosts]:
-    return [costs_of(model, spread, part, ranks, stage.replicas, stage.recompute) for part in stage.parts]
+def _costs_of(model: Model, strategy: ParallelStrategy, stage: Stage, ranks: int) -> list[LayerCosts]:
+    return [costs_of(model, strategy, part, ranks, stage.replicas, stage.recompute) for part in stage.parts]
 
 
-def _sends_s(model: Model, machines: Machines, spread: Spread, index: int) -> tuple[float, float]:
+def _sends_s(model: Model, machines: Machines, strategy: ParallelStrategy, index: int) -> tuple[float, float]:
     """Returns the seconds of a micro-batch's send to the next stage and to the one before, each on the slowest path."""
-    stages = spread.stages
+    stages = strategy.stages
     stage, sends = stages[index], [0.0, 0.0]
     ranks = stage.ranks
     for way, other in enumerate((index + 1, index - 1)):
@@ -129,21 +135,21 @@ def _sends_s(model: Model, machines: Machines, spread: Spread, index: int) -> tu
         cut = min(model.count - 1, max(1, stage.layers[0][1 - way]))
         for part in stage.parts:
             path = min(machines.send_path(part.pool, peer.pool, ranks) for peer in neighbour)
-            sends[way] = max(sends[way], model.send_s(cut, part.tensor, part.rows, spread.sequence_parallel, path))
+            sends[way] = max(sends[way], model.send_s(cut, part.tensor, part.rows, strategy.sequence_parallel, path))
     return sends[0], sends[1]
 
 
-def passes_of(model: Model, machines: Machines, spread: Spread, stage: Stage, ranks: int) -> Passes:
+def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stage: Stage, ranks: int) -> Passes:
     """Returns the seconds of each chunk's passes on its slowest part, sends not included.
 
-    They follow from the stage and the spread's settings, whatever its other stages are.
+    They follow from the stage and the strategy's settings, whatever its other stages are.
 
     Returns:
         (forward, backward, number of the limiting part).
     """
-    costs = _costs_of(model, spread, stage, ranks)
-    plain = spread.zero < 2 and spread.offload == "none" and not model.experts
-    moves = None if plain else _Moves.of(model, machines, spread, stage, costs)
+    costs = _costs_of(model, strategy, stage, ranks)
+    plain = strategy.zero < 2 and strategy.offload == "none" and not model.experts
+    moves = None if plain else _Moves.of(model, machines, strategy, stage, costs)
     forwards, backwards, limiting, longest = [], [], 0, -1.0
     for low, high in stage.layers:
         if moves is None:
@@ -160,7 +166,7 @@ def passes_of(model: Model, machines: Machines, spread: Spread, stage: Stage, ra
     return forwards, backwards, limiting
 
 
-def members(parts: Sequence[Part]) -> tuple[tuple[int, int, int], ...]:
+def members(parts: Sequence[DeviceGroup]) -> tuple[tuple[int, int, int], ...]:
     """Returns (pool, tensor, replicas) of parts, as `Machines.data_group` wants them."""
     return tuple((part.pool, part.tensor, part.replicas) for part in parts)
 
@@ -176,43 +182,45 @@ class _Moves:
 
     model: Model
     machines: Machines
-    spread: Spread
+    strategy: ParallelStrategy
     stage: Stage
     data: Group | None
     experts: Group | None
 
     @staticmethod
-    def of(model: Model, machines: Machines, spread: Spread, stage: Stage, costs: Sequence[LayerCosts]) -> _Moves:
+    def of(
+        model: Model, machines: Machines, strategy: ParallelStrategy, stage: Stage, costs: Sequence[LayerCosts]
+    ) -> _Moves:
         data = machines.data_group(members(stage.parts)) if stage.replicas > 1 else None
         ways = stage.replicas // costs[0].expert_copies if model.experts else 1
         experts = data if ways == stage.replicas else machines.data_group(_first(stage.parts, ways))
-        return _Moves(model, machines, spread, stage, data, experts if ways > 1 else None)
+        return _Moves(model, machines, strategy, stage, data, experts if ways > 1 else None)
 
-    def passes_s(self, part: Part, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
+    def passes_s(self, part: DeviceGroup, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
         """Returns the seconds of both passes of layers low..high-1 with what is sent and fetched for them.
 
         Tokens go to experts and back between kernels. What is gathered or offloaded comes while the layer before
         computes, gradients go while the next one does: what takes longer counts, and one layer of the other.
         """
-        count, ranges, spread = high - low, ((low, high),), self.spread
+        count, ranges, strategy = high - low, ((low, high),), self.strategy
         exchange_s = 0.0 if self.experts is None else 2 * all_to_all_s(self.experts, one.routed_bytes)
-        again = 2 if spread.recompute_of(self.stage) == "full" else 1
+        again = 2 if strategy.recompute_of(self.stage) == "full" else 1
         forward_s = one.forward(low, high) / count + exchange_s
         backward_s = one.backward(low, high) / count + exchange_s * again
         ahead_s = back_s = 0.0
-        if self.data is not None and spread.zero >= 2:
+        if self.data is not None and strategy.zero >= 2:
             rates = rates_of_part(self.model, self.machines, part)
-            how, own = spread.recompute_of(self.stage), one.parameters_of(ranges) / count
-            each = ShardedLayer.of(self.model, self.data, rates, own, spread.zero, how)
+            how, own = strategy.recompute_of(self.stage), one.parameters_of(ranges) / count
+            each = ShardedLayer.of(self.model, self.data, rates, own, strategy.zero, how)
             forward_s, backward_s = each.forward_s(forward_s), each.backward_s(backward_s)
             if not each.hidden:
                 forward_s, backward_s = forward_s + each.gather_s, backward_s + each.again_s + each.reduce_s
             else:
                 ahead_s, back_s = each.gather_s, each.reduce_s
-                if spread.zero >= 3:  # the next layer is gathered once the gradients have gone: one stream does both
+                if strategy.zero >= 3:  # the next layer is gathered once the gradients have gone: one stream does both
                     backward_s, back_s = backward_s + each.again_s + each.reduce_s, 0.0
-        if spread.offload == "all":
-            held, gradients, _ = states(one, ranges, self.stage.replicas, spread.zero)
+        if strategy.offload == "parameters":
+            held, gradients, _ = states(one, ranges, self.stage.replicas, strategy.zero)
             rate = self.machines.pools[part.pool].host_bytes_per_s * count
             ahead_s, back_s = max(ahead_s, held / rate), max(back_s, (held + gradients) / rate)
         return _beside(forward_s, ahead_s, count), _beside(backward_s, back_s, count)
@@ -285,13 +293,13 @@ def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) ->
     return moved_s + max(streaming_s(rates, 2 * tensor_bytes), launches_s)
 
 
-def rates_of_part(model: Model, machines: Machines, part: Part) -> Rates:
+def rates_of_part(model: Model, machines: Machines, part: DeviceGroup) -> Rates:
     """Returns the rates of one device of a part."""
     entry = machines.pools[part.pool].entry
     return rates_of(entry.device, model.stack.dtype, entry.share)
 
 
-def _first(parts: Sequence[Part], replicas: int) -> tuple[tuple[int, int, int], ...]:
+def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int, int], ...]:
     """Returns the first ``replicas`` of the parts' replicas, which are neighbours, as members of a group."""
     found, left = [], replicas
     for pool, tensor, count in members(parts):
@@ -306,7 +314,9 @@ def _beside(compute_s: float, moved_s: float, count: int) -> float:
     return count * max(compute_s, moved_s) + (min(compute_s, moved_s) if moved_s else 0.0)
 
 
-def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], parameters: list[float], zero: int) -> float:
+def reduction_s(
+    model: Model, machines: Machines, parts: tuple[DeviceGroup, ...], parameters: list[float], zero: int
+) -> float:
     """Returns the seconds to sum a stage's gradients over its replicas after the last pass; of the slowest part.
 
     Args:
@@ -331,7 +341,7 @@ def reduction_s(model: Model, machines: Machines, parts: tuple[Part, ...], param
 def _update_s(
     model: Model,
     machines: Machines,
-    spread: Spread,
+    strategy: ParallelStrategy,
     stage: Stage,
     costs: Sequence[LayerCosts],
     dense: Sequence[float],
@@ -343,17 +353,19 @@ def _update_s(
         dense, experts: parameters of each part's ranks.
     """
     stack, found = model.stack, 0.0
-    replicas = stage.replicas if spread.zero >= 1 else 1
+    replicas = stage.replicas if strategy.zero >= 1 else 1
     for part, one, own, of_experts in zip(stage.parts, costs, dense, experts):
         if one.update_s is not None:
             found = max(found, sum(one.update_s[high] - one.update_s[low] for low, high in stage.layers))
             continue
-        own = own / replicas + of_experts / (one.expert_copies if spread.zero >= 1 else 1)
-        if spread.offload != "none":
-            found = max(found, _on_host_s(machines.pools[part.pool], own, spread.offload, stack.element_bytes))
+        own = own / replicas + of_experts / (one.expert_copies if strategy.zero >= 1 else 1)
+        if strategy.offload != "none":
+            found = max(found, _on_host_s(machines.pools[part.pool], own, strategy.offload, stack.element_bytes))
             continue
         rates = rates_of_part(model, machines, part)
-        if spread.zero >= 2 and fully_sharded(model, spread):  # each layer's parameters are one tensor, others as well
+        if strategy.zero >= 2 and fully_sharded(
+            model, strategy
+        ):  # each layer's parameters are one tensor, others as well
             device_s, tensors = streaming_s(rates, stack.optimizer_bytes * own), stage.count + 1
         else:
             device_s = stack.optimizer_bytes * own / rates.memory_bytes_per_s
@@ -367,17 +379,17 @@ def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: i
 
     Gradients come and weights go, unless they lie there anyway.
     """
-    moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "state" else 0.0
+    moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "optimizer" else 0.0
     return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
 
 
 def stage_memory(
-    settings: Spread, stage: Stage, costs: Sequence[LayerCosts], live: int, stages: int
+    settings: ParallelStrategy, stage: Stage, costs: Sequence[LayerCosts], live: int, stages: int
 ) -> tuple[Footprint, ...]:
     """Returns the bytes of a rank of each part of a stage that holds `live` chunks of micro-batches at its peak.
 
     Args:
-        stages: how many the spread has.
+        stages: how many the strategy has.
     """
     zero, offload, replicas = settings.zero, settings.offload, stage.replicas
     return tuple([
@@ -387,7 +399,11 @@ def stage_memory(
 
 
 def lacking_bytes(
-    machines: Machines, settings: Spread, stage: Stage, costs: Sequence[LayerCosts], memory: Sequence[Footprint]
+    machines: Machines,
+    settings: ParallelStrategy,
+    stage: Stage,
+    costs: Sequence[LayerCosts],
+    memory: Sequence[Footprint],
 ) -> float:
     """Returns the bytes by which the worst part's ranks exceed their devices, or what they offload their host."""
     lacking = max([f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts)])

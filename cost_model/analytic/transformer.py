@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from cost_model.analytic.spread import Recompute
 from whale.errors import PlanError
+from whale.ir.strategy import Recompute
 
 Count = Annotated[int, Meta(ge=1)]  # files are checked by it, values made by hand in __post_init__
 Amount = Annotated[int, Meta(ge=0)]
@@ -98,7 +98,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A job's even spread. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
+    """A job's even strategy. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
 
     tensor: Count = 1
     pipeline: Count = 1

@@ -10,11 +10,11 @@ from cost_model.analytic.kernel_costs import Cost, Rank, cost, rank_on
 from cost_model.analytic.layer_costs import Edge, LayerCosts, sums
 from cost_model.analytic.layer_profile import MeasuredLayer, Profile
 from cost_model.analytic.memory import head_bytes, layer_activation_bytes, working_bytes
-from cost_model.analytic.spread import Recompute, expert_ranks
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import Parallel, Transformer
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_gather_s, point_to_point_s
+from whale.ir.strategy import Recompute, expert_ranks
 
 TENSOR_DEGREES = (1, 2, 4, 8, 16)  # that are looked at
 

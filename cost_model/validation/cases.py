@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import cast
 
 from cost_model.analytic.predict import Prediction, predict
-from cost_model.analytic.spread import Recompute
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Parallel, Transformer, padded_vocabulary
 from cost_model.cluster import cluster_file as cluster
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.validation.division import Division, completed
 from whale.errors import PlanError, ProgramError
+from whale.ir.strategy import Recompute
 
 GPT2_VOCABULARY = 50257  # words of GPT-2's tokenizer, which vTrain's models have
 FOLDER = Path(__file__).resolve().parent

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from cost_model.analytic.job import too_large
 from cost_model.analytic.predict import predict
-from cost_model.analytic.spread import Recompute
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Parallel, Transformer
 from cost_model.cluster.cluster_file import Cluster
 from whale.errors import PlanError, WhaleError
+from whale.ir.strategy import Recompute
 
 NAMES = ("t", "p", "d", "v", "b")  # as labels have them
 TENSORS = (1, 2, 4, 8)  # that are assumed where a row names none: no more than a host has devices

@@ -1,4 +1,4 @@
-"""The evaluation of a spread: equal to schedules played pass by pass, unequal ranks, experts, fully sharded steps."""
+"""The evaluation of a strategy: equal to schedules played pass by pass, unequal ranks, experts, fully sharded steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 
 from cost_model.analytic import job, sharded
 from cost_model.analytic.evaluate import evaluate, kernels_s, played
-from cost_model.analytic.predict import predict, spread_of
+from cost_model.analytic.predict import even_strategy, predict
 from cost_model.analytic.sharded import ShardedUnit
-from cost_model.analytic.spread import Part, Spread, Stage, even_chunks, live_chunks
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.stage_costs import stage_cost
 from cost_model.analytic.transformer import Parallel, Transformer
@@ -23,6 +22,7 @@ from cost_model.cluster.pools import Machines
 from cost_model.simulator import simulate
 from whale.errors import PlanError
 from whale.ir.schedule import live_micro_batches, schedule
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, even_chunks, live_chunks
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
 MOE = Transformer(layers=12, hidden=1024, heads=16, sequence=512, vocabulary=30720, experts=16, top=2)
@@ -75,10 +75,10 @@ def test_a_fully_sharded_step_is_played_as_its_tasks_are_simulated(again: bool) 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_quick_cost_of_a_fully_sharded_stage_is_near_what_is_played(zero: int, replicas: int, rows: int) -> None:
     machines = Machines(LAB)
-    spread = Spread((Stage(((0, 24),), (Part(0, 1, replicas, rows),)),), 4, zero=zero)
-    quick = stage_cost(model_on(machines), machines, spread, 0, 1, replicas)
+    strategy = ParallelStrategy((Stage(((0, 24),), (DeviceGroup(0, 1, replicas, rows),)),), 4, zero=zero)
+    quick = stage_cost(model_on(machines), machines, strategy, 0, 1, replicas)
     quick_s = 4 * (quick.forward_s[0] + quick.backward_s[0])
-    assert evaluate(model_on(machines), machines, spread).passes_s == pytest.approx(quick_s, rel=0.05)
+    assert evaluate(model_on(machines), machines, strategy).passes_s == pytest.approx(quick_s, rel=0.05)
 
 
 def test_a_fully_sharded_step_runs_at_the_pace_of_its_slower_ranks() -> None:
@@ -87,25 +87,25 @@ def test_a_fully_sharded_step_runs_at_the_pace_of_its_slower_ranks() -> None:
     clusters = hosts(a100), hosts(v100), hosts(a100, v100, count=1)
     fast, slow, mixed = (predict(GPT, plan, SOFTWARE, where) for where in clusters)
     assert fast.step_s < slow.step_s == pytest.approx(mixed.step_s, rel=0.05)
-    assert [part.pool for part in mixed.spread.stages[0].parts] == [0, 1]
+    assert [part.pool for part in mixed.strategy.stages[0].parts] == [0, 1]
     assert mixed.update_s + mixed.compute_s + mixed.exposed_communication_s == pytest.approx(mixed.step_s)
 
 
 def test_ranks_lie_where_the_clusters_file_says() -> None:
     both = Machines(hosts("{type: a100, count: 8}", "{type: v100, count: 8}"))
-    spread = spread_of(24, Parallel(tensor=4, pipeline=2, data=3, global_batch=3), both, "float16")
-    assert [stage.parts for stage in spread.stages] == [
-        (Part(0, 4, 3, 1),),
-        (Part(0, 4, 1, 1), Part(1, 4, 2, 1)),
+    strategy = even_strategy(24, Parallel(tensor=4, pipeline=2, data=3, global_batch=3), both, "float16")
+    assert [stage.parts for stage in strategy.stages] == [
+        (DeviceGroup(0, 4, 3, 1),),
+        (DeviceGroup(0, 4, 1, 1), DeviceGroup(1, 4, 2, 1)),
     ]
     # A tensor-parallel group over two kinds of device is as slow as the slower one.
     machines = Machines(MIXED_HOSTS)
-    assert spread_of(24, Parallel(tensor=8, data=2, global_batch=2), machines, "float16").stages[0].parts == (
-        Part(1, 8, 2, 1),
+    assert even_strategy(24, Parallel(tensor=8, data=2, global_batch=2), machines, "float16").stages[0].parts == (
+        DeviceGroup(1, 8, 2, 1),
     )
-    assert spread_of(24, Parallel(tensor=4, data=4, global_batch=4), machines, "float16").stages[0].parts == (
-        Part(0, 4, 2, 1),
-        Part(1, 4, 2, 1),
+    assert even_strategy(24, Parallel(tensor=4, data=4, global_batch=4), machines, "float16").stages[0].parts == (
+        DeviceGroup(0, 4, 2, 1),
+        DeviceGroup(1, 4, 2, 1),
     )
 
 
@@ -119,16 +119,16 @@ def test_groups_know_who_shares_a_host() -> None:
 
 def test_the_first_stage_sends_nothing_back_and_the_last_one_nothing_on() -> None:
     machines = Machines(LAB)
-    stages = tuple(Stage(ranges, (Part(0, 1, 4, 2),)) for ranges in even_chunks(24, 4, 1))
-    spread = Spread(stages, 8)
-    found = evaluate(model_on(machines), machines, spread)
+    stages = tuple(Stage(ranges, (DeviceGroup(0, 1, 4, 2),)) for ranges in even_chunks(24, 4, 1))
+    strategy = ParallelStrategy(stages, 8)
+    found = evaluate(model_on(machines), machines, strategy)
     first, second, _, last = found.stages
     assert first.send_s + last.send_s == pytest.approx(second.send_s) and first.send_s > 0
-    tasks, times = played(spread, found)
+    tasks, times = played(strategy, found)
     assert times.total_s == pytest.approx(found.passes_s)
     parts = found.compute_s + found.send_s + found.bubble_s + found.reduce_s + found.update_s
     assert parts == pytest.approx(found.step_s)
-    assert 0 < kernels_s(model_on(machines), machines, spread, found) <= found.compute_s
+    assert 0 < kernels_s(model_on(machines), machines, strategy, found) <= found.compute_s
     assert len(tasks.seconds) == 4 * 8 * 2
 
 
@@ -160,7 +160,7 @@ def test_a_job_may_have_experts(tmp_path: Path) -> None:
     # The planner divides experts over all replicas that it can: the same figures.
     machines = Machines(LAB)
     model = model_on(machines, msgspec.structs.replace(MOE, state_bytes=4))
-    found = evaluate(model, machines, divided.spread)
+    found = evaluate(model, machines, divided.strategy)
     assert found.step_s == divided.step_s and found.stages == divided.evaluation.stages
     for experts in (3, 32):
         with pytest.raises(PlanError, match="do not divide the experts"):
@@ -176,12 +176,12 @@ def test_sums_of_gradients_run_behind_the_passes_of_other_chunks(chunks: int, sl
     machines = Machines(hosts("{type: a100, count: 8}", count=8))
     software = msgspec.structs.replace(SOFTWARE, hides_data_parallel=True, gradient_bytes=slow)
     model = TransformerModel(GPT, software, machines)
-    stages = tuple(Stage(ranges, (Part(0, 8, 4, 2),)) for ranges in even_chunks(GPT.layers, 2, chunks))
-    spread = Spread(stages, 16)
-    found = evaluate(model, machines, spread)
+    stages = tuple(Stage(ranges, (DeviceGroup(0, 8, 4, 2),)) for ranges in even_chunks(GPT.layers, 2, chunks))
+    strategy = ParallelStrategy(stages, 16)
+    found = evaluate(model, machines, strategy)
     unhidden = TransformerModel(GPT, msgspec.structs.replace(software, hides_data_parallel=False), machines)
-    whole = evaluate(unhidden, machines, spread)
-    _, timeline = played(spread, found)
+    whole = evaluate(unhidden, machines, strategy)
+    _, timeline = played(strategy, found)
     passes = itertools.chain(*schedule("1f1b", 2, chunks, 16))
     stage_ends: list[dict[int, float]] = [{}, {}]
     for number, (chunk, _, backward) in enumerate(passes):

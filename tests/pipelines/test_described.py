@@ -13,12 +13,12 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.analytic.spread import Part, Spread, Stage
 from cost_model.cluster import cluster_file
 from tests.draws import one_of
 from tests.pipelines.gpt_on_ranks import Sizes, trained
 from whale.errors import PlanError
 from whale.ir.mesh import chain
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner import ask
 from whale.planner.report import planfile
 from whale.planner.run_described import Blocks, ranks_of, repeated
@@ -96,7 +96,7 @@ def test_a_described_plan_runs_as_one_device(
     for key, value in one_device.items():
         np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-11, err_msg=key)
     assert len(plan.stage_groups) == stages
-    assert plan.micro_batches == described.spread.micro_batches
+    assert plan.micro_batches == described.strategy.micro_batches
     if mesh:
         assert [plan.axis, plan.inner.axis] == list(mesh)
         assert [plan.size, plan.inner.size] == list(mesh.values())
@@ -104,10 +104,10 @@ def test_a_described_plan_runs_as_one_device(
         assert plan.variables  # they lie split
 
 
-UNLIKE = Spread(
+UNLIKE = ParallelStrategy(
     (
-        Stage(((0, 3),), (Part(0, 2, 1, 3), Part(1, 2, 1, 1))),
-        Stage(((3, 4),), (Part(0, 1, 2, 1), Part(1, 1, 2, 1))),
+        Stage(((0, 3),), (DeviceGroup(0, 2, 1, 3), DeviceGroup(1, 2, 1, 1))),
+        Stage(((3, 4),), (DeviceGroup(0, 1, 2, 1), DeviceGroup(1, 1, 2, 1))),
     ),
     micro_batches=4,
     sequence_parallel=True,
@@ -119,7 +119,7 @@ UNLIKE = Spread(
 def test_stages_may_be_unlike_in_all_that_a_stage_has(one_device: dict[str, np.ndarray], tmp_path: Path) -> None:
     """Layers, tensor-parallel ranks, rows of replicas; ZeRO over replicas of sharded tensors; the script has scopes."""
     path = tmp_path / "plan.json"
-    planfile.save(msgspec.structs.replace(saved(path, []), spread=UNLIKE), path)
+    planfile.save(msgspec.structs.replace(saved(path, []), strategy=UNLIKE), path)
     with ranks(path, **{"zero.min_bytes": 0}):
         found, step = trained(SIZES, 2, wh.stage, wh.split, wh.function)
         plan = next(iter(step._steps.values())).compiled.plan
@@ -135,8 +135,8 @@ def test_stages_may_be_unlike_in_all_that_a_stage_has(one_device: dict[str, np.n
 def test_rows_are_shared_as_the_plan_says(one_device: dict[str, np.ndarray], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     big = "gpt:layers=4,hidden=32,heads=4,sequence=16,vocabulary=64,batch=16"
-    spread = saved(path, ["stages=1", "tensor=1", "data=3", "micro_batches=1"], big, (1, 2)).spread
-    rows = [part.rows for part in spread.stages[0].parts for _ in range(part.replicas)]
+    strategy = saved(path, ["stages=1", "tensor=1", "data=3", "micro_batches=1"], big, (1, 2)).strategy
+    rows = [part.rows for part in strategy.stages[0].parts for _ in range(part.replicas)]
     assert sum(rows) == 16 and len(set(rows)) > 1
     with ranks(path, 3):
         found, step = trained(SIZES, 1, nothing, nothing, wh.function)
@@ -166,23 +166,28 @@ def test_another_model_is_refused(model: str, fixed: list[str], said: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("spread", "said"),
+    ("strategy", "said"),
     one_of(
         2,
         [
             (
-                Spread((Stage(((0, 4),), (Part(0, 2, 2, 4), Part(1, 1, 4, 2))),), 1),
+                ParallelStrategy((Stage(((0, 4),), (DeviceGroup(0, 2, 2, 4), DeviceGroup(1, 1, 4, 2))),), 1),
                 "over 1 and 2 ranks.*--set tensor=N",
             ),
-            (Spread((Stage(((0, 4),), (Part(0, 1, 4, 2), Part(1, 1, 4, 2))),), 1, offload="state"), "offload of state"),
+            (
+                ParallelStrategy(
+                    (Stage(((0, 4),), (DeviceGroup(0, 1, 4, 2), DeviceGroup(1, 1, 4, 2))),), 1, offload="optimizer"
+                ),
+                "offload of optimizer",
+            ),
         ],
         several=True,
     ),
     ids=["tensors", "offload"],
 )
-def test_what_cannot_run_is_refused(spread: Spread, said: str, tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused(strategy: ParallelStrategy, said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    planfile.save(msgspec.structs.replace(saved(path, []), spread=spread), path)
+    planfile.save(msgspec.structs.replace(saved(path, []), strategy=strategy), path)
     with ranks(path), pytest.raises(PlanError, match=f"(?s)a program cannot run under what the plan has.*{said}"):
         trained(SIZES, 1, nothing, nothing, wh.function)
 
@@ -206,7 +211,7 @@ def test_blocks_are_what_repeats_itself() -> None:
 def test_neighbours_divide_tensors(tmp_path: Path) -> None:
     plan = saved(tmp_path / "plan.json", STAGED)
     machines = planfile.Machines(plan.cluster)
-    stages = ranks_of(plan.spread, machines)
+    stages = ranks_of(plan.strategy, machines)
     assert sorted(stages) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    pool = plan.spread.stages[0].parts[0].pool
+    pool = plan.strategy.stages[0].parts[0].pool
     assert stages[0] == ((0, 1, 2, 3) if pool == 0 else (4, 5, 6, 7))

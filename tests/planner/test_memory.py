@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from cost_model.analytic.evaluate import Evaluation, evaluate
-from cost_model.analytic.spread import Part, Spread, Stage
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner import ask
 from whale.planner.report import planfile
 from whale.planner.report.show import show
@@ -29,8 +29,10 @@ EXPERTS = "moe:layers=12,hidden=1024,heads=16,sequence=512,vocabulary=30720,expe
 def _evaluated(described: str, zero: int, offload: str = "none", rows: int = 2, micro_batches: int = 2) -> Evaluation:
     model, _ = ask.describe(described)
     machines = Machines(WITH_MEMORY)
-    spread = Spread((Stage(((0, model.layers),), (Part(0, 1, 16, rows),)),), micro_batches, zero=zero, offload=offload)  # type: ignore[arg-type]
-    return evaluate(TransformerModel(model, stack("megatron-2022"), machines), machines, spread)
+    strategy = ParallelStrategy(
+        (Stage(((0, model.layers),), (DeviceGroup(0, 1, 16, rows),)),), micro_batches, zero=zero, offload=offload
+    )  # type: ignore[arg-type]
+    return evaluate(TransformerModel(model, stack("megatron-2022"), machines), machines, strategy)
 
 
 def test_each_level_takes_less_memory_and_what_is_divided_is_by_the_replicas() -> None:
@@ -49,7 +51,7 @@ def test_gathering_in_every_pass_takes_longer_with_more_micro_batches() -> None:
 
 
 def test_offloading_empties_the_device_and_takes_time() -> None:
-    kept, state, everything = (_evaluated(DENSE, 1, offload) for offload in ("none", "state", "all"))
+    kept, state, everything = (_evaluated(DENSE, 1, offload) for offload in ("none", "optimizer", "parameters"))
     memory = [one.stages[0].memory[0] for one in (kept, state, everything)]
     assert memory[1].optimizer_bytes == 0 < memory[1].parameters_bytes == memory[0].parameters_bytes
     assert memory[2].parameters_bytes == memory[2].gradients_bytes == 0
@@ -77,7 +79,7 @@ def test_what_does_not_fit_is_offloaded_where_the_hosts_memory_is_known() -> Non
     described = "gpt:layers=48,hidden=8192,heads=64,sequence=512,vocabulary=30720"
     model, _ = ask.describe(described)
     found = ask.plan(WITH_MEMORY, 64, model, limits=ask.limits(["stages=1"], 1.0))
-    assert found.spread.offload != "none" and found.problems() == []
+    assert found.strategy.offload != "none" and found.problems() == []
     assert "offloaded" in show(found)
     with pytest.raises(PlanError, match="nothing fits") as error:
         ask.plan(cluster_file.parse(HOSTS % ""), 64, model, limits=ask.limits(["stages=1"], 1.0))
@@ -94,7 +96,7 @@ def test_zero_3_is_not_chosen_where_it_lost_in_publications() -> None:
     )
     model, batch = ask.describe("gpt:layers=96,hidden=12288,heads=96,sequence=2048,vocabulary=51200,batch=1536")
     found = ask.plan(selene, batch, model, software="megatron-2021", limits=ask.limits([], 2.0))
-    assert found.spread.zero < 3
+    assert found.strategy.zero < 3
     with_3 = ask.plan(selene, batch, model, software="megatron-2021", limits=ask.limits(["zero=3", "stages=1"], 2.0))
     assert with_3.predicted.step_s > 1.2 * found.predicted.step_s
 
@@ -102,11 +104,11 @@ def test_zero_3_is_not_chosen_where_it_lost_in_publications() -> None:
 def test_what_no_kernel_hides_is_waited_for() -> None:
     model, _ = ask.describe(DENSE)
     machines = Machines(WITH_MEMORY)
-    spread = Spread((Stage(((0, model.layers),), (Part(0, 1, 16, 2),)),), 2, "full", zero=3)
+    strategy = ParallelStrategy((Stage(((0, model.layers),), (DeviceGroup(0, 1, 16, 2),)),), 2, "full", zero=3)
     own = stack("megatron-2022")
     hiding = msgspec.structs.replace(own, hides_data_parallel=True, shards_tensors=False)
     at_once = msgspec.structs.replace(own, shards_tensors=False)
     hidden_s, waited_s, alone_s = (
-        evaluate(TransformerModel(model, one, machines), machines, spread).step_s for one in (hiding, at_once, own)
+        evaluate(TransformerModel(model, one, machines), machines, strategy).step_s for one in (hiding, at_once, own)
     )
     assert hidden_s < waited_s < alone_s  # each tensor by a collective of its own, and once more what is computed again

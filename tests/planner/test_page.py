@@ -108,7 +108,7 @@ def test_the_trace_numbers_micro_batches_and_counts_memory() -> None:
     plan = ask.plan(cluster_file.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
     events = json.loads(draw.trace(plan))["traceEvents"]
     forward = [e["args"]["micro_batch"] for e in events if e["name"].startswith("forward") and e["tid"] == 0]
-    assert sorted(forward) == sorted([*range(plan.spread.micro_batches)] * plan.spread.chunks)
+    assert sorted(forward) == sorted([*range(plan.strategy.micro_batches)] * plan.strategy.chunks)
     for index in range(2):
         held = [e["args"]["bytes"] for e in events if e["name"] == f"memory of stage {index}"]
         assert len(held) > 4 and max(held) > min(held) > 0

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.planner.instances import enumerate_best, instance
 from cost_model.analytic.evaluate import evaluate
 from cost_model.analytic.predict import predict
-from cost_model.analytic.spread import Part, Stage
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Parallel, Transformer
 from cost_model.analytic.transformer_model import TransformerModel
@@ -16,6 +15,7 @@ from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
+from whale.ir.strategy import DeviceGroup, Stage
 from whale.planner import ask
 from whale.planner.analytic_search import layer_profiles as tables
 from whale.planner.analytic_search.candidates import Constraints
@@ -46,7 +46,7 @@ def test_nothing_is_faster_than_what_is_found_for_few_devices(seed):
     one = instance(seed)
     model = one.model()
     found = search(model, model.machines, one.batch, Constraints(zero=0, budget_s=60, runnable=False))
-    assert check(model, model.machines, found.spread, one.batch) == []
+    assert check(model, model.machines, found.strategy, one.batch) == []
     best_s, better, _ = enumerate_best(one, 0, found.evaluation.step_s)
     assert better is None or found.evaluation.step_s <= 1.03 * best_s
     assert found.bound_s <= found.evaluation.step_s
@@ -58,8 +58,8 @@ def test_replicas_of_a_stage_divide_tensors_alike_since_only_that_runs():
     stages = {
         runnable: [
             {part.tensor for part in stage.parts}
-            for spread, _ in search(model, model.machines, one.batch, Constraints(zero=0, runnable=runnable)).others
-            for stage in spread.stages
+            for strategy, _ in search(model, model.machines, one.batch, Constraints(zero=0, runnable=runnable)).others
+            for stage in strategy.stages
         ]
         for runnable in (True, False)
     }
@@ -79,7 +79,7 @@ def test_replicas_of_a_stage_divide_tensors_alike_since_only_that_runs():
 )
 def test_a_uniform_spread_is_predicted_as_a_job(p):
     t = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
-    p = msgspec.structs.replace(p, sequence_parallel=True)  # as the planner's spreads of described models all are
+    p = msgspec.structs.replace(p, sequence_parallel=True)  # as the planner's strategies of described models all are
     software = stack("megatron-2022")
     machines = Machines(
         cluster_file.parse(
@@ -91,10 +91,10 @@ def test_a_uniform_spread_is_predicted_as_a_job(p):
     fixed = Constraints(p.pipeline, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks)
     found = search(TransformerModel(t, software, machines), machines, p.global_batch, fixed)
     job = predict(t, p, software, machines.cluster)
-    assert job.spread == found.spread
+    assert job.strategy == found.strategy
     assert job.step_s == found.evaluation.step_s
     assert job.evaluation.stages == found.evaluation.stages
-    assert check(TransformerModel(t, software, machines), machines, job.spread, p.global_batch) == []
+    assert check(TransformerModel(t, software, machines), machines, job.strategy, p.global_batch) == []
 
 
 def test_a_plan_survives_its_file_and_unknown_fields_of_a_newer_minor(plan):
@@ -103,7 +103,7 @@ def test_a_plan_survives_its_file_and_unknown_fields_of_a_newer_minor(plan):
     assert planfile.dumps(planfile.loads(data)) == data
     raw = msgspec.json.decode(data)
     newer = {**raw, "format_version": "1.9", "more": 1}
-    assert planfile.loads(msgspec.json.encode(newer)).spread == plan.spread
+    assert planfile.loads(msgspec.json.encode(newer)).strategy == plan.strategy
     with pytest.raises(PlanError, match="another format"):
         planfile.loads(msgspec.json.encode({**raw, "format_version": "2.0"}))
 
@@ -123,16 +123,16 @@ def test_advice_names_changes_of_the_model_that_pay():
 
 def test_the_checker_finds_what_is_wrong(plan):
     assert plan.problems() == []
-    s = plan.spread
+    s = plan.strategy
     assert "rows of a batch" in msgspec.structs.replace(plan, batch=plan.batch + 1).problems()[0]
     short = msgspec.structs.replace(s, stages=(Stage(((0, 3),), s.stages[0].parts), *s.stages[1:]))
-    assert "do not make up" in msgspec.structs.replace(plan, spread=short).problems()[0]
+    assert "do not make up" in msgspec.structs.replace(plan, strategy=short).problems()[0]
     one_host = msgspec.structs.replace(plan.cluster, hosts=plan.cluster.hosts[:1])
     pools = {p.pool for stage in s.stages for p in stage.parts}
-    many = Part(0, 1, 9, 1)
+    many = DeviceGroup(0, 1, 9, 1)
     crowded = msgspec.structs.replace(s, stages=(Stage(((0, 24),), (many,)),), micro_batches=1)
     assert pools <= {0, 1}
-    assert "9 devices" in " ".join(msgspec.structs.replace(plan, spread=crowded, cluster=one_host).problems())
+    assert "9 devices" in " ".join(msgspec.structs.replace(plan, strategy=crowded, cluster=one_host).problems())
 
 
 def test_plans_print(plan, capsys, tmp_path):
@@ -152,7 +152,7 @@ def test_plans_print(plan, capsys, tmp_path):
         assert main([verb[0], str(path), *verb[1:]]) == 0
     assert msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
     page = (tmp_path / "p.html").read_text()
-    assert "http" not in page and "/*DATA*/" not in page and plan.spread.summary() in page
+    assert "http" not in page and "/*DATA*/" not in page and plan.strategy.summary() in page
 
 
 def test_when_nothing_fits_the_error_says_what_binds_and_what_to_do():
@@ -170,17 +170,17 @@ def test_a_description_does_not_say_how_the_model_is_spread():
 def test_where_tensors_are_divided_the_sequence_is_divided_between_products():
     model, batch = ask.describe("gpt:layers=24,hidden=2048,heads=16,batch=64")
     found = ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=ask.limits(["tensor=8"]))
-    assert found.spread.sequence_parallel and "8 tensor" in found.spread.summary()
-    assert "sequence parallel" in found.spread.summary()
+    assert found.strategy.sequence_parallel and "8 tensor" in found.strategy.summary()
+    assert "sequence parallel" in found.strategy.summary()
     own, machines, evaluation = found.evaluate()
-    other = evaluate(own, machines, msgspec.structs.replace(found.spread, sequence_parallel=False))
+    other = evaluate(own, machines, msgspec.structs.replace(found.strategy, sequence_parallel=False))
     assert evaluation.step_s < other.step_s and evaluation.lacking_bytes < other.lacking_bytes
 
 
 def test_what_is_fixed_stays_fixed(plan):
     model, batch = ask.describe(SMALL)
     fixed = ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=ask.limits(["stages=4", "recompute=full"]))
-    assert len(fixed.spread.stages) == 4 and fixed.spread.recompute == "full"
+    assert len(fixed.strategy.stages) == 4 and fixed.strategy.recompute == "full"
     with pytest.raises(PlanError, match="cannot be fixed"):
         ask.limits(["colour=4"])
     with pytest.raises(PlanError, match="cannot be fixed"):
@@ -218,23 +218,23 @@ def test_operations_of_a_described_model_are_divided_alike():
 def test_only_stages_whose_memory_binds_compute_again():
     one = instance(25)  # four stages, of which the first holds the most micro-batches
     plan = ask.plan(one.cluster, one.batch, table=one.table, software="megatron-2021", limits=Constraints(zero=0))
-    assert plan.spread.recomputes == ("full", "none", "none", "none") and plan.problems() == []
+    assert plan.strategy.recomputes == ("full", "none", "none", "none") and plan.problems() == []
     model, machines, found = plan.evaluate()
-    kept = evaluate(model, machines, plan.spread.recomputing(("none",) * 4))
+    kept = evaluate(model, machines, plan.strategy.recomputing(("none",) * 4))
     assert kept.stages[0].lacking_bytes > 0 and all(other.lacking_bytes <= 0 for other in kept.stages[1:])
-    again = evaluate(model, machines, plan.spread.recomputing(("full",) * 4))
+    again = evaluate(model, machines, plan.strategy.recomputing(("full",) * 4))
     assert again.fits and again.step_s > found.step_s
     # It is kept in the file, shown for each stage, explained, compared and checked.
     assert planfile.loads(planfile.dumps(plan)) == plan
-    assert "full recompute in stage 0" in plan.spread.summary()
+    assert "full recompute in stage 0" in plan.strategy.summary()
     rows = [line.split() for line in show(plan, 200).splitlines() if "] " in line]
     assert ["full" in row for row in rows] == [True, False, False, False], rows
     assert "none recompute in this stage: infeasible" in explain(plan, 0)
-    other = msgspec.structs.replace(plan, spread=plan.spread.recomputing(("full",) * 4))
+    other = msgspec.structs.replace(plan, strategy=plan.strategy.recomputing(("full",) * 4))
     assert "recompute      full, none -> full" in diff(plan, other)
-    other = msgspec.structs.replace(plan, spread=plan.spread.recomputing(("none",) * 4))
+    other = msgspec.structs.replace(plan, strategy=plan.strategy.recomputing(("none",) * 4))
     assert "stage 0 does not fit" in other.problems()[0]
-    other = msgspec.structs.replace(plan, spread=plan.spread.recomputing(("selective",) * 4))
+    other = msgspec.structs.replace(plan, strategy=plan.strategy.recomputing(("selective",) * 4))
     assert "selective recompute; of the model is known: full, none" in other.problems()[0]
 
 
@@ -279,7 +279,7 @@ def test_a_profile_is_planned(tmp_path):
     out = tmp_path / "p.json"
     assert main(["plan", "--profile", str(path), "--cluster", str(where), "-o", str(out)]) == 0
     found = planfile.load(out)
-    assert found.spread.ranks == 2
+    assert found.strategy.ranks == 2
     # 5 and 3 rows of 4 layers: the slower device needs 3 x 4 x 5.1 ms.
     assert found.predicted.compute_s == pytest.approx(0.0612)
 
@@ -288,8 +288,8 @@ def test_replicas_on_several_kinds_of_devices_can_be_asked_for():
     model, batch = ask.describe("gpt:layers=4,hidden=32,heads=4,sequence=16,vocabulary=64,batch=16")
     fixed = ask.limits(["stages=1", "tensor=1", "data=16", "zero=3", "micro_batches=1"])
     found = ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=fixed)
-    assert found.spread.stages[0].replicas == 16 and found.spread.zero == 3
+    assert found.strategy.stages[0].replicas == 16 and found.strategy.zero == 3
     assert found.problems() == []
     fixed = ask.limits(["stages=1", "tensor=1", "data=8", "zero=3", "micro_batches=2"])
     small = cluster_file.parse(UNEQUAL.replace("count: 8", "count: 4"))  # no kind has eight devices of its own
-    assert ask.plan(small, batch, model, limits=fixed).spread.stages[0].replicas == 8
+    assert ask.plan(small, batch, model, limits=fixed).strategy.stages[0].replicas == 8

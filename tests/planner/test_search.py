@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.planner.monotone import ROUNDING, compare
-from cost_model.analytic.spread import Part
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
+from whale.ir.strategy import DeviceGroup
 from whale.planner import ask
 from whale.planner.analytic_search import estimate
 from whale.planner.analytic_search.candidates import Constraints
@@ -53,10 +53,10 @@ def test_what_leaves_devices_idle_gets_a_lesser_stage_on_some() -> None:
     model = TransformerModel(Transformer(24, 1024, 16, 256, 30720), stack("megatron-2022"), machines)
     found = Search(model, machines, 8, Constraints()).run()
     on_fast = [cost.step_s for one, cost in found.others if all(p.pool == 0 for s in one.stages for p in s.parts)]
-    pools = [part.pool for stage in found.spread.stages for part in stage.parts]
+    pools = [part.pool for stage in found.strategy.stages for part in stage.parts]
     assert pools.count(0) == 4 and pools.count(1) == 1
     assert found.evaluation.step_s < 0.98 * min(on_fast)
-    assert sum(stage.count for stage in found.spread.stages) == 24
+    assert sum(stage.count for stage in found.strategy.stages) == 24
 
 
 def test_slow_devices_with_less_memory_come_first_where_the_last_layer_is_slow_there() -> None:
@@ -73,12 +73,12 @@ def test_slow_devices_with_less_memory_come_first_where_the_last_layer_is_slow_t
     layers = [TableLayer("block", 12, 1e6, 1e4), TableLayer("head", 1, 1e6, 1e4)]
     model = TableModel(LayerProfile(layers, measured), stack("megatron-2022"), machines)
     found = Search(model, machines, 256, Constraints(micro_batch=1)).run()
-    assert [part.pool for stage in found.spread.stages for part in stage.parts] == [1, 0]
-    assert [stage.count for stage in found.spread.stages] == [3, 10]
+    assert [part.pool for stage in found.strategy.stages for part in stage.parts] == [1, 0]
+    assert [stage.count for stage in found.strategy.stages] == [3, 10]
 
 
 def test_orders_of_stages_are_listed_once() -> None:
-    a, b = (Part(0, 1, 2, 1),), (Part(1, 1, 2, 1),)
+    a, b = (DeviceGroup(0, 1, 2, 1),), (DeviceGroup(1, 1, 2, 1),)
     assert list(other_orders([a, a])) == []
     assert {"".join("ab"[one == b] for one in order) for order in other_orders([a, a, b])} == {"baa", "aba"}
     assert len(list(other_orders([a, a, b]))) == 2

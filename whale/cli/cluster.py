@@ -58,10 +58,10 @@ def call(given: argparse.Namespace) -> int:
     if given.file is None:
         given.wrong("a cluster file, --example or --devices is needed")
     readable(given.file)
-    from cost_model.analytic.spread import counted
     from cost_model.cluster.allocation import named_cluster
     from cost_model.cluster.pools import Machines
     from whale.cgroup import cpu_quota
+    from whale.ir.strategy import counted
 
     found = named_cluster(given.file, None, cpu_quota())
     machines = Machines(found)

@@ -229,7 +229,7 @@ def _check(given: argparse.Namespace) -> int:
         with refused_if_inconsistent(given.plan, given.cluster):
             plan = planfile.loads(data, given.plan)
             problems = (msgspec.structs.replace(plan, cluster=other) if other else plan).problems()
-            good = plan.spread.summary()
+            good = plan.strategy.summary()
     else:
         captured = _captured(data, given.plan)
         with without_startup_lines():

@@ -11,6 +11,7 @@ import msgspec
 
 from whale.ir.layout import Placement, Strategy, parse_placement
 from whale.ir.program import Ref
+from whale.ir.strategy import ParallelStrategy
 
 KIND, FORMAT_VERSION = "whale-program", "1.0"  # a new major number is refused; unknown fields are ignored
 
@@ -132,8 +133,7 @@ class Plan:
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
-      choice: how ``auto_parallel`` spread the program, as JSON (`Choice` of
-        whale.planner.graph_search.strategies); "" without it.
+      strategy: what ``auto_parallel`` found for the program; None: it is spread as its scopes and settings say.
       predicted: seconds and bytes of a step, where `whale plan` knew what it runs on.
     """
 
@@ -164,7 +164,7 @@ class Plan:
     in_time: bool = False
     offloaded: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
-    choice: str = ""
+    strategy: ParallelStrategy | None = None
     predicted: Predicted | None = None
     axis: str = ""
     routed: Mapping[str, int] = field(default_factory=dict)
@@ -277,7 +277,7 @@ class Plan:
                 split_flops=self.split_flops,
                 total_flops=self.total_flops,
                 script=list(self.script),
-                choice=self.choice,
+                strategy=self.strategy,
                 predicted=self.predicted,
             )
         )
@@ -321,7 +321,7 @@ class _File(msgspec.Struct):
     backends: dict[str, str] = {}  # reshards that are not Whale's own
     wire_dtypes: dict[str, str] = {}  # reshards that are rounded before they are sent
     script: list[str] = []
-    choice: str = ""
+    strategy: ParallelStrategy | None = None
     predicted: Predicted | None = None
 
 
@@ -382,7 +382,7 @@ def _plan(f: _File) -> Plan:
         split_flops=f.split_flops,
         total_flops=f.total_flops,
         script=tuple(f.script),
-        choice=f.choice,
+        strategy=f.strategy,
         predicted=f.predicted,
     )
 

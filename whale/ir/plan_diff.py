@@ -18,7 +18,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         ("stages", _stages(one), _stages(other)),
         ("micro-batches", one.micro_batches, other.micro_batches),
         ("schedule", one.schedule or "none", other.schedule or "none"),
-        ("way", one.choice or "as scopes say", other.choice or "as scopes say"),
+        ("strategy", *(p.strategy.name if p.strategy is not None else "as scopes say" for p in (one, other))),
     ]
     lines = [f"  {name:14} {a} -> {b}" for name, a, b in facts if a != b]
     if one.program == other.program and one.fingerprint != other.fingerprint:

@@ -5,7 +5,7 @@
     both, batch, limits -----------> search: estimate -> cut -> simulate; exact for few devices        analytic_search
     -> SearchResult -> PlanFile (JSON), which show, draw and the command's verbs read                  report
 
-`ask.plan` is the way in; docs/guides/planner.md explains. `cost_model.analytic.evaluate` computes what a spread costs
+`ask.plan` is the way in; docs/guides/planner.md explains. `cost_model.analytic.evaluate` computes what a strategy costs
 and `analytic_search.plan_check.check` whether it is one at all, both without the search. `graph_search` searches ways
 to spread captured programs.
 """

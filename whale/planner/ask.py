@@ -22,7 +22,7 @@ from whale.planner.report.planfile import PlanFile, of_search
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
 # The operations of a described layer: they are divided alike, and so are all layers.
 OPERATIONS = ("embedding", "attention/qkv", "attention/core", "attention/out", "mlp/up", "mlp/down", "head")
-WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "state", "all")}
+WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "optimizer", "parameters")}
 _SPREAD = frozenset(f.name for f in msgspec.structs.fields(Parallel)) - {"experts"}
 HEAD_WIDTHS = (128, 64)  # that published models have
 LAYER_STEPS = (2, 4, 8)  # numbers of layers that stages divide are multiples of these
@@ -57,7 +57,7 @@ def describe(text: str) -> tuple[Transformer, int | None]:
             raise PlanError(
                 "how a model is spread is no part of its description",
                 given=part,
-                action="leave it out; the search chooses (`whale simulate` predicts a spread that a job file names)",
+                action="leave it out; the search chooses (`whale simulate` predicts a strategy that a job file names)",
             )
         if name not in (*names, "batch") or not number.strip().isdigit():
             raise PlanError("a description cannot be read", given=part, expected=example)

@@ -148,7 +148,7 @@ def ranking(answers: Sequence[Answer]) -> list[str]:
         mark = f"({', '.join(marks)}) " if marks else ""
         rows.append(
             f"{offer.name[:20]:20} {human_seconds(step_s):>10} {plan.batch / step_s:>12,.1f} "
-            f"{offer.price_per_hour:>10.2f} {cost:>12}  {mark}{plan.spread.summary()}"
+            f"{offer.price_per_hour:>10.2f} {cost:>12}  {mark}{plan.strategy.summary()}"
         )
     return rows
 
@@ -257,7 +257,7 @@ def packing(packed: Sequence[Packed], cluster: Cluster) -> list[str]:
         hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)
         step = human_seconds(one.plan.predicted.step_s)
         rows.append(
-            f"{one.job.name[:20]:20} {hosts[:32]:32} {step:>10} {one.hours:>10.2f}  {one.plan.spread.summary()}"
+            f"{one.job.name[:20]:20} {hosts[:32]:32} {step:>10} {one.hours:>10.2f}  {one.plan.strategy.summary()}"
         )
     left = [host.count - sum(one.hosts[k] for one in packed) for k, host in enumerate(cluster.hosts)]
     free = ", ".join(f"{n} {host.name}" for n, host in zip(left, cluster.hosts) if n)

@@ -1,6 +1,6 @@
-"""Turns a plan of a described or measured model into a way to spread a captured program that has the same layers.
+"""Binds the strategy of a described or measured model to a captured program that has the same layers, and to ranks.
 
-    choice_of    the way; refuses a program with other layers, and what of the plan cannot run
+    bound        the strategy bound; refuses a program with other layers, and what of the plan cannot run
     repeated     where a chain of shapes repeats itself: the layers of a model
     ranks_of     which ranks have which part of each stage
 
@@ -14,22 +14,19 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from cost_model.analytic.spread import Part, Spread
+import msgspec
+
 from cost_model.analytic.transformer import Transformer
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.layout import Split, even_sizes
 from whale.ir.program import Program
+from whale.ir.strategy import DeviceGroup, ParallelStrategy
 from whale.passes.analysis.axes import batch_of
 from whale.passes.settings import PlanSettings
 from whale.planner.analytic_search.layer_profiles import LayerProfile
 from whale.planner.graph_search.pipelines import chain
-from whale.planner.graph_search.strategies import Choice
 from whale.planner.report.planfile import PlanFile
-
-# The choice of activations by bytes stands for both ways in which a described layer is computed again.
-RECOMPUTE = {"none": "", "selective": "auto", "full": "auto"}
-OFFLOAD = {"none": "", "state": "optimizer", "all": "v0"}  # as `offload.level` calls it
 
 
 class Blocks(NamedTuple):
@@ -55,8 +52,8 @@ def repeated(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
     return best
 
 
-def choice_of(plan: PlanFile, program: Program, settings: PlanSettings, path: str, beside_host: bool) -> Choice:
-    """Returns how a plan of a described model spreads a normalised program.
+def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, beside_host: bool) -> ParallelStrategy:
+    """Returns the strategy of a described model's plan for a normalised program: its weights as layers, and ranks.
 
     Args:
         beside_host: ranks compute on a device with a memory of its own.
@@ -64,55 +61,45 @@ def choice_of(plan: PlanFile, program: Program, settings: PlanSettings, path: st
     Raises:
         PlanError: the program has other layers or rows, or the plan has what no program can run under.
     """
-    spread = plan.spread
+    strategy = plan.strategy
     if found := "; ".join(plan.problems()):
         raise PlanError("the plan is not one of its model and cluster", given=path, found=found)
-    for what, action in _unable(spread, beside_host):
+    for what, action in _unable(strategy, beside_host):
         raise PlanError("a program cannot run under what the plan has", given=f"{path}: {what}", action=action)
-    firsts = _first_weights(plan, program, path)
+    firsts = [*_first_weights(plan, program, path), len(chain(program))]
     _compare_rows(plan, program, settings, path)
-    recomputes = sorted({RECOMPUTE[one] for one in spread.recomputes})
-    stages = ranks_of(spread, Machines(plan.cluster))
-    tensors = tuple(stage.parts[0].tensor for stage in spread.stages)
-    several = len(stages) > 1
-    ends = [spread.stages[s].layers[c] for c in range(spread.chunks) for s in range(len(stages))]
-    return Choice(
-        f"as {path} says: {spread.summary()}",
-        shares=_shares(spread, stages),
-        stages=stages * spread.chunks if several else (),
-        cuts=tuple(firsts[low] for low, _ in ends[1:]) if several else (),
-        micro_batches=spread.micro_batches,
-        zero=spread.zero,
-        recompute=recomputes[-1],
-        offload=OFFLOAD[spread.offload],
-        tensors=tensors * spread.chunks if max(tensors) > 1 else (),
-        sequence=spread.sequence_parallel,
-        schedule=spread.schedule if several else "",
-        predicted_s=plan.predicted.step_s,
+    ranks = ranks_of(strategy, Machines(plan.cluster))
+    stages = tuple(
+        msgspec.structs.replace(
+            stage, layers=tuple((firsts[low], firsts[high]) for low, high in stage.layers), bound_ranks=own
+        )
+        for stage, own in zip(strategy.stages, ranks)
     )
+    name = f"as {path} says: {strategy.summary()}"
+    return msgspec.structs.replace(strategy, stages=stages, shares=_shares(strategy, ranks), name=name)
 
 
-def _shares(spread: Spread, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _shares(strategy: ParallelStrategy, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Returns each rank's rows of a step, as even within its group as can be; (): all stages have equal replicas."""
     by_rank: dict[int, int] = {}
-    for stage, ranks in zip(spread.stages, stages):
+    for stage, ranks in zip(strategy.stages, stages):
         rows = (n for p in stage.parts for _ in range(p.replicas) for n in even_sizes(p.rows, p.tensor))
-        by_rank.update(zip(ranks, (n * spread.micro_batches for n in rows)))
-    if all(len({part.rows for part in stage.parts}) == 1 for stage in spread.stages):
+        by_rank.update(zip(ranks, (n * strategy.micro_batches for n in rows)))
+    if all(len({part.rows for part in stage.parts}) == 1 for stage in strategy.stages):
         return ()
     return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 
-def _unable(spread: Spread, beside_host: bool) -> Iterator[tuple[str, str]]:
-    """Yields what of a spread cannot run, and what to do instead."""
-    for number, stage in enumerate(spread.stages):
+def _unable(strategy: ParallelStrategy, beside_host: bool) -> Iterator[tuple[str, str]]:
+    """Yields what of a strategy cannot run, and what to do instead."""
+    for number, stage in enumerate(strategy.stages):
         if len(tensors := sorted({part.tensor for part in stage.parts})) > 1:
             yield (
                 f"replicas of stage {number} that divide tensors over {' and '.join(map(str, tensors))} ranks",
                 "plan with --set tensor=N",
             )
-    if OFFLOAD[spread.offload] and not beside_host:
-        yield f"offload of {spread.offload}, where the host's memory is all there is", "plan with --set offload=none"
+    if strategy.offload != "none" and not beside_host:
+        yield f"offload of {strategy.offload}, where the host's memory is all there is", "plan with --set offload=none"
 
 
 def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
@@ -173,14 +160,14 @@ def _other_model(program: Program, path: str, given: str, expected: str) -> Plan
     )
 
 
-def ranks_of(spread: Spread, machines: Machines) -> tuple[tuple[int, ...], ...]:
+def ranks_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[int, ...], ...]:
     """Returns the ranks of each stage: neighbours divide tensors. They are numbered as the devices in the cluster file.
 
     Devices that the plan leaves idle have no rank.
     """
     free = {pool.number: [list(range(pool.per_host)) for _ in range(pool.hosts)] for pool in machines.pools}
     taken: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    parts = [(s, i, part) for s, stage in enumerate(spread.stages) for i, part in enumerate(stage.parts)]
+    parts = [(s, i, part) for s, stage in enumerate(strategy.stages) for i, part in enumerate(stage.parts)]
     for s, i, part in sorted(parts, key=lambda found: -found[2].tensor):
         taken[s, i] = _take(free[part.pool], part)
     order = sorted(device for devices in taken.values() for device in devices)
@@ -188,11 +175,11 @@ def ranks_of(spread: Spread, machines: Machines) -> tuple[tuple[int, ...], ...]:
     rank = {device: number for number, device in enumerate(by_place)}
     return tuple(
         tuple(rank[device] for i in range(len(stage.parts)) for device in taken[s, i])
-        for s, stage in enumerate(spread.stages)
+        for s, stage in enumerate(strategy.stages)
     )
 
 
-def _take(hosts: list[list[int]], part: Part) -> list[tuple[int, int, int]]:
+def _take(hosts: list[list[int]], part: DeviceGroup) -> list[tuple[int, int, int]]:
     """Takes the devices of a part from those that are free: (pool, host, number on it) of each."""
     found: list[tuple[int, int, int]] = []
     for host, left in enumerate(hosts):

@@ -86,15 +86,15 @@ def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile]) -> str:
     if found.batch != plan.batch:
         before, after = (one.batch / one.predicted.step_s for one in (plan, found))
         rows = f"; {after:,.1f} rows/s instead of {before:,.1f} ({after / before - 1:+.1%})"
-    if found.spread == plan.spread and found.cluster == plan.cluster:
+    if found.strategy == plan.strategy and found.cluster == plan.cluster:
         return f"{words}: the plan is so already{rows}"
-    return f"{words}: {found.spread.summary()}: {against(found, plan).partition('; without')[0]}{rows}"
+    return f"{words}: {found.strategy.summary()}: {against(found, plan).partition('; without')[0]}{rows}"
 
 
 def _stage(plan: PlanFile, question: str, value: str) -> str:
     """Says what a stage takes, beside the slowest one, and what its layers and ranks are."""
     _, machines, found = plan.evaluate()
-    stages = plan.spread.stages
+    stages = plan.strategy.stages
     if not value.isdigit() or int(value) >= len(stages):
         raise PlanError("there is no such stage", given=question, expected=f"stage=0 to stage={len(stages) - 1}")
     index = int(value)
@@ -102,7 +102,7 @@ def _stage(plan: PlanFile, question: str, value: str) -> str:
     slowest = max(range(len(each)), key=lambda i: each[i])
     cost, stage = found.stages[index], stages[index]
     ranges = ", ".join(f"{low}-{high - 1}" for low, high in stage.layers)
-    lines = [f"stage {index}: layers {ranges}, {plan.spread.recompute_of(stage)} recompute"]
+    lines = [f"stage {index}: layers {ranges}, {plan.strategy.recompute_of(stage)} recompute"]
     for part, used in zip(stage.parts, cost.memory):
         pool = machines.pools[part.pool]
         room = pool.memory_bytes - used.total_bytes
@@ -125,7 +125,7 @@ def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
         known = ", ".join(dict.fromkeys(pool.device.name for pool in pools))
         raise PlanError("the cluster has no such device", given=kind, expected=known)
     numbers = {pool.number for pool in own}
-    used = sum(part.ranks for stage in plan.spread.stages for part in stage.parts if part.pool in numbers)
+    used = sum(part.ranks for stage in plan.strategy.stages for part in stage.parts if part.pool in numbers)
     lines = [f"{kind}: {used} of {sum(pool.devices for pool in own)} are used"]
     entries = {id(pool.entry) for pool in own}
     for words, keep in ((f"without {kind}", False), (f"{kind} alone", True)):

@@ -21,9 +21,10 @@ from tests.oracle.metric import difference, limit
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import ClusterError, PlanError
 from whale.ir.layout import Split
+from whale.ir.strategy import ParallelStrategy
 from whale.planner.graph_search import pipelines, search, strategies, team
 from whale.planner.graph_search.balance import balanced
-from whale.planner.graph_search.strategies import Choice
+from whale.planner.graph_search.strategies import over_all
 from whale.runtime.compile import auto
 from whale.runtime.compile.microbenchmark import of_kinds
 from whale.runtime.run import context
@@ -63,7 +64,7 @@ def test_a_large_classifier_is_split_without_a_scope(
     plan = started(classifier)
     hand_made = Classifier(wh.function, wh.replica, wh.split).step.plan(*classifier.batch(0))
     chosen = context.current().auto
-    assert chosen is not None and chosen.weights
+    assert chosen is not None and chosen.strategy.split
     inner = plan.inner or plan
     assert any(isinstance(p, Split) for p in inner.variables.values())
     if count == 2:
@@ -100,7 +101,7 @@ def test_what_does_not_fit_is_not_chosen(
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1.9e6, "for the test"))
     started(classifier)
     chosen = context.current().auto
-    assert chosen is not None and (chosen.weights or chosen.zero)
+    assert chosen is not None and (chosen.strategy.split or chosen.strategy.zero)
     wh.shutdown()
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e5, "for the test"))
     ranks(2, auto_parallel=True)
@@ -113,13 +114,13 @@ def test_activations_are_computed_again_where_memory_binds(
 ) -> None:
     expected = Deep(depth=32).train(8192)
     speed(FREE_LINK)
-    monkeypatch.setattr(search, "choices", lambda *_: [Choice("data parallel")])
+    monkeypatch.setattr(search, "choices", lambda *_: [over_all("data parallel", 2)])
     monkeypatch.setattr(search, "pipelines", lambda *_: [])
     taken: list[search.Candidate] = []
     predict = team.predicted
 
-    def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Candidate:
-        taken.append(predict(plans, choice))
+    def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
+        taken.append(predict(plans, strategy))
         return taken[-1]
 
     monkeypatch.setattr(team, "predicted", predicted)
@@ -136,9 +137,9 @@ def test_activations_are_computed_again_where_memory_binds(
     worst = difference(expected, deep.train(8192), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto
-    assert chosen is not None and chosen.recompute == "auto", chosen
+    assert chosen is not None and chosen.strategy.recompute == "auto", chosen
     least = min(taken, key=lambda way: way.bytes)
-    assert least.bytes <= limit_bytes < plain.bytes and chosen.predicted_s > plain.seconds  # memory for time
+    assert least.bytes <= limit_bytes < plain.bytes and chosen.step_s > plain.seconds  # memory for time
     wh.shutdown()
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e3, "for the test"))
     ranks(2, auto_parallel=True)
@@ -152,21 +153,21 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speed(replace(FREE_LINK, start_s=1e-5, exchange_s=1e-4, exchanged_bytes_per_s=1e9))
-    alone = Choice("every rank alone", alone=True)
-    monkeypatch.setattr(search, "choices", lambda *_: [Choice("data parallel"), alone])
+    alone = over_all("every rank alone", 2, replicated=True)
+    monkeypatch.setattr(search, "choices", lambda *_: [over_all("data parallel", 2), alone])
     ranks(2, auto_parallel=True, **{"zero.min_bytes": 0})
     lasting: dict[str, float] = {}
     taken: dict[str, float] = {}
     looked_at, predict = search._looked_at, team.predicted
 
-    def every(*args: Any) -> list[tuple[Choice, float]]:
+    def every(*args: Any) -> list[tuple[ParallelStrategy, float]]:
         found = looked_at(*args)
         lasting.update((choice.name, least_s) for choice, least_s in found)
         return [(choice, 0.0) for choice, _ in found]
 
     def predicted(*args: Any) -> search.Candidate:
         way = predict(*args)
-        taken[way.choice.name] = way.seconds
+        taken[way.strategy.name] = way.seconds
         return way
 
     monkeypatch.setattr(search, "_looked_at", every)
@@ -199,15 +200,15 @@ def test_unequal_ranks_get_rows_by_their_speed(
     found: list[Any] = []
     looked_at = search._looked_at
 
-    def rows_only(*args: Any) -> list[tuple[Choice, float]]:
+    def rows_only(*args: Any) -> list[tuple[ParallelStrategy, float]]:
         found.extend(choice for choice, _ in looked_at(*args) if choice.shares)
-        return [(Choice("equal"), 0.0), *((choice, 0.0) for choice in found)]
+        return [(over_all("equal", 2), 0.0), *((choice, 0.0) for choice in found)]
 
     monkeypatch.setattr(search, "_looked_at", rows_only)
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert found[0].shares == (11, 5)
-    assert context.current().auto.shares == found[0].shares
+    assert context.current().auto.strategy.shares == found[0].shares
 
 
 def test_rows_so_few_that_unequal_ranks_have_as_many(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
@@ -216,7 +217,7 @@ def test_rows_so_few_that_unequal_ranks_have_as_many(ranks: Callable[..., None],
     ranks(2, auto_parallel=True)
     classifier = Classifier(wh.function)
     classifier.step.plan(*(part[:4] for part in classifier.batch(0)))
-    assert not context.current().auto.shares
+    assert not context.current().auto.strategy.shares
 
 
 def test_all_ranks_end_together_whatever_they_do_once() -> None:
@@ -278,13 +279,13 @@ def test_a_pipeline_is_found_without_a_scope(
     expected = Deep().train()
     speed(THIN_LINK)
     choices = search.choices
-    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.alone and not c.weights])
+    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.replicated and not c.split])
     ranks(count, auto_parallel=True)
     deep = Deep(wh.function)
     worst = difference(expected, deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto
-    assert chosen is not None and len(chosen.stages) == count, chosen
+    assert chosen is not None and len(chosen.strategy.stages) == count, chosen
     assert len(deep.step.plan(*deep.batch(0)).stage_groups) == count
 
 
@@ -304,11 +305,11 @@ def test_an_optimizers_state_is_divided_where_its_update_takes_long(
     ranks(2, auto_parallel=True)
     classifier = Classifier(wh.function, adam=True)
     choices = search.choices
-    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.weights])
+    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.split])
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto
-    assert chosen is not None and chosen.zero == 1
+    assert chosen is not None and chosen.strategy.zero == 1
 
 
 def test_ways_are_played_by_a_profile(

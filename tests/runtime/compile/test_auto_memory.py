@@ -12,8 +12,8 @@ from tests.oracle.metric import difference, limit
 from tests.runtime.compile.test_auto import FREE_LINK, Deep, speed
 from tests.runtime.layouts.test_split import double
 from whale.errors import PlanError
+from whale.ir.strategy import ParallelStrategy
 from whale.planner.graph_search import search, team
-from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile import auto
 from whale.runtime.run import context
 
@@ -28,8 +28,8 @@ class Looked:
         self.limit_bytes = 1e15
         predict = team.predicted
 
-        def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Candidate:
-            self.ways.append(predict(plans, choice))
+        def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
+            self.ways.append(predict(plans, strategy))
             return self.ways[-1]
 
         monkeypatch.setattr(team, "predicted", predicted)
@@ -40,7 +40,7 @@ class Looked:
 def looked(speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Looked:
     speed(FREE_LINK)
     choices = search.choices
-    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.alone and not c.weights])
+    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.replicated and not c.split])
     return Looked(monkeypatch)
 
 
@@ -52,9 +52,13 @@ def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., 
     with pytest.raises(PlanError, match="in no way"):
         deep.step.plan(*deep.batch(0, rows))
     wh.shutdown()
-    without = [bool(way.choice.stages) for way in looked.ways]
+    without = [way.strategy.pipelined for way in looked.ways]
     assert without == sorted(without) and any(without)  # stages last: they take longest to plan
-    held = {way.choice.zero: way.bytes for way in looked.ways if not way.choice.stages and not way.choice.recompute}
+    held = {
+        way.strategy.zero: way.bytes
+        for way in looked.ways
+        if not way.strategy.pipelined and way.strategy.recompute == "none"
+    }
     assert held[3] < held[1] < held[0]
     looked.limit_bytes = (held[3] + held[1]) / 2
     ranks(4, auto_parallel=True, **{"zero.min_bytes": 0})
@@ -62,7 +66,7 @@ def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., 
     worst = difference(Deep(depth=8).train(rows), deep.train(rows), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto
-    assert chosen is not None and chosen.zero == 3 and not chosen.stages
+    assert chosen is not None and chosen.strategy.zero == 3 and not chosen.strategy.pipelined
 
 
 def test_replicas_of_stages_divide_their_state_where_memory_binds(ranks: Callable[..., None], looked: Looked) -> None:
@@ -72,11 +76,11 @@ def test_replicas_of_stages_divide_their_state_where_memory_binds(ranks: Callabl
     deep.step.plan(*deep.batch(0))
     wh.shutdown()
     (plain,) = looked.ways
-    assert plain.choice.stages and not plain.choice.zero
+    assert plain.strategy.pipelined and not plain.strategy.zero
     looked.limit_bytes = 0.95 * plain.bytes
     ranks(4, auto_parallel=True, **asked)
     deep = Deep(wh.function, 8)
     worst = difference(Deep(depth=8).train(), deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     chosen = context.current().auto
-    assert chosen is not None and chosen.zero == 1 and chosen.stages == plain.choice.stages
+    assert chosen is not None and chosen.strategy.zero == 1 and chosen.strategy.stages == plain.strategy.stages

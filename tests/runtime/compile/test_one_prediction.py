@@ -17,11 +17,11 @@ from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.errors import PlanError
 from whale.ir.program import Program
+from whale.ir.strategy import ParallelStrategy
 from whale.kernels.substitute import substitute_kernels
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.graph_search import predict, search, team
-from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile import compile, memory_plan
 from whale.runtime.run import context
 
@@ -79,9 +79,9 @@ def test_what_was_predicted_is_what_runs(
         lowered.append(lower_some(*args))
         return lowered[-1]
 
-    def predicted(plans: Any, choice: Choice, needed_s: float) -> search.Candidate:
-        way = predicts(plans, choice, needed_s)
-        foreseen[choice.name] = lowered[-1]
+    def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
+        way = predicts(plans, strategy, needed_s)
+        foreseen[strategy.name] = lowered[-1]
         return way
 
     ran: list[list[Program]] = []
@@ -97,12 +97,12 @@ def test_what_was_predicted_is_what_runs(
     make()()
     chosen = context.current().auto
     assert chosen is not None
-    programs = foreseen[chosen.name]
+    programs = foreseen[chosen.strategy.name]
     (here,) = [one for one in ran if one[0].name == programs[0].name]
     assert [nodes(p) for p in programs] == [nodes(p) for p in here[: len(programs)]]
     run = substitute_kernels(here[: len(programs)], PlanSettings(2, fuse=FuseSettings.all_on()))
     held = [sum(step_bytes(p, rank, 2).values()) for rank, p in enumerate(run)]
-    assert chosen.predicted_bytes == max(held)
+    assert chosen.held_bytes == max(held)
 
 
 def test_memory_limit_bytes_binds_the_choice(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
@@ -110,12 +110,12 @@ def test_memory_limit_bytes_binds_the_choice(ranks: Callable[..., None], speed: 
     ranks(2, auto_parallel=True)
     classifier(adam=True)()
     free = context.current().auto
-    assert free is not None and free.alone
+    assert free is not None and free.strategy.replicated
     wh.shutdown()
-    ranks(2, auto_parallel=True, **{"memory.limit_bytes": int(0.8 * free.predicted_bytes)})
+    ranks(2, auto_parallel=True, **{"memory.limit_bytes": int(0.8 * free.held_bytes)})
     classifier(adam=True)()
     bound = context.current().auto
-    assert bound is not None and bound.predicted_bytes <= 0.8 * free.predicted_bytes
+    assert bound is not None and bound.held_bytes <= 0.8 * free.held_bytes
     wh.shutdown()
     ranks(2, auto_parallel=True, **{"memory.limit_bytes": 100_000})
     with pytest.raises(PlanError, match="fits into the ranks' memory in no way"):
@@ -129,12 +129,12 @@ def test_the_cgroups_limit_binds_the_choice(
     ranks(2, auto_parallel=True)
     classifier(adam=True)()
     free = context.current().auto
-    assert free is not None and free.alone
+    assert free is not None and free.strategy.replicated
     wh.shutdown()
-    limit = int(0.8 * free.predicted_bytes)
+    limit = int(0.8 * free.held_bytes)
     monkeypatch.setattr(memory_plan, "memory_limit_bytes", lambda: 2 * limit)  # of the host's two ranks together
     ranks(2, auto_parallel=True)
     classifier(adam=True)()
     bound = context.current().auto
-    assert bound is not None and bound.predicted_bytes <= limit
+    assert bound is not None and bound.held_bytes <= limit
     assert not tf.config.list_physical_devices("GPU")  # whose memory no cgroup limits

@@ -17,10 +17,11 @@ from tests.runtime.compile.test_auto import FREE_LINK, MIDDLE, SLOW_LINK, speed
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import AcrossMicroBatchesError
 from whale.ir.plan import Plan
+from whale.ir.strategy import ParallelStrategy, Stage
 from whale.planner.graph_search import team
 from whale.planner.graph_search.predict import Candidate, Plans
 from whale.planner.graph_search.search import Found, Search, best_way
-from whale.planner.graph_search.strategies import Choice
+from whale.planner.graph_search.strategies import over_all
 from whale.planner.graph_search.team import Answer, Asked, Member
 from whale.runtime.compile import auto
 from whale.runtime.run import context
@@ -39,7 +40,7 @@ class InOneProcess:
     def ask(self, ways: Sequence[Asked]) -> None:
         assert len(ways) <= len(self._members) and not self._said
         for one, member in zip(ways, self._members):
-            self.looked_at.append(one.choice.name)
+            self.looked_at.append(one.strategy.name)
             asked = msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=Asked)
             self._said.append(msgspec.msgpack.encode(member.answer(asked)))
 
@@ -47,8 +48,8 @@ class InOneProcess:
         said, self._said = self._said, []
         return [msgspec.msgpack.decode(one, type=Answer) for one in said]
 
-    def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
-        return self._members[member - 1].plan(choice)
+    def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
+        return self._members[member - 1].plan(strategy)
 
 
 @pytest.mark.parametrize("size", one_of(3, [2, 3, 7]))
@@ -75,7 +76,7 @@ def test_a_team_finds_what_one_process_finds(
     worst = difference(expected, Classifier(wh.function).train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     alone, together = found
-    assert together.choice == alone.choice == context.current().auto
+    assert together.chosen == alone.chosen == context.current().auto
     assert together.made.plan == alone.made.plan
     assert together.is_whole and teams[-1].looked_at
     # Which ways cannot run does not depend on who tries them.
@@ -91,12 +92,12 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     speed(MIDDLE)
     predicted = team.predicted
 
-    def hardly_faster(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Candidate:
-        way = predicted(plans, choice)
-        lacking_bytes = 1e9 if choice.name.startswith("data parallel") else 0.0
+    def hardly_faster(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
+        way = predicted(plans, strategy)
+        lacking_bytes = 1e9 if strategy.name.startswith("data parallel") else 0.0
         first = not any(one.startswith("split") for one in seen)
-        seen.append(choice.name)
-        return replace(way, seconds=1000.0 if first and choice.weights else 999.0, lacking_bytes=lacking_bytes)
+        seen.append(strategy.name)
+        return replace(way, seconds=1000.0 if first and strategy.split else 999.0, lacking_bytes=lacking_bytes)
 
     seen: list[str] = []
     found: list[Found] = []
@@ -106,7 +107,7 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
         plans.append(Plans(program, settings, environment))
         helpers = InOneProcess(2, partial(Plans, program, settings, environment))
         found.append(best_way(program, settings, environment, stages, 1e9, helpers))
-        assert len(helpers.looked_at) > 1 and helpers.looked_at[0] == found[-1].choice.name
+        assert len(helpers.looked_at) > 1 and helpers.looked_at[0] == found[-1].chosen.strategy.name
         return found[-1]
 
     monkeypatch.setattr(team, "predicted", hardly_faster)
@@ -114,7 +115,7 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     ranks(4, auto_parallel=True)
     worst = difference(expected, Classifier(wh.function).train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    assert found[0].made.plan == plans[0].made(found[0].choice).plan
+    assert found[0].made.plan == plans[0].made(found[0].chosen.strategy).plan
 
 
 def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
@@ -124,14 +125,14 @@ def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
         size = 2
 
         def ask(self, ways: Sequence[Asked]) -> None:
-            said.extend(f"asked {one.choice.name}" for one in ways)
+            said.extend(f"asked {one.strategy.name}" for one in ways)
 
         def answers(self) -> list[Answer]:
             said.append("answered")
             return [Answer(seconds=1.0)]
 
-        def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
-            raise AssertionError(choice.name)
+        def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
+            raise AssertionError(strategy.name)
 
     class Across:
         def refuse_across(self) -> None:
@@ -139,14 +140,14 @@ def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
             raise AcrossMicroBatchesError("a value of all micro-batches is needed")
 
     looking, plans = Search(float("inf"), Others()), cast("Plans", Across())
-    assert looking.begin_before_stages(plans, [Choice("rows")]) == []
+    assert looking.begin_before_stages(plans, [over_all("rows", 2)]) == []
     looking.look(plans)
-    assert [way.choice.name for way in looking.found] == ["rows"]
-    looking.look(plans, *[Choice(name, stages=((0,), (1,)), cuts=(1,)) for name in ("first", "second")])
+    assert [way.strategy.name for way in looking.found] == ["rows"]
+    looking.look(plans, *[ParallelStrategy((Stage(), Stage()), name=name) for name in ("first", "second")])
     assert said == ["asked rows", "refused", "answered"]
     assert looking.lost == [
         "first: cannot run: a value of all micro-batches is needed",
         "second: cannot run: as first",
     ]
     # Alone, all is looked at by this process.
-    assert Search(float("inf")).begin_before_stages(plans, [Choice("rows")]) == [Choice("rows")]
+    assert Search(float("inf")).begin_before_stages(plans, [over_all("rows", 2)]) == [over_all("rows", 2)]

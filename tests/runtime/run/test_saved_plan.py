@@ -97,10 +97,10 @@ def test_what_auto_parallel_chose_is_kept_in_the_file(
     expected = Deep().train()
     speed(THIN_LINK, THIN_LINK)
     choices = search.choices
-    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.alone and not c.weights])
+    monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.replicated and not c.split])
     path = tmp_path / "plan.json"
     plan = saved(path, one_step, auto_parallel=True)
-    assert len(plan.stage_groups) == 2 and plan.choice
+    assert len(plan.stage_groups) == 2 and plan.strategy is not None
     text = diff_plans(saved(tmp_path / "rows.json", one_step), plan)
     assert "stages" in text and "no longer: " in text and "batch x: S(0)[8,8] -> S(0)[16]" in text, text
     monkeypatch.setattr(auto, "best_way", None)  # nothing is chosen any more

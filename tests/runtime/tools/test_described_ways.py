@@ -20,11 +20,12 @@ from tests.cost_model.test_captured import LAB
 from tests.draws import one_of
 from whale.cli import main
 from whale.errors import PlanError
+from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.graph_search import predict, search, strategies, team
 from whale.planner.graph_search.environment import SearchEnvironment
-from whale.planner.graph_search.strategies import Choice, choices
+from whale.planner.graph_search.strategies import choices, over_all
 from whale.runtime.described import families as f
 from whale.runtime.described import models
 from whale.runtime.described.program import program_of, trained_step
@@ -59,7 +60,7 @@ def test_the_large_layer_is_sharded(text: str, described: f.Dlrm | f.Classifier,
     assert large.ranks == 4 and large.predicted is not None
     # As a step of the same model that ranks run in that way.
     ranks(4)
-    current("the test").auto = choice
+    current("the test").auto = ChosenStrategy(choice)
     step, batch = trained(described)
     step(*batch)
     before = counted()
@@ -128,17 +129,17 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     looked_at = search._looked_at(plans, 0)
     few = [predict.predicted(plans, choice) for choice, _ in looked_at]
     assert all(least_s <= way.seconds for way, (_, least_s) in zip(few, looked_at))
-    assert any(0 < least_s for choice, least_s in looked_at if choice.stages)
-    assert all(0 < least_s for choice, least_s in looked_at if choice.weights)
-    replicas = [choice for choice, _ in looked_at if choice.group or len(choice.stages) == 2]
+    assert any(0 < least_s for choice, least_s in looked_at if choice.pipelined)
+    assert all(0 < least_s for choice, least_s in looked_at if choice.split)
+    replicas = [choice for choice, _ in looked_at if (choice.split and choice.tensor < 4) or len(choice.stages) == 2]
     assert len(replicas) > 3
     assert all(len(predict._played(settings, choice, environment)) == 2 for choice in replicas)
     monkeypatch.setattr(predict, "_played", lambda *_: range(4))
     for way in few:
-        if way.choice in replicas:
-            every = predict.predicted(plans, way.choice)
+        if way.strategy in replicas:
+            every = predict.predicted(plans, way.strategy)
             # The first of a group makes no zeros where the others begin their part of a sum.
-            apart = 1e-9 if way.choice.stages else 0.03
+            apart = 1e-9 if way.strategy.pipelined else 0.03
             assert way.seconds == pytest.approx(every.seconds, rel=apart)
             assert way.bytes == pytest.approx(every.bytes, rel=apart)
             assert way.lacking_bytes == every.lacking_bytes
@@ -152,27 +153,27 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     program = normalise(program_of(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4))
     environment = SearchEnvironment.of_cluster(four, program, 4)
     looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), environment), 0)
-    splits = {choice.name: least_s for choice, least_s in looked_at if choice.weights}
+    splits = {choice.name: least_s for choice, least_s in looked_at if choice.split}
     planned: dict[str, float] = {}
     predict_way = team.predicted
 
-    def predicted(plans: predict.Plans, choice: Choice, needed_s: float) -> search.Candidate:
-        planned[choice.name] = 0.0
-        way = predict_way(plans, choice, needed_s)
-        planned[choice.name] = way.seconds
+    def predicted(plans: predict.Plans, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
+        planned[strategy.name] = 0.0
+        way = predict_way(plans, strategy, needed_s)
+        planned[strategy.name] = way.seconds
         return way
 
     monkeypatch.setattr(team, "predicted", predicted)
     found = search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3)
-    assert found.choice.name == "data parallel" and splits and not planned.keys() & splits.keys()
+    assert found.chosen.strategy.name == "data parallel" and splits and not planned.keys() & splits.keys()
     said = "\n".join(found.lines)
     assert not any("pipeline" in name for name in planned)  # the plan of data parallelism says that none can run
     refused = [line for line in found.lines if "pipeline" in line and "cannot run" in line]
     assert sum("a value of all micro-batches is needed" in line for line in refused) == 1
     assert all(f"{name}: {1e3 * least_s:.2f} ms at least" in said for name, least_s in splits.items())
     bounded, _ = dict(planned), planned.clear()
-    monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.stages])
-    assert search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3).choice == found.choice
+    monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.pipelined])
+    assert search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3).chosen == found.chosen
     assert all(least_s <= planned[name] for name, least_s in splits.items())
     assert planned["data parallel"] == bounded["data parallel"]
 
@@ -186,7 +187,7 @@ def test_ways_are_judged_with_what_nccl_takes() -> None:
     for settings in (through_host, by_nccl, by_nccl.but(memory__limit_bytes=1 << 40)):
         environment = SearchEnvironment.of_cluster(two, program, 2)
         environment = replace(environment, limits_bytes=[nccl_bytes(1, 0, {})] * 2)
-        way = predict.predicted(predict.Plans(program, settings, environment), Choice("data parallel"))
+        way = predict.predicted(predict.Plans(program, settings, environment), over_all("data parallel", 2))
         held[settings.exchange.backend, settings.memory.limit_bytes] = way.bytes, way.fits
     (tensors, fits), (with_nccl, fits_beside) = held["whale", 0], held["nccl", 0]
     assert with_nccl == tensors + nccl_bytes(1, 0, {})

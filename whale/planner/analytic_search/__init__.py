@@ -1,1 +1,1 @@
-"""The search for the fastest spread of a described model that fits."""
+"""The search for the fastest strategy of a described model that fits."""

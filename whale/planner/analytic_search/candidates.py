@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import msgspec
 
 from cost_model.analytic.evaluate import Evaluation
-from cost_model.analytic.spread import Offload, Part, Spread, Stage, even_chunks
 from cost_model.cluster.cluster_file import Cluster
+from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Stage, even_chunks
 
 # Fields of `Limits` that a plan is asked for by, and may be told to leave free.
 FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute", "zero", "chunks", "offload")
@@ -18,8 +18,8 @@ FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute"
 class Constraints:
     """The choices that the user has fixed; None: free.
 
-    `budget_s`: seconds on the clock; the best spread so far is returned. `hurried`: only powers of two of rows, and
-    stages that divide the layers, are looked at. `faster_than_s`: only spreads that are estimated to be faster are
+    `budget_s`: seconds on the clock; the best strategy so far is returned. `hurried`: only powers of two of rows, and
+    stages that divide the layers, are looked at. `faster_than_s`: only strategies that are estimated to be faster are
     looked at. `exact_devices`: with at most so many, every assignment of devices to stages is looked at. `runnable`:
     the replicas of a stage divide tensors over equally many ranks, as the runtime's meshes have them.
     """
@@ -42,17 +42,17 @@ class Constraints:
 
 @dataclass(slots=True)
 class Candidate:
-    """A spread before its layers are cut: estimated seconds of a step, the ranks of its stages, its settings.
+    """A strategy before its layers are cut: estimated seconds of a step, the ranks of its stages, its settings.
 
     Attributes:
         kinds: (parts of a stage, so many equal stages), in order.
-        settings: the spread without its stages.
+        settings: the strategy without its stages.
         chunks: of layers that each stage holds.
     """
 
     estimate_s: float
-    kinds: tuple[tuple[tuple[Part, ...], int], ...]
-    settings: Spread
+    kinds: tuple[tuple[tuple[DeviceGroup, ...], int], ...]
+    settings: ParallelStrategy
     chunks: int = 1
 
     @property
@@ -61,7 +61,7 @@ class Candidate:
         return sum(count for _, count in self.kinds)
 
     @property
-    def ranks(self) -> list[tuple[Part, ...]]:
+    def ranks(self) -> list[tuple[DeviceGroup, ...]]:
         """Returns the parts of each stage, in order."""
         return [parts for parts, count in self.kinds for _ in range(count)]
 
@@ -71,8 +71,8 @@ class Candidate:
         parts = [part for parts, _ in self.kinds for part in parts]
         return frozenset(part.pool for part in parts), self.stages.bit_length(), max(part.tensor for part in parts)
 
-    def even(self, layers: int) -> Spread:
-        """Returns the spread with equally many of a model's layers per stage and chunk, whether it fits or not."""
+    def even(self, layers: int) -> ParallelStrategy:
+        """Returns the strategy with equally many of a model's layers per stage and chunk, whether it fits or not."""
         chunks = even_chunks(layers, self.stages, self.chunks)
         stages = tuple(Stage(ranges, parts) for ranges, parts in zip(chunks, self.ranks))
         return msgspec.structs.replace(self.settings, stages=stages)
@@ -83,19 +83,19 @@ class SearchResult:
     """The result of a search, with figures of how it went.
 
     Attributes:
-        spread, evaluation: the best, and what it costs.
-        others: spreads that fit as well, fastest first; misfits: some that do not.
-        estimated, simulated: how many spreads were looked at.
+        strategy, evaluation: the best, and what it costs.
+        others: strategies that fit as well, fastest first; misfits: some that do not.
+        estimated, simulated: how many strategies were looked at.
         seconds: on the clock.
-        cluster: that the spread is one of: the search's, or the same with fewer devices of each host.
-        bound_s: no spread of the model on these devices takes less for a step.
+        cluster: that the strategy is one of: the search's, or the same with fewer devices of each host.
+        bound_s: no strategy of the model on these devices takes less for a step.
         exhausted: whether the budget sufficed for all that was worth a look.
     """
 
-    spread: Spread
+    strategy: ParallelStrategy
     evaluation: Evaluation
-    others: list[tuple[Spread, Evaluation]]
-    misfits: list[tuple[Spread, Evaluation]]
+    others: list[tuple[ParallelStrategy, Evaluation]]
+    misfits: list[tuple[ParallelStrategy, Evaluation]]
     estimated: int
     simulated: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Enumerates the spreads that the search looks at, by families (on one kind of device, mixed), with estimates."""
+"""Enumerates the strategies that the search looks at, by families (on one kind of device, mixed), with estimates."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.spread import Part
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import DeviceGroup
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.estimate import Estimates, divisors
 from whale.planner.analytic_search.row_shares import row_shares
 
-MOST_SETS = 31  # sets of pools that pure spreads are listed for: those of five pools
-MOST_POOLS = 5  # of which all sets are looked at for mixed spreads
+MOST_SETS = 31  # sets of pools that pure strategies are listed for: those of five pools
+MOST_POOLS = 5  # of which all sets are looked at for mixed strategies
 NEAR = 4  # factor by which tensor degrees of three pools may differ; of more pools they are alike
 CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of a stage, where the schedule interleaves them
 LEAST_FILLED = 4  # a pipeline of more than so many stages for each micro-batch is never full
@@ -86,7 +86,7 @@ class Families(Estimates):
                 if len(chosen) > 1 and min(most) == 0:
                     continue
                 settings = self.settings(micro_batches, how)
-                ranks = [Part(k, t, data, rows) for k, t in zip(chosen, tensors)]
+                ranks = [DeviceGroup(k, t, data, rows) for k, t in zip(chosen, tensors)]
                 sends_s = max(self.sends_s(pair, how) for pair in zip(ranks, ranks[1:] or ranks))
                 after_s: dict[int, tuple[float, float]] = {}
                 for stages in self.counts(sum(most)):
@@ -103,7 +103,7 @@ class Families(Estimates):
                     if len(chosen) == 1:
                         slowest = max(slowest, per_layer[0] * -(-(count + 0.0) // stages))
                     if stages not in after_s:
-                        part = Part(chosen[0], tensors[0], data, rows)
+                        part = DeviceGroup(chosen[0], tensors[0], data, rows)
                         after_s[stages] = self.after_s((part,), how, stages)
                     for chunks in self._chunks(stages, micro_batches, len(chosen)):
                         passes_s = slowest + (sends_s * chunks if stages > 1 else 0.0)
@@ -113,7 +113,8 @@ class Families(Estimates):
                         estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s
                         if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
                             kinds = tuple(
-                                ((Part(chosen[i], tensors[i], data, rows),), own[i]) for i in self._by_memory(chosen)
+                                ((DeviceGroup(chosen[i], tensors[i], data, rows),), own[i])
+                                for i in self._by_memory(chosen)
                             )
                             yield Candidate(estimate_s, kinds, settings, chunks)
 

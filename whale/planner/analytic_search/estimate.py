@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from cost_model.analytic.layer_costs import LayerCosts, Model
 from cost_model.analytic.memory import BASE_BYTES, states
-from cost_model.analytic.spread import Offload, Part, Recompute, Spread
 from cost_model.analytic.stage_costs import reduction_s
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import not_hidden_s
+from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 
 KEPT_PER_SHAPE = 40  # candidates
@@ -61,7 +61,7 @@ class Estimates:
         known = self.model.row_choices(pool, tensor)
         return known if known is not None else list(range(1, min(self.batch, MOST_ROWS) + 1))
 
-    def allowed(self, part: Part) -> bool:
+    def allowed(self, part: DeviceGroup) -> bool:
         """Tells whether a stage may lie on these ranks alone: its rows are known there, and the user's choices kept."""
         known, limits = self.rows_of(part.pool, part.tensor), self.limits
         fixed = limits.micro_batch in (None, part.rows) and limits.data in (None, part.replicas)
@@ -82,12 +82,12 @@ class Estimates:
         found = self.model.tensor_degrees(pool)
         return [d for d in found if self.limits.tensor in (None, d)]
 
-    def settings(self, micro_batches: int, how: tuple[str, bool]) -> Spread:
-        """Returns a spread without stages; `how`: (recompute, sequence parallel)."""
+    def settings(self, micro_batches: int, how: tuple[str, bool]) -> ParallelStrategy:
+        """Returns a strategy without stages; `how`: (recompute, sequence parallel)."""
         recompute, sequence_parallel = how
-        return Spread((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
+        return ParallelStrategy((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
 
-    def after_s(self, parts: tuple[Part, ...], how: tuple[str, bool], stages: int) -> tuple[float, float]:
+    def after_s(self, parts: tuple[DeviceGroup, ...], how: tuple[str, bool], stages: int) -> tuple[float, float]:
         """Estimates the end of a step for one of ``stages`` like stages.
 
         Returns:
@@ -114,7 +114,7 @@ class Estimates:
         counts = [max(1, self.model.count // (stages * chunks))] * chunks
         return not_hidden_s(reduce_s, counts, [BACKWARD * passes_s / chunks] * chunks, min(stages, micro_batches))
 
-    def sends_s(self, parts: Sequence[Part], how: tuple[str, bool]) -> float:
+    def sends_s(self, parts: Sequence[DeviceGroup], how: tuple[str, bool]) -> float:
         """Estimates the seconds of a micro-batch's sends to a stage on like ranks and back, on the slowest path."""
         ranks, cut = sum(part.ranks for part in parts), max(1, self.model.count // 2)
         each = 0.0
@@ -146,7 +146,9 @@ class Estimates:
             for p in parts:
                 layers = self.whole(p.pool, p.tensor, p.rows, how)[0]
                 held, gradients, optimizer = states(layers, ((0, self.model.count),), replicas, s.zero)
-                on_device = {"none": held + gradients + optimizer, "state": held + gradients, "all": 0.0}[s.offload]
+                on_device = {"none": held + gradients + optimizer, "optimizer": held + gradients, "parameters": 0.0}[
+                    s.offload
+                ]
                 state = on_device / self.model.count
                 free = self.machines.pools[p.pool].memory_bytes - BASE_BYTES
                 worst.append((free, state, layers.held_bytes[-1] / self.model.count))

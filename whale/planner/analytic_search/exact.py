@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from cost_model.analytic.spread import Part, Recompute, Spread, Stage
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage
 from whale.planner.analytic_search.estimate import Estimates, divisors
 from whale.planner.analytic_search.neighbours import StageRanks
 from whale.planner.analytic_search.stage_options import BUDGET_PART, StageOption, stage_options, undominated
@@ -33,8 +33,8 @@ BEHIND = 1.25  # ...so many times as long as the best, by this program
 
 def exact(
     search: Estimates, fastest_s: float | None, choices: dict[tuple[int, bool], list[StageRanks]]
-) -> Iterator[Spread]:
-    """Yields the best spreads of every number of micro-batches, without interleaving; best first.
+) -> Iterator[ParallelStrategy]:
+    """Yields the best strategies of every number of micro-batches, without interleaving; best first.
 
     Args:
         fastest_s: seconds of the best known step; None: none is known.
@@ -48,8 +48,8 @@ def exact(
     if pairs * stages > WORK or GRID * stages * (search.model.count + 1) ** 2 > ELEMENTS:
         return
     states = list(itertools.product(*(range(n + 1) for n in sizes)))
-    found: list[tuple[float, Spread]] = []
-    reductions: dict[tuple[Part, ...], np.ndarray] = {}
+    found: list[tuple[float, ParallelStrategy]] = []
+    reductions: dict[tuple[DeviceGroup, ...], np.ndarray] = {}
     for micro_batches in reversed(divisors(search.batch)):
         if search.limits.micro_batches not in (None, micro_batches):
             continue
@@ -64,10 +64,10 @@ def exact(
                 solver = _Solver(kinds[0], states, options, grid, search.model.count, search.limits.stages)
                 found += solver.best(lambda: search.late(BUDGET_PART))
     found.sort(key=lambda e: e[0])
-    for seconds, spread in found[:HANDED_ON]:
+    for seconds, strategy in found[:HANDED_ON]:
         if seconds > BEHIND * found[0][0]:
             return
-        yield spread
+        yield strategy
 
 
 def _grid(
@@ -124,7 +124,7 @@ class _Solver:
     Of a chain of later stages it minimises the time until one micro-batch's gradients are summed.
 
     Args:
-        settings: of the spreads.
+        settings: of the strategies.
         states: devices of each pool that stages may use together; the first: none.
         count: layers.
         stages: how many there must be; None: any number.
@@ -132,7 +132,7 @@ class _Solver:
 
     def __init__(
         self,
-        settings: Spread,
+        settings: ParallelStrategy,
         states: list[tuple[int, ...]],
         options: list[StageOption],
         grid: np.ndarray,
@@ -157,8 +157,8 @@ class _Solver:
         # The stages put before chains: (devices of the chain, its head, option).
         self.log: list[tuple[tuple[int, ...], int, StageOption]] = []
 
-    def best(self, late: Callable[[], bool]) -> list[tuple[float, Spread]]:
-        """Returns (seconds of a step, spread), the fastest first, of what it finds until it is ``late``."""
+    def best(self, late: Callable[[], bool]) -> list[tuple[float, ParallelStrategy]]:
+        """Returns (seconds of a step, strategy), the fastest first, of what it finds until it is ``late``."""
         for used in sorted(self.states, key=sum)[1:]:
             for own, options in self.by_use.items():
                 rest = tuple(a - b for a, b in zip(used, own))
@@ -167,17 +167,17 @@ class _Solver:
                         if late():
                             break
                         self._put_before(option, rest, self.chains[used])
-        result: dict[Spread, float] = {}
+        result: dict[ParallelStrategy, float] = {}
         for used in self.states[1:]:
             ends = self.chains[used].summed_s[:, :, :, 0]
             for head, at, stages in zip(*np.nonzero(np.isfinite(ends))):
                 if self.stages not in (None, stages):
                     continue
-                spread, slowest = self._chain(used, int(head), int(stages), int(at))
+                strategy, slowest = self._chain(used, int(head), int(stages), int(at))
                 seconds = float(ends[head, at, stages]) + (self.settings.micro_batches - 1) * slowest
-                if seconds < result.get(spread, np.inf):
-                    result[spread] = seconds
-        return sorted(((seconds, spread) for spread, seconds in result.items()), key=lambda e: e[0])[:CHAINS]
+                if seconds < result.get(strategy, np.inf):
+                    result[strategy] = seconds
+        return sorted(((seconds, strategy) for strategy, seconds in result.items()), key=lambda e: e[0])[:CHAINS]
 
     def _put_before(self, option: StageOption, rest: tuple[int, ...], here: _Chains) -> None:
         """Puts a stage before the chains on other devices; keeps the new chains where they are better."""
@@ -216,8 +216,8 @@ class _Solver:
             chains.behind[head] = passes_s, summed_s
         return chains.behind[head]
 
-    def _chain(self, used: tuple[int, ...], head: int, stages: int, at: int) -> tuple[Spread, float]:
-        """Follows a chain from its first stage on; returns the spread and its slowest stage's seconds."""
+    def _chain(self, used: tuple[int, ...], head: int, stages: int, at: int) -> tuple[ParallelStrategy, float]:
+        """Follows a chain from its first stage on; returns the strategy and its slowest stage's seconds."""
         low, slowest = 0, 0.0
         found: list[Stage] = []
         again: list[Recompute] = []

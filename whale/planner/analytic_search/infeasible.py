@@ -12,13 +12,13 @@ import msgspec
 
 from cost_model.analytic.evaluate import Evaluation, evaluate
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.spread import Spread
 from cost_model.analytic.stage_costs import stage_cost
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines, Pool
 from whale.errors import PlanError
 from whale.ir.plan_text import human_bytes
+from whale.ir.strategy import ParallelStrategy
 from whale.planner.analytic_search.candidates import FIXED, Candidate, Constraints
 from whale.planner.analytic_search.search import Search
 
@@ -42,7 +42,7 @@ class Change:
 
 
 def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) -> PlanError:
-    """Returns the error for a search in which nothing fits, about the spread that lacks the least memory.
+    """Returns the error for a search in which nothing fits, about the strategy that lacks the least memory.
 
     Args:
         searches: one for each way to divide or offload the state, at their ends.
@@ -53,14 +53,14 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
     nearest = _nearest(searches)
     if nearest is None:
         return PlanError(
-            "no spread is possible",
+            "no strategy is possible",
             given=f"a batch of {first.batch}, {machines.devices} devices",
             reason="what was fixed, the batch's divisors or the measured sizes leave nothing",
             action=_freed(model, machines, limits, fits) or "measure more sizes, or change the batch",
         )
-    spread, found = nearest
+    strategy, found = nearest
     stage = max(range(len(found.stages)), key=lambda s: found.stages[s].lacking_bytes)
-    parts, memory = spread.stages[stage].parts, found.stages[stage].memory
+    parts, memory = strategy.stages[stage].parts, found.stages[stage].memory
     pools = [machines.pools[part.pool] for part in parts]
     worst = max(range(len(parts)), key=lambda i: memory[i].total_bytes - pools[i].memory_bytes)
     pool, used = pools[worst], memory[worst]
@@ -80,14 +80,14 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
     return PlanError(
         "nothing fits into the devices' memory",
         given=f"{model.name} on {machines.devices} devices of {machines.cluster.name}",
-        nearest=f"{spread.summary()}: stage {stage} {needs}; it lacks {human_bytes(found.lacking_bytes)}",
+        nearest=f"{strategy.summary()}: stage {stage} {needs}; it lacks {human_bytes(found.lacking_bytes)}",
         binds=f"{most}, {human_bytes(held[most])}" if on_device else "the hosts' memory",
         action=", or ".join(proposed) or "change the model: neither more devices nor more memory is enough",
     )
 
 
-def _nearest(searches: Sequence[Search]) -> tuple[Spread, Evaluation] | None:
-    """Returns the spread that lacks least, and what it costs; None: there is none at all."""
+def _nearest(searches: Sequence[Search]) -> tuple[ParallelStrategy, Evaluation] | None:
+    """Returns the strategy that lacks least, and what it costs; None: there is none at all."""
     best: tuple[float, Search, Candidate] | None = None
     for search in searches:
         for one in search.least_memory():
@@ -97,22 +97,22 @@ def _nearest(searches: Sequence[Search]) -> tuple[Spread, Evaluation] | None:
     if best is None:
         return None
     _, search, one = best
-    spread = search.fitted(one.even(search.model.count))
+    strategy = search.fitted(one.even(search.model.count))
     # A schedule of many passes takes long to play, and needs no less memory than its like with fewer.
-    fewer = min(spread.micro_batches, max(len(spread.stages), MOST_PASSES // len(spread.stages)))
-    found = evaluate(search.model, search.machines, msgspec.structs.replace(spread, micro_batches=fewer))
-    return spread, found
+    fewer = min(strategy.micro_batches, max(len(strategy.stages), MOST_PASSES // len(strategy.stages)))
+    found = evaluate(search.model, search.machines, msgspec.structs.replace(strategy, micro_batches=fewer))
+    return strategy, found
 
 
 def _lacking_bytes(search: Search, one: Candidate) -> float:
     """Returns the bytes by which a candidate's worst stage does not fit, with equally many layers in each stage."""
-    spread, at, lacking = one.even(search.model.count), 0, float("-inf")
+    strategy, at, lacking = one.even(search.model.count), 0, float("-inf")
     firsts = []
     for _, count in one.kinds:  # the first of equal stages holds most micro-batches
         firsts.append(at)
         at += count
     for index in {*firsts, at - 1}:
-        cost = stage_cost(search.model, search.machines, spread, index, search.live(spread, index), search.ranks)
+        cost = stage_cost(search.model, search.machines, strategy, index, search.live(strategy, index), search.ranks)
         lacking = max(lacking, cost.lacking_bytes)
     return lacking
 

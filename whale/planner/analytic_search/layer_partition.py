@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import msgspec
 
 from cost_model.analytic.layer_costs import LayerCosts, Model, costs_of, slowest_passes_s
-from cost_model.analytic.spread import Part, Recompute, Spread, Stage, live_chunks
 from cost_model.analytic.stage_costs import lacking_bytes, stage_memory
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage, live_chunks
 
 # The slowest stage's seconds are found by halving an interval: so often at most, or until it is so small a part.
 HALVINGS, PRECISION = 24, 2e-4
@@ -25,8 +25,8 @@ class Chain:
         self,
         model: Model,
         machines: Machines,
-        kinds: Sequence[tuple[Part, ...]],
-        settings: Spread,
+        kinds: Sequence[tuple[DeviceGroup, ...]],
+        settings: ParallelStrategy,
         ranks: int,
         recomputes: Sequence[Recompute] = (),
     ) -> None:
@@ -38,7 +38,7 @@ class Chain:
         """
         self.model, self.machines, self.settings = model, machines, settings
         self.kinds, self.recomputes = kinds, tuple(recomputes) or (settings.recompute,)
-        of: dict[tuple[tuple[Part, ...], Recompute], list[LayerCosts]] = {}
+        of: dict[tuple[tuple[DeviceGroup, ...], Recompute], list[LayerCosts]] = {}
         for kind in dict.fromkeys(kinds):
             replicas = sum(part.replicas for part in kind)
             for how in self.recomputes:
@@ -46,7 +46,7 @@ class Chain:
         self.costs = of
         self.stages = len(kinds)
 
-    def seconds(self, kind: tuple[Part, ...], how: Recompute, low: int, high: int) -> float:
+    def seconds(self, kind: tuple[DeviceGroup, ...], how: Recompute, low: int, high: int) -> float:
         """Returns the seconds of both passes of layers low..high-1, on the slowest part."""
         return slowest_passes_s(self.costs[kind, how], low, high)
 
@@ -69,7 +69,7 @@ class Chain:
             left = count - (self.stages - 1 - stage)  # every later stage needs a layer
             kind = self.kinds[stage]
 
-            def good(high: int, stage: int = stage, low: int = low, kind: tuple[Part, ...] = kind) -> bool:
+            def good(high: int, stage: int = stage, low: int = low, kind: tuple[DeviceGroup, ...] = kind) -> bool:
                 return any(
                     self.seconds(kind, how, low, high) <= limit_s and self.fits(stage, how, low, high)
                     for how in self.recomputes
@@ -124,8 +124,8 @@ class Chain:
 
         return max(own(stage, low, high) for stage, (low, high) in enumerate(zip([0, *ends[:-1]], ends)))
 
-    def spread(self, ends: list[int]) -> Spread:
-        """Returns the spread whose stages end before these layers."""
+    def strategy(self, ends: list[int]) -> ParallelStrategy:
+        """Returns the strategy whose stages end before these layers."""
         lows = [0, *ends[:-1]]
         stages = tuple(Stage(((low, high),), kind) for kind, low, high in zip(self.kinds, lows, ends))
         return msgspec.structs.replace(self.settings, stages=stages)

@@ -36,13 +36,13 @@ import msgspec
 from msgspec import Meta
 
 from cost_model.analytic.layer_costs import LayerCosts, sums
-from cost_model.analytic.spread import Recompute
 from cost_model.analytic.stacks import Stack
 from cost_model.cluster import yaml_files
 from cost_model.cluster.pools import Machines
 from cost_model.hardware import catalogue
 from cost_model.kernels.collectives import point_to_point_s
 from whale.errors import ClusterError, PlanError
+from whale.ir.strategy import Recompute
 
 Count = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[float, Meta(ge=0)]

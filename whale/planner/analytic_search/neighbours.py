@@ -1,4 +1,4 @@
-"""Yields spreads that differ little from one: a cut moved, ranks exchanged or in another order, one stage more."""
+"""Yields strategies that differ little from one: a cut moved, ranks exchanged or in another order, one stage more."""
 
 from __future__ import annotations
 
@@ -7,75 +7,75 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from cost_model.analytic.spread import Part, Spread, Stage
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 
 MOST_RUNS = 4  # of stages on equal ranks, whose orders are all looked at
 
-StageRanks = tuple[tuple[int, ...], tuple[Part, ...]]  # what a stage may lie on: devices of each pool, parts
+StageRanks = tuple[tuple[int, ...], tuple[DeviceGroup, ...]]  # what a stage may lie on: devices of each pool, parts
 
 
-def _with_another(spread: Spread, at: int, parts: tuple[Part, ...]) -> Iterator[Spread]:
-    """Yields the spread with a stage divided: some of its layers, at either end, go to another stage on other ranks."""
-    low, high = spread.stages[at].layers[0]
+def _with_another(strategy: ParallelStrategy, at: int, parts: tuple[DeviceGroup, ...]) -> Iterator[ParallelStrategy]:
+    """Yields the strategy with a stage divided: some of its layers, at either end, go to a new stage on other ranks."""
+    low, high = strategy.stages[at].layers[0]
     for cut in range(low + 1, high):
-        kept, new = Stage(((low, cut),), spread.stages[at].parts), Stage(((cut, high),), parts)
-        yield msgspec.structs.replace(spread, stages=(*spread.stages[:at], kept, new, *spread.stages[at + 1 :]))
-        new, kept = Stage(((low, cut),), parts), Stage(((cut, high),), spread.stages[at].parts)
-        yield msgspec.structs.replace(spread, stages=(*spread.stages[:at], new, kept, *spread.stages[at + 1 :]))
+        kept, new = Stage(((low, cut),), strategy.stages[at].parts), Stage(((cut, high),), parts)
+        yield msgspec.structs.replace(strategy, stages=(*strategy.stages[:at], kept, new, *strategy.stages[at + 1 :]))
+        new, kept = Stage(((low, cut),), parts), Stage(((cut, high),), strategy.stages[at].parts)
+        yield msgspec.structs.replace(strategy, stages=(*strategy.stages[:at], new, kept, *strategy.stages[at + 1 :]))
 
 
-def move_cut(spread: Spread, at: int, move: int) -> Spread | None:
+def move_cut(strategy: ParallelStrategy, at: int, move: int) -> ParallelStrategy | None:
     """Moves the cut after stage `at` by ``move`` layers; None where a stage would be empty."""
-    stages = list(spread.stages)
+    stages = list(strategy.stages)
     (low, middle), (_, high) = stages[at].layers[0], stages[at + 1].layers[0]
     middle += move
     if not low < middle < high:
         return None
     stages[at] = msgspec.structs.replace(stages[at], layers=((low, middle),))
     stages[at + 1] = msgspec.structs.replace(stages[at + 1], layers=((middle, high),))
-    return msgspec.structs.replace(spread, stages=tuple(stages))
+    return msgspec.structs.replace(strategy, stages=tuple(stages))
 
 
-def neighbours(spread: Spread, few: bool) -> Iterator[Spread]:
-    """Yields spreads with a cut moved by a layer; with few devices also with two stages' ranks exchanged."""
-    count = len(spread.stages)
+def neighbours(strategy: ParallelStrategy, few: bool) -> Iterator[ParallelStrategy]:
+    """Yields strategies with a cut moved by a layer; with few devices also with two stages' ranks exchanged."""
+    count = len(strategy.stages)
     for at in range(count - 1):
         for move in (1, -1, 2, -2) if few else (1, -1):
-            if (moved := move_cut(spread, at, move)) is not None:
+            if (moved := move_cut(strategy, at, move)) is not None:
                 yield moved
     if not few:
         return
     for one, other in itertools.combinations(range(count), 2):
-        a, b = spread.stages[one], spread.stages[other]
+        a, b = strategy.stages[one], strategy.stages[other]
         if a.parts == b.parts:
             continue
-        stages = list(spread.stages)
+        stages = list(strategy.stages)
         stages[one], stages[other] = Stage(a.layers, b.parts), Stage(b.layers, a.parts)
-        exchanged = msgspec.structs.replace(spread, stages=tuple(stages))
+        exchanged = msgspec.structs.replace(strategy, stages=tuple(stages))
         yield exchanged
-        yield _in_order(spread, [*range(one), other, *range(one + 1, other), one, *range(other + 1, count)])
+        yield _in_order(strategy, [*range(one), other, *range(one + 1, other), one, *range(other + 1, count)])
         for at in {one - 1, one, other - 1, other} & set(range(count - 1)):
             for move in (1, -1):
                 if (moved := move_cut(exchanged, at, move)) is not None:
                     yield moved
 
 
-def _in_order(spread: Spread, order: Sequence[int]) -> Spread:
-    """Returns the spread with its stages in another order, each with its ranks and as many layers as before."""
+def _in_order(strategy: ParallelStrategy, order: Sequence[int]) -> ParallelStrategy:
+    """Returns the strategy with its stages in another order, each with its ranks and as many layers as before."""
     stages, low = [], 0
     for at in order:
-        stage = spread.stages[at]
+        stage = strategy.stages[at]
         stages.append(Stage(((low, low + stage.count),), stage.parts))
         low += stage.count
-    return msgspec.structs.replace(spread, stages=tuple(stages))
+    return msgspec.structs.replace(strategy, stages=tuple(stages))
 
 
-def other_orders(ranks: Sequence[tuple[Part, ...]]) -> Iterator[list[tuple[Part, ...]]]:
+def other_orders(ranks: Sequence[tuple[DeviceGroup, ...]]) -> Iterator[list[tuple[DeviceGroup, ...]]]:
     """Yields the stages' ranks in other orders: runs of stages on equal ranks permuted, or one stage moved."""
     runs = [list(run) for _, run in itertools.groupby(ranks)]
     known = {tuple(ranks)}
-    orders: list[list[tuple[Part, ...]]] = []
+    orders: list[list[tuple[DeviceGroup, ...]]] = []
     if len(runs) <= MOST_RUNS:
         orders += [list(itertools.chain(*order)) for order in itertools.permutations(runs)]
     starts = [0, *itertools.accumulate(map(len, runs[:-1]))] if len(runs) > 1 else []
@@ -89,15 +89,18 @@ def other_orders(ranks: Sequence[tuple[Part, ...]]) -> Iterator[list[tuple[Part,
 
 
 def with_idle(
-    spread: Spread, machines: Machines, tensors: Callable[[int], Sequence[int]], allowed: Callable[[Part], bool]
-) -> Iterator[list[tuple[Part, ...]]]:
+    strategy: ParallelStrategy,
+    machines: Machines,
+    tensors: Callable[[int], Sequence[int]],
+    allowed: Callable[[DeviceGroup], bool],
+) -> Iterator[list[tuple[DeviceGroup, ...]]]:
     """Yields the ranks of the stages with one more stage, anywhere between them, on idle devices of one pool.
 
     Args:
         tensors: pool -> degrees by which tensors may be divided there.
         allowed: whether the stage may lie on such ranks.
     """
-    ranks = [stage.parts for stage in spread.stages]
+    ranks = [stage.parts for stage in strategy.stages]
     rows = sum(part.replicas * part.rows for part in ranks[0])
     free = [pool.devices for pool in machines.pools]
     for part in itertools.chain(*ranks):
@@ -106,25 +109,27 @@ def with_idle(
         for tensor in tensors(pool.number):
             most = min(rows, free[pool.number] // tensor, pool.tensor_groups(tensor))
             for replicas in (n for n in range(1, most + 1) if rows % n == 0):
-                own = Part(pool.number, tensor, replicas, rows // replicas)
+                own = DeviceGroup(pool.number, tensor, replicas, rows // replicas)
                 if allowed(own):
                     yield from ([*ranks[:at], (own,), *ranks[at:]] for at in range(len(ranks) + 1))
 
 
-def other_ranks(spread: Spread, machines: Machines, choices: Sequence[StageRanks], more: bool) -> Iterator[Spread]:
-    """Yields the spread with other ranks for one stage, of those it has and those that no stage has.
+def other_ranks(
+    strategy: ParallelStrategy, machines: Machines, choices: Sequence[StageRanks], more: bool
+) -> Iterator[ParallelStrategy]:
+    """Yields the strategy with other ranks for one stage, of those it has and those that no stage has.
 
     Args:
         choices: what a stage may lie on.
         more: whether there may be another number of stages.
     """
     free = [pool.devices for pool in machines.pools]
-    for part in (p for stage in spread.stages for p in stage.parts):
+    for part in (p for stage in strategy.stages for p in stage.parts):
         free[part.pool] -= part.ranks
-    by_use: dict[tuple[int, ...], list[tuple[Part, ...]]] = {}
+    by_use: dict[tuple[int, ...], list[tuple[DeviceGroup, ...]]] = {}
     for used, parts in choices:
         by_use.setdefault(used, []).append(parts)
-    for at, stage in enumerate(spread.stages):
+    for at, stage in enumerate(strategy.stages):
         own, held = list(free), [0] * len(free)
         for part in stage.parts:
             own[part.pool] += part.ranks
@@ -133,14 +138,14 @@ def other_ranks(spread: Spread, machines: Machines, choices: Sequence[StageRanks
             for used, parts in choices:  # two stages on the devices of this one
                 rest = tuple(n - u for n, u in zip(held, used))
                 for others in by_use.get(rest, ()):
-                    ranks_given = msgspec.structs.replace(spread, stages=tuple(
-                        Stage(s.layers, parts) if i == at else s for i, s in enumerate(spread.stages)
+                    ranks_given = msgspec.structs.replace(strategy, stages=tuple(
+                        Stage(s.layers, parts) if i == at else s for i, s in enumerate(strategy.stages)
                     ))  # fmt: skip
                     yield from _with_another(ranks_given, at, others)
         for used, parts in choices:
             if parts != stage.parts and all(u <= n for u, n in zip(used, own)):
-                stages = list(spread.stages)
+                stages = list(strategy.stages)
                 stages[at] = Stage(stage.layers, parts)
-                yield msgspec.structs.replace(spread, stages=tuple(stages))
+                yield msgspec.structs.replace(strategy, stages=tuple(stages))
             if all(u <= n for u, n in zip(used, free)) and more:
-                yield from _with_another(spread, at, parts)
+                yield from _with_another(strategy, at, parts)

@@ -1,40 +1,40 @@
-"""Checks a spread independently of the search that made it."""
+"""Checks a strategy independently of the search that made it."""
 
 from __future__ import annotations
 
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.spread import Part, Spread
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import DeviceGroup, ParallelStrategy
 
 MOST_HOSTS = 64  # of a pool, up to which groups are laid on hosts one by one; with more there is room enough
 
 
-def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[str]:
-    """Lists what is wrong with a spread's layers, devices and rows, independently of the search. Empty: nothing."""
+def check(model: Model, machines: Machines, strategy: ParallelStrategy, batch: int) -> list[str]:
+    """Lists what is wrong with a strategy's layers, devices and rows, independently of the search. Empty: nothing."""
     wrong = []
-    pools = {part.pool for stage in spread.stages for part in stage.parts}
+    pools = {part.pool for stage in strategy.stages for part in stage.parts}
     if most := [pool for pool in pools if not 0 <= pool < len(machines.pools)]:
         there = ", ".join(f"{pool.devices} {pool.name}" for pool in machines.pools)
         wrong.append(f"the plan has {max(most) + 1} kinds of devices, the cluster {len(machines.pools)}: {there}")
         return wrong
     known = {kind for kind, _ in model.recomputes()}
-    for index, kind in enumerate(spread.recomputes):
+    for index, kind in enumerate(strategy.recomputes):
         if kind not in known:
             wrong.append(f"stage {index}: {kind} recompute; of the model is known: {', '.join(sorted(known))}")
     if wrong:
         return wrong
-    ranges = [spread.stages[s].layers[c] for c in range(spread.chunks) for s in range(len(spread.stages))]
+    ranges = [strategy.stages[s].layers[c] for c in range(strategy.chunks) for s in range(len(strategy.stages))]
     if [low for low, _ in ranges] + [model.count] != [0] + [high for _, high in ranges]:
         wrong.append(f"the stages' layers {ranges} do not make up the model's {model.count}")
     if any(high <= low for low, high in ranges):
         wrong.append("a stage has no layer")
-    for index, stage in enumerate(spread.stages):
-        if stage.rows * spread.micro_batches != batch:
-            wrong.append(f"stage {index} has {stage.rows} x {spread.micro_batches} rows of a batch of {batch}")
+    for index, stage in enumerate(strategy.stages):
+        if stage.rows * strategy.micro_batches != batch:
+            wrong.append(f"stage {index} has {stage.rows} x {strategy.micro_batches} rows of a batch of {batch}")
         if any(part.rows < 1 or part.replicas < 1 for part in stage.parts):
             wrong.append(f"stage {index} has an empty part")
     for pool in machines.pools:
-        used = [part for stage in spread.stages for part in stage.parts if part.pool == pool.number]
+        used = [part for stage in strategy.stages for part in stage.parts if part.pool == pool.number]
         if sum(part.ranks for part in used) > pool.devices:
             wrong.append(f"{sum(p.ranks for p in used)} devices of {pool.name}, which has {pool.devices}")
         free = [pool.per_host] * pool.hosts if pool.hosts <= MOST_HOSTS else None
@@ -46,7 +46,7 @@ def check(model: Model, machines: Machines, spread: Spread, batch: int) -> list[
     return wrong
 
 
-def _take(free: list[int], part: Part) -> bool:
+def _take(free: list[int], part: DeviceGroup) -> bool:
     left = part.replicas
     for host, room in enumerate(free):
         taken = min(left, room // part.tensor)

@@ -1,13 +1,13 @@
-"""Chooses what each stage of a spread computes again: each the fastest way with which it fits into its memory."""
+"""Chooses what each stage of a strategy computes again: each the fastest way with which it fits into its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from cost_model.analytic.layer_costs import Model, costs_of, slowest_passes_s
-from cost_model.analytic.spread import Recompute, Spread, Stage
 from cost_model.analytic.stage_costs import lacking_bytes, stage_memory
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import ParallelStrategy, Recompute, Stage
 
 
 class RecomputeChoice:
@@ -21,29 +21,33 @@ class RecomputeChoice:
         self.model, self.machines, self.ranks = model, machines, ranks
         self.known: dict[tuple[Stage, int, int, int, str, bool], Recompute] = {}
 
-    def fitted(self, spread: Spread, kinds: Sequence[Recompute], live: Callable[[int], int]) -> Spread:
-        """Returns the spread with each stage's recompute chosen; where nothing fits, it takes the least memory.
+    def fitted(
+        self, strategy: ParallelStrategy, kinds: Sequence[Recompute], live: Callable[[int], int]
+    ) -> ParallelStrategy:
+        """Returns the strategy with each stage's recompute chosen; where nothing fits, it takes the least memory.
 
         Args:
             kinds: what may be computed again, "none" for nothing.
             live: stage -> how many micro-batches' chunks it holds at the peak of the schedule.
         """
         if len(kinds) < 2:
-            return spread
-        return spread.recomputing([self._of(spread, stage, live(i), kinds) for i, stage in enumerate(spread.stages)])
+            return strategy
+        return strategy.recomputing(
+            [self._of(strategy, stage, live(i), kinds) for i, stage in enumerate(strategy.stages)]
+        )
 
-    def _of(self, spread: Spread, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
+    def _of(self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
         plain = Stage(stage.layers, stage.parts)
-        key = (plain, live, len(spread.stages), spread.zero, spread.offload, spread.sequence_parallel)
+        key = (plain, live, len(strategy.stages), strategy.zero, strategy.offload, strategy.sequence_parallel)
         if key not in self.known:
-            found = [(*self._cost(spread, plain, live, how), how) for how in kinds]
+            found = [(*self._cost(strategy, plain, live, how), how) for how in kinds]
             fitting = [one for one in found if one[1] <= 0]
             self.known[key] = (min(fitting) if fitting else min(found, key=lambda one: one[1]))[2]
         return self.known[key]
 
-    def _cost(self, spread: Spread, stage: Stage, live: int, how: Recompute) -> tuple[float, float]:
+    def _cost(self, strategy: ParallelStrategy, stage: Stage, live: int, how: Recompute) -> tuple[float, float]:
         """Returns (seconds of both passes of a micro-batch, bytes by which the worst part does not fit)."""
-        costs = [costs_of(self.model, spread, p, self.ranks, stage.replicas, how) for p in stage.parts]
+        costs = [costs_of(self.model, strategy, p, self.ranks, stage.replicas, how) for p in stage.parts]
         seconds = sum(slowest_passes_s(costs, low, high) for low, high in stage.layers)
-        memory = stage_memory(spread, stage, costs, live, len(spread.stages))
-        return seconds, lacking_bytes(self.machines, spread, stage, costs, memory)
+        memory = stage_memory(strategy, stage, costs, live, len(strategy.stages))
+        return seconds, lacking_bytes(self.machines, strategy, stage, costs, memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from cost_model.analytic.spread import Part
+from whale.ir.strategy import DeviceGroup
 
 MOVES, MOVES_PER_KIND = 64, 4  # of rows between kinds, after which a division is given up
 LEAST_S = 1e-12  # what a row takes at least: speeds are finite
@@ -13,7 +13,7 @@ LEAST_S = 1e-12  # what a row takes at least: speeds are finite
 
 def row_shares(
     kinds: Sequence[tuple[int, int, int]], rows: int, seconds: Callable[[int, int, int], float], most: Sequence[int]
-) -> tuple[Part, ...] | None:
+) -> tuple[DeviceGroup, ...] | None:
     """Returns the parts of a stage with their rows, or None where so many rows cannot be divided so.
 
     Args:
@@ -30,7 +30,7 @@ def row_shares(
         for k in order:
             pool, tensor, replicas = kinds[k]
             if taken := min(left, replicas):
-                parts.append(Part(pool, tensor, taken, 1))
+                parts.append(DeviceGroup(pool, tensor, taken, 1))
                 left -= taken
         return tuple(parts)
     # In proportion to speed, then row by row: from the slowest replica, to the one that is fastest with one row more.
@@ -68,13 +68,13 @@ def row_shares(
     parts = []
     for (pool, tensor, replicas), n, extra in zip(kinds, own, more):
         if extra:
-            parts.append(Part(pool, tensor, extra, n + 1))
+            parts.append(DeviceGroup(pool, tensor, extra, n + 1))
         if replicas > extra:
-            parts.append(Part(pool, tensor, replicas - extra, n))
+            parts.append(DeviceGroup(pool, tensor, replicas - extra, n))
     return tuple(parts)
 
 
-def variants(parts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
+def variants(parts: tuple[DeviceGroup, ...]) -> list[tuple[DeviceGroup, ...]]:
     """Returns the parts, and those with a row moved between replicas of two pools, which memory may need."""
     found = [parts]
     for giver, taker in itertools.permutations(range(len(parts)), 2):
@@ -87,5 +87,5 @@ def variants(parts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
                 if replicas:
                     key = part.pool, part.tensor, rows
                     counted[key] = counted.get(key, 0) + replicas
-        found.append(tuple(Part(pool, tensor, n, rows) for (pool, tensor, rows), n in counted.items()))
+        found.append(tuple(DeviceGroup(pool, tensor, n, rows) for (pool, tensor, rows), n in counted.items()))
     return found

@@ -1,6 +1,6 @@
-"""Searches for the fastest spread: estimates order many, the best are cut into stages, the best of those are simulated.
+"""Searches for the fastest strategy: estimates order many, the best are cut into stages, the best of those simulated.
 
-Families of spreads, which together hold what is known to be good:
+Families of strategies, which together hold what is known to be good:
 
 * pure: every stage lies on one pool, all stages have equally many replicas; pools give stages in proportion to speed;
 * mixed: every stage has replicas of several pools, whose rows are divided by their speed (one stage: data parallelism
@@ -24,9 +24,9 @@ import msgspec
 
 from cost_model.analytic.evaluate import Evaluation, evaluate
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.spread import Part, Recompute, Spread, live_chunks
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, live_chunks
 from whale.planner.analytic_search.candidates import Candidate, Constraints, SearchResult
 from whale.planner.analytic_search.enumerate_candidates import Families
 from whale.planner.analytic_search.exact import exact
@@ -37,7 +37,7 @@ from whale.planner.analytic_search.recompute_stages import RecomputeChoice
 
 @dataclass(frozen=True)
 class _Effort:
-    """The number of spreads that each step of a search takes on.
+    """The number of strategies that each step of a search takes on.
 
     Attributes:
         cut: candidates whose layers are cut.
@@ -54,7 +54,7 @@ THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=8, sim
 # Spreads that are improved: with few devices a simulation costs next to nothing, and of the first ones stages may get
 # other ranks.
 IMPROVED, IMPROVED_FEW, IMPROVED_WIDELY = 4, 100, 40
-CUT_ANEW = 16  # stages at most of a spread that may get one more, on devices that are idle, or another order
+CUT_ANEW = 16  # stages at most of a strategy that may get one more, on devices that are idle, or another order
 # Parts of the budget after which a step of the search ends: listing candidates, cutting them, simulating the best.
 LISTED, CUT, SIMULATED = 0.6, 0.75, 0.85
 BEHIND = 1.3  # what is estimated at so many times the best is not looked at
@@ -66,14 +66,14 @@ SHORTER = 1e-9  # part by which a step must be shorter than another to count as 
 
 @dataclass
 class _Simulated:
-    """The spreads simulated: (seconds, spread, evaluation) of those that fit, and all that were looked at."""
+    """The strategies simulated: (seconds, strategy, evaluation) of those that fit, and all that were looked at."""
 
-    entries: list[tuple[float, Spread, Evaluation]] = field(default_factory=list)
-    seen: set[Spread] = field(default_factory=set)
+    entries: list[tuple[float, ParallelStrategy, Evaluation]] = field(default_factory=list)
+    seen: set[ParallelStrategy] = field(default_factory=set)
 
 
 class NothingFits(Exception):
-    """Raised when none of the spreads that a search looked at fits."""
+    """Raised when none of the strategies that a search looked at fits."""
 
     def __init__(self, search: Search) -> None:
         super().__init__("nothing fits")
@@ -89,14 +89,16 @@ class Search(Families):
         self.simulated = 0
         self.candidates: list[Candidate] = []
         self.kept = _Simulated()
-        self.fastest: tuple[Spread, Evaluation] | None = None
-        self.misfits: list[tuple[Spread, Evaluation]] = []
+        self.fastest: tuple[ParallelStrategy, Evaluation] | None = None
+        self.misfits: list[tuple[ParallelStrategy, Evaluation]] = []
         self.recompute = RecomputeChoice(model, machines, self.ranks)
         # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
         self.choices: dict[tuple[int, bool], list[StageRanks]] = {}
-        self.ordered: set[tuple[Spread, tuple[tuple[Part, ...], ...]]] = set()  # (settings, ranks) that have been cut
+        self.ordered: set[tuple[ParallelStrategy, tuple[tuple[DeviceGroup, ...], ...]]] = (
+            set()
+        )  # (settings, ranks) that have been cut
 
-    def build(self, one: Candidate) -> Spread | None:
+    def build(self, one: Candidate) -> ParallelStrategy | None:
         """Cuts the candidate's layers into stages; None where it does not fit into memory.
 
         A stage computes again what the candidate does, or less.
@@ -105,94 +107,97 @@ class Search(Families):
             return self.fitted(one.even(self.model.count))
         kinds = self.recompute_kinds(one.settings.sequence_parallel)
         kinds = kinds[: kinds.index(one.settings.recompute) + 1]
-        spread = self._cut(one.settings, one.ranks, kinds)
-        return None if spread is None else self.fitted(spread)
+        strategy = self._cut(one.settings, one.ranks, kinds)
+        return None if strategy is None else self.fitted(strategy)
 
     def _cut(
-        self, settings: Spread, ranks: Sequence[tuple[Part, ...]], kinds: Sequence[Recompute] | None = None
-    ) -> Spread | None:
+        self,
+        settings: ParallelStrategy,
+        ranks: Sequence[tuple[DeviceGroup, ...]],
+        kinds: Sequence[Recompute] | None = None,
+    ) -> ParallelStrategy | None:
         """Cuts layers into stages on these ranks, in order, as fast as possible; None where they have no room.
 
         Args:
-            settings: of the spread; its stages, if it has any, count for nothing.
+            settings: of the strategy; its stages, if it has any, count for nothing.
             kinds: what a stage may compute again; None: all that it may.
         """
         kinds = self.recompute_kinds(settings.sequence_parallel) if kinds is None else kinds
         chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
         ends = chain.best()
-        return None if ends is None else chain.spread(ends)
+        return None if ends is None else chain.strategy(ends)
 
-    def fitted(self, spread: Spread) -> Spread:
-        """Returns the spread with every stage computing again as little as its memory lets it."""
-        kinds = self.recompute_kinds(spread.sequence_parallel)
-        return self.recompute.fitted(spread, kinds, lambda index: self.live(spread, index))
+    def fitted(self, strategy: ParallelStrategy) -> ParallelStrategy:
+        """Returns the strategy with every stage computing again as little as its memory lets it."""
+        kinds = self.recompute_kinds(strategy.sequence_parallel)
+        return self.recompute.fitted(strategy, kinds, lambda index: self.live(strategy, index))
 
-    def consider(self, spread: Spread) -> float:
-        """Simulates a spread and keeps it; returns its step's seconds, infinite where it does not fit or is known."""
-        if self.limits.zero is None and spread.zero and all(stage.replicas == 1 for stage in spread.stages):
-            spread = msgspec.structs.replace(spread, zero=0)  # there is nobody to share the state with
-        spread = self.fitted(spread)
-        if spread in self.kept.seen:
+    def consider(self, strategy: ParallelStrategy) -> float:
+        """Simulates a strategy and keeps it; returns its step's seconds, infinite where it does not fit or is known."""
+        if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
+            strategy = msgspec.structs.replace(strategy, zero=0)  # there is nobody to share the state with
+        strategy = self.fitted(strategy)
+        if strategy in self.kept.seen:
             return float("inf")
-        self.kept.seen.add(spread)
-        found = evaluate(self.model, self.machines, spread, self.stage_costs)
+        self.kept.seen.add(strategy)
+        found = evaluate(self.model, self.machines, strategy, self.stage_costs)
         self.simulated += 1
         if not found.fits:
             if len(self.misfits) < MISFITS:
-                self.misfits.append((spread, found))
+                self.misfits.append((strategy, found))
             return float("inf")
         if self.fastest is None or found.step_s < self.fastest[1].step_s:
-            self.fastest = spread, found
-        self.kept.entries.append((found.step_s, spread, found))
+            self.fastest = strategy, found
+        self.kept.entries.append((found.step_s, strategy, found))
         return found.step_s
 
-    def improve(self, spread: Spread, seconds: float, wide: bool) -> None:
+    def improve(self, strategy: ParallelStrategy, seconds: float, wide: bool) -> None:
         """Goes to the best neighbour while the simulated step gets shorter; `wide`: with other ranks for one stage."""
-        if spread.chunks > 1:
+        if strategy.chunks > 1:
             return
         few = self.ranks <= self.limits.exact_devices
         while True:
-            best = spread, seconds
-            others = itertools.chain(neighbours(spread, few), () if few else self._reordered(spread))
+            best = strategy, seconds
+            others = itertools.chain(neighbours(strategy, few), () if few else self._reordered(strategy))
             if wide:
-                choices = self.choices.get((spread.micro_batches, spread.sequence_parallel), [])
+                choices = self.choices.get((strategy.micro_batches, strategy.sequence_parallel), [])
                 more = self.limits.stages is None
-                others = itertools.chain(others, other_ranks(spread, self.machines, choices, more))
+                others = itertools.chain(others, other_ranks(strategy, self.machines, choices, more))
             for other in others:
                 if self.late():
                     break
                 if other not in self.kept.seen and (took := self.consider(other)) < best[1] * (1 - SHORTER):
                     best = other, took
-            if best[0] is spread:
+            if best[0] is strategy:
                 return
-            spread, seconds = best
+            strategy, seconds = best
 
-    def _reordered(self, spread: Spread) -> Iterator[Spread]:
-        """Yields the spread's stages in other orders of their ranks, cut anew.
+    def _reordered(self, strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
+        """Yields the strategy's stages in other orders of their ranks, cut anew.
 
         Families put the devices with the most memory first, which hold the most activations. Where all have room, what
         the first and the last layer have besides may be cheaper elsewhere.
         """
-        if len(spread.stages) > CUT_ANEW:
+        if len(strategy.stages) > CUT_ANEW:
             return
-        settings = msgspec.structs.replace(spread, stages=())
-        for ranks in other_orders([stage.parts for stage in spread.stages]):
+        settings = msgspec.structs.replace(strategy, stages=())
+        for ranks in other_orders([stage.parts for stage in strategy.stages]):
             if (key := (settings, tuple(ranks))) in self.ordered or self.late():
                 continue
             self.ordered.add(key)
             if (found := self._cut(settings, ranks)) is not None:
                 yield found
 
-    def _beginnings(self) -> list[tuple[float, Spread]]:
-        """Returns the spreads to improve: the best of each number of stages and micro-batches, then the others."""
-        first: dict[tuple[int, int], tuple[float, Spread]] = {}
+    def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
+        """Returns the strategies to improve: the best of each number of stages and micro-batches, then the others."""
+        first: dict[tuple[int, int], tuple[float, ParallelStrategy]] = {}
         others = []
-        for seconds, spread, _ in sorted(self.kept.entries, key=lambda e: e[0]):
-            key = (len(spread.stages), spread.micro_batches)
+        for seconds, strategy, _ in sorted(self.kept.entries, key=lambda e: e[0]):
+            key = (len(strategy.stages), strategy.micro_batches)
             if key in first:
-                others.append((seconds, spread))
+                others.append((seconds, strategy))
             else:
-                first[key] = (seconds, spread)
+                first[key] = (seconds, strategy)
         if self.ranks > self.limits.exact_devices:
             return sorted([*first.values(), *others], key=lambda e: e[0])
         return [*first.values(), *others]
@@ -214,24 +219,24 @@ class Search(Families):
         if self.ranks <= self.limits.exact_devices:
             known_s = self.limits.faster_than_s
             fastest_s = known_s if self.fastest is None else min(known_s, self.fastest[1].step_s)
-            for spread in exact(self, None if math.isinf(fastest_s) else fastest_s, self.choices):
-                self.consider(spread)
+            for strategy in exact(self, None if math.isinf(fastest_s) else fastest_s, self.choices):
+                self.consider(strategy)
         if not self.kept.entries:
             self.candidates = candidates
             raise NothingFits(self)
         few = self.ranks <= self.limits.exact_devices
-        for number, (seconds, spread) in enumerate(self._beginnings()):
+        for number, (seconds, strategy) in enumerate(self._beginnings()):
             if self.late() or number == (IMPROVED_FEW if few else IMPROVED):
                 break
-            self.improve(spread, seconds, few and number < IMPROVED_WIDELY)
+            self.improve(strategy, seconds, few and number < IMPROVED_WIDELY)
         if not few:
             self._with_idle()
         self._without_zero()
         assert self.fastest is not None
-        spread, evaluation = self.fastest
-        others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not spread]
+        strategy, evaluation = self.fastest
+        others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not strategy]
         return SearchResult(
-            spread,
+            strategy,
             evaluation,
             others,
             self.misfits,
@@ -251,7 +256,7 @@ class Search(Families):
         """
         effort = HURRIED if self.limits.hurried else THOROUGH
         failed = 0
-        built: list[tuple[float, Spread]] = []
+        built: list[tuple[float, ParallelStrategy]] = []
         best = float("inf")
         known: set[tuple[object, ...]] = set()
         for one in candidates:
@@ -262,45 +267,45 @@ class Search(Families):
             shape = one.shape
             if len(built) >= effort.cut and (one.estimate_s > best or (shape in known and one.chunks == 1)):
                 continue
-            spread = self.build(one) if self.roomy(one) else None
-            if spread is None:
+            strategy = self.build(one) if self.roomy(one) else None
+            if strategy is None:
                 failed += 1
                 if failed <= effort.misfits:
                     self.misfit(one.even(self.model.count))
                 continue
-            seconds = self.quick_s(spread)
+            seconds = self.quick_s(strategy)
             if seconds < float("inf"):
-                built.append((seconds, spread))
+                built.append((seconds, strategy))
                 known.add(shape)
                 best = min(best, seconds)
-        for number, (seconds, spread) in enumerate(sorted(built, key=lambda e: e[0])):
+        for number, (seconds, strategy) in enumerate(sorted(built, key=lambda e: e[0])):
             if self.kept.entries and (self.late(SIMULATED) or number >= effort.simulated or seconds > BEHIND * best):
                 break
-            self.consider(spread)
+            self.consider(strategy)
 
-    def quick_s(self, spread: Spread) -> float:
+    def quick_s(self, strategy: ParallelStrategy) -> float:
         """Estimates the step without a simulation: the slowest stage's passes, and all once; infinite: no room."""
-        count, stages = spread.micro_batches, len(spread.stages)
+        count, stages = strategy.micro_batches, len(strategy.stages)
         slowest = total = after = 0.0
-        ranks = spread.ranks
-        known: dict[tuple[int, int, tuple[Part, ...], str | None, int], float] = {}
-        for index, stage in enumerate(spread.stages):
-            live = self.live(spread, index)
+        ranks = strategy.ranks
+        known: dict[tuple[int, int, tuple[DeviceGroup, ...], str | None, int], float] = {}
+        for index, stage in enumerate(strategy.stages):
+            live = self.live(strategy, index)
             edge = min(index, 1) + 2 * (index == stages - 1)
             key = (stage.count, edge, stage.parts, stage.recompute, live)
             if key not in known:
-                cost = self.stage_costs(spread, index, live, ranks)
+                cost = self.stage_costs(strategy, index, live, ranks)
                 if cost.lacking_bytes > 0:
                     return float("inf")
                 known[key] = sum(cost.forward_s) + sum(cost.backward_s)
                 after = max(after, cost.reduce_s + cost.update_s)
             slowest = max(slowest, known[key])
             total += known[key]
-        return count * slowest + (total - slowest) / spread.chunks + after
+        return count * slowest + (total - slowest) / strategy.chunks + after
 
-    def live(self, spread: Spread, index: int) -> int:
+    def live(self, strategy: ParallelStrategy, index: int) -> int:
         """Returns how many chunks of micro-batches a stage holds at its peak."""
-        return live_chunks(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches, index)
+        return live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
 
     def least_memory(self) -> Iterator[Candidate]:
         """Yields what was listed, and then what is divided most and computes most again, however slow it is."""
@@ -314,24 +319,24 @@ class Search(Families):
         yield from lean.pure()
         yield from lean.mixed()
 
-    def misfit(self, spread: Spread) -> None:
-        """Keeps a spread that does not fit, with what it would take, for the list of what lost; small ones only."""
-        if spread.micro_batches * len(spread.stages) < MISFIT_PASSES:
-            self.consider(spread)
+    def misfit(self, strategy: ParallelStrategy) -> None:
+        """Keeps a strategy that does not fit, with what it would take, for the list of what lost; small ones only."""
+        if strategy.micro_batches * len(strategy.stages) < MISFIT_PASSES:
+            self.consider(strategy)
 
     def _with_idle(self) -> None:
-        """Adds stages to the best spread, on devices that it leaves idle, while that makes its step shorter.
+        """Adds stages to the best strategy, on devices that it leaves idle, while that makes its step shorter.
 
-        Families give the stages of a spread equal parts; what leaves devices idle may gain by a lesser stage on some.
+        Families give the stages of a strategy equal parts; what leaves devices idle may gain by a lesser stage on some.
         """
         while self.fastest is not None and self.limits.stages is None:
-            spread, seconds = self.fastest[0], self.fastest[1].step_s
-            if spread.chunks > 1 or len(spread.stages) > CUT_ANEW:
+            strategy, seconds = self.fastest[0], self.fastest[1].step_s
+            if strategy.chunks > 1 or len(strategy.stages) > CUT_ANEW:
                 return
-            for ranks in with_idle(spread, self.machines, self.tensors, self.allowed):
+            for ranks in with_idle(strategy, self.machines, self.tensors, self.allowed):
                 if self.late():
                     return
-                if (found := self._cut(spread, ranks)) is not None:
+                if (found := self._cut(strategy, ranks)) is not None:
                     self.consider(found)
             best = self.fastest
             if best[1].step_s >= seconds * (1 - SHORTER):
@@ -339,6 +344,6 @@ class Search(Families):
             self.improve(best[0], best[1].step_s, wide=False)
 
     def _without_zero(self) -> None:
-        """Simulates the best spread with the optimizer's state on every rank too, where the user leaves that free."""
+        """Simulates the best strategy with the optimizer's state on every rank too, where the user leaves that free."""
         if self.limits.zero is None and self.fastest is not None:
             self.consider(msgspec.structs.replace(self.fastest[0], zero=0))

@@ -15,17 +15,17 @@ from functools import partial
 import msgspec
 
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.spread import Offload
 from cost_model.cluster.cluster_file import Cluster, HostEntry
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
+from whale.ir.strategy import Offload
 from whale.planner.analytic_search.candidates import Constraints, SearchResult
 from whale.planner.analytic_search.infeasible import nothing_fits
 from whale.planner.analytic_search.search import NothingFits, Search
 
 # (ZeRO level, offload), from what costs least to what takes least memory.
 MODES: tuple[tuple[int, Offload], ...] = (
-    (2, "none"), (3, "none"), (1, "state"), (3, "state"), (1, "all"), (3, "all"),
+    (2, "none"), (3, "none"), (1, "optimizer"), (3, "optimizer"), (1, "parameters"), (3, "parameters"),
 )  # fmt: skip
 LEAST_BUDGET = 0.2  # part of a round that a further mode has
 FIRST_ROUND_S, SECOND_ROUND_S = 0.5, 1.5  # each further one is as long as all before it
@@ -35,7 +35,7 @@ FEWER = (2, 4, 8)  # of so many devices of a host one is used, where a host's ad
 
 
 def search(model: Model, machines: Machines, batch: int, limits: Constraints | None = None) -> SearchResult:
-    """Finds the best spread of a model's training step over a cluster (see `Search`).
+    """Finds the best strategy of a model's training step over a cluster (see `Search`).
 
     Raises:
         PlanError: nothing fits in any way.
@@ -64,9 +64,9 @@ def search(model: Model, machines: Machines, batch: int, limits: Constraints | N
     exhausted = found[-1].exhausted
     found += _fewer(model, machines, batch, limits, started, min(one.evaluation.step_s for one in found))
     best = min(found, key=lambda f: f.evaluation.step_s)
-    others = {spread: evaluation for f in found if f.cluster is best.cluster for spread, evaluation in f.others}
-    others |= {f.spread: f.evaluation for f in found if f.cluster is best.cluster}
-    others.pop(best.spread, None)
+    others = {strategy: evaluation for f in found if f.cluster is best.cluster for strategy, evaluation in f.others}
+    others |= {f.strategy: f.evaluation for f in found if f.cluster is best.cluster}
+    others.pop(best.strategy, None)
     return replace(
         best,
         others=sorted(others.items(), key=lambda e: e[1].step_s),
@@ -124,7 +124,7 @@ def _round(
     best = min(found, key=lambda f: f.evaluation.step_s)
     return replace(
         best,
-        others=[*best.others, *((f.spread, f.evaluation) for f in found if f is not best)],
+        others=[*best.others, *((f.strategy, f.evaluation) for f in found if f is not best)],
         estimated=sum(f.estimated for f in found),
         simulated=sum(f.simulated for f in found),
         bound_s=min(f.bound_s for f in found),
@@ -142,7 +142,7 @@ def fits(batch: int, model: Model, machines: Machines, limits: Constraints) -> b
 def _modes(machines: Machines, limits: Constraints, found: SearchResult | None) -> list[tuple[int, Offload]]:
     """Returns the other (ZeRO level, offload) pairs that are worth a search, of what the user leaves free."""
     if found is not None:
-        s = found.spread
+        s = found.strategy
         bound = (
             set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(p.tensor > 1 for t in s.stages for p in t.parts)
         )

@@ -14,8 +14,8 @@ import numpy as np
 
 from cost_model.analytic.layer_costs import LayerCosts, costs_of
 from cost_model.analytic.memory import part_memory
-from cost_model.analytic.spread import Part, Recompute, Spread
 from cost_model.analytic.stage_costs import reduction_s
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute
 from whale.planner.analytic_search.estimate import Estimates
 from whale.planner.analytic_search.row_shares import row_shares, variants
 
@@ -37,7 +37,7 @@ class StageOption:
     """
 
     used: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[DeviceGroup, ...]
     recompute: Recompute
     forward_s: np.ndarray
     seconds: np.ndarray
@@ -48,7 +48,10 @@ class StageOption:
 
 
 def stage_options(
-    search: Estimates, states: list[tuple[int, ...]], settings: Spread, reductions: dict[tuple[Part, ...], np.ndarray]
+    search: Estimates,
+    states: list[tuple[int, ...]],
+    settings: ParallelStrategy,
+    reductions: dict[tuple[DeviceGroup, ...], np.ndarray],
 ) -> list[StageOption]:
     """Lists what a stage may lie on: any devices, with one tensor degree per pool, rows by speed."""
     rows = search.batch // settings.micro_batches
@@ -59,7 +62,7 @@ def stage_options(
         chosen = [k for k, n in enumerate(used) if n]
         if not chosen or search.late(BUDGET_PART):
             continue
-        best: dict[tuple[Part, ...], None] = {}
+        best: dict[tuple[DeviceGroup, ...], None] = {}
         for tensors in itertools.product(*(search.tensors(k) for k in chosen)):
             if search.limits.runnable and len(set(tensors)) > 1:
                 continue
@@ -88,13 +91,15 @@ def stage_options(
 class _Options:
     """Makes the options for one number of micro-batches and kind of recompute; keeps what several have in common."""
 
-    def __init__(self, search: Estimates, settings: Spread, reductions: dict[tuple[Part, ...], np.ndarray]) -> None:
+    def __init__(
+        self, search: Estimates, settings: ParallelStrategy, reductions: dict[tuple[DeviceGroup, ...], np.ndarray]
+    ) -> None:
         self.search, self.settings, self.reductions = search, settings, reductions
         self.stages = min(search.machines.devices, search.model.count)
         self.lives: dict[tuple[int, int, int, int], np.ndarray] = {}
         self.sends: dict[tuple[int, int, int, int], np.ndarray] = {}
 
-    def option(self, used: tuple[int, ...], parts: tuple[Part, ...]) -> StageOption:
+    def option(self, used: tuple[int, ...], parts: tuple[DeviceGroup, ...]) -> StageOption:
         """Returns the option of so many devices of each pool, as these parts."""
         replicas = sum(p.replicas for p in parts)
         costs = [costs_of(self.search.model, self.settings, part, self.search.ranks, replicas) for part in parts]
@@ -117,7 +122,7 @@ class _Options:
             parts[0].pool if len({p.pool for p in parts}) == 1 else len(self.search.machines.pools),
         )
 
-    def _reduction_s(self, parts: tuple[Part, ...], costs: list[LayerCosts]) -> np.ndarray:
+    def _reduction_s(self, parts: tuple[DeviceGroup, ...], costs: list[LayerCosts]) -> np.ndarray:
         """Returns the seconds of the reduction, which depend on the replicas of each pool and not on their rows."""
         count, key = self.search.model.count, tuple(msgspec.structs.replace(p, rows=0) for p in parts)
         if key not in self.reductions:
@@ -130,7 +135,7 @@ class _Options:
                     )
         return self.reductions[key]
 
-    def _live(self, part: Part, one: LayerCosts, replicas: int) -> np.ndarray:
+    def _live(self, part: DeviceGroup, one: LayerCosts, replicas: int) -> np.ndarray:
         """Returns how many micro-batches a part's memory holds, up to as many as there can be stages."""
         count, s, key = self.search.model.count, self.settings, (part.pool, part.tensor, part.rows, replicas)
         if key not in self.lives:
@@ -146,7 +151,7 @@ class _Options:
             found[found == s.micro_batches] = self.stages  # there are no more
         return self.lives[key]
 
-    def _send_s(self, part: Part, ranks: int) -> np.ndarray:
+    def _send_s(self, part: DeviceGroup, ranks: int) -> np.ndarray:
         """Returns the seconds of a micro-batch's send through each cut, to each pool, and to the slowest of them."""
         model, machines, key = self.search.model, self.search.machines, (part.pool, part.tensor, part.rows, ranks)
         if key not in self.sends:

@@ -13,9 +13,9 @@ from itertools import accumulate
 
 from cost_model.analytic.evaluate import evaluate
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.spread import Part, Spread, Stage
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner.analytic_search.candidates import SearchResult
 from whale.planner.analytic_search.estimate import divisors
 
@@ -60,13 +60,13 @@ def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
         PlanError: neither fits.
     """
     started = time.monotonic()
-    for spread in (_data_parallel(model, machines, batch), _pipeline(model, machines, batch)):
-        if spread is None:
+    for strategy in (_data_parallel(model, machines, batch), _pipeline(model, machines, batch)):
+        if strategy is None:
             continue
-        found = evaluate(model, machines, spread)
+        found = evaluate(model, machines, strategy)
         if found.fits:
             return SearchResult(
-                spread, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True, machines.cluster
+                strategy, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True, machines.cluster
             )
     raise PlanError(
         "nothing fits, as the published planner counts",
@@ -80,7 +80,7 @@ def flops_of(model: Model, machines: Machines) -> list[float]:
     return [p.device.peak_flops_per_s("float32") * p.entry.share for p in machines.pools]
 
 
-def _data_parallel(model: Model, machines: Machines, batch: int) -> Spread | None:
+def _data_parallel(model: Model, machines: Machines, batch: int) -> ParallelStrategy | None:
     flops = [f for p, f in zip(machines.pools, flops_of(model, machines)) for _ in range(p.devices)]
     pools = [p.number for p in machines.pools for _ in range(p.devices)]
     memory = [machines.pools[n].memory_bytes for n in pools]
@@ -94,11 +94,11 @@ def _data_parallel(model: Model, machines: Machines, batch: int) -> Spread | Non
     for pool, rows in zip(pools, found):
         if rows:
             counted[pool, rows] = counted.get((pool, rows), 0) + 1
-    parts = tuple(Part(pool, 1, count, rows) for (pool, rows), count in counted.items())
-    return Spread((Stage(((0, model.count),), parts),), 1)
+    parts = tuple(DeviceGroup(pool, 1, count, rows) for (pool, rows), count in counted.items())
+    return ParallelStrategy((Stage(((0, model.count),), parts),), 1)
 
 
-def _pipeline(model: Model, machines: Machines, batch: int) -> Spread | None:
+def _pipeline(model: Model, machines: Machines, batch: int) -> ParallelStrategy | None:
     """Plans one stage per device, layers by FLOP/s, the devices with the most memory first."""
     order = sorted(
         (p.number for p in machines.pools for _ in range(p.devices)),
@@ -111,5 +111,7 @@ def _pipeline(model: Model, machines: Machines, batch: int) -> Spread | None:
     ends = list(accumulate(lengths))
     micro_batches = max(d for d in divisors(batch) if d <= MICRO_BATCHES_PER_STAGE * len(order))
     rows = batch // micro_batches
-    stages = tuple(Stage(((end - n, end),), (Part(pool, 1, 1, rows),)) for pool, n, end in zip(order, lengths, ends))
-    return Spread(stages, micro_batches)
+    stages = tuple(
+        Stage(((end - n, end),), (DeviceGroup(pool, 1, 1, rows),)) for pool, n, end in zip(order, lengths, ends)
+    )
+    return ParallelStrategy(stages, micro_batches)

@@ -18,9 +18,10 @@ from cost_model.graph.machine import Rates
 from cost_model.kernels.op_work import Work, work
 from whale.ir.ops import CONTRACTIONS, CONVOLUTIONS, FILTER_GRADIENTS, LOOKUPS, READS, ROW_LOOKUPS
 from whale.ir.program import PRODUCT, Node, Program, Ref
+from whale.ir.strategy import ParallelStrategy
 from whale.ir.values import TensorType
 from whale.planner.graph_search.pipelines import chain, levels
-from whale.planner.graph_search.strategies import Choice, divisible, products, trained_weights, updates
+from whale.planner.graph_search.strategies import divisible, products, trained_weights, updates
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def speed_of(
 
 def of_pipelines(
     program: Program, whole: Program, kinds: Sequence[Speed], equal_rows: bool
-) -> Callable[[Choice], float]:
+) -> Callable[[ParallelStrategy], float]:
     """Returns a lower bound for pipelines, by the operations that each micro-batch repeats.
 
     Of ``count`` micro-batches a stage does all, after the stages before it have sent it the first one, and they go on
@@ -115,13 +116,12 @@ def of_pipelines(
         started_s = kind.start_s * (until - before)
         return started_s + max(0.0, until_s - before_s - started_s) / parts
 
-    def least(choice: Choice) -> float:
-        count, stages = choice.micro_batches, len(choice.stages)
-        ends = [0, *choice.cuts, weights]
+    def least(strategy: ParallelStrategy) -> float:
+        count, stages = strategy.micro_batches, len(strategy.stages)
         pick = max if equal_rows else min
         each = [
-            pick(of_stage(kinds[rank], low, high, count * len(group)) for rank in group)
-            for low, high, group in zip(ends, ends[1:], choice.stages)
+            pick(of_stage(kinds[rank], low, high, count * stage.ranks) for rank in stage.bound_ranks)
+            for stage, low, high in strategy.in_order
         ]
         filled = accumulate(each, initial=0.0)
         return max(sum(each) * (1 + (count - 1) / stages), *(count * one + first for one, first in zip(each, filled)))
@@ -223,7 +223,7 @@ def of_splits(
     kinds: Collection[Speed],
     shares: Shares,
     rates: Sequence[Rates],
-) -> Callable[[Choice, Program], float]:
+) -> Callable[[ParallelStrategy, Program], float]:
     """Returns a lower bound for ranks that divide tensors from a weight on.
 
     All operations are divided, but updates of what lies outside of the scope, whose variables every rank has whole.
@@ -256,15 +256,15 @@ def of_splits(
         total = sum(sizes[h] for h in handles)
         return sum(sizes[h] for h in handles if h not in divided) / total if total else 0.0
 
-    def least(choice: Choice, inside: Program) -> float:
-        if choice.weights not in known:
+    def least(strategy: ParallelStrategy, inside: Program) -> float:
+        if strategy.split not in known:
             divided = divisible(inside)
             by_rows = {node.name for node in inside.nodes if not node.scope}
             mine = {name: own(handles, divided) for name, handles in written.items()}
             outside_bytes = sum(size for handle, size in sent.items() if handle not in divided)
             sent_s = outside_bytes * (1 - 1 / len(rates)) / bytes_per_s if rates[0].exchanges_compute else 0.0
-            known[choice.weights] = _divided(whole, kinds, shares, by_rows, mine) + sent_s
-        return known[choice.weights]
+            known[strategy.split] = _divided(whole, kinds, shares, by_rows, mine) + sent_s
+        return known[strategy.split]
 
     return least
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from cost_model.kernels.contraction import matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.passes.normalize.annotate import annotate
-from whale.planner.graph_search.strategies import Choice, products, updates
+from whale.planner.graph_search.strategies import products, updates
 
 MICRO_BATCHES = (2, 4, 8)  # so many times the stages
 
@@ -168,8 +169,14 @@ def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:
 
 
 def pipelines(
-    program: Program, size: int, rows: int, work: Sequence[float], speeds: Sequence[float], asked: int = 1
-) -> list[Choice]:
+    program: Program,
+    size: int,
+    rows: int,
+    work: Sequence[float],
+    speeds: Sequence[float],
+    asked: int = 1,
+    schedule: str = "1f1b",
+) -> list[ParallelStrategy]:
     """Returns pipelines of 2 to `size` stages over all ranks, replicated where there are fewer stages than ranks.
 
     Args:
@@ -177,6 +184,7 @@ def pipelines(
         work: see `work_of_chain`.
         speeds: of the ranks; those of a stage work together, as fast as their slowest.
         asked: the only number of micro-batches; 1: several times the stages.
+        schedule: in which order stages run them.
     """
     if program.functions or not rows:
         return []
@@ -192,7 +200,10 @@ def pipelines(
             if rows % (replicas * count) == 0:
                 name = f"pipeline of {stages} stages, {count} micro-batches"
                 name += f", {_counts(cuts, len(work))} weights" + (f", {replicas} replicas" if replicas > 1 else "")
-                found.append(Choice(name, cuts=tuple(cuts), stages=groups, micro_batches=count))
+                part = DeviceGroup(0, 1, replicas, rows // (replicas * count))
+                ends = zip([0, *cuts], [*cuts, len(work)])
+                of = tuple(Stage((own,), (part,), bound_ranks=ranks) for own, ranks in zip(ends, groups))
+                found.append(ParallelStrategy(of, count, schedule=schedule, name=name))
     return found
 
 
@@ -229,17 +240,20 @@ def _counts(cuts: Sequence[int], count: int) -> str:
     return "+".join(str(b - a) for a, b in zip([0, *cuts], [*cuts, count]))
 
 
-def staged(program: Program, choice: Choice) -> Program:
+def staged(program: Program, strategy: ParallelStrategy) -> Program:
     """Puts each part of the chain into scopes, as if built under a `wh.stage` on its ranks, and a `wh.split`."""
     scopes: list[str] = []
-    ends = [*choice.cuts, len(chain(program))]
-    for number, (low, high) in enumerate(zip([0, *choice.cuts], ends)):
-        parts = ["auto_parallel"]
-        if choice.stages:
-            parts.append(f"stage_{number}(ranks={'+'.join(map(str, choice.stages[number]))})")
-        if choice.tensors:
-            parts.append("split_0(sequence=1)" if choice.sequence else "split_0")
-        scopes += ["/".join(parts)] * (high - low)
+    count, tensor = len(chain(program)), strategy.tensor
+    parts = strategy.in_order if strategy.pipelined else []
+    lows = [0, *(low for _, low, _ in parts[1:])]
+    for number, (low, high) in enumerate(zip(lows, [*lows[1:], count])):
+        path = ["auto_parallel"]
+        if strategy.pipelined:
+            ranks = parts[number][0].bound_ranks
+            path.append(f"stage_{number}(ranks={'+'.join(map(str, ranks))})")
+        if tensor > 1:
+            path.append("split_0(sequence=1)" if strategy.sequence_parallel else "split_0")
+        scopes += ["/".join(path)] * (high - low)
     at = levels(program)
     stage = {name: scopes[level] for name, level in (at.forward | at.backward).items()}
     stage.update((handle, scopes[i]) for i, handle in enumerate(chain(program)))

@@ -1,7 +1,8 @@
 """Predicts a step of a captured program that is spread in one way: planned, lowered and simulated as it would run.
 
-apply        what a choice makes of a program and its settings Plans        the plans of one search predicted    seconds
-of a step, and whether it fits
+apply        what a strategy makes of a program and its settings
+Plans        the plans of one search
+predicted    seconds of a step, and whether it fits
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from whale.errors import AcrossMicroBatchesError, WhaleError
 from whale.ir.mesh import Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.ir.strategy import Offload, ParallelStrategy
 from whale.kernels.substitute import substitute_kernels
 from whale.partition.lower import lower_ranks, make_any_plan
 from whale.passes.analysis.stages import DATA, TENSOR
@@ -27,12 +29,14 @@ from whale.passes.resharding.on_devices import told_apart
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.environment import SearchEnvironment, unequal
 from whale.planner.graph_search.pipelines import chain, staged
-from whale.planner.graph_search.strategies import Choice, scoped, trains
+from whale.planner.graph_search.strategies import over_all, scoped, trains
+
+AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A choice applied: the program and the settings, and how these are planned."""
+    """A strategy applied: the program and the settings, and how these are planned."""
 
     program: Program
     settings: PlanSettings
@@ -41,7 +45,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with what a step of it is predicted to take.
+    """A strategy with what a step of it is predicted to take.
 
     Attributes:
       seconds: of a step.
@@ -53,7 +57,7 @@ class Candidate:
       by: which member of a team has looked at it, and has `made` (see `whale.planner.graph_search.team`).
     """
 
-    choice: Choice
+    strategy: ParallelStrategy
     seconds: float
     lacking_bytes: float = 0.0
     made: Made | None = None
@@ -84,47 +88,47 @@ class Plans:
     _scoped: dict[tuple[str, ...], Program] = field(default_factory=dict)
     _first: FirstLayouts = field(default_factory=FirstLayouts)
 
-    def scoped(self, choice: Choice) -> Program:
-        """Returns the program with a scope on what a choice divides; that does not depend on who divides it."""
-        if choice.weights not in self._scoped:
-            self._scoped[choice.weights] = scoped(self.program, choice)
-        return self._scoped[choice.weights]
+    def scoped(self, strategy: ParallelStrategy) -> Program:
+        """Returns the program with a scope on what a strategy divides; that does not depend on who divides it."""
+        if strategy.split not in self._scoped:
+            self._scoped[strategy.split] = scoped(self.program, strategy)
+        return self._scoped[strategy.split]
 
-    def made(self, choice: Choice) -> Made:
-        """Returns a choice's program and settings, planned; plans that divide rows only are cached.
+    def made(self, strategy: ParallelStrategy) -> Made:
+        """Returns a strategy's program and settings, planned; plans that divide rows only are cached.
 
         Raises:
           WhaleError: the program cannot be spread so.
         """
-        by_rows = choice == Choice(choice.name, shares=choice.shares)
-        found = self._of_rows.get(choice.shares) if by_rows else None
+        by_rows = strategy == over_all(strategy.name, self.settings.size, shares=strategy.shares)
+        found = self._of_rows.get(strategy.shares) if by_rows else None
         if found is None:
-            found = self.applied(choice)
+            found = self.applied(strategy)
             if by_rows:
-                self._of_rows[choice.shares] = found
+                self._of_rows[strategy.shares] = found
         return found
 
-    def applied(self, choice: Choice, plan: Plan | None = None) -> Made:
-        """Applies a choice to program and settings, with their plan where that is known, else planned now.
+    def applied(self, strategy: ParallelStrategy, plan: Plan | None = None) -> Made:
+        """Applies a strategy to program and settings, with their plan where that is known, else planned now.
 
         Raises:
           WhaleError: the program cannot be spread so.
         """
         # A dump is of the plan that is taken.
-        inside = self.scoped(choice) if choice.weights else None
-        program, settings = apply(self.program, self.settings.but(dump=""), choice, inside)
+        inside = self.scoped(strategy) if strategy.split else None
+        program, settings = apply(self.program, self.settings.but(dump=""), strategy, inside)
         if plan is None:
-            same = not (choice.stages or choice.tensors)  # but for its scopes
+            same = bool(strategy.split) or not (strategy.pipelined or strategy.tensor > 1)  # but for its scopes
             plan = make_any_plan(program, settings, self._first if same else None)
         return Made(program, settings, plan)
 
-    def expanded(self, choice: Choice) -> Program:
-        """Returns the program with those composite ops expanded that the plan of a choice needs in simple ones.
+    def expanded(self, strategy: ParallelStrategy) -> Program:
+        """Returns the program with those composite ops expanded that the plan of a strategy needs in simple ones.
 
-        All ways that divide rows need these so. Where the choice cannot be planned, it is the program as it is.
+        All strategies that divide rows need these so. Where the strategy cannot be planned, it is the program as it is.
         """
         try:
-            return expand(self.program, frozenset(self.made(choice).plan.expanded), self.settings)
+            return expand(self.program, frozenset(self.made(strategy).plan.expanded), self.settings)
         except WhaleError:
             return self.program
 
@@ -155,50 +159,65 @@ class Plans:
 
 
 def apply(
-    program: Program, settings: PlanSettings, chosen: Choice, inside: Program | None = None
+    program: Program, settings: PlanSettings, strategy: ParallelStrategy, inside: Program | None = None
 ) -> tuple[Program, PlanSettings]:
-    """Applies a choice to a program and to the settings for planning it.
+    """Applies a strategy to a program and to the settings for planning it.
 
     Args:
-      inside: the program with a scope on what the choice divides, where it is made already.
+      inside: the program with a scope on what the strategy divides, where it is made already.
     """
-    if chosen.alone and not settings.batch.local:
+    if strategy.replicated and not settings.batch.local:
         return program, settings.but(batch__inputs=())
-    if chosen.weights:
-        return inside or scoped(program, chosen), settings.but(split__ranks=chosen.group)
-    changed = settings.but(zero__level=chosen.zero) if chosen.zero else settings
-    if chosen.offload:
-        changed = changed.but(memory__offload=chosen.offload)
-    if chosen.stages or chosen.tensors:
+    if strategy.split:
+        ranks = strategy.tensor if strategy.tensor < settings.size else 0
+        return inside or scoped(program, strategy), settings.but(split__ranks=ranks)
+    changed = settings.but(zero__level=strategy.zero) if strategy.zero else settings
+    if strategy.offload != "none":
+        changed = changed.but(memory__offload=level_of(strategy.offload))
+    if strategy.pipelined or strategy.tensor > 1:
         # A stage that does not train is sent the values that it reads.
-        if not trains(program) or len(chain(program)) <= max((0, *chosen.cuts)):
+        last = strategy.in_order[-1][1] if strategy.pipelined else 0
+        if not trains(program) or len(chain(program)) <= last:
             return program, settings
-        program, changed = staged(program, chosen), changed.but(**_in_stages(chosen, settings))
-    elif chosen.micro_batches:
-        changed = changed.but(time__micro_batches=chosen.micro_batches)
-    if chosen.shares and not settings.batch.local:
-        changed = changed.but(batch__shares=chosen.shares)
+        program, changed = staged(program, strategy), changed.but(**_in_stages(strategy, settings))
+    elif strategy.micro_batches:
+        changed = changed.but(time__micro_batches=strategy.micro_batches)
+    if strategy.shares and not settings.batch.local:
+        changed = changed.but(batch__shares=strategy.shares)
     return program, changed
 
 
-def _in_stages(chosen: Choice, settings: PlanSettings) -> dict[str, Any]:
-    """Returns the settings of a choice that has stages, or divides tensors in all of the program."""
-    found: dict[str, Any] = {"time__micro_batches": max(1, chosen.micro_batches)}
-    if chosen.tensors:
-        groups = chosen.stages or (tuple(range(settings.size)),)
+def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, Any]:
+    """Returns the settings of a strategy that has stages, or divides tensors in all of the program."""
+    found: dict[str, Any] = {"time__micro_batches": max(1, strategy.micro_batches)}
+    if strategy.tensor > 1:
         meshes = {
-            ranks: (Axis(DATA, len(ranks) // tensor), Axis(TENSOR, tensor))
-            for ranks, tensor in zip(groups, chosen.tensors)
+            stage.bound_ranks or tuple(range(settings.size)): (
+                Axis(DATA, stage.ranks // stage.parts[0].tensor),
+                Axis(TENSOR, stage.parts[0].tensor),
+            )
+            for stage in strategy.stages
         }
         found["mesh"] = max(meshes.values(), key=lambda axes: axes[0].size * axes[1].size)
         found["stage_meshes"] = meshes if len(set(meshes.values())) > 1 else {}
-    if chosen.schedule:
-        found["time__schedule"] = chosen.schedule
+    if strategy.pipelined:
+        found["time__schedule"] = strategy.schedule
     return found
 
 
-def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> Candidate:
-    """Predicts what a step of a choice takes on the slowest rank, and holds on the fullest one.
+def recompute_of(strategy: ParallelStrategy) -> str:
+    """Returns how a program's activations are computed again: it has no layers whose own could be (see `Recompute`)."""
+    how = next((one for one in strategy.recomputes if one != "none"), "none")
+    return {"none": "", "selective": AUTO, "full": AUTO}.get(how, how)
+
+
+def level_of(offload: Offload) -> str:
+    """Returns what the settings of memory call an offload."""
+    return {"none": "", "parameters": "v0"}.get(offload, offload)
+
+
+def predicted(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
+    """Predicts what a step of a strategy takes on the slowest rank, and holds on the fullest one.
 
     Args:
       needed_s: a step that takes as long or longer is not taken, so its memory is not looked at.
@@ -207,45 +226,45 @@ def predicted(plans: Plans, choice: Choice, needed_s: float = float("inf")) -> C
       WhaleError: the program cannot be spread so.
     """
     settings, environment = plans.settings, plans.environment
-    unlike = bool(choice.stages or choice.shares or settings.batch.shares) or unequal(environment.rates)
-    ranks, made = _played(settings, choice, environment), plans.made(choice)
+    unlike = bool(strategy.pipelined or strategy.shares or settings.batch.shares) or unequal(environment.rates)
+    ranks, made = _played(settings, strategy, environment), plans.made(strategy)
     programs = dict(zip(ranks, plans.lowered(made, ranks)))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
     backend = settings.exchange.backend
     played = {rank: told_apart(inline(one), backend) for rank, one in programs.items()}
     seconds = step_seconds(played, settings.size, environment.machine(plans.program))
     if seconds >= needed_s:
-        return Candidate(choice, seconds)
+        return Candidate(strategy, seconds)
     asked = programs if unlike else {0: programs[0]}
     if environment.lacking_bytes({rank: at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}) <= 0:
-        return Candidate(choice, seconds, made=made, programs=asked)
+        return Candidate(strategy, seconds, made=made, programs=asked)
     held = _held(asked, made.settings)
-    return Candidate(choice, seconds, environment.lacking_bytes(held), made, held)
+    return Candidate(strategy, seconds, environment.lacking_bytes(held), made, held)
 
 
 def _held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, int]:
     return {rank: sum(taken_bytes(one, rank, settings).values()) for rank, one in programs.items()}
 
 
-def _played(settings: PlanSettings, choice: Choice, environment: SearchEnvironment) -> Sequence[int]:
+def _played(settings: PlanSettings, strategy: ParallelStrategy, environment: SearchEnvironment) -> Sequence[int]:
     """Returns the ranks whose steps stand for the time and memory of all: of ranks that are alike, the first."""
-    shares = choice.shares or settings.batch.shares or (0,) * settings.size
+    shares = strategy.shares or settings.batch.shares or (0,) * settings.size
     kinds: list[Hashable] = list(zip(environment.rates, environment.limits_bytes, shares))
     # The ranks of a profile share one host's cores.
     if (
         isinstance(environment.prices, MachineProfile)
-        or choice.tensors
-        or len({len(group) for group in choice.stages}) > 1
+        or (strategy.tensor > 1 and not strategy.split)
+        or len({stage.ranks for stage in strategy.stages}) > 1
     ):
         return range(settings.size)
     first: dict[Hashable, Sequence[int]] = {}
-    if choice.stages:
+    if strategy.pipelined:
         # Replicas: each waits for its own ranks of the other stages.
-        for replica in zip(*choice.stages):
+        for replica in zip(*(stage.bound_ranks for stage in strategy.stages)):
             first.setdefault(tuple(kinds[rank] for rank in replica), replica)
         return sorted(rank for replica in first.values() for rank in replica)
     # The ranks of a group wait for each other, and not for all.
-    within = choice.group or settings.size
+    within = strategy.tensor if strategy.split else settings.size
     for rank, kind in enumerate(kinds):
         at = rank // within * within
         first.setdefault((kind, tuple(kinds[at : at + within])), (rank,))

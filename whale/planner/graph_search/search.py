@@ -19,6 +19,7 @@ from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError
 from whale.ir.layout import Split, proportional_sizes
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Node, Program
+from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.kernels.substitute import substitute_kernels
 from whale.passes.analysis.axes import batch_of, known_along
 from whale.passes.memory.zero import state_at_rest
@@ -29,15 +30,14 @@ from whale.planner.graph_search import lower_bounds
 from whale.planner.graph_search.balance import balanced
 from whale.planner.graph_search.environment import SearchEnvironment, unequal
 from whale.planner.graph_search.pipelines import pipelines, why_none, work_of_chain
-from whale.planner.graph_search.predict import Candidate, Made, Plans
-from whale.planner.graph_search.strategies import Choice, choices
+from whale.planner.graph_search.predict import AUTO, Candidate, Made, Plans
+from whale.planner.graph_search.strategies import choices, over_all
 from whale.planner.graph_search.team import Answer, Asked, Team, tried
 
 BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
 LEAST_GAIN = 0.03
 STATE_DIVIDED = ", optimizer's state divided"
-RECOMPUTE = "auto"  # which activations, where memory is too small for all (see whale.passes.memory.recompute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Found:
     """The result of a search.
 
     Attributes:
-      choice: the fastest by prediction, of those that fit into memory; made: how it is planned.
+      chosen: the fastest by prediction, of those that fit into memory; made: how it is planned.
       lines: what was looked at, line by line.
       is_whole: whether there was time for every way.
     """
 
-    choice: Choice
+    chosen: ChosenStrategy
     made: Made
     lines: list[str]
     is_whole: bool
@@ -89,13 +89,13 @@ class Search:
         best = min(fitting, key=lambda way: way.seconds)
         return fitting[0] if best.seconds > fitting[0].seconds * (1 - LEAST_GAIN) else best
 
-    def begin(self, choices: Sequence[Choice]) -> None:
+    def begin(self, strategies: Sequence[ParallelStrategy]) -> None:
         """Makes the other members look at some ways from now on; what these take is known after the next look."""
-        if self.team is not None and choices:
-            self._under_way = [Asked(choice, self.to_beat_s()) for choice in choices]
+        if self.team is not None and strategies:
+            self._under_way = [Asked(strategy, self.to_beat_s()) for strategy in strategies]
             self.team.ask(self._under_way)
 
-    def begin_before_stages(self, plans: Plans, ready: list[Choice]) -> list[Choice]:
+    def begin_before_stages(self, plans: Plans, ready: list[ParallelStrategy]) -> list[ParallelStrategy]:
         """Makes others look at what is ``ready`` while this process asks whether stages can be; returns the rest."""
         if self.team is None or not ready:
             return ready
@@ -104,29 +104,29 @@ class Search:
             self._refused_across(plans)
         return []
 
-    def look(self, plans: Plans, *choices: Choice) -> None:
+    def look(self, plans: Plans, *strategies: ParallelStrategy) -> None:
         """Predicts ways, several of them at the same time where there is a team."""
-        asked = [Asked(choice, self.to_beat_s()) for choice in choices if self._may_run(plans, choice)]
+        asked = [Asked(one, self.to_beat_s()) for one in strategies if self._may_run(plans, one)]
         if not self._under_way:
-            self.begin([one.choice for one in asked[1:]])
+            self.begin([one.strategy for one in asked[1:]])
         if asked:
-            self._note(asked[0].choice, *tried(plans, asked[0]))
+            self._note(asked[0].strategy, *tried(plans, asked[0]))
         others, self._under_way = self._under_way, []
         answers = self.team.answers() if self.team is not None and others else []
         for member, (one, answer) in enumerate(zip(others, answers), 1):
-            way = Candidate(one.choice, answer.seconds, answer.lacking_bytes, held=answer.held, by=member)
-            self._note(one.choice, answer, way)
+            way = Candidate(one.strategy, answer.seconds, answer.lacking_bytes, held=answer.held, by=member)
+            self._note(one.strategy, answer, way)
 
-    def _may_run(self, plans: Plans, choice: Choice) -> bool:
+    def _may_run(self, plans: Plans, strategy: ParallelStrategy) -> bool:
         if self.found and time.monotonic() > self.end_s:
-            self.lost.append(f"{choice.name}: not looked at, the time is over")
+            self.lost.append(f"{strategy.name}: not looked at, the time is over")
             self.is_whole = False
             return False
-        if choice.stages and not self._needs_all and (across := self._refused_across(plans)).lost:
-            self._note(choice, across, None)
+        if strategy.pipelined and not self._needs_all and (across := self._refused_across(plans)).lost:
+            self._note(strategy, across, None)
             return False
-        if self._needs_all and choice.stages:
-            self.lost.append(f"{choice.name}: cannot run: as {self._needs_all}")
+        if self._needs_all and strategy.pipelined:
+            self.lost.append(f"{strategy.name}: cannot run: as {self._needs_all}")
             return False
         return True
 
@@ -140,23 +140,23 @@ class Search:
                 self._across = Answer(lost=error.message, across=True)
         return self._across
 
-    def _note(self, choice: Choice, answer: Answer, way: Candidate | None) -> None:
+    def _note(self, strategy: ParallelStrategy, answer: Answer, way: Candidate | None) -> None:
         if answer.across:
-            self._needs_all = self._needs_all or choice.name
+            self._needs_all = self._needs_all or strategy.name
         if answer.lost:
-            self.lost.append(f"{choice.name}: cannot run: {answer.lost}")
+            self.lost.append(f"{strategy.name}: cannot run: {answer.lost}")
         elif way is not None:
             self.found.append(way)
             best = self.best()
             # Plans of steps are large: only one of them will run.
             self.found = [one if one is best else replace(one, made=None, programs={}) for one in self.found]
 
-    def full(self) -> Iterator[Choice]:
+    def full(self) -> Iterator[ParallelStrategy]:
         """Yields the ways that do not fit and are faster than all that fit, fastest first, while that is so."""
         full = [way for way in self.found if not way.fits]
         for way in sorted(full, key=lambda w: w.seconds):
             if way.seconds < self.to_beat_s():
-                yield way.choice
+                yield way.strategy
 
 
 def best_way(
@@ -185,35 +185,35 @@ def best_way(
     plans = Plans(program, settings, environment)
     at_once = team.size if team is not None else 1
     # Bounds come from the first way's plan; others begin without.
-    begun = [] if stages else [one for one in choices(program, settings.size) if one.weights][: at_once - 1]
+    begun = [] if stages else [one for one in choices(program, settings.size) if one.split][: at_once - 1]
     search.begin(begun)
     looked_at = [one for one in _looked_at(plans, stages, begun) if one[0] not in begun]
     # Stages take longest to plan, and every rank alone holds most. What is found without them, with less held, says how
     # fast they have to be.
     for last in (False, True):
-        ready: list[Choice] = []
-        for choice, bound_s in (one for one in looked_at if (one[0].alone or bool(one[0].stages)) == last):
-            if choice.alone and settings.batch.local:
-                search.lost.append(f"{choice.name}: every rank is given its own rows only")
+        ready: list[ParallelStrategy] = []
+        for strategy, bound_s in (one for one in looked_at if (one[0].replicated or one[0].pipelined) == last):
+            if strategy.replicated and settings.batch.local:
+                search.lost.append(f"{strategy.name}: every rank is given its own rows only")
             elif bound_s >= search.to_beat_s():
-                search.lost.append(f"{choice.name}: {1e3 * bound_s:.2f} ms at least")
+                search.lost.append(f"{strategy.name}: {1e3 * bound_s:.2f} ms at least")
             else:
-                ready.append(choice)
+                ready.append(strategy)
             if len(ready) == (at_once if search.found else 1):
                 search.look(plans, *ready)
                 ready = []
-        if not last and any(one.stages and bound_s < search.to_beat_s() for one, bound_s in looked_at):
+        if not last and any(one.pipelined and bound_s < search.to_beat_s() for one, bound_s in looked_at):
             ready = search.begin_before_stages(plans, ready)
         search.look(plans, *ready)
         _look_at_leaner(search, plans)
     best = _best(search, environment)
     if team is not None and best.by:
-        plan, held_bytes = team.plan(best.by, best.choice)
-        made = plans.applied(best.choice, plan)
+        plan, held_bytes = team.plan(best.by, best.strategy)
+        made = plans.applied(best.strategy, plan)
     else:
-        made, held_bytes = best.made or plans.made(best.choice), best.bytes
-    chosen = msgspec.structs.replace(best.choice, predicted_s=best.seconds, predicted_bytes=held_bytes)
-    return Found(chosen, made, list(_told(best, search, environment)), search.is_whole)
+        made, held_bytes = best.made or plans.made(best.strategy), best.bytes
+    told = list(_told(best, search, environment))
+    return Found(ChosenStrategy(best.strategy, best.seconds, held_bytes), made, told, search.is_whole)
 
 
 def _look_at_leaner(search: Search, plans: Plans) -> None:
@@ -222,26 +222,26 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
     State is divided (and weights, where there are no stages), and activations are computed again.
     """
     program, settings, captured = plans.program, plans.settings, plans.environment.captured
-    for choice in list(search.full()):
-        replicas = len(choice.stages[0]) if choice.stages else settings.size
-        level = 1 if choice.stages else 3
-        plain = not (choice.alone or choice.weights or choice.recompute)
-        if plain and choice.zero < level and _more_divided(program, settings, replicas, level):
+    for strategy in list(search.full()):
+        replicas = strategy.stages[0].ranks
+        level = 1 if strategy.pipelined else 3
+        plain = not (strategy.replicated or strategy.split) and strategy.recompute == "none"
+        if plain and strategy.zero < level and _more_divided(program, settings, replicas, level):
             what = "weights and optimizer's" if level == 3 else "optimizer's"
-            name = f"{choice.name.removesuffix(STATE_DIVIDED)}, {what} state divided"
-            if name not in {way.choice.name for way in search.found}:
-                search.look(plans, msgspec.structs.replace(choice, name=name, zero=level))
+            name = f"{strategy.name.removesuffix(STATE_DIVIDED)}, {what} state divided"
+            if name not in {way.strategy.name for way in search.found}:
+                search.look(plans, msgspec.structs.replace(strategy, name=name, zero=level))
     if captured is None or settings.memory.recompute:
         return
-    full = [choice for choice in search.full() if not choice.recompute]
+    full = [strategy for strategy in search.full() if strategy.recompute == "none"]
     if full:
-        changed = settings.but(memory__recompute=RECOMPUTE)
+        changed = settings.but(memory__recompute=AUTO)
         less = Plans(normalise(captured, changed), changed, plans.environment)
-        seen = {way.choice.name for way in search.found}
-        for choice in full:
-            name = f"{choice.name}, activations computed again"
-            if name not in seen and choice in search.full():
-                search.look(less, msgspec.structs.replace(choice, name=name, recompute=RECOMPUTE))
+        seen = {way.strategy.name for way in search.found}
+        for strategy in full:
+            name = f"{strategy.name}, activations computed again"
+            if name not in seen and strategy in search.full():
+                search.look(less, msgspec.structs.replace(strategy, name=name, recompute="auto"))
 
 
 def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: int) -> Collection[str]:
@@ -268,31 +268,33 @@ def _best(search: Search, environment: SearchEnvironment) -> Candidate:
         least, limit = min(search.found, key=lambda way: way.lacking_bytes), min(environment.limits_bytes)
         raise DoesNotFitError(
             "the program fits into the ranks' memory in no way",
-            given=f"{human_bytes(least.bytes)} per rank, {least.choice.name}, which takes the least",
+            given=f"{human_bytes(least.bytes)} per rank, {least.strategy.name}, which takes the least",
             expected=f"at most {human_bytes(limit)}, {human_bytes(least.lacking_bytes)} less",
         )
     return best
 
 
 def _told(best: Candidate, search: Search, environment: SearchEnvironment) -> Iterator[str]:
-    yield f"{best.choice.name}, predicted {1e3 * best.seconds:.2f} ms a step ({environment.origin})"
+    yield f"{best.strategy.name}, predicted {1e3 * best.seconds:.2f} ms a step ({environment.origin})"
     for way in sorted(search.found, key=lambda w: w.seconds):
         if way is not best:
             limit = human_bytes(way.bytes - way.lacking_bytes)
             fits = "" if way.fits else f", does not fit: {human_bytes(way.bytes)} of {limit}"
-            yield f"  {way.choice.name}: {1e3 * way.seconds:.2f} ms{fits}"
+            yield f"  {way.strategy.name}: {1e3 * way.seconds:.2f} ms{fits}"
     for one in search.lost:
         yield f"  {one}"
 
 
-def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> list[tuple[Choice, float]]:
+def _looked_at(
+    plans: Plans, stages: int, begun: Collection[ParallelStrategy] = ()
+) -> list[tuple[ParallelStrategy, float]]:
     """Returns what to try, with a lower bound in seconds; data parallelism is first, and pipelines come in their order.
 
     With a number of stages only pipelines of so many. Of what is ``begun`` already nothing is computed.
     """
     program, settings, environment = plans.program, plans.settings, plans.environment
     found = choices(program, settings.size)
-    lasting: list[tuple[Choice, float]] = []
+    lasting: list[tuple[ParallelStrategy, float]] = []
     least_s = dict[str, float]()  # of other ways than pipelines, by name
     try:
         batch = batch_of(program, settings)
@@ -306,7 +308,7 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
             found[1:1] = _by_speed(plans, rows, speeds)
     state = _more_divided(program, settings, settings.size, 1)
     if state:
-        found.append(Choice(f"data parallel{STATE_DIVIDED}", zero=1))
+        found.append(over_all(f"data parallel{STATE_DIVIDED}", settings.size, zero=1))
     if not settings.batch.local:
         # A table prices what ranks compute at the same time, on cores that they share.
         shared = isinstance(environment.prices, MachineProfile)
@@ -323,7 +325,8 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
             return min(kind.seconds(node) for kind in kinds.values())
 
         asked = settings.time.micro_batches
-        every = pipelines(program, settings.size, rows, work_of_chain(program, seconds), speeds, asked)
+        work = work_of_chain(program, seconds)
+        every = pipelines(program, settings.size, rows, work, speeds, asked, settings.time.schedule)
         if every and not shared:
             least = lower_bounds.of_pipelines(
                 program, whole, [kinds[one] for one in environment.rates], not settings.batch.shares
@@ -332,7 +335,7 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
         else:
             lasting = [(one, 0.0) for one in every]
         if not shared and not stages:
-            least_s = {one.name: lower_bounds.alone(whole, seconds) for one in found if one.alone}
+            least_s = {one.name: lower_bounds.alone(whole, seconds) for one in found if one.replicated}
             as_divided, of_parts = plans.expanded(found[0]), list(kinds.values())
             if as_divided is not program:
                 (whole,) = substitute_kernels([as_divided], unpadded)
@@ -349,12 +352,12 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
                 )
             if rows >= settings.size and not (settings.zero.level or settings.split.tiles):
                 least_of_split = lower_bounds.of_splits(program, whole, of_parts, shares, environment.rates)
-                splits = [one for one in found if one.weights and one not in begun]
+                splits = [one for one in found if one.split and one not in begun]
                 least_s.update((one.name, least_of_split(one, plans.scoped(one))) for one in splits)
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting
-    if not (lasting := [one for one in lasting if len(one[0].stages) == stages]):
+    if not (lasting := [one for one in lasting if one[0].pipelined and len(one[0].stages) == stages]):
         local = bool(settings.batch.local)
         why = why_none(program, settings.size, rows, local, stages, settings.time.micro_batches)
         raise PlanError(
@@ -368,12 +371,12 @@ def _looked_at(plans: Plans, stages: int, begun: Collection[Choice] = ()) -> lis
 
 def _speeds(plans: Plans) -> list[float]:
     """Returns each rank's speed in computing the program, had all the same rows; the slowest one has 1."""
-    (first,) = plans.lowered(plans.made(Choice("equal rows")), (0,))
+    (first,) = plans.lowered(plans.made(over_all("equal rows", plans.settings.size)), (0,))
     times = plans.environment.seconds_of_each(inline(first), 0)
     return [max(times) / t for t in times]
 
 
-def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Choice]:
+def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[ParallelStrategy]:
     """Returns data parallelism with rows such that all ranks take equally long.
 
     [] where the rows are so few that unequal ranks have as many. What a rank does once in a step, whatever its rows
@@ -385,10 +388,10 @@ def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Choice]:
         if min(shares) == max(shares):
             return []
         few, many = (shares.index(most) for most in (min(shares), max(shares)))
-        lowered = plans.lowered(plans.made(Choice("rows by speed", shares=shares)), (few, many))
+        lowered = plans.lowered(plans.made(over_all("rows by speed", len(speeds), shares=shares)), (few, many))
         least, most = (plans.environment.seconds_of_each(inline(one), at) for one, at in zip(lowered, (few, many)))
         per_row = [(more - less) / (shares[many] - shares[few]) for less, more in zip(least, most)]
         once = [less - shares[few] * row_s for less, row_s in zip(least, per_row)]
         if min(per_row) > 0:
             shares = balanced(rows, once, per_row)
-    return [Choice(f"data parallel, rows {'+'.join(map(str, shares))}", shares=shares)]
+    return [over_all(f"data parallel, rows {'+'.join(map(str, shares))}", len(speeds), shares=shares)]

@@ -1,9 +1,10 @@
 """Lists ways to spread a captured program that can run, and applies them to the program.
 
-    choices   ways to try: rows divided, every rank alone, tensors divided from a large weight on, groups of ranks
-    scoped    the program as if the user had put `wh.split` around what a choice divides
+    choices                   strategies to try: rows divided, every rank alone, tensors divided from a large weight on
+    over_all                  a strategy of one stage on all ranks
+    scoped                    the program as if the user had put `wh.split` around what a strategy divides
     without_scopes            the program as if the user had put nothing into one
-    trains, updates, products    what a program does with its variables
+    trains, updates, products what a program does with its variables
 
 Pipelines are in `pipelines.py`. The program's own layouts are then found as for any other program.
 """
@@ -12,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-
-import msgspec
+from typing import Any
 
 from cost_model.kernels.contraction import matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.normalize.annotate import annotate
 
@@ -26,57 +27,28 @@ MOST_WEIGHTS = 3  # that a split is tried from
 LEAST_BYTES = 1 << 20  # smaller weights are not worth it
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """One way to spread a program.
-
-    Attributes:
-        weights: names of variables from whose product on tensors are divided; empty: rows only.
-        group: ranks that divide tensors together, 0 for all.
-        alone: every rank computes everything, and nothing is sent.
-        shares: rows of the batch for each rank; empty: equal ones.
-        stages: of a pipeline, the ranks of each stage; cuts: number of the first weight of all stages but the first,
-            in the order of `whale.planner.graph_search.pipelines.chain`; micro_batches: of each rank's rows.
-        zero: level to which the optimizer's state is divided.
-        recompute: which activations are computed again, as ``gradient_checkpoint.type``; "": none.
-        offload: what lies in the host's memory, as ``offload.level``; "": as configured.
-        tensors: ranks in a row that divide all tensors together, of each stage, or one number where there are none;
-            (): tensors are whole. sequence: they divide the sequence of what lies between products as well.
-        schedule: in which order stages run micro-batches; "": as configured.
-        predicted_s: seconds of a step, once predicted; predicted_bytes: of the rank that holds most.
-    """
-
-    name: str
-    weights: tuple[str, ...] = ()
-    group: int = 0
-    alone: bool = False
-    shares: tuple[int, ...] = ()
-    stages: tuple[tuple[int, ...], ...] = ()
-    cuts: tuple[int, ...] = ()
-    micro_batches: int = 0
-    zero: int = 0
-    recompute: str = ""
-    offload: str = ""
-    tensors: tuple[int, ...] = ()
-    sequence: bool = False
-    schedule: str = ""
-    predicted_s: float = 0.0
-    predicted_bytes: int = 0
+def over_all(name: str, size: int, tensor: int = 1, **more: Any) -> ParallelStrategy:
+    """Returns a strategy of one stage on all ranks, of which so many divide tensors together."""
+    return ParallelStrategy((Stage(parts=(DeviceGroup(0, tensor, size // tensor),)),), name=name, **more)
 
 
-def choices(program: Program, size: int) -> list[Choice]:
+def choices(program: Program, size: int) -> list[ParallelStrategy]:
     """Returns what to try, plain data parallelism first; a program with the user's scopes is left as it is."""
-    found = [Choice("data parallel")]
+    found = [over_all("data parallel", size)]
     if size == 1 or has_scopes(program):
         return found
-    found.append(Choice("every rank alone", alone=True))
+    found.append(over_all("every rank alone", size, replicated=True))
     tables = _tables(program)
     if len(tables) > 1:
-        found.append(Choice(f"split of {len(tables)} tables", tables))
+        found.append(over_all(f"split of {len(tables)} tables", size, size, split=tables))
     for name in _large_weights(program):
-        found.append(Choice(f"split from {name} on", (name,)))
+        found.append(over_all(f"split from {name} on", size, size, split=(name,)))
         if not program.functions:
-            groups = [g for g in range(2, size) if size % g == 0]
-            found += [Choice(f"split from {name} on, {size // g} groups of {g}", (name,), g) for g in groups]
+            found += [
+                over_all(f"split from {name} on, {size // g} groups of {g}", size, g, split=(name,))
+                for g in range(2, size)
+                if size % g == 0
+            ]
     return found
 
 
@@ -151,13 +123,13 @@ def _tables(program: Program) -> tuple[str, ...]:
     return tuple(program.variable_of[h].name for h in tables)
 
 
-def scoped(program: Program, choice: Choice) -> Program:
+def scoped(program: Program, strategy: ParallelStrategy) -> Program:
     """Puts a split scope on what lies between the first product of a weight and what serves the weight.
 
     That is everything from the product to its gradients: for the last layer, its loss; for an earlier one, all layers
     after it; where nothing is trained, all that follows. For a lookup, the lookup and the update of its table.
     """
-    handles = [v.node for v in program.variables if v.name in choice.weights]
+    handles = [v.node for v in program.variables if v.name in strategy.split]
     inside: set[str] = set()
     read = products(program)
     for handle in handles:

@@ -13,14 +13,14 @@ import msgspec
 
 from whale.errors import AcrossMicroBatchesError, WhaleError
 from whale.ir.plan import Plan
+from whale.ir.strategy import ParallelStrategy
 from whale.planner.graph_search.predict import Candidate, Plans, predicted
-from whale.planner.graph_search.strategies import Choice
 
 
 class Asked(msgspec.Struct, frozen=True):
     """A way that a member is to predict; what takes ``needed_s`` or longer is not taken."""
 
-    choice: Choice
+    strategy: ParallelStrategy
     needed_s: float
 
 
@@ -51,14 +51,14 @@ class Team(Protocol):
     def answers(self) -> list[Answer]:
         """Waits for what the members have found, and returns it in the order of asking."""
 
-    def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
+    def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
         """Returns the plan of a way that a member has looked at, and what the fullest rank holds under it."""
 
 
 def tried(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]:
     """Predicts a way; the candidate is None where it cannot run."""
     try:
-        way = predicted(plans, asked.choice, asked.needed_s)
+        way = predicted(plans, asked.strategy, asked.needed_s)
     except AcrossMicroBatchesError as error:
         return Answer(lost=error.message, across=True), None
     except WhaleError as error:
@@ -81,12 +81,12 @@ class Member:
             self.best = way
         return answer
 
-    def plan(self, choice: Choice) -> tuple[Plan, int]:
+    def plan(self, strategy: ParallelStrategy) -> tuple[Plan, int]:
         """Returns the plan of a way, and what the fullest rank holds under it.
 
         It need not be the fastest so far: a way that is hardly faster than the first one is not taken.
         """
         best = self.best
-        way = best if best is not None and best.choice == choice else predicted(self._plans, choice)
-        made = way.made or self._plans.made(choice)
+        way = best if best is not None and best.strategy == strategy else predicted(self._plans, strategy)
+        made = way.made or self._plans.made(strategy)
         return made.plan, way.bytes

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.analytic.evaluate import Evaluation, played
-from cost_model.analytic.spread import Spread, Stage
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import Tasks, Timeline, memory_curve
 from whale.ir.plan_text import human_seconds
 from whale.ir.schedule import schedule
+from whale.ir.strategy import ParallelStrategy, Stage
 from whale.planner.report import show
 from whale.planner.report.lanes import short
-from whale.planner.report.mesh_drawn import mesh_of_spread
+from whale.planner.report.mesh_drawn import mesh_of_strategy
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.sliders import sliders
 
@@ -24,13 +24,13 @@ def trace(plan: PlanFile) -> str:
     """Returns the timeline, in us, for ui.perfetto.dev or chrome://tracing: a row per stage, an event per pass."""
     _, machines, found = plan.evaluate()
     events: list[dict[str, object]] = []
-    for index, stage in enumerate(plan.spread.stages):
+    for index, stage in enumerate(plan.strategy.stages):
         where = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
         name = {"name": f"stage {index}: {stage.count} layers on {where}"}
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": name})
-    tasks, times = played(plan.spread, found)
-    spread = plan.spread
-    orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
+    tasks, times = played(plan.strategy, found)
+    strategy = plan.strategy
+    orders = schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
     passes = [one for order in orders for one in order]
     for (chunk, number, backward), row, start, end in zip(passes, tasks.resource, times.start_s, times.end_s):
         event: dict[str, object] = {
@@ -77,16 +77,16 @@ def page(data: Mapping[str, Any]) -> str:
 
 def _data(plan: PlanFile) -> dict[str, Any]:
     model, machines, found = plan.evaluate()
-    spread = plan.spread
-    tasks, times = played(spread, found)
+    strategy = plan.strategy
+    tasks, times = played(strategy, found)
     tracks, shown_s, label = _tracks(plan, found, times)
     return {
         "model": f"{model.name}, batch {plan.batch}",
-        "summary": spread.summary(),
+        "summary": strategy.summary(),
         "cluster": ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
         "cards": _cards(plan, found),
         "kinds": ["forward", "backward", "reduce", "update"],
-        "rows": [{"name": f"stage {i}", "where": _where(s, spread, machines)} for i, s in enumerate(spread.stages)],
+        "rows": [{"name": f"stage {i}", "where": _where(s, strategy, machines)} for i, s in enumerate(strategy.stages)],
         "tracks": tracks,
         "shown_s": shown_s,
         "step_s": found.step_s,
@@ -94,7 +94,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         "fall": _fall(plan, found),
         "fall_label": "seconds of a step, busiest stage",
         "others_title": ("Alternatives that lost", "best of each shape", "why", "plan"),
-        "others": [(one.reason, one.spread.summary()) for one in plan.alternatives],
+        "others": [(one.reason, one.strategy.summary()) for one in plan.alternatives],
         "heat_label": "one column per layer; stronger is more; time of a micro-batch, memory of one device",
         "heat": _heat(plan, found),
         "columns": [f"layer {i}" for i in range(model.count)],
@@ -114,9 +114,9 @@ def _data(plan: PlanFile) -> dict[str, Any]:
             "reduce",
         ],
         "memory_label": "of one device of a stage, over a step; the red line is its limit",
-        "stages": [_stage(plan, machines, found, index) for index in range(len(spread.stages))],
+        "stages": [_stage(plan, machines, found, index) for index in range(len(strategy.stages))],
         "memory": _memory(plan, machines, found, tasks, times),
-        "mesh": mesh_of_spread(spread, [pool.name for pool in machines.pools]),
+        "mesh": mesh_of_strategy(strategy, [pool.name for pool in machines.pools]),
         "sliders": sliders(plan, machines),
         "last": show.last_line(plan, machines, found),
     }
@@ -132,11 +132,11 @@ def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
             f"not below {human_seconds(plan.bound_s)} on these devices",
         ),
         ("speed", f"{plan.batch / found.step_s:,.1f} rows/s", f"batch {plan.batch}"),
-        ("devices", f"{plan.spread.ranks:,}", f"of {whole:,}"),
+        ("devices", f"{plan.strategy.ranks:,}", f"of {whole:,}"),
         ("bound by", name, f"{most / found.step_s:.0%} of the step, stage {found.busiest}"),
     ]
     if plan.transformer is not None:
-        flops = plan.transformer.step_flops(plan.batch) / found.step_s / plan.spread.ranks
+        flops = plan.transformer.step_flops(plan.batch) / found.step_s / plan.strategy.ranks
         cards.insert(2, ("work", f"{flops / 1e12:.1f} TFLOP/s", "per device, recompute not counted"))
     return cards
 
@@ -149,9 +149,12 @@ def _tracks(
     Returns:
       (per stage its passes as (kind, start, end, text), the seconds that are drawn, and what to say of them).
     """
-    spread = plan.spread
-    orders = schedule(spread.schedule, len(spread.stages), spread.chunks, spread.micro_batches)
-    shown_s, label = found.step_s, f"{spread.micro_batches} micro-batches, {len(spread.stages)} stages; the wheel zooms"
+    strategy = plan.strategy
+    orders = schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
+    shown_s, label = (
+        found.step_s,
+        f"{strategy.micro_batches} micro-batches, {len(strategy.stages)} stages; the wheel zooms",
+    )
     count = len(times.start_s)
     if count > DRAWN:
         shown_s = sorted(times.start_s)[DRAWN]
@@ -192,14 +195,14 @@ def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]
 def _of_layer(plan: PlanFile) -> list[int]:
     """Returns the stage of each layer."""
     where = {}
-    for index, stage in enumerate(plan.spread.stages):
+    for index, stage in enumerate(plan.strategy.stages):
         for low, high in stage.layers:
             where.update(dict.fromkeys(range(low, high), index))
     return [where[layer] for layer in sorted(where)]
 
 
 def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], list[str]]]:
-    stages, of = plan.spread.stages, _of_layer(plan)
+    stages, of = plan.strategy.stages, _of_layer(plan)
     per_layer = [(sum(c.forward_s) + sum(c.backward_s)) / s.count for s, c in zip(stages, found.stages)]
     held = [max(m.total_bytes for m in c.memory) / s.count for s, c in zip(stages, found.stages)]
     rows = (
@@ -211,26 +214,26 @@ def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], lis
         ("memory, per layer", [h / 2**30 for h in held], "{:.2f} GiB"),
     )
     heat = [(name, [values[s] for s in of], [text.format(values[s]) for s in of]) for name, values, text in rows]
-    again = plan.spread.recomputes
+    again = plan.strategy.recomputes
     if set(again) != {"none"}:
         level = {"none": 0.0, "selective": 1.0, "full": 2.0}
         heat.append(("computed again", [level[again[s]] for s in of], [f"{again[s]} recompute" for s in of]))
     return heat
 
 
-def _where(stage: Stage, spread: Spread, machines: Machines) -> str:
-    how = spread.recompute_of(stage)
+def _where(stage: Stage, strategy: ParallelStrategy, machines: Machines) -> str:
+    how = strategy.recompute_of(stage)
     devices = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
     return devices + (f"; {how} recompute" if how != "none" else "")
 
 
 def _layers(plan: PlanFile, machines: Machines) -> list[str]:
-    stages = plan.spread.stages
-    return [f"stage {s}: {_where(stages[s], plan.spread, machines)}" for s in _of_layer(plan)]
+    stages = plan.strategy.stages
+    return [f"stage {s}: {_where(stages[s], plan.strategy, machines)}" for s in _of_layer(plan)]
 
 
 def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) -> dict[str, Any]:
-    stage, cost = plan.spread.stages[index], found.stages[index]
+    stage, cost = plan.strategy.stages[index], found.stages[index]
     parts = []
     for part, used in zip(stage.parts, cost.memory):
         named = (
@@ -254,7 +257,7 @@ def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) ->
     return {
         "name": str(index),
         "layers": ", ".join(f"{low}-{high - 1}" for low, high in stage.layers),
-        "where": _where(stage, plan.spread, machines),
+        "where": _where(stage, plan.strategy, machines),
         "parts": parts,
         "forward": sum(cost.forward_s),
         "backward": sum(cost.backward_s),
@@ -267,7 +270,7 @@ def _memory(
     plan: PlanFile, machines: Machines, found: Evaluation, tasks: Tasks, times: Timeline
 ) -> list[dict[str, Any]]:
     """Returns the bytes over time of one device of each stage (of some, where there are many)."""
-    stages = plan.spread.stages
+    stages = plan.strategy.stages
     step = max(1, -(-len(stages) // CURVES))
     rows = []
     for index in range(0, len(stages), step):

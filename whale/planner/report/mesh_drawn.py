@@ -1,6 +1,6 @@
 """Draws the mesh of a plan for its page: a grid of ranks for each stage, rows and columns named by axes.
 
-mesh_of_plan    of a script's plan mesh_of_spread  of a described model's: replicas by tensor ranks, for each kind of
+mesh_of_plan    of a script's plan mesh_of_strategy  of a described model's: replicas by tensor ranks, for each kind of
 devices of a stage
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cost_model.analytic.spread import Spread
 from whale.ir.mesh import Axis, coordinates_of, format_axes, mesh_of
 from whale.ir.plan import Plan, StageGroup
+from whale.ir.strategy import ParallelStrategy
 
 CELLS, COLUMNS = 64, 16  # of a grid that are drawn
 GRIDS = 16  # drawn
@@ -28,10 +28,10 @@ def mesh_of_plan(plan: Plan) -> dict[str, Any]:
     return _card(grids)
 
 
-def mesh_of_spread(spread: Spread, names: Sequence[str]) -> dict[str, Any]:
+def mesh_of_strategy(strategy: ParallelStrategy, names: Sequence[str]) -> dict[str, Any]:
     """Returns a grid for each stage's pool of devices, with the pools' ``names``; ranks count stage by stage."""
     grids, first = [], 0
-    for index, stage in enumerate(spread.stages):
+    for index, stage in enumerate(strategy.stages):
         for part in stage.parts:
             axes = (Axis("data", part.replicas), Axis("tensor", part.tensor))
             grids.append(_grid(f"stage {index}: {names[part.pool]}", axes, range(first, first + part.ranks)))

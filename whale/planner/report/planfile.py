@@ -13,7 +13,6 @@ import msgspec
 
 from cost_model.analytic.evaluate import Evaluation, evaluate
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.spread import Spread
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
@@ -21,20 +20,21 @@ from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.plan_text import human_bytes, human_seconds
+from whale.ir.strategy import ParallelStrategy
 from whale.planner.analytic_search.candidates import SearchResult
 from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
 from whale.planner.analytic_search.plan_check import check
 
 FORMAT_VERSION = "1.2"
 SCHEMA = Path(__file__).with_name("plan.schema.json")
-KIND = "whale-spread"
+KIND = "whale-strategy"
 SLOWER, LACKING = 6, 3  # alternatives of a plan file at most: slower ones, then ones that do not fit
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another spread, and by how much it lost: seconds it is slower by, or bytes that it lacks."""
+    """Another strategy, and by how much it lost: seconds it is slower by, or bytes that it lacks."""
 
-    spread: Spread
+    strategy: ParallelStrategy
     slower_s: float | None = None
     lacking_bytes: float | None = None
 
@@ -65,7 +65,7 @@ class PlanFile(msgspec.Struct, frozen=True):
     cluster: Cluster
     software: str
     batch: int
-    spread: Spread
+    strategy: ParallelStrategy
     predicted: Predicted
     bound_s: float
     transformer: Transformer | None = None
@@ -83,25 +83,25 @@ class PlanFile(msgspec.Struct, frozen=True):
         return TableModel(self.table, software, machines)
 
     def evaluate(self) -> tuple[Model, Machines, Evaluation]:
-        """Simulates the plan's spread again; returns its model, machines and evaluation.
+        """Simulates the plan's strategy again; returns its model, machines and evaluation.
 
         Raises:
-            PlanError: the spread is none of this model on this cluster, whose simulation might never end.
+            PlanError: the strategy is none of this model on this cluster, whose simulation might never end.
         """
         machines = Machines(self.cluster)
         model = self.model(machines)
-        if wrong := check(model, machines, self.spread, self.batch):
+        if wrong := check(model, machines, self.strategy, self.batch):
             raise PlanError("the plan is not one of its model and cluster", found="; ".join(wrong[:5]))
-        return model, machines, evaluate(model, machines, self.spread)
+        return model, machines, evaluate(model, machines, self.strategy)
 
     def problems(self) -> list[str]:
         """Lists what is wrong with the plan, found independently of the search; empty: nothing."""
         machines = Machines(self.cluster)
         model = self.model(machines)
-        wrong = check(model, machines, self.spread, self.batch)
+        wrong = check(model, machines, self.strategy, self.batch)
         if wrong:
             return wrong
-        for index, stage in enumerate(evaluate(model, machines, self.spread).stages):
+        for index, stage in enumerate(evaluate(model, machines, self.strategy).stages):
             if stage.lacking_bytes > 0:
                 wrong.append(f"stage {index} does not fit: it lacks {human_bytes(stage.lacking_bytes)}")
         return wrong
@@ -124,22 +124,22 @@ def of_search(
     """Makes the file of a search's result, with the best alternative of each shape and what nearly fitted."""
     best = found.evaluation.step_s
     others: list[Alternative] = []
-    seen = {_shape(found.spread)}
-    for spread, evaluation in found.others:
-        if _shape(spread) not in seen and len(others) < SLOWER:
-            seen.add(_shape(spread))
-            others.append(Alternative(spread, slower_s=evaluation.step_s - best))
-    for spread, evaluation in sorted(found.misfits, key=lambda e: e[1].step_s):
-        if _shape(spread) not in seen and len(others) < SLOWER + LACKING:
-            seen.add(_shape(spread))
-            others.append(Alternative(spread, lacking_bytes=evaluation.lacking_bytes))
+    seen = {_shape(found.strategy)}
+    for strategy, evaluation in found.others:
+        if _shape(strategy) not in seen and len(others) < SLOWER:
+            seen.add(_shape(strategy))
+            others.append(Alternative(strategy, slower_s=evaluation.step_s - best))
+    for strategy, evaluation in sorted(found.misfits, key=lambda e: e[1].step_s):
+        if _shape(strategy) not in seen and len(others) < SLOWER + LACKING:
+            seen.add(_shape(strategy))
+            others.append(Alternative(strategy, lacking_bytes=evaluation.lacking_bytes))
     return PlanFile(
         kind=KIND,
         format_version=FORMAT_VERSION,
         cluster=cluster,
         software=software,
         batch=batch,
-        spread=found.spread,
+        strategy=found.strategy,
         predicted=predicted(found.evaluation),
         bound_s=found.bound_s,
         transformer=transformer,
@@ -149,11 +149,11 @@ def of_search(
     )
 
 
-def _shape(spread: Spread) -> tuple[int, int, int, int, tuple[str, ...], int, str]:
-    part = spread.stages[0].parts[0]
+def _shape(strategy: ParallelStrategy) -> tuple[int, int, int, int, tuple[str, ...], int, str]:
+    part = strategy.stages[0].parts[0]
     return (
-        len(spread.stages), part.tensor, spread.stages[0].replicas, part.rows,
-        tuple(sorted(set(spread.recomputes))), spread.zero, spread.offload,
+        len(strategy.stages), part.tensor, strategy.stages[0].replicas, part.rows,
+        tuple(sorted(set(strategy.recomputes))), strategy.zero, strategy.offload,
     )  # fmt: skip
 
 

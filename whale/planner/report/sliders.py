@@ -31,16 +31,16 @@ NODES, MANY = 60_000, 8_000  # of all ranks' programs: at most, and those whose 
 def sliders(plan: PlanFile, machines: Machines) -> dict[str, Any] | None:
     """Returns the sliders, and the step's seconds under the same plan for each of their places; None: too large a plan.
 
-    The plan stays as it is: its spread is simulated again on the other cluster. Places count from the last slider on.
+    The plan stays as it is: its strategy is simulated again on the other cluster. Places count from the last slider on.
     """
-    if plan.spread.ranks > DEVICES:
+    if plan.strategy.ranks > DEVICES:
         return None
-    used = sorted({part.pool for stage in plan.spread.stages for part in stage.parts})[:KINDS]
+    used = sorted({part.pool for stage in plan.strategy.stages for part in stage.parts})[:KINDS]
     networks = NETWORK if plan.cluster.networks else (1.0,)
     step_s = []
     for place in product(networks, *[SHARES] * len(used)):
         other = Machines(_changed(plan.cluster, place[0], machines, used, place[1:]))
-        step_s.append(float(f"{evaluate(plan.model(other), other, plan.spread).step_s:.5g}"))
+        step_s.append(float(f"{evaluate(plan.model(other), other, plan.strategy).step_s:.5g}"))
     axes = [("bandwidth between hosts", [f"{value:g} x" for value in networks], networks.index(1.0))]
     axes += [(f"speed of {machines.pools[pool].name}", [f"{s:.0%}" for s in SHARES], len(SHARES) - 1) for pool in used]
     return {"axes": axes, "step_s": step_s}

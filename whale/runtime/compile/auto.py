@@ -16,15 +16,16 @@ from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import ClusterError, DoesNotFitError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.ir.strategy import ChosenStrategy
 from whale.log import log
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.environment import SearchEnvironment
-from whale.planner.graph_search.predict import Made, Plans, apply
+from whale.planner.graph_search.predict import Made, Plans, apply, recompute_of
 from whale.planner.graph_search.search import best_way
-from whale.planner.graph_search.strategies import Choice, has_scopes, trains, without_scopes
+from whale.planner.graph_search.strategies import has_scopes, trains, without_scopes
 from whale.planner.report.planfile import PlanFile
-from whale.planner.run_described import choice_of
+from whale.planner.run_described import bound
 from whale.runtime.compile.memory_plan import Options, limit_bytes
 from whale.runtime.compile.microbenchmark import measured_rates
 from whale.runtime.compile.offload import has_compute_device
@@ -76,10 +77,10 @@ def spread_program(
             context.auto = chosen
     if made is not None and not settings.dump:  # a dump shows passes that run here
         return Spread(made.program, made.settings, made.plan)
-    if chosen.recompute and captured is not None and trains(program):
-        settings = settings.but(memory__recompute=chosen.recompute)
+    if (how := recompute_of(chosen.strategy)) and captured is not None and trains(program):
+        settings = settings.but(memory__recompute=how)
         program = normalise(captured, settings)
-    return Spread(*apply(program, settings, chosen))
+    return Spread(*apply(program, settings, chosen.strategy))
 
 
 def seen_by_plan(program: Program, context: Context) -> Program:
@@ -95,13 +96,13 @@ def seen_by_plan(program: Program, context: Context) -> Program:
 
 def _as_described(
     program: Program, settings: PlanSettings, context: Context, described: tuple[PlanFile, str]
-) -> Choice:
-    """Returns the choice that the plan of a described model makes; every rank finds the same, in the same program."""
+) -> ChosenStrategy:
+    """Returns the strategy of a described model's plan; every rank finds the same, in the same program."""
     plan, path = described
-    chosen = choice_of(plan, program, settings, path, has_compute_device())
+    strategy = bound(plan, program, settings, path, has_compute_device())
     if context.rank == 0:
-        log.info(f"{chosen.name}, predicted {1e3 * chosen.predicted_s:.4g} ms a step")
-    return chosen
+        log.info(f"{strategy.name}, predicted {1e3 * plan.predicted.step_s:.4g} ms a step")
+    return ChosenStrategy(strategy, plan.predicted.step_s)
 
 
 def _agreed(
@@ -111,7 +112,7 @@ def _agreed(
     number: int,
     captured: Program | None,
     options: Options,
-) -> tuple[Choice, Made | None]:
+) -> tuple[ChosenStrategy, Made | None]:
     """Returns rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
     dry = context.dry is not None
     # Where speeds have changed within this run, the choice of an earlier run does not fit any more.
@@ -121,18 +122,18 @@ def _agreed(
         return kept, None
     environment = _environment(program, context, captured)
 
-    def look(team: RankTeam | None = None) -> tuple[Choice, Made]:
+    def look(team: RankTeam | None = None) -> tuple[ChosenStrategy, Made]:
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
             try:
                 found = best_way(program, settings, environment, context.config["pipeline.num_stages"], team=team)
             except DoesNotFitError as error:
                 error.action = options(min(environment.limits_bytes))
                 raise
-        _say(found.choice, found.lines)
+        _say(found.chosen, found.lines)
         context.searched_all = found.is_whole
         if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
-            keep_choice(program, context, settings, found.choice)
-        return found.choice, found.made
+            keep_choice(program, context, settings, found.chosen)
+        return found.chosen, found.made
 
     if dry or not context.between_processes:
         return look()
@@ -153,7 +154,7 @@ def _environment(program: Program, context: Context, captured: Program | None) -
     return SearchEnvironment(rates, profile, [limit] * size, captured)
 
 
-def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> Choice | None:
+def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:
     """Returns what rank 0 chose in an earlier run, on every rank; collective between processes."""
     chosen = None
     if context.rank == 0 and context.dry is None and (chosen := kept_choice(program, context, settings)) is not None:
@@ -162,17 +163,17 @@ def _kept(program: Program, settings: PlanSettings, context: Context, number: in
         return chosen
     mine = msgspec.json.encode(chosen) if context.rank == 0 else None
     said = context.comms[0].broadcast_bytes(f"whale/auto/{number}/kept", mine, 0, context.config["check.timeout_s"])
-    return msgspec.json.decode(said, type=Choice | None)
+    return msgspec.json.decode(said, type=ChosenStrategy | None)
 
 
-def say_kept(chosen: Choice) -> None:
+def say_kept(chosen: ChosenStrategy) -> None:
     """Logs what an earlier run chose; for the first rank."""
-    _say(chosen, [f"{chosen.name}, predicted {1e3 * chosen.predicted_s:.2f} ms a step (as in an earlier run)"])
+    _say(chosen, [f"{chosen.strategy.name}, predicted {1e3 * chosen.step_s:.2f} ms a step (as in an earlier run)"])
 
 
-def _say(chosen: Choice, lines: list[str]) -> None:
+def _say(chosen: ChosenStrategy, lines: list[str]) -> None:
     lines = [f"auto_parallel: {lines[0]}", *lines[1:]]
-    if chosen.alone:
+    if chosen.strategy.replicated:
         lines.append(
             "one process with all of the host's cores may be faster: a rank cannot take the others' cores, as "
             "TensorFlow counts its threads when a process starts; try `whale run -np 1`"

@@ -178,7 +178,7 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
     """Says once, on the first rank, that a program is not divided, unless `auto_parallel` found that to be faster."""
     if context.dry is not None or context.rank != 0 or plan.program in context.whole:
         return ""
-    chosen = context.auto is not None and context.auto.alone
+    chosen = context.auto is not None and context.auto.strategy.replicated
     if chosen or not (text := undivided(program, plan)):
         return ""
     context.whole.add(plan.program)
@@ -281,7 +281,7 @@ def _show(
     ranks = shown_ranks(program, plan, settings)
     plan = with_memory(plan, ranks, settings)
     if context.auto is not None:
-        plan = replace(plan, choice=msgspec.json.encode(context.auto).decode())
+        plan = replace(plan, strategy=context.auto.strategy)
     context.dry.seen(plan, program, settings, ranks)
 
 

@@ -23,10 +23,10 @@ from whale.errors import WhaleError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
+from whale.ir.strategy import ChosenStrategy
 from whale.log import log
 from whale.partition.verify_saved_plan import CONTRADICTIONS, illegal
 from whale.passes.settings import PlanSettings
-from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.ranks.cache_files import Damaged, KeptFiles, folder_named
 from whale.runtime.run.context import Context
@@ -56,7 +56,7 @@ def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: 
         put_kept(files, context, _plan_name(program, settings), plan.to_json())
 
 
-def kept_choice(program: Program, context: Context, settings: PlanSettings) -> Choice | None:
+def kept_choice(program: Program, context: Context, settings: PlanSettings) -> ChosenStrategy | None:
     """Returns how `auto_parallel` spread the program in an earlier run of these machines; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None
@@ -64,13 +64,13 @@ def kept_choice(program: Program, context: Context, settings: PlanSettings) -> C
     if (data := get_kept(files, name, f"the choice for `{program.name}`")) is None:
         return None
     try:
-        return msgspec.json.decode(data, type=Choice)
+        return msgspec.json.decode(data, type=ChosenStrategy)
     except ValueError:
         _say_and_forget(files, name, program)
         return None
 
 
-def keep_choice(program: Program, context: Context, settings: PlanSettings, choice: Choice) -> None:
+def keep_choice(program: Program, context: Context, settings: PlanSettings, choice: ChosenStrategy) -> None:
     """Keeps a choice for later runs."""
     if (files := files_of(context, settings)) is not None:
         put_kept(files, context, _choice_name(program, context, settings), msgspec.json.encode(choice))

@@ -19,8 +19,8 @@ import msgspec
 from whale.cgroup import cpu_quota
 from whale.errors import PlanError
 from whale.ir.plan import Plan, plan_from_json
+from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.planner.graph_search.predict import Made, Plans
-from whale.planner.graph_search.strategies import Choice
 from whale.planner.graph_search.team import Answer, Asked, Member
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
@@ -55,14 +55,14 @@ class RankTeam:
         """
         return [msgspec.msgpack.decode(said, type=Answer) for said in self._said()]
 
-    def plan(self, member: int, choice: Choice) -> tuple[Plan, int]:
+    def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
         """Returns the plan of a way that a helper has looked at, and what the fullest rank holds under it."""
         self._asked = [self._helpers[member - 1]]
-        self._say(_PLAN + msgspec.msgpack.encode((self._asked[0], choice)))
+        self._say(_PLAN + msgspec.msgpack.encode((self._asked[0], strategy)))
         held_bytes, _, plan = self._said()[0].partition(b" ")
         return plan_from_json(plan), int(held_bytes)
 
-    def end(self, chosen: Choice | None, error: str = "") -> None:
+    def end(self, chosen: ChosenStrategy | None, error: str = "") -> None:
         """Tells all ranks what was chosen, or why nothing was."""
         if self._asked:
             try:
@@ -90,8 +90,8 @@ def found_together(
     key: str,
     purpose: str,
     plans: Callable[[], Plans],
-    look: Callable[[RankTeam], tuple[Choice, Made]],
-) -> tuple[Choice, Made | None]:
+    look: Callable[[RankTeam], tuple[ChosenStrategy, Made]],
+) -> tuple[ChosenStrategy, Made | None]:
     """Returns what ``look``, on rank 0 alone, chooses; and the plan where it was made. Collective between processes.
 
     Args:
@@ -116,7 +116,9 @@ def found_together(
     return chosen, made
 
 
-def _helped(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]) -> tuple[Choice, Made | None]:
+def _helped(
+    comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]
+) -> tuple[ChosenStrategy, Made | None]:
     member: Member | None = None
     for number in count():
         data = comm.broadcast_bytes(f"{key}/{number}", None, 0, PLAN_TIMEOUT_S, purpose)
@@ -124,9 +126,9 @@ def _helped(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plan
         if what == _FAILED:
             raise PlanError(f"rank 0 could not choose a plan: {content.decode()}")
         if what == _CHOSEN:
-            chosen = msgspec.msgpack.decode(content, type=Choice)
+            chosen = msgspec.msgpack.decode(content, type=ChosenStrategy)
             best = member.best if member is not None else None
-            return chosen, best.made if best is not None and best.choice.name == chosen.name else None
+            return chosen, best.made if best is not None and best.strategy == chosen.strategy else None
         try:
             if what == _PREDICT:
                 asked = msgspec.msgpack.decode(content, type=dict[int, Asked]).get(comm.rank)
@@ -134,9 +136,9 @@ def _helped(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plan
                     member = member or Member(plans())
                     answer = msgspec.msgpack.encode(member.answer(asked))
             else:
-                rank, choice = msgspec.msgpack.decode(content, type=tuple[int, Choice])
+                rank, strategy = msgspec.msgpack.decode(content, type=tuple[int, ParallelStrategy])
                 if rank == comm.rank and member is not None:
-                    plan, held_bytes = member.plan(choice)
+                    plan, held_bytes = member.plan(strategy)
                     answer = b"%d %s" % (held_bytes, plan.to_json())
         except Exception as error:  # rank 0 waits for an answer, whatever it is
             answer = _BROKEN + f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()

@@ -20,9 +20,9 @@ from whale.capture.function import Trace
 from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
+from whale.ir.strategy import ChosenStrategy
 from whale.log import log
 from whale.partition.variable_use import VariableUse
-from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile.auto import say_kept
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.plan_cache import code_digest, files_of, get_kept, machine, put_kept
@@ -155,7 +155,7 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
     """
     first = context.rank == 0
     if ready.choice and context.auto is None:
-        context.auto = msgspec.json.decode(ready.choice, type=Choice)
+        context.auto = msgspec.json.decode(ready.choice, type=ChosenStrategy)
         if first:
             say_kept(context.auto)
     if ready.whole and ready.program not in context.whole:

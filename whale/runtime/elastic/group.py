@@ -130,7 +130,8 @@ class Group:
         context = self._of()
         context.config = context.config.but({"replica.shares": shares})
         if context.auto is not None:
-            context.auto = msgspec.structs.replace(context.auto, shares=())
+            even = msgspec.structs.replace(context.auto.strategy, shares=())
+            context.auto = msgspec.structs.replace(context.auto, strategy=even)
 
     def divide_work(self, rows: Sequence[int], why: str) -> None:
         """The ranks stay, with these rows, or with stages that are planned anew (); nothing is compiled for that."""

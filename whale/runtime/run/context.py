@@ -14,10 +14,10 @@ from whale.capture.scaling import FedScale, LossScale
 from whale.errors import ClusterError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.ir.strategy import ChosenStrategy
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.patterns import Pattern
 from whale.passes.settings import PlanSettings
-from whale.planner.graph_search.strategies import Choice
 from whale.planner.report.planfile import PlanFile
 from whale.runtime.elastic.balance import Watched
 from whale.runtime.elastic.socket_bootstrap import Apart
@@ -187,7 +187,7 @@ class Context(Ranks):
     apart: Apart | None = None
     at_once_bytes: int = 0
     searched_all: bool = True
-    auto: Choice | None = None
+    auto: ChosenStrategy | None = None
     saved: SavedPlan | None = None
     described: tuple[PlanFile, str] | None = None
     meter: Meter | None = None

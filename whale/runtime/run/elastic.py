@@ -106,7 +106,7 @@ class Elastic:
         if self._balance is None:
             return None
         given = (run.saved is not None or run.described is not None) * "their plan is given"
-        cut = run.auto is not None and bool(run.auto.cuts)
+        cut = run.auto is not None and run.auto.strategy.pipelined
         return self._balance.watch(plan, program, run, given or run.stages_seen * "each has its stage", cut)
 
     def step(

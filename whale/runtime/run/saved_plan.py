@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
+from whale.ir.strategy import ChosenStrategy
 from whale.passes.analysis.axes import seen_along
 from whale.passes.pass_manager import complete_plan
 from whale.passes.settings import PlanSettings
-from whale.planner.graph_search.strategies import Choice, trains
+from whale.planner.graph_search.strategies import trains
 from whale.planner.report import planfile
 from whale.planner.report.planfile import PlanFile
 
@@ -34,9 +33,9 @@ class SavedPlan:
     used: bool = False
 
     @property
-    def choice(self) -> Choice | None:
-        """Returns how `auto_parallel` spread the program, where the plan comes from there; else None."""
-        return msgspec.json.decode(self.plan.choice, type=Choice) if self.plan.choice else None
+    def chosen(self) -> ChosenStrategy | None:
+        """Returns the strategy that `auto_parallel` found for the program, where the plan comes from there."""
+        return ChosenStrategy(self.plan.strategy) if self.plan.strategy is not None else None
 
     @property
     def takes_whole_batches(self) -> bool:
@@ -121,7 +120,7 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
             described = planfile.loads(data, path)
             devices = described.cluster.device_count
             again = f"with --set of stages, data and tensor that use {ranks} of the {devices} devices"
-            _compare_ranks(path, described.spread.ranks, ranks, again)
+            _compare_ranks(path, described.strategy.ranks, ranks, again)
             return described
         plan = plan_from_json(data)
     except (OSError, ValueError) as error:
@@ -133,18 +132,7 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
             action="correct the path, or make the plan again",
         ) from error
     _compare_ranks(path, plan.ranks, ranks, f"with -np {ranks}")
-    saved = SavedPlan(path, plan)
-    try:
-        _ = saved.choice
-    except (ValueError, RecursionError) as error:
-        raise PlanError(
-            "what the saved plan says of auto_parallel cannot be read",
-            given=path,
-            reason=error,
-            expected="a file that `whale plan -o FILE train.py` wrote",
-            action="make the plan again",
-        ) from error
-    return saved
+    return SavedPlan(path, plan)
 
 
 def _compare_ranks(path: str, planned: int, ranks: int, again: str) -> None:

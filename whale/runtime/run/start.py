@@ -148,7 +148,7 @@ def _begin(
             elif context.between_processes or joins():
                 _share_random_state(context, solo)
             if isinstance(saved, SavedPlan):
-                context.saved, context.auto = saved, saved.choice
+                context.saved, context.auto = saved, saved.chosen
             elif saved is not None:
                 context.described = saved, path
             context.solo = solo

@@ -19,13 +19,13 @@ from whale.errors import DoesNotFitError, PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
+from whale.ir.strategy import ParallelStrategy
 from whale.partition.lower import make_any_plan, shown_ranks, with_memory
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.graph_search.environment import SearchEnvironment
-from whale.planner.graph_search.predict import Made, apply
+from whale.planner.graph_search.predict import Made, apply, recompute_of
 from whale.planner.graph_search.search import best_way
-from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.compile.settings import fused_on
 from whale.runtime.described import Description, program_of
@@ -67,7 +67,9 @@ def read(text: str, batch: int | None = None) -> Description:
         raise PlanError("a description cannot be read", given=text, reason=str(error), expected=names) from error
 
 
-def spread(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Choice, list[str], Plan]:
+def spread(
+    described: Description, cluster: Cluster, budget_s: float | None = None
+) -> tuple[ParallelStrategy, list[str], Plan]:
     """Returns (the fastest way that fits, over all devices; what was found, line by line; its plan, with the
     prediction).
 
@@ -87,13 +89,11 @@ def spread(described: Description, cluster: Cluster, budget_s: float | None = No
         limit_bytes, apart = min(environment.limits_bytes), cluster.kinds == {"gpu"}
         error.action = options_text(settings, limit_bytes, captured, lambda: captured, apart)
         raise
-    plan = (
-        planned_as(found.choice, captured, cluster) if found.made is None else _told(found.choice, found.made, cluster)
-    )
-    return found.choice, found.lines, plan
+    plan = _told(found.chosen.strategy, found.made, cluster)
+    return found.chosen.strategy, found.lines, plan
 
 
-def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
+def planned_as(strategy: ParallelStrategy, captured: Program, cluster: Cluster) -> Plan:
     """Returns the plan of a captured step that is spread in one way over all devices, with what it is predicted to
     take.
 
@@ -101,22 +101,22 @@ def planned_as(choice: Choice, captured: Program, cluster: Cluster) -> Plan:
       PlanError: it cannot be spread so.
     """
     settings = _settings(cluster)
-    if choice.recompute:
-        settings = settings.but(memory__recompute=choice.recompute)
-    program, settings = apply(normalise(captured, settings), settings, choice)
-    return _told(choice, Made(program, settings, make_any_plan(program, settings)), cluster)
+    if how := recompute_of(strategy):
+        settings = settings.but(memory__recompute=how)
+    program, settings = apply(normalise(captured, settings), settings, strategy)
+    return _told(strategy, Made(program, settings, make_any_plan(program, settings)), cluster)
 
 
 def _settings(cluster: Cluster) -> PlanSettings:
     return PlanSettings(size=cluster.device_count, fuse=fused_on(cluster, FuseSettings.all_on()))
 
 
-def _told(choice: Choice, made: Made, cluster: Cluster) -> Plan:
-    """Returns a choice's plan with what it is predicted to take."""
+def _told(strategy: ParallelStrategy, made: Made, cluster: Cluster) -> Plan:
+    """Returns a strategy's plan with what it is predicted to take."""
     program, settings, plan = made.program, made.settings, made.plan
     predicted = predicted_on(Planned(program, plan, settings), cluster)
     plan = with_memory(plan, shown_ranks(program, plan, settings), settings)
-    return replace(plan, predicted=predicted, choice=msgspec.json.encode(choice).decode())
+    return replace(plan, predicted=predicted, strategy=strategy)
 
 
 def main(

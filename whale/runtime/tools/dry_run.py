@@ -296,7 +296,7 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "", on
 
     def stop(plan: Plan, program: Program, settings: PlanSettings, ranks: Sequence[Program]) -> None:
         # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
-        if plan.batch_inputs or (plan.choice and trains(program)):
+        if plan.batch_inputs or (plan.strategy is not None and trains(program)):
             planned.append(
                 Planned(program, replace(plan, script=(os.path.abspath(script), *args)), settings, tuple(ranks))
             )

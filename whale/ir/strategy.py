@@ -1,7 +1,17 @@
-"""Defines a spread of a chain of layers: stages, the devices of each, and how rows, tensors and memory are divided.
+"""A ParallelStrategy: how one training step is divided over devices, whoever found it and whatever it is a step of.
 
-It is what the planner decides, and what a job file says of equal stages (`Parallel`). Stages may be unequal in their
-layers and devices, and the ranks of one stage in their kind and rows.
+The planner decides it, for a model that is described by its hyper-parameters as for a captured program; a plan file has
+it, reports show it, the cost model evaluates it, and compilation carries it out.
+
+    Recompute, Offload   the words for what is computed again, and for what lies in the hosts' memory
+    DeviceGroup          equal devices of a stage: replicas, and the ranks that divide tensors in each
+    Stage                consecutive layers on some devices
+    ParallelStrategy     stages, micro-batches, ZeRO, recompute, offload: the whole decision
+    ChosenStrategy       one that a program runs under, with what it was predicted to take
+    Degrees              what a person says of a strategy with equal stages: all of it, or a part
+
+Layers are those of a described model, or the weights of a program in the order of its forward pass (`chain` of
+`whale.planner.graph_search.pipelines`).
 """
 
 from __future__ import annotations
@@ -9,42 +19,66 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from cost_model.cluster.pools import Machines
-from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, interval_s
 from whale.errors import PlanError
 
-Recompute = Literal["none", "selective", "full"]
-# What lies in the hosts' memory and is updated there: nothing, the optimizer's state, or weights and gradients as well.
-Offload = Literal["none", "state", "all"]
+# What is computed again for the backward pass: nothing; the scores of attentions; each layer; what is chosen by bytes;
+# all but what the program marks; what stages do not send to each other. A program that is to compute scores or layers
+# again has that chosen by bytes, as it has no layers.
+Recompute = Literal["none", "selective", "full", "auto", "collection", "stage"]
+# What lies in the hosts' memory and is updated there: nothing; the optimizer's state; weights and gradients as well;
+# tables of which a step reads rows, with their state.
+Offload = Literal["none", "optimizer", "parameters", "tables"]
+
+Count = Annotated[int, Meta(ge=1)]  # files are checked by it, values made by hand in __post_init__
+Zero = Annotated[int, Meta(ge=0, le=3)]
+MOST_MICRO_BATCHES = 100_000  # of a replica, whose schedule is written out
+
+# As a line of text says it.
+_OFFLOADED = {
+    "none": "",
+    "optimizer": ", state offloaded",
+    "parameters": ", weights and state offloaded",
+    "tables": ", tables offloaded",
+}
 
 
-class Part(msgspec.Struct, frozen=True):
-    """Equal ranks of a stage: `replicas` groups of `tensor` devices of a pool, each with `rows` of a micro-batch."""
+class DeviceGroup(msgspec.Struct, frozen=True):
+    """Equal devices of a stage: `replicas` groups of `tensor` devices that divide tensors, with `rows` for each group.
 
-    pool: int
-    tensor: int
-    replicas: int
-    rows: int
+    Attributes:
+        pool: number of the cluster's kind of devices; 0 also where no cluster is known.
+        rows: of a micro-batch, for each replica; 0: as the batch divides.
+    """
+
+    pool: int = 0
+    tensor: int = 1
+    replicas: int = 1
+    rows: int = 0
 
     @property
     def ranks(self) -> int:
-        """Returns the number of the part's devices."""
+        """Returns the number of the group's devices."""
         return self.tensor * self.replicas
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Consecutive layers (several ranges when the schedule interleaves chunks) on some ranks.
+    """Consecutive layers (several ranges when the schedule interleaves chunks) on some devices.
 
-    `recompute`: what this stage computes again for its backward passes; None: as the spread says.
+    Attributes:
+        layers: [low, high) by chunk; (): all of a program, whatever it is made of.
+        recompute: what this stage computes again for its backward passes; None: as the strategy says.
+        bound_ranks: the ranks that run it, those next to each other divide tensors; (): devices are not bound yet.
     """
 
-    layers: tuple[tuple[int, int], ...]
-    parts: tuple[Part, ...]
+    layers: tuple[tuple[int, int], ...] = ()
+    parts: tuple[DeviceGroup, ...] = (DeviceGroup(),)
     recompute: Recompute | None = None
+    bound_ranks: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -67,19 +101,31 @@ class Stage(msgspec.Struct, frozen=True):
         return sum(part.replicas * part.rows for part in self.parts)
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """One way to train: stages in order, micro-batches of a step, recompute, ZeRO level, what is offloaded.
+class ParallelStrategy(msgspec.Struct, frozen=True):
+    """One way to train on several devices: stages in order, micro-batches of a step, recompute, ZeRO level, offload.
 
     Experts, where a model has them, are divided over the replicas of their stage.
+
+    Attributes:
+        micro_batches: of a step; 0: of a program, as its settings say, which also say the schedule then.
+        split: names of the weights of a program from whose product on tensors are divided; (): all are, where a stage's
+            devices divide tensors.
+        replicated: every rank computes everything, and nothing is sent.
+        shares: rows of a step for each rank, where the ranks of a program have others than equal ones.
+        name: what a search calls it in its report.
     """
 
-    stages: tuple[Stage, ...]
-    micro_batches: int
+    stages: tuple[Stage, ...] = (Stage(),)
+    micro_batches: int = 0
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: int = 0
     schedule: str = "1f1b"
     offload: Offload = "none"
+    split: tuple[str, ...] = ()
+    replicated: bool = False
+    shares: tuple[int, ...] = ()
+    name: str = ""
 
     def recompute_of(self, stage: Stage) -> Recompute:
         """Returns what a stage computes again."""
@@ -90,8 +136,8 @@ class Spread(msgspec.Struct, frozen=True):
         """Returns what each stage computes again."""
         return tuple(self.recompute_of(stage) for stage in self.stages)
 
-    def recomputing(self, each: Sequence[Recompute]) -> Spread:
-        """Returns this spread with each stage's recompute; stages like the first one say nothing of their own."""
+    def recomputing(self, each: Sequence[Recompute]) -> ParallelStrategy:
+        """Returns this strategy with each stage's recompute; stages like the first one say nothing of their own."""
         stages = tuple(
             msgspec.structs.replace(stage, recompute=None if how == each[0] else how)
             for stage, how in zip(self.stages, each)
@@ -99,21 +145,29 @@ class Spread(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, stages=stages, recompute=each[0])
 
     @property
+    def pipelined(self) -> bool:
+        """Tells whether there are several stages."""
+        return len(self.stages) > 1
+
+    @property
     def chunks(self) -> int:
         """Returns the number of ranges of layers that each stage holds: several where the schedule interleaves them."""
-        return len(self.stages[0].layers)
+        return len(self.stages[0].layers) or 1
+
+    @property
+    def in_order(self) -> list[tuple[Stage, int, int]]:
+        """Returns (stage, low, high) for each range of layers, in the order of the model: chunk by chunk."""
+        return [(stage, *stage.layers[chunk]) for chunk in range(self.chunks) for stage in self.stages]
+
+    @property
+    def tensor(self) -> int:
+        """Returns over how many ranks tensors are divided where that is most."""
+        return max(part.tensor for stage in self.stages for part in stage.parts)
 
     @property
     def ranks(self) -> int:
         """Returns the number of devices of all stages."""
         return sum(stage.ranks for stage in self.stages)
-
-    def likely_s(self, machines: Machines, step_s: float) -> tuple[float, float]:
-        """Returns the seconds between which nine of ten steps lie that are predicted to take `step_s` here."""
-        used = {part.pool for stage in self.stages for part in stage.parts}
-        one_host = len({machines.pools[n].host.name for n in used}) == 1
-        one_host = one_host and self.ranks <= max(machines.pools[n].on_host for n in used)
-        return interval_s(step_s, ONE_HOST if one_host else SEVERAL_HOSTS)
 
     @property
     def batch(self) -> int:
@@ -122,21 +176,30 @@ class Spread(msgspec.Struct, frozen=True):
 
     def summary(self) -> str:
         """Returns one line: 8 stages x 12 data x 8 tensor, 2 chunks, 96 micro-batches of 2 rows, ..."""
+        if self.replicated:
+            return f"{counted(self.ranks, 'device')} that all compute everything"
         stages = self.stages
         tensors = sorted({part.tensor for stage in stages for part in stage.parts})
         datas = sorted({stage.replicas for stage in stages})
-        rows = sorted({part.rows for stage in stages for part in stage.parts})
+        rows = sorted({part.rows for stage in stages for part in stage.parts if part.rows})
         text = (
             f"{len(stages)} pipeline x {_span(datas)} data x {_span(tensors)} tensor on {counted(self.ranks, 'device')}"
         )
-        text += f", {counted(self.micro_batches, 'micro-batch', 'es')} of {_span(rows)} row{'s' * (rows != [1])}"
+        if self.micro_batches:
+            text += f", {counted(self.micro_batches, 'micro-batch', 'es')}"
+        if rows:
+            text += f" of {_span(rows)} row{'s' * (rows != [1])}"
+        elif self.shares:
+            text += f", rows {'+'.join(map(str, self.shares))}"
+        if self.split:
+            text += f", tensors from {', '.join(self.split)} on"
         if self.chunks > 1:
             text += f", {self.chunks} chunks"
         text += "".join(f", {one} recompute{where}" for one, where in self._recompute_where())
         if self.sequence_parallel and tensors != [1]:
             text += ", sequence parallel"
         text += f", ZeRO {self.zero}" if self.zero else ""
-        return text + {"none": "", "state": ", state offloaded", "all": ", weights and state offloaded"}[self.offload]
+        return text + _OFFLOADED[self.offload]
 
     def _recompute_where(self) -> list[tuple[str, str]]:
         """Returns what is computed again, and in which stages, if not in all."""
@@ -152,6 +215,19 @@ class Spread(msgspec.Struct, frozen=True):
                 text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(runs, ends))
                 found.append((kind, f" in stage{'s' * (len(own) > 1)} {text}"))
         return found
+
+
+class ChosenStrategy(msgspec.Struct, frozen=True):
+    """A strategy that a program runs under, and what was predicted when it was chosen.
+
+    Attributes:
+        step_s: seconds of a step; 0: not known.
+        held_bytes: of the rank that holds most; 0: not known.
+    """
+
+    strategy: ParallelStrategy
+    step_s: float = 0.0
+    held_bytes: int = 0
 
 
 def expert_ranks(experts: int, replicas: int) -> int:
