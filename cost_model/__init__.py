@@ -9,11 +9,11 @@ The data, from hardware to prediction (every value is a frozen struct; units are
     Group                              kernels.collectives   ranks, how many share a host, what they share -> seconds
     Rates                              kernels.compute       one kernel -> seconds: roofline with a curve of size
     Tasks, Timeline                    simulator             discrete events: what runs where, after what, for how long
-    Transformer, Parallel              analytic.transformer  a model by hyper-parameters, how a job spreads it evenly
+    Transformer                        analytic.transformer  a model by hyper-parameters
     Stack                              analytic.stacks       habits of training software
     Matmul, Streaming, Attention       analytic.transformer_kernels  what one rank runs for one layer
     LayerCosts, Model                  analytic.layer_costs  seconds and bytes of any range of layers on a kind of rank
-    ParallelStrategy, Stage, Part                analytic.strategy       stages on devices, equal or not
+    ParallelStrategy, Stage, Degrees   whale.ir.strategy     stages on devices, equal or not; how a job says equal ones
     StageCost, Evaluation              analytic.evaluate     what a strategy takes, the one place where that is said
     Prediction                         analytic.predict      a job's step: time, bubble, exposed communication, memory
     Profile                            analytic.layer_profile  measured layers, instead of formulas

@@ -1,7 +1,7 @@
 """Reads job files and reports predictions for them: a model by hyper-parameters, its strategy and software, as YAML.
 
-model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200} plan: {tensor: 8, pipeline: 16, data:
-8, micro_batch: 1, global_batch: 1536, recompute: full} software: megatron-2022
+model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200} plan: {tensor: 8, stages: 16, data:
+8, micro_batch: 1, batch: 1536, recompute: full} software: megatron-2022
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from cost_model.analytic.evaluate import likely_s
 from cost_model.analytic.layer_profile import Profile
 from cost_model.analytic.predict import Prediction, predict
 from cost_model.analytic.stacks import stack
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import Transformer
 from cost_model.cluster import yaml_files
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
+from whale.ir.strategy import Degrees
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training job."""
 
     model: Transformer
-    plan: Parallel
+    plan: Degrees
     software: str = "megatron-2022"
 
     def predict(self, cluster: Cluster, profile: Profile | None = None) -> Prediction:
@@ -41,8 +42,8 @@ def read(path: str | Path) -> Job:
 def report(job: Job, cluster: Cluster, found: Prediction) -> str:
     """Returns what a person reads: the step's time by parts, speed, and the memory of each kind of stage."""
     plan, model = job.plan, job.model
-    useful = model.step_flops(plan.global_batch) / found.step_s / plan.ranks
-    tokens = plan.global_batch * model.sequence
+    useful = model.step_flops(plan.batch) / found.step_s / plan.ranks
+    tokens = plan.batch * model.sequence
     lines = [
         f"{model.parameters / 1e9:.2f} billion parameters on {plan.ranks} devices of {cluster.name}",
         f"step       {_seconds(found.step_s)}  ({_likely(cluster, found)})",

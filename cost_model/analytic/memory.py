@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cost_model.analytic.kernel_costs import CHANNELS
 from cost_model.analytic.layer_costs import LayerCosts
 from cost_model.analytic.stacks import Stack
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.analytic.transformer_kernels import expert_rows
 from whale.ir.strategy import DeviceGroup, Offload
 
@@ -48,13 +48,13 @@ class Footprint:
         return held * (1 + FRAGMENTATION) + self.base_bytes
 
 
-def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
+def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     """Returns what one layer keeps of one micro-batch for its backward pass (bytes; formulas for half precision).
 
     s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with
     selective recompute or fused attention; 2 s b h with full recompute.
     """
-    sbh = float(t.sequence * p.micro_batch * t.hidden)
+    sbh = float(t.sequence * p.rows * t.hidden)
     w = p.tensor
     e = stack.element_bytes
     if p.recompute == "full":
@@ -72,22 +72,20 @@ def layer_activation_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
     return sbh * (linear + scores) + max(0.0, routed)
 
 
-def working_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
+def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     """Returns what the layer in progress needs besides: all its activations when they are recomputed, or its gradients.
 
     These are two tensors of s b h: the gradient that came and the one that goes.
     """
     if p.recompute != "full":
-        return 2.0 * stack.element_bytes * t.sequence * p.micro_batch * t.hidden
-    plain = Parallel(
-        tensor=p.tensor, micro_batch=p.micro_batch, global_batch=p.micro_batch, sequence_parallel=p.sequence_parallel
-    )
+        return 2.0 * stack.element_bytes * t.sequence * p.rows * t.hidden
+    plain = LayerShare(tensor=p.tensor, rows=p.rows, sequence_parallel=p.sequence_parallel)
     return layer_activation_bytes(t, plain, stack)
 
 
-def head_bytes(t: Transformer, p: Parallel, stack: Stack) -> float:
+def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     """Returns the bytes of the logits, and of what the loss keeps or makes of them."""
-    return stack.logit_bytes * t.sequence * p.micro_batch * t.vocabulary / p.tensor
+    return stack.logit_bytes * t.sequence * p.rows * t.vocabulary / p.tensor
 
 
 def state_bytes(

@@ -15,14 +15,14 @@ from cost_model.analytic.layer_profile import Profile
 from cost_model.analytic.memory import Footprint
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.stage_costs import fully_sharded
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from cost_model.cluster.rank_locations import pool_runs
 from cost_model.simulator import Tasks, Timeline, memory_curve, simulate
 from whale.errors import PlanError
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, even_chunks
+from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, even_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Prediction:
         return memory_curve(self.tasks, self.timeline, [stage])
 
 
-def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster, profile: Profile | None = None) -> Prediction:
+def predict(t: Transformer, p: Degrees, stack: Stack, cluster: Cluster, profile: Profile | None = None) -> Prediction:
     """Simulates one step; measurements of a profile take the place of the formulas for layers.
 
     Raises:
@@ -98,7 +98,7 @@ def predict(t: Transformer, p: Parallel, stack: Stack, cluster: Cluster, profile
     )
 
 
-def _check(t: Transformer, p: Parallel, profile: Profile | None) -> None:
+def _check(t: Transformer, p: Degrees, profile: Profile | None) -> None:
     """Raises PlanError if the plan does not fit the model, or is one that no formula is known for."""
     if t.heads % p.tensor or t.hidden % p.tensor:
         raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
@@ -112,15 +112,15 @@ def _check(t: Transformer, p: Parallel, profile: Profile | None) -> None:
         return
     if profile:
         raise PlanError("fully sharded data parallelism is predicted by formulas only", given="a profile")
-    if p.tensor > 1 or p.pipeline > 1:
+    if p.tensor > 1 or p.stages > 1:
         raise PlanError(
             "fully sharded data parallelism is predicted alone",
-            given=f"{p.tensor} tensor-parallel ranks, {p.pipeline} stages",
-            expected="tensor = pipeline = 1 with zero >= 2",
+            given=f"{p.tensor} tensor-parallel ranks, {p.stages} stages",
+            expected="tensor = stages = 1 with zero >= 2",
         )
 
 
-def even_strategy(layers: int, p: Parallel, machines: Machines, dtype: str) -> ParallelStrategy:
+def even_strategy(layers: int, p: Degrees, machines: Machines, dtype: str) -> ParallelStrategy:
     """Lays a job's stages on a cluster's pools: neighbours are tensor-parallel, then data-parallel, then stages.
 
     A tensor-parallel group whose ranks are of several kinds counts as one of the slowest of them.
@@ -137,7 +137,7 @@ def even_strategy(layers: int, p: Parallel, machines: Machines, dtype: str) -> P
         return min(pools, key=lambda pool: pool.device.peak_flops_per_s(dtype) * pool.entry.share).number
 
     stages = []
-    for stage, chunks in enumerate(even_chunks(layers, p.pipeline, p.chunks)):
+    for stage, chunks in enumerate(even_chunks(layers, p.stages, p.chunks)):
         replicas: dict[int, int] = {}
         for replica in range(stage * p.data, (stage + 1) * p.data):
             rank = replica * p.tensor

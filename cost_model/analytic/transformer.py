@@ -1,4 +1,4 @@
-"""Describes a decoder-only transformer by its hyper-parameters, and how a job spreads it over equal ranks."""
+"""Describes a decoder-only transformer by its hyper-parameters, and what one rank has of a layer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from whale.errors import PlanError
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Count, Recompute
 
-Count = Annotated[int, Meta(ge=1)]  # files are checked by it, values made by hand in __post_init__
 Amount = Annotated[int, Meta(ge=0)]
-MOST_MICRO_BATCHES = 100_000  # of a replica, whose schedule is written out
 # Of Adam per parameter: a float32 copy of it and two moments (Rajbhandari et al., "ZeRO", SC 2020, section 3).
 OPTIMIZER_BYTES = 12
 COPY_BYTES = 4  # of them, the copy in float32
@@ -97,50 +95,18 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return factor * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v
 
 
-class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A job's even strategy. Ranks: tensor innermost, then data, then pipeline, as Megatron-LM numbers them."""
+class LayerShare(msgspec.Struct, frozen=True):
+    """What one rank has of a layer: a part of its tensors, rows, and of its experts.
 
-    tensor: Count = 1
-    pipeline: Count = 1
-    data: Count = 1
-    chunks: Count = 1
-    micro_batch: Count = 1
-    global_batch: Count = 1
+    Attributes:
+        tensor: ranks that divide tensors; rows: of a micro-batch; experts: ranks that divide a layer's experts.
+    """
+
+    tensor: int = 1
+    rows: int = 1
     recompute: Recompute = "none"
     sequence_parallel: bool = False
-    zero: Annotated[int, Meta(ge=0, le=3)] = 0
-    schedule: str = "1f1b"
-    experts: Count = 1  # ranks that divide a layer's experts
-
-    def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data", "chunks", "micro_batch", "global_batch", "experts"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} must be positive", given=getattr(self, name))
-        if self.recompute not in ("none", "selective", "full"):
-            raise PlanError("there is no such recompute", given=self.recompute, expected="none, selective or full")
-        if self.global_batch % (self.data * self.micro_batch):
-            raise PlanError(
-                "the global batch is not a multiple of data-parallel ranks x micro-batch",
-                given=f"{self.global_batch}, {self.data} x {self.micro_batch}",
-                action="change the micro-batch size",
-            )
-        if self.micro_batches > MOST_MICRO_BATCHES:
-            raise PlanError(
-                "a replica has more micro-batches in a step than a schedule can be made of",
-                given=f"{self.micro_batches}: {self.global_batch} rows, {self.data} x {self.micro_batch} at a time",
-                expected=f"{MOST_MICRO_BATCHES} at most",
-                action="change the global batch or the micro-batch size",
-            )
-
-    @property
-    def ranks(self) -> int:
-        """Returns the number of the job's devices."""
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def micro_batches(self) -> int:
-        """Returns the number of micro-batches of one replica in a step."""
-        return self.global_batch // (self.data * self.micro_batch)
+    experts: int = 1
 
 
 def padded_vocabulary(words: int, tensor: int = 1) -> int:

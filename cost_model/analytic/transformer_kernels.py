@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost_model.analytic.stacks import Stack
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import LayerShare, Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,16 @@ ATTENTION_BACKWARD = 2.5
 NORM_BACKWARD = 2.5
 
 
-def _attention_flops(t: Transformer, p: Parallel) -> float:
+def _attention_flops(t: Transformer, p: LayerShare) -> float:
     """Returns the FLOPs of one rank's heads: two products of 2 s s d each, of which a causal mask skips half."""
     heads = max(1, t.heads // p.tensor)
-    return 2 * 2.0 * p.micro_batch * heads * t.sequence * t.sequence * (t.hidden // t.heads) / 2
+    return 2 * 2.0 * p.rows * heads * t.sequence * t.sequence * (t.hidden // t.heads) / 2
 
 
-def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def _core_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of scores, softmax, dropout, context: what selective recompute repeats."""
     e = stack.element_bytes
-    b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
+    b, s, d = p.rows, t.sequence, t.hidden // t.heads
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
         return [Attention("attention", _attention_flops(t, p), s)]
@@ -85,9 +85,9 @@ def _core_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     return [*ops, Matmul("context", s, d, s, b * heads)]
 
 
-def _core_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def _core_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     e = stack.element_bytes
-    b, s, d = p.micro_batch, t.sequence, t.hidden // t.heads
+    b, s, d = p.rows, t.sequence, t.hidden // t.heads
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
         return [Attention("attention gradient", ATTENTION_BACKWARD * _attention_flops(t, p), s)]
@@ -99,10 +99,10 @@ def _core_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     return [*ops, Matmul("scores: left", s, d, s, b * heads), Matmul("scores: right", s, d, s, b * heads)]
 
 
-def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of one layer's forward pass on one rank, in order."""
     e = stack.element_bytes
-    T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
+    T, h, f, w = p.rows * t.sequence, t.hidden, t.inner, p.tensor
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole  # what normalisations, dropouts and residual sums work on
     drop = (3 * e + (1 if stack.dropout else 0)) * own
@@ -130,10 +130,10 @@ def layer_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     ]
 
 
-def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of one layer's backward pass on one rank, with what recompute repeats, in order."""
     e = stack.element_bytes
-    T, h, f, w = p.micro_batch * t.sequence, t.hidden, t.inner, p.tensor
+    T, h, f, w = p.rows * t.sequence, t.hidden, t.inner, p.tensor
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole
     # Gradient of the dropout, and of the bias before it. Without dropout nothing is left of it: the sum copies nothing.
@@ -180,31 +180,31 @@ def layer_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     ]
 
 
-def expert_rows(t: Transformer, p: Parallel) -> tuple[int, int]:
+def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
     """Returns (tokens of one expert, experts of a rank) if tokens spread evenly; without experts (all tokens, 1)."""
-    tokens = p.micro_batch * t.sequence
+    tokens = p.rows * t.sequence
     if not t.experts:
         return tokens, 1
     return -(-tokens * t.top * p.experts // t.experts), max(1, t.experts // p.experts)
 
 
-def _routing(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def _routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the choice of experts, and the copies (read, write) of tokens to where they are sent from and put back."""
     e = stack.element_bytes
     if not t.experts:
         return []
-    tokens = p.micro_batch * t.sequence
+    tokens = p.rows * t.sequence
     copied = 2.0 * 2 * e * tokens * t.top * t.hidden
     return [Matmul("router", tokens, t.experts, t.hidden, weights=True), Streaming("dispatch, combine", copied, 2)]
 
 
-def _enter(p: Parallel, elements: float, stack: Stack) -> list[Op]:
+def _enter(p: LayerShare, elements: float, stack: Stack) -> list[Op]:
     """Lists what comes before a column-parallel product: nothing, or the gather of the sequence."""
     e = stack.element_bytes
     return [Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []
 
 
-def _leave(p: Parallel, elements: float, stack: Stack) -> list[Op]:
+def _leave(p: LayerShare, elements: float, stack: Stack) -> list[Op]:
     """Lists what comes after a row-parallel product: the sum, whole or scattered over the sequence."""
     e = stack.element_bytes
     if p.tensor == 1:
@@ -212,7 +212,7 @@ def _leave(p: Parallel, elements: float, stack: Stack) -> list[Op]:
     return [Collective("sum", "reduce_scatter" if p.sequence_parallel else "all_reduce", e * elements)]
 
 
-def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
+def _back(p: LayerShare, elements: float, stack: Stack, weight: str) -> list[Op]:
     """Lists a column-parallel product's sum of input gradients, which some stacks hide behind the weight's gradient."""
     e = stack.element_bytes
     if p.tensor == 1:
@@ -221,7 +221,7 @@ def _back(p: Parallel, elements: float, stack: Stack, weight: str) -> list[Op]:
     return [Collective("sum of gradients", kind, e * elements, (weight,) if stack.hides_tensor_parallel else ())]
 
 
-def _regather(p: Parallel, elements: float, stack: Stack, product: str) -> list[Op]:
+def _regather(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:
     """Lists the gathers of a product's operand (or output's gradient) in a sequence-parallel backward pass.
 
     Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input,
@@ -250,10 +250,10 @@ def _accumulate(bytes_per_parameter: float, parameters: float) -> list[Op]:
     return [Streaming("accumulate", bytes_per_parameter * parameters)] if bytes_per_parameter else []
 
 
-def embedding_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def embedding_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of the embedding: rows of the (split) table, their sum over ranks, positions, dropout."""
     e = stack.element_bytes
-    elements = float(p.micro_batch * t.sequence * t.hidden)
+    elements = float(p.rows * t.sequence * t.hidden)
     return [
         Streaming("rows", 2 * e * elements, 4),
         *_leave(p, elements, stack),
@@ -261,10 +261,10 @@ def embedding_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     ]
 
 
-def embedding_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def embedding_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels that add gradients of rows into a dense gradient of the table, which is zeroed first."""
     e = stack.element_bytes
-    elements = float(p.micro_batch * t.sequence * t.hidden)
+    elements = float(p.rows * t.sequence * t.hidden)
     table = float(t.vocabulary) * t.hidden / p.tensor
     return [
         *([Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []),
@@ -272,9 +272,9 @@ def embedding_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     ]
 
 
-def head_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def head_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the head's kernels: last normalisation, logits over the (split) vocabulary, cross-entropy in float32."""
-    T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
+    T, v = p.rows * t.sequence, t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     ops: list[Op] = [
         Streaming("last norm", stack.norm_bytes * (whole / p.tensor if p.sequence_parallel else whole)),
@@ -290,9 +290,9 @@ def head_forward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     return ops
 
 
-def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
+def head_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of the gradients of the loss, of both operands of the logits, and of the last normalisation."""
-    T, v = p.micro_batch * t.sequence, t.vocabulary // p.tensor
+    T, v = p.rows * t.sequence, t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     return [
         Streaming("loss gradient", stack.loss_backward_bytes * T * v, 4),
@@ -304,11 +304,11 @@ def head_backward(t: Transformer, p: Parallel, stack: Stack) -> list[Op]:
     ]
 
 
-def edges_forward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
+def edges_forward(t: Transformer, p: LayerShare, stack: Stack, first: bool, last: bool) -> list[Op]:
     """Lists a chunk's forward pass besides its layers: the embedding of the first one, the head of the last one."""
     return [*(embedding_forward(t, p, stack) if first else []), *(head_forward(t, p, stack) if last else [])]
 
 
-def edges_backward(t: Transformer, p: Parallel, stack: Stack, first: bool, last: bool) -> list[Op]:
+def edges_backward(t: Transformer, p: LayerShare, stack: Stack, first: bool, last: bool) -> list[Op]:
     """Lists the backward pass of a chunk besides its layers."""
     return [*(head_backward(t, p, stack) if last else []), *(embedding_backward(t, p, stack) if first else [])]

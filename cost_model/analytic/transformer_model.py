@@ -11,7 +11,7 @@ from cost_model.analytic.layer_costs import Edge, LayerCosts, sums
 from cost_model.analytic.layer_profile import MeasuredLayer, Profile
 from cost_model.analytic.memory import head_bytes, layer_activation_bytes, working_bytes
 from cost_model.analytic.stacks import Stack
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_gather_s, point_to_point_s
 from whale.ir.strategy import Recompute, expert_ranks
@@ -57,10 +57,9 @@ class TransformerModel:
     ) -> LayerCosts:
         t, stack, L = self.transformer, self.stack, self.count
         ways = self.expert_ranks or expert_ranks(t.experts, replicas)
-        p = Parallel(
+        p = LayerShare(
             tensor=tensor,
-            micro_batch=rows,
-            global_batch=rows,
+            rows=rows,
             recompute=recompute,  # type: ignore[arg-type]
             sequence_parallel=sequence_parallel,
             experts=ways,
@@ -106,7 +105,7 @@ class TransformerModel:
             edges=(first, last),
         )
 
-    def _edges(self, p: Parallel, on: Rank) -> tuple[Edge, Edge]:
+    def _edges(self, p: LayerShare, on: Rank) -> tuple[Edge, Edge]:
         """Returns the embedding with positions, and the head, which has a copy of the embedding's weights."""
         t, stack = self.transformer, self.stack
         table = t.embedding_parameters / p.tensor

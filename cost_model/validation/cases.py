@@ -11,12 +11,12 @@ from typing import cast
 
 from cost_model.analytic.predict import Prediction, predict
 from cost_model.analytic.stacks import stack
-from cost_model.analytic.transformer import Parallel, Transformer, padded_vocabulary
+from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.cluster import cluster_file as cluster
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.validation.division import Division, completed
 from whale.errors import PlanError, ProgramError
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Degrees, Recompute
 
 GPT2_VOCABULARY = 50257  # words of GPT-2's tokenizer, which vTrain's models have
 FOLDER = Path(__file__).resolve().parent
@@ -31,7 +31,7 @@ class Case:
     size: str
     measured_s: float
     model: Transformer
-    parallel: Parallel
+    parallel: Degrees
     stack: str
     cluster: str
 
@@ -74,7 +74,7 @@ def _megatron(row: Mapping[str, str]) -> Case:
     model, division = _model(row), _megatron_row(row)
     parallel, assumed = completed(division, model, "megatron-2021", published_cluster("selene"))
     # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh).
-    work = model.step_flops(parallel.global_batch, "full")
+    work = model.step_flops(parallel.batch, "full")
     seconds = work / (int(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
     return Case(
         f"{row['params_B']}B {_plan(parallel)}{assumed}",
@@ -115,7 +115,7 @@ def _number(text: str) -> int | None:
 
 
 def _recompute(text: str) -> Recompute:
-    """Parses a kind of recompute, "none" where blank; `Parallel` refuses what is none."""
+    """Parses a kind of recompute, "none" where blank; `Degrees` refuses what is none."""
     return cast(Recompute, text.strip().lower() or "none")
 
 
@@ -174,15 +174,15 @@ def _mosaic(row: Mapping[str, str]) -> Case:
     hidden, heads, layers = MPT[name]
     sharding = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}[row["Sharding Strategy"].strip().upper()]
     devices, micro_batch = int(row["# GPUs"]), int(row["MicroBatchSize"])
-    parallel = Parallel(
+    parallel = Degrees(
         data=devices,
         micro_batch=micro_batch,
-        global_batch=devices * micro_batch * int(row["GradAccum"]),
+        batch=devices * micro_batch * int(row["GradAccum"]),
         recompute="full" if row["Activation Checkpointing"].strip() == "True" else "none",
         zero=sharding,
     )
     model = Transformer(layers, hidden, heads, int(row["SeqLen (T)"]), MPT_VOCABULARY)
-    tokens = parallel.global_batch * model.sequence
+    tokens = parallel.batch * model.sequence
     software = "composer-fp8" if "fp8" in row["Precision"] else "composer-bf16"
     software += "-pure" if row["MP Mode"].strip() == "PURE" else ""
     label = f"{row['GPU']} {name} s{model.sequence} x{devices} b{micro_batch}x{row['GradAccum']}"
@@ -192,8 +192,8 @@ def _mosaic(row: Mapping[str, str]) -> Case:
     return Case(label, name, tokens / float(row["Throughput (T/s)"]), model, parallel, software, where)
 
 
-def _plan(p: Parallel) -> str:
-    text = f"t{p.tensor} p{p.pipeline} d{p.data}"
+def _plan(p: Degrees) -> str:
+    text = f"t{p.tensor} p{p.stages} d{p.data}"
     text += f" v{p.chunks}" if p.chunks > 1 else ""
     return f"{text} b{p.micro_batch}x{p.micro_batches}" + (f" {p.recompute}" if p.recompute != "none" else "")
 

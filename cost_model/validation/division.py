@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from cost_model.analytic.job import too_large
 from cost_model.analytic.predict import predict
 from cost_model.analytic.stacks import stack
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import Transformer
 from cost_model.cluster.cluster_file import Cluster
 from whale.errors import PlanError, WhaleError
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Degrees, Recompute
 
 NAMES = ("t", "p", "d", "v", "b")  # as labels have them
 TENSORS = (1, 2, 4, 8)  # that are assumed where a row names none: no more than a host has devices
@@ -36,7 +36,7 @@ class Division:
     zero: int = 0
 
 
-def completed(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Parallel, str]:
+def completed(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, str]:
     """Returns the division, and text that says what of it was assumed (empty: nothing).
 
     Raises:
@@ -47,7 +47,7 @@ def completed(row: Division, model: Transformer, software: str, where: Cluster) 
         data = row.devices // (tensor * pipeline)  # type: ignore[operator]
     if None not in (tensor, pipeline, data, rows) and (chunks is not None or pipeline == 1):
         return _parallel(row, (tensor, pipeline, data, chunks or 1, rows)), ""
-    best: tuple[float, Parallel] | None = None
+    best: tuple[float, Degrees] | None = None
     for sizes in _legal(row, model):
         try:
             parallel = _parallel(row, sizes)
@@ -63,19 +63,19 @@ def completed(row: Division, model: Transformer, software: str, where: Cluster) 
             expected="sizes that divide the devices, the layers and the batch, and fit into memory",
         )
     p = best[1]
-    chosen = zip(NAMES, row.sizes, (p.tensor, p.pipeline, p.data, p.chunks, p.micro_batch))
+    chosen = zip(NAMES, row.sizes, (p.tensor, p.stages, p.data, p.chunks, p.micro_batch))
     return p, " (assumed: " + " ".join(f"{name}{value}" for name, known, value in chosen if known is None) + ")"
 
 
-def _parallel(row: Division, sizes: tuple[int | None, ...]) -> Parallel:
+def _parallel(row: Division, sizes: tuple[int | None, ...]) -> Degrees:
     tensor, pipeline, data, chunks, rows = (int(size or 1) for size in sizes)
-    return Parallel(
+    return Degrees(
         tensor=tensor,
-        pipeline=pipeline,
+        stages=pipeline,
         data=data,
         chunks=chunks,
         micro_batch=rows,
-        global_batch=row.batch,
+        batch=row.batch,
         recompute=row.recompute,
         sequence_parallel=row.sequence_parallel,
         zero=row.zero,

@@ -34,7 +34,7 @@ hosts:
 """
 JOB = """\
 model: {layers: 4, hidden: 256, heads: 4, sequence: 128, vocabulary: 1024}
-plan: {tensor: 1, pipeline: 1, data: 2, micro_batch: 1, global_batch: 8}
+plan: {tensor: 1, stages: 1, data: 2, micro_batch: 1, batch: 8}
 software: megatron-2022
 """
 OFFERS = "offers:\n  - {name: one, cluster: cluster.yaml, price_per_hour: 2.0}\n"

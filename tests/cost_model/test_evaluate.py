@@ -14,7 +14,7 @@ from cost_model.analytic.predict import even_strategy, predict
 from cost_model.analytic.sharded import ShardedUnit
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.stage_costs import stage_cost
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.cluster_file import Cluster
@@ -22,7 +22,7 @@ from cost_model.cluster.pools import Machines
 from cost_model.simulator import simulate
 from whale.errors import PlanError
 from whale.ir.schedule import live_micro_batches, schedule
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, even_chunks, live_chunks
+from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, even_chunks, live_chunks
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
 MOE = Transformer(layers=12, hidden=1024, heads=16, sequence=512, vocabulary=30720, experts=16, top=2)
@@ -83,7 +83,7 @@ def test_the_quick_cost_of_a_fully_sharded_stage_is_near_what_is_played(zero: in
 
 def test_a_fully_sharded_step_runs_at_the_pace_of_its_slower_ranks() -> None:
     a100, v100 = "{type: a100, count: 8}", "{type: v100, count: 8}"
-    plan = Parallel(data=16, micro_batch=2, global_batch=64, zero=3)
+    plan = Degrees(data=16, micro_batch=2, batch=64, zero=3)
     clusters = hosts(a100), hosts(v100), hosts(a100, v100, count=1)
     fast, slow, mixed = (predict(GPT, plan, SOFTWARE, where) for where in clusters)
     assert fast.step_s < slow.step_s == pytest.approx(mixed.step_s, rel=0.05)
@@ -93,17 +93,17 @@ def test_a_fully_sharded_step_runs_at_the_pace_of_its_slower_ranks() -> None:
 
 def test_ranks_lie_where_the_clusters_file_says() -> None:
     both = Machines(hosts("{type: a100, count: 8}", "{type: v100, count: 8}"))
-    strategy = even_strategy(24, Parallel(tensor=4, pipeline=2, data=3, global_batch=3), both, "float16")
+    strategy = even_strategy(24, Degrees(tensor=4, stages=2, data=3, batch=3), both, "float16")
     assert [stage.parts for stage in strategy.stages] == [
         (DeviceGroup(0, 4, 3, 1),),
         (DeviceGroup(0, 4, 1, 1), DeviceGroup(1, 4, 2, 1)),
     ]
     # A tensor-parallel group over two kinds of device is as slow as the slower one.
     machines = Machines(MIXED_HOSTS)
-    assert even_strategy(24, Parallel(tensor=8, data=2, global_batch=2), machines, "float16").stages[0].parts == (
+    assert even_strategy(24, Degrees(tensor=8, data=2, batch=2), machines, "float16").stages[0].parts == (
         DeviceGroup(1, 8, 2, 1),
     )
-    assert even_strategy(24, Parallel(tensor=4, data=4, global_batch=4), machines, "float16").stages[0].parts == (
+    assert even_strategy(24, Degrees(tensor=4, data=4, batch=4), machines, "float16").stages[0].parts == (
         DeviceGroup(0, 4, 2, 1),
         DeviceGroup(1, 4, 2, 1),
     )
@@ -134,12 +134,12 @@ def test_the_first_stage_sends_nothing_back_and_the_last_one_nothing_on() -> Non
 
 def test_schedules_that_take_backward_passes_apart_are_refused() -> None:
     with pytest.raises(PlanError, match="whole backward passes only"):
-        predict(GPT, Parallel(pipeline=2, global_batch=4, schedule="zb-h1"), SOFTWARE, LAB)
+        predict(GPT, Degrees(stages=2, batch=4, schedule="zb-h1"), SOFTWARE, LAB)
 
 
 JOB = """\
 model: {layers: 12, hidden: 1024, heads: 16, sequence: 512, vocabulary: 30720, experts: 16, top: 2, state_bytes: 4}
-plan: {data: 16, micro_batch: 2, global_batch: 128, experts: EXPERTS}
+plan: {data: 16, micro_batch: 2, batch: 128, experts: EXPERTS}
 """
 
 
@@ -166,7 +166,7 @@ def test_a_job_may_have_experts(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match="do not divide the experts"):
             predicted(experts)
     with pytest.raises(PlanError, match="do not divide the experts"):
-        predict(GPT, Parallel(data=2, global_batch=2, experts=2), SOFTWARE, LAB)
+        predict(GPT, Degrees(data=2, batch=2, experts=2), SOFTWARE, LAB)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4, 12])

@@ -18,7 +18,7 @@ from whale.errors import ClusterError
 SELENE = Path(job.__file__).parents[1] / "validation" / "clusters" / "selene.yaml"
 GPT3 = """\
 model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200}
-plan: {tensor: 8, pipeline: 16, data: 8, micro_batch: 1, global_batch: 1536, recompute: full}
+plan: {tensor: 8, stages: 16, data: 8, micro_batch: 1, batch: 1536, recompute: full}
 """
 
 
@@ -43,7 +43,7 @@ def test_a_job_is_predicted_and_printed(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_job_that_does_not_fit_says_where_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(tmp_path, GPT3.replace("pipeline: 16", "pipeline: 2")) == 1
+    assert simulate(tmp_path, GPT3.replace("stages: 16", "stages: 2")) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"does not fit: stage 1 on a100-sxm-80gb lacks \d+\.\d GiB", last)
 
@@ -51,7 +51,7 @@ def test_a_job_that_does_not_fit_says_where_and_by_how_much(tmp_path: Path, caps
 def test_sharded_jobs_have_one_kind_of_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = """\
 model: {layers: 32, hidden: 4096, heads: 32, sequence: 2048, vocabulary: 50368}
-plan: {data: 16, micro_batch: 4, global_batch: 128, zero: 3}
+plan: {data: 16, micro_batch: 4, batch: 128, zero: 3}
 software: composer-bf16
 """
     assert simulate(tmp_path, text) == 0
@@ -66,7 +66,7 @@ software: composer-bf16
         ("recompute: full", "recompute: some", "job.yaml:2, key plan.recompute: invalid enum value 'some'"),
         ("data: 8", "data: -8", "job.yaml:2, key plan.data: expected `int` >= 1"),
         ("data: 8", "data: 7", "the global batch is not a multiple"),
-        ("global_batch: 1536", "global_batch: 8000000000", "more micro-batches in a step than a schedule"),
+        ("batch: 1536", "batch: 8000000000", "more micro-batches in a step than a schedule"),
         ("model:", "software: megatron-2020\nmodel:", "there is no such software stack"),
         ("plan:", "plans:", "unknown field `plans`|missing required field `plan`"),
     ],

@@ -9,13 +9,14 @@ from cost_model.analytic import predict
 from cost_model.analytic.layer_costs import LayerCosts
 from cost_model.analytic.memory import layer_activation_bytes, states
 from cost_model.analytic.stacks import Stack, stack
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.analytic.transformer_kernels import Collective, Matmul, layer_backward, layer_forward
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
 from cost_model.hardware import catalogue
 from whale.errors import ClusterError, PlanError
+from whale.ir.strategy import Degrees
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
 MEGATRON = stack("megatron-2021")
@@ -24,35 +25,37 @@ LAB = cluster_file.parse(
     "hosts: [{name: a, count: 16, devices: [{type: a100, count: 8}], networks: {f: {nics: 8}}}]"
 )
 PLANS = [
-    Parallel(micro_batch=2, global_batch=64),
-    Parallel(data=16, micro_batch=2, global_batch=64),
-    Parallel(tensor=8, micro_batch=2, global_batch=64, recompute="full"),
-    Parallel(tensor=2, data=4, micro_batch=2, global_batch=64, sequence_parallel=True, recompute="selective"),
-    Parallel(tensor=4, pipeline=4, data=2, micro_batch=2, global_batch=64),
-    Parallel(tensor=2, pipeline=4, chunks=3, data=2, micro_batch=2, global_batch=64),
-    Parallel(data=16, micro_batch=2, global_batch=64, zero=3),
-    Parallel(data=16, micro_batch=2, global_batch=64, zero=1),
+    Degrees(micro_batch=2, batch=64),
+    Degrees(data=16, micro_batch=2, batch=64),
+    Degrees(tensor=8, micro_batch=2, batch=64, recompute="full"),
+    Degrees(tensor=2, data=4, micro_batch=2, batch=64, sequence_parallel=True, recompute="selective"),
+    Degrees(tensor=4, stages=4, data=2, micro_batch=2, batch=64),
+    Degrees(tensor=2, stages=4, chunks=3, data=2, micro_batch=2, batch=64),
+    Degrees(data=16, micro_batch=2, batch=64, zero=3),
+    Degrees(data=16, micro_batch=2, batch=64, zero=1),
 ]
 
 
-def on(plan: Parallel, where=LAB, model=GPT, software=MEGATRON) -> predict.Prediction:
+def on(plan: Degrees, where=LAB, model=GPT, software=MEGATRON) -> predict.Prediction:
     return predict.predict(model, plan, software, where)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_parts_make_the_step(plan: Parallel) -> None:
+def test_parts_make_the_step(plan: Degrees) -> None:
     found = on(plan)
     parts = found.compute_s + found.exposed_communication_s + found.bubble_s + found.update_s
     assert found.step_s == pytest.approx(parts, rel=0.01, abs=0.012)
     assert min(found.compute_s, found.exposed_communication_s, found.bubble_s, found.update_s) >= 0
-    assert found.compute_s >= GPT.step_flops(plan.global_batch) / plan.ranks / 312e12
+    assert found.compute_s >= GPT.step_flops(plan.batch) / plan.ranks / 312e12
 
 
 def test_one_device_has_no_communication() -> None:
     found = on(PLANS[0])
     assert found.bubble_s == 0
     assert found.exposed_communication_s == pytest.approx(0, abs=1e-9)
-    assert not any(isinstance(op, Collective) for op in layer_forward(GPT, PLANS[0], MEGATRON))
+    assert not any(
+        isinstance(op, Collective) for op in layer_forward(GPT, LayerShare(rows=PLANS[0].micro_batch), MEGATRON)
+    )
 
 
 def test_rings_without_a_common_adapter_leave_hosts_from_far_devices() -> None:
@@ -61,18 +64,18 @@ def test_rings_without_a_common_adapter_leave_hosts_from_far_devices() -> None:
     text += "- {name: a, count: 16, devices: [{type: a100, count: 8}], networks: {f: {nics: 4, far_gb_per_s: 6.1}}}"
     machines, adapter = Machines(cluster_file.parse(text)), catalogue.network("infiniband-hdr-200").bytes_per_s
 
-    def shared_by_groups(plan: Parallel, groups: int) -> float:
+    def shared_by_groups(plan: Degrees, groups: int) -> float:
         return machines.data_group(((0, plan.tensor, plan.data),)).host_bytes_per_s * groups / 4
 
     for tensor, rate in ((1, adapter), (2, 6.1e9), (4, 6.1e9), (8, adapter)):
-        assert shared_by_groups(Parallel(tensor=tensor, data=16, global_batch=16), tensor) == pytest.approx(rate)
+        assert shared_by_groups(Degrees(tensor=tensor, data=16, batch=16), tensor) == pytest.approx(rate)
     # A tensor-parallel group that spans hosts has neighbours; several stages do not change where its ranks are.
     assert machines.tensor_group(0, 16).host_bytes_per_s == pytest.approx(4 * adapter)
-    assert shared_by_groups(Parallel(tensor=4, pipeline=2, data=4, global_batch=4), 4) == pytest.approx(6.1e9)
+    assert shared_by_groups(Degrees(tensor=4, stages=2, data=4, batch=4), 4) == pytest.approx(6.1e9)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_twice_the_bandwidth_is_never_slower(plan: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twice_the_bandwidth_is_never_slower(plan: Degrees, monkeypatch: pytest.MonkeyPatch) -> None:
     before = on(plan).step_s
     fast = {name: msgspec.structs.replace(link, gb_per_s=2 * link.gb_per_s) for name, link in catalogue.links().items()}
     wide = {name: msgspec.structs.replace(net, gb_per_s=2 * net.gb_per_s) for name, net in catalogue.networks().items()}
@@ -85,14 +88,12 @@ def test_twice_the_bandwidth_is_never_slower(plan: Parallel, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharding(plan: Parallel) -> None:
-    peaks = [
-        on(msgspec.structs.replace(plan, micro_batch=m, global_batch=plan.data * 12 * m)).peak_bytes for m in (1, 2, 4)
-    ]
+def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharding(plan: Degrees) -> None:
+    peaks = [on(msgspec.structs.replace(plan, micro_batch=m, batch=plan.data * 12 * m)).peak_bytes for m in (1, 2, 4)]
     assert peaks == sorted(set(peaks))
     if plan.data > 1:
         sharded = [
-            on(msgspec.structs.replace(plan, tensor=1, pipeline=1, chunks=1, sequence_parallel=False, zero=z))
+            on(msgspec.structs.replace(plan, tensor=1, stages=1, chunks=1, sequence_parallel=False, zero=z))
             for z in range(4)
         ]
         totals = [
@@ -114,15 +115,15 @@ def test_activations_are_those_of_the_published_formula() -> None:
     # Korthikanti et al., 2022, table 2, for one layer of 22B: s b h (34 + 5 a s / h) without tensor parallelism.
     model = Transformer(48, 6144, 64, 2048, 51200)
     sbh = 2048 * 4 * 6144
-    plan = Parallel(micro_batch=4, global_batch=4)
+    plan = LayerShare(rows=4)
     assert layer_activation_bytes(model, plan, MEGATRON) == pytest.approx(sbh * (34 + 5 * 64 * 2048 / 6144))
-    split = Parallel(tensor=8, micro_batch=4, global_batch=4, sequence_parallel=True, recompute="selective")
+    split = LayerShare(tensor=8, rows=4, sequence_parallel=True, recompute="selective")
     assert layer_activation_bytes(model, split, MEGATRON) == pytest.approx(sbh * 34 / 8)
 
 
 def test_matrix_products_are_the_published_flops() -> None:
     # 24 B s h^2 (1 + s / 6h) forward, twice that backward, divided over tensor-parallel ranks (SC 2021, appendix).
-    plan = Parallel(tensor=4, micro_batch=2, global_batch=2)
+    plan = LayerShare(tensor=4, rows=2)
     forward = 24 * 2 * 1024 * 2048**2 * (1 + 1024 / (6 * 2048)) / 4
 
     def flops(ops) -> float:
@@ -140,7 +141,7 @@ def test_a_pipeline_runs_at_the_pace_of_its_slower_devices() -> None:
         for name, kind in (("a", "h100"), ("b", "{second}"))
     )
     times = [
-        on(Parallel(tensor=8, pipeline=2, global_batch=16), cluster_file.parse(text.format(second=second))).step_s
+        on(Degrees(tensor=8, stages=2, batch=16), cluster_file.parse(text.format(second=second))).step_s
         for second in ("h100", "a100", "v100")
     ]
     assert times == sorted(set(times))
@@ -148,20 +149,20 @@ def test_a_pipeline_runs_at_the_pace_of_its_slower_devices() -> None:
 
 def test_plans_that_cannot_be() -> None:
     with pytest.raises(ClusterError, match="needs 256 devices and the cluster lab has 128"):
-        on(Parallel(data=256, global_batch=256))
+        on(Degrees(data=256, batch=256))
     with pytest.raises(PlanError, match="do not divide the heads"):
-        on(Parallel(tensor=3, global_batch=1))
+        on(Degrees(tensor=3, batch=1))
     with pytest.raises(PlanError, match="more stages than layers"):
-        on(Parallel(pipeline=32, global_batch=32))
+        on(Degrees(stages=32, batch=32))
     with pytest.raises(PlanError, match="not a multiple"):
-        Parallel(data=3, global_batch=4)
+        Degrees(data=3, batch=4)
     with pytest.raises(PlanError, match="predicted alone"):
-        on(Parallel(tensor=2, data=4, global_batch=4, zero=3))
+        on(Degrees(tensor=2, data=4, batch=4, zero=3))
     with pytest.raises(PlanError, match="hidden must be positive"):
         Transformer(2, 0, 2, 8, 8)
     v100 = cluster_file.parse("name: old\nhosts: [{name: a, devices: [{type: v100}]}]")
     with pytest.raises(ClusterError, match="does not compute in bfloat16"):
-        on(Parallel(global_batch=1), v100, software=stack("composer-bf16"))
+        on(Degrees(batch=1), v100, software=stack("composer-bf16"))
     with pytest.raises(ClusterError, match="expected: megatron-202"):
         stack("megatron-2020")
 
@@ -170,9 +171,9 @@ def test_single_precision_doubles_what_is_held_and_needs_no_copy_of_weights() ->
     """V100 and P100 as in the first Whale paper: all but dropout's masks is twice as large, no copy of weights."""
     fp32 = stack("tensorflow-fp32")
     half = msgspec.structs.replace(fp32, dtype="float16")
-    model, plan = Transformer(24, 1024, 16, 128, 30720), Parallel(micro_batch=4, global_batch=4)
+    model = Transformer(24, 1024, 16, 128, 30720)
     masks = 4 * 128 * 1024 * (2 + 16 * 128 / 1024)
-    whole, halved = (layer_activation_bytes(model, plan, one) - masks for one in (fp32, half))
+    whole, halved = (layer_activation_bytes(model, LayerShare(rows=4), one) - masks for one in (fp32, half))
     assert whole == pytest.approx(2 * halved)
     devices = "{type: v100-sxm2-32gb}, {type: p100-pcie-16gb}"
     machines = Machines(cluster_file.parse(f"name: w\nhosts: [{{name: h, devices: [{devices}]}}]\n"))

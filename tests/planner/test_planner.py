@@ -9,13 +9,13 @@ from benchmarks.planner.instances import enumerate_best, instance
 from cost_model.analytic.evaluate import evaluate
 from cost_model.analytic.predict import predict
 from cost_model.analytic.stacks import stack
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
-from whale.ir.strategy import DeviceGroup, Stage
+from whale.ir.strategy import Degrees, DeviceGroup, Stage
 from whale.planner import ask
 from whale.planner.analytic_search import layer_profiles as tables
 from whale.planner.analytic_search.candidates import Constraints
@@ -69,12 +69,12 @@ def test_replicas_of_a_stage_divide_tensors_alike_since_only_that_runs():
 @pytest.mark.parametrize(
     "p",
     [
-        Parallel(data=4, micro_batch=2, global_batch=16),
-        Parallel(tensor=2, data=16, micro_batch=2, global_batch=64, sequence_parallel=True),
-        Parallel(tensor=8, pipeline=2, data=2, chunks=2, micro_batch=2, global_batch=32, recompute="full"),
-        Parallel(tensor=2, pipeline=4, data=4, chunks=2, global_batch=64, recompute="selective", zero=1),
-        Parallel(data=32, micro_batch=2, global_batch=192, zero=2),
-        Parallel(data=32, micro_batch=1, global_batch=32, zero=3, recompute="full"),
+        Degrees(data=4, micro_batch=2, batch=16),
+        Degrees(tensor=2, data=16, micro_batch=2, batch=64, sequence_parallel=True),
+        Degrees(tensor=8, stages=2, data=2, chunks=2, micro_batch=2, batch=32, recompute="full"),
+        Degrees(tensor=2, stages=4, data=4, chunks=2, batch=64, recompute="selective", zero=1),
+        Degrees(data=32, micro_batch=2, batch=192, zero=2),
+        Degrees(data=32, micro_batch=1, batch=32, zero=3, recompute="full"),
     ],
 )
 def test_a_uniform_spread_is_predicted_as_a_job(p):
@@ -88,13 +88,13 @@ def test_a_uniform_spread_is_predicted_as_a_job(p):
             "   networks: {f: {nics: 4, far_gb_per_s: 6.1}}}\n"
         )
     )
-    fixed = Constraints(p.pipeline, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks)
-    found = search(TransformerModel(t, software, machines), machines, p.global_batch, fixed)
+    fixed = Constraints(p.stages, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks)
+    found = search(TransformerModel(t, software, machines), machines, p.batch, fixed)
     job = predict(t, p, software, machines.cluster)
     assert job.strategy == found.strategy
     assert job.step_s == found.evaluation.step_s
     assert job.evaluation.stages == found.evaluation.stages
-    assert check(TransformerModel(t, software, machines), machines, job.strategy, p.global_batch) == []
+    assert check(TransformerModel(t, software, machines), machines, job.strategy, p.batch) == []
 
 
 def test_a_plan_survives_its_file_and_unknown_fields_of_a_newer_minor(plan):

@@ -8,7 +8,7 @@ it, reports show it, the cost model evaluates it, and compilation carries it out
     Stage                consecutive layers on some devices
     ParallelStrategy     stages, micro-batches, ZeRO, recompute, offload: the whole decision
     ChosenStrategy       one that a program runs under, with what it was predicted to take
-    Degrees              what a person says of a strategy with equal stages: all of it, or a part
+    Degrees              a strategy with equal stages, as a job file says it
 
 Layers are those of a described model, or the weights of a program in the order of its forward pass (`chain` of
 `whale.planner.graph_search.pipelines`).
@@ -215,6 +215,59 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
                 text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(runs, ends))
                 found.append((kind, f" in stage{'s' * (len(own) > 1)} {text}"))
         return found
+
+
+class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A strategy with equal stages, as a job file says it.
+
+    Ranks: tensor innermost, then data, then stages, as Megatron-LM numbers them.
+
+    Attributes:
+        batch: rows of a step.
+        experts: ranks that divide a layer's experts.
+    """
+
+    tensor: Count = 1
+    stages: Count = 1
+    data: Count = 1
+    chunks: Count = 1
+    micro_batch: Count = 1
+    batch: Count = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: Zero = 0
+    schedule: str = "1f1b"
+    experts: Count = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "stages", "data", "chunks", "micro_batch", "batch", "experts"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be positive", given=getattr(self, name))
+        if self.recompute not in ("none", "selective", "full"):
+            raise PlanError("there is no such recompute", given=self.recompute, expected="none, selective or full")
+        if self.batch % (self.data * self.micro_batch):
+            raise PlanError(
+                "the global batch is not a multiple of data-parallel ranks x micro-batch",
+                given=f"{self.batch}, {self.data} x {self.micro_batch}",
+                action="change the micro-batch size",
+            )
+        if self.micro_batches > MOST_MICRO_BATCHES:
+            raise PlanError(
+                "a replica has more micro-batches in a step than a schedule can be made of",
+                given=f"{self.micro_batches}: {self.batch} rows, {self.data} x {self.micro_batch} at a time",
+                expected=f"{MOST_MICRO_BATCHES} at most",
+                action="change the global batch or the micro-batch size",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Returns the number of the job's devices."""
+        return self.tensor * self.stages * self.data
+
+    @property
+    def micro_batches(self) -> int:
+        """Returns the number of micro-batches of one replica in a step."""
+        return self.batch // (self.data * self.micro_batch)
 
 
 class ChosenStrategy(msgspec.Struct, frozen=True):

@@ -8,11 +8,12 @@ import msgspec
 
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stacks import stack
-from cost_model.analytic.transformer import Parallel, Transformer, padded_vocabulary
+from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
+from whale.ir.strategy import Degrees
 from whale.planner.analytic_search.candidates import FIXED, Constraints
 from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
 from whale.planner.analytic_search.search_rounds import search
@@ -23,7 +24,7 @@ SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch
 # The operations of a described layer: they are divided alike, and so are all layers.
 OPERATIONS = ("embedding", "attention/qkv", "attention/core", "attention/out", "mlp/up", "mlp/down", "head")
 WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "optimizer", "parameters")}
-_SPREAD = frozenset(f.name for f in msgspec.structs.fields(Parallel)) - {"experts"}
+_STRATEGY = frozenset(f.name for f in msgspec.structs.fields(Degrees)) - {"experts", "batch"}
 HEAD_WIDTHS = (128, 64)  # that published models have
 LAYER_STEPS = (2, 4, 8)  # numbers of layers that stages divide are multiples of these
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
@@ -53,7 +54,7 @@ def describe(text: str) -> tuple[Transformer, int | None]:
     for part in filter(None, rest.split(",")):
         name, _, number = part.partition("=")
         name = SHORT.get(name.strip(), name.strip())
-        if name in _SPREAD:
+        if name in _STRATEGY:
             raise PlanError(
                 "how a model is spread is no part of its description",
                 given=part,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cost_model.analytic.stacks import stack
-from cost_model.analytic.transformer import Parallel, Transformer
+from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.analytic.transformer_kernels import Collective, layer_backward, layer_forward
 from cost_model.graph.machine import cluster_machine
 from cost_model.graph.machine_profile import write
@@ -98,8 +98,8 @@ def test_ranks_that_divide_tensors_exchange_what_megatron_lm_does() -> None:
     ]
     assert products[1:] == [products[0] / ranks] * ranks
     # The formulas of the cost model, whose elements have two bytes, and those of embedding and logits' gradient.
-    parallel = Parallel(tensor=ranks)
-    layer = [of(Transformer(**sizes), parallel, stack("megatron-2022")) for of in (layer_forward, layer_backward)]
+    share = LayerShare(tensor=ranks)
+    layer = [of(Transformer(**sizes), share, stack("megatron-2022")) for of in (layer_forward, layer_backward)]
     expected = [2 * int(op.tensor_bytes) for ops in layer for op in ops if isinstance(op, Collective)] * d.layers
     large = [r for r in planned.plan.reshards if r.bytes > 2**16]
     assert {type(r.source).__name__ for r in large} == {"Partial"} and {r.target for r in large} == {B}
