@@ -15,7 +15,7 @@ The data, from hardware to prediction (every value is a frozen struct; units are
     LayerCosts, Model                  analytic.layer_costs  seconds and bytes of any range of layers on a kind of rank
     ParallelStrategy, Stage, Degrees   whale.ir.strategy     stages on devices, equal or not; how a job says equal ones
     StageCost, Evaluation              analytic.evaluate     what a strategy takes, the one place where that is said
-    Prediction                         analytic.predict      a job's step: time, bubble, exposed communication, memory
+    JobPrediction                      analytic.predict      a job's step: time, bubble, exposed communication, memory
     Profile                            analytic.layer_profile  measured layers, instead of formulas
     programs of ranks                  graph/                what the operations of a captured program take
 

@@ -82,7 +82,7 @@ def test_usage_errors_end_with_code_2(arguments: list[str], capsys: pytest.Captu
 def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class DryRun:
         seen: tuple[Any, ...] = ()
-        Prediction = staticmethod(lambda *where: where)
+        PredictionTarget = staticmethod(lambda *where: where)
 
         @classmethod
         def main(cls, *arguments: Any) -> int:

@@ -113,7 +113,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lower",
         "verify_saved_plan",
     ),
-    "whale.planner": ("analytic_search", "graph_search", "report", "run_described", "ask", "why", "offers"),
+    "whale.planner": ("analytic_search", "graph_search", "evaluate", "report", "run_described", "ask", "why", "offers"),
     "whale.runtime": (
         "ranks",
         "variables",

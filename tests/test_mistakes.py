@@ -74,7 +74,7 @@ BAD = [
     ("plan --offers absent.yaml train.py", "offers are for a described or measured model"),
     ("plan --jobs absent.yaml --cluster small.yaml", "given: absent.yaml"),
     ("explain absent.json 1", "the plan cannot be read"),
-    ("show plan.json --analyze --measured absent.json", "a described model has no program"),
+    ("show plan.json --analyze --measured absent.json", "the plan has no script that could run"),
     ("diff plan.json small.yaml", "cannot be"),
     ("diff absent.json plan.json", "given: absent.json"),
     ("check small.yaml", "the plan cannot be read"),

@@ -18,11 +18,11 @@ from whale.capture.function import capture_function
 from whale.errors import WhaleError
 from whale.partition.mesh import plan_program
 from whale.passes.pass_manager import normalise
+from whale.planner.graph_search.plan_prediction import Planned, predict_plan
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure.profile import programs as profile_programs
 from whale.runtime.run.context import DryRun, current
 from whale.runtime.run.start import planning_run
-from whale.runtime.tools.plan_prediction import Planned, predict_plan
 from whale_ops.memory import COUNTED_FROM_BYTES
 
 

@@ -19,6 +19,7 @@ from cost_model.kernels.collectives import all_reduce_s
 from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, interval_s
 from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
+from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.schedule import Schedule, schedule
 from whale.ir.strategy import ParallelStrategy, live_chunks
 
@@ -95,6 +96,40 @@ def evaluate(
         stages=tuple(costs),
         busiest=busiest,
         passes_s=max(ends),
+    )
+
+
+def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machines) -> Prediction:
+    """Returns an evaluation as any evaluator tells it, with the devices of each stage and pool as one entry."""
+    ranks = []
+    for index, (stage, cost) in enumerate(zip(strategy.stages, found.stages)):
+        sent_s = strategy.micro_batches * cost.send_s
+        passes_s = strategy.micro_batches * (sum(cost.forward_s) + sum(cost.backward_s))
+        for part, used in zip(stage.parts, cost.memory):
+            pool = machines.pools[part.pool]
+            held = used.parameters_bytes + used.gradients_bytes + used.optimizer_bytes
+            ranks.append(
+                RankPrediction(
+                    end_s=found.step_s,
+                    compute_s=passes_s - sent_s + cost.update_s,
+                    exchange_s=sent_s + cost.reduce_s,
+                    peak_bytes=round(used.total_bytes),
+                    resident_bytes=round(held),
+                    limit_bytes=round(pool.memory_bytes),
+                    count=part.ranks,
+                    name=f"stage {index} on {pool.name}",
+                )
+            )
+    return Prediction(
+        where=machines.cluster.name,
+        step_s=found.step_s,
+        ranks=tuple(ranks),
+        likely_s=likely_s(strategy, machines, found.step_s),
+        compute_s=found.compute_s,
+        communication_s=found.send_s + found.reduce_s,
+        bubble_s=found.bubble_s,
+        update_s=found.update_s,
+        lacking_bytes=found.lacking_bytes,
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from cost_model.analytic.evaluate import likely_s
 from cost_model.analytic.layer_profile import Profile
-from cost_model.analytic.predict import Prediction, predict
+from cost_model.analytic.predict import JobPrediction, predict
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
 from cost_model.cluster import yaml_files
@@ -29,7 +29,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan: Degrees
     software: str = "megatron-2022"
 
-    def predict(self, cluster: Cluster, profile: Profile | None = None) -> Prediction:
+    def predict(self, cluster: Cluster, profile: Profile | None = None) -> JobPrediction:
         """Predicts the job's step on a cluster; PlanError, ClusterError where it cannot be (see `predict.predict`)."""
         return predict(self.model, self.plan, stack(self.software), cluster, profile)
 
@@ -39,7 +39,7 @@ def read(path: str | Path) -> Job:
     return yaml_files.File(yaml_files.text(path, "job file"), str(path), "job file").decode(Job)
 
 
-def report(job: Job, cluster: Cluster, found: Prediction) -> str:
+def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
     """Returns what a person reads: the step's time by parts, speed, and the memory of each kind of stage."""
     plan, model = job.plan, job.model
     useful = model.step_flops(plan.batch) / found.step_s / plan.ranks
@@ -69,12 +69,12 @@ def report(job: Job, cluster: Cluster, found: Prediction) -> str:
     return "\n".join(lines + too_large(cluster, found))
 
 
-def _likely(cluster: Cluster, found: Prediction) -> str:
+def _likely(cluster: Cluster, found: JobPrediction) -> str:
     low_s, high_s = likely_s(found.strategy, Machines(cluster), found.step_s)
     return f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
 
 
-def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:
+def _mean_peak(job: Job, cluster: Cluster, found: JobPrediction) -> float:
     """Returns the peak FLOP/s of the devices that the stages run on, the mean over stages."""
     dtype, pools = stack(job.software).dtype, Machines(cluster).pools
     each = [
@@ -85,7 +85,7 @@ def _mean_peak(job: Job, cluster: Cluster, found: Prediction) -> float:
     return sum(each) / len(each)
 
 
-def too_large(cluster: Cluster, found: Prediction) -> list[str]:
+def too_large(cluster: Cluster, found: JobPrediction) -> list[str]:
     """Returns a line for every stage whose ranks need more memory than their device has, and by how much."""
     from whale.ir.plan_text import human_bytes  # loads NumPy, which a prediction does without
 
@@ -103,11 +103,11 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:9.3f} s" if seconds >= 1 else f"{1e3 * seconds:8.2f} ms"
 
 
-def _part(seconds: float, of: Prediction) -> str:
+def _part(seconds: float, of: JobPrediction) -> str:
     return f"{_seconds(seconds)} {seconds / of.step_s:6.1%}"
 
 
-def trace(found: Prediction) -> str:
+def trace(found: JobPrediction) -> str:
     """Returns the timeline as a Chrome trace: one row per stage (or stream), one event per pass, microseconds."""
     tasks, times = found.tasks, found.timeline
     events = []

@@ -26,7 +26,7 @@ from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, eve
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class JobPrediction:
     """The prediction of one step.
 
     Attributes:
@@ -66,7 +66,9 @@ class Prediction:
         return memory_curve(self.tasks, self.timeline, [stage])
 
 
-def predict(t: Transformer, p: Degrees, stack: Stack, cluster: Cluster, profile: Profile | None = None) -> Prediction:
+def predict(
+    t: Transformer, p: Degrees, stack: Stack, cluster: Cluster, profile: Profile | None = None
+) -> JobPrediction:
     """Simulates one step; measurements of a profile take the place of the formulas for layers.
 
     Raises:
@@ -85,7 +87,7 @@ def predict(t: Transformer, p: Degrees, stack: Stack, cluster: Cluster, profile:
     else:
         tasks, timeline = played(strategy, found)
     compute_s = kernels_s(model, machines, strategy, found)
-    return Prediction(
+    return JobPrediction(
         step_s=found.step_s,
         compute_s=compute_s,
         exposed_communication_s=max(0.0, found.compute_s + found.send_s - compute_s),

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from cost_model.analytic.predict import Prediction, predict
+from cost_model.analytic.predict import JobPrediction, predict
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.cluster import cluster_file as cluster
@@ -35,7 +35,7 @@ class Case:
     stack: str
     cluster: str
 
-    def predict(self) -> Prediction:
+    def predict(self) -> JobPrediction:
         """Returns what the cost model says of the run."""
         return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster))
 

@@ -94,7 +94,7 @@ class Inputs:
             (folder / name).write_text(text)
         model = "gpt:layers=2,hidden=256,heads=4,sequence=128,vocabulary=1024,batch=8"
         asked = ["plan", "--describe", model, "--cluster", self._path("cluster.yaml"), "--budget", "1"]
-        self._run(*asked, "-o", self._path("spread.json"))
+        self._run(*asked, "-o", self._path("described.json"))
         plan = planned(mlp(8, 4, 4, 2), 4, 4)
         plan.save(folder / "captured.json")
         node = list(plan.strategies[""])[-1]
@@ -102,19 +102,20 @@ class Inputs:
         (folder / "checkpoint").write_text('model_checkpoint_path: "ckpt-2"\nall_model_checkpoint_paths: "ckpt-2"\n')
         machine_profile.write(TABLE, folder / "profile.json")
         (folder / "annotations.json").write_text('{"a/*": {"split": {"dim": -1}}, "b": {"stage": 1}}')
-        spread, captured, cluster = map(self._path, ("spread.json", "captured.json", "cluster.yaml"))
+        described, captured, cluster = map(self._path, ("described.json", "captured.json", "cluster.yaml"))
         out = self._path("out")
-        described = ["plan", "--describe", "gpt:layers=2,hidden=256,heads=4,batch=8", "--budget", "0.2"]
+        asked = ["plan", "--describe", "gpt:layers=2,hidden=256,heads=4,batch=8", "--budget", "0.2"]
         simulate = ["simulate", self._path("job.yaml"), "--cluster", cluster]
         self.commands: dict[str, list[list[str]]] = {
-            "spread.json": [
-                *(["show", "-v", spread], ["check", spread], ["explain", spread, "0"], ["diff", spread, spread]),
-                *(["html", spread, "-o", out], ["trace", spread, "-o", out]),
+            "described.json": [
+                *(["show", "-v", described], ["check", described], ["explain", described, "0"]),
+                *(["diff", described, described], ["diff", captured, described]),
+                *(["html", described, "-o", out], ["trace", described, "-o", out]),
             ],
             "captured.json": [["show", "-v", captured], ["explain", captured, node], ["diff", captured, captured]],
             "cluster.yaml": [simulate],
             "job.yaml": [simulate],
-            "offers.yaml": [[*described, "--offers", self._path("offers.yaml")]],
+            "offers.yaml": [[*asked, "--offers", self._path("offers.yaml")]],
             "jobs.yaml": [["plan", "--jobs", self._path("jobs.yaml"), "--cluster", cluster]],
         }
         self.readers: dict[str, Callable[[str], Any]] = {

@@ -17,7 +17,7 @@ import whale as wh
 from tests.oracle.metric import difference, limit
 from tests.runtime.compile.test_auto import Deep
 from whale.errors import PlanError, WhaleError
-from whale.ir.plan import Plan, plan_from_json
+from whale.ir.plan import Plan, PlanRecord, file_text, record_from_text
 from whale.ir.program import Program
 from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
@@ -101,12 +101,13 @@ def judged(count: int, seed: int) -> Counts:
     counts, generator = Counts(), random.Random(seed)
     for number, (name, config) in enumerate(CONFIGS.items()):
         plan, program, settings = made(config)
-        whole = msgspec.json.decode(plan.to_json())
+        whole = msgspec.json.decode(file_text(plan.record()))
         for _ in range(number, count, len(CONFIGS)):
-            tree = changed(whole, generator)
+            tree = {**whole, "program": changed(whole["program"], generator)}
             start_s = time.monotonic()
             try:
-                read = plan_from_json(msgspec.json.encode(tree))
+                read = record_from_text(msgspec.json.encode(tree), PlanRecord).plan
+                assert read is not None
                 if read.ranks != 2:
                     counts.unreadable += 1
                     continue

@@ -71,9 +71,9 @@ def test_arguments_that_cannot_be(
 
 @pytest.mark.parametrize("verb", ["show", "html"])
 def test_a_described_plan_of_endless_micro_batches_is_refused(verb: str, tmp_path: Path) -> None:
-    path = Path(Inputs(tmp_path).folder / "spread.json")
+    path = Path(Inputs(tmp_path).folder / "described.json")
     plan = msgspec.json.decode(path.read_bytes())
-    plan["spread"]["micro_batches"] = 2**31
+    plan["strategy"]["micro_batches"] = 2**31
     path.write_bytes(msgspec.json.encode(plan))
     start_s = time.monotonic()
     assert main([verb, str(path), *(["-o", str(tmp_path / "page")] if verb == "html" else [])]) == 2

@@ -16,7 +16,7 @@ from tests.runtime.compile.test_auto import double
 from tests.runtime.conftest import ranks
 from whale.errors import PlanError
 from whale.ir.layout import B, Strategy
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, file_text
 
 __all__ = ["double", "ranks"]
 
@@ -63,11 +63,11 @@ def test_an_illegal_plan_is_refused_before_it_runs(
     assert said in str(error.value) and str(tmp_path / "plan.json") in str(error.value)
 
 
-def test_what_a_plan_says_of_auto_parallel_is_read_at_the_start(ranks: Callable[..., None], tmp_path: Path) -> None:
-    tree: dict[str, Any] = msgspec.json.decode(made({})[0].to_json())
-    for choice in ("[", '{"name": 3}', '{"name": "a", "x": ' + "[" * 5000):
-        (tmp_path / "plan.json").write_bytes(msgspec.json.encode(tree | {"choice": choice}))
-        with pytest.raises(PlanError, match="auto_parallel"):
+def test_the_strategy_that_a_plan_says_is_read_at_the_start(ranks: Callable[..., None], tmp_path: Path) -> None:
+    tree: dict[str, Any] = msgspec.json.decode(file_text(made({})[0].record()))
+    for strategy in ("[", {"name": 3}, {"stages": [{"parts": [{"tensor": "two"}]}]}, {"recompute": "sometimes"}):
+        (tmp_path / "plan.json").write_bytes(msgspec.json.encode(tree | {"strategy": strategy}))
+        with pytest.raises(PlanError, match=r"the plan cannot be read(?s:.*)strategy"):
             ranks(2, plan=str(tmp_path / "plan.json"))
         wh.shutdown()
 

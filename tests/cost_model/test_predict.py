@@ -36,7 +36,7 @@ PLANS = [
 ]
 
 
-def on(plan: Degrees, where=LAB, model=GPT, software=MEGATRON) -> predict.Prediction:
+def on(plan: Degrees, where=LAB, model=GPT, software=MEGATRON) -> predict.JobPrediction:
     return predict.predict(model, plan, software, where)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from whale.ir.layout import FIRST, REDUCTIONS, B, Partial, Placement, Strategy, split
-from whale.ir.plan import BatchInput, Plan, Predicted, PredictedRank, Reshard, TaskGraph
+from whale.ir.plan import BatchInput, Plan, Reshard, TaskGraph
+from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 
@@ -104,5 +105,5 @@ plans = st.builds(
                        st.integers(-1, 3), names),
              max_size=3).map(tuple),
     st.dictionaries(names, st.integers(0, 2**40), max_size=2), st.integers(0, 2**60), st.integers(0, 2**60),
-    predicted=st.none() | st.just(Predicted("some", 0.1, (PredictedRank(0.1, 0.07, 1 / 3, 2**40, 5),))),
+    predicted=st.none() | st.just(Prediction("some", 0.1, (RankPrediction(0.1, 0.07, 1 / 3, 2**40, 5),))),
 )  # fmt: skip

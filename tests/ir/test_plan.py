@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from tests.ir.strategies import plans
 from tests.programs import mlp, planned
 from whale.ir.layout import P_SUM, B, split
-from whale.ir.plan import Plan, Reshard, load_plan, plan_from_json
+from whale.ir.plan import Plan, PlanRecord, Reshard, file_text, load_plan, plan_from_json, record_from_text, strategy_of
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Ref
 
@@ -26,7 +28,7 @@ def test_a_saved_plan_is_the_plan(tmp_path: Path) -> None:
     plan = planned(mlp(), 5, 3)
     plan.save(tmp_path / "plan.json")
     loaded = load_plan(tmp_path / "plan.json")
-    assert loaded == plan
+    assert loaded == replace(plan, strategy=strategy_of(plan))
     assert loaded.reshard_of == plan.reshard_of and loaded.groups == plan.groups
 
 
@@ -43,31 +45,44 @@ def test_unknown_fields_are_ignored() -> None:
     assert plan_from_json(msgspec.json.encode(data)) == plan
 
 
+def test_a_file_says_the_strategy_that_a_program_carries_out() -> None:
+    record = planned(mlp(), 5, 3).record()
+    (stage,) = record.strategy.stages
+    assert (record.planner, record.batch, stage.ranks, stage.replicas) == ("scopes", 8, 2, 2)
+    assert record.strategy.shares == (5, 3) and record.strategy.micro_batches == 1
+    assert planned(mlp(), 4, 4).record().strategy.stages[0].parts[0].rows == 4
+
+
+def _record() -> dict[str, Any]:
+    return msgspec.json.decode(file_text(planned(mlp(), 4, 4).record()))
+
+
 def test_another_version_is_refused() -> None:
-    data = msgspec.json.decode(planned(mlp(), 4, 4).to_json())
-    data["format_version"] = "2.0"
-    with pytest.raises(ValueError, match=r"format_version 2\.0; this build reads .whale-program., 1\.x"):
-        plan_from_json(msgspec.json.encode(data))
+    data = {**_record(), "format_version": "2.0"}
+    with pytest.raises(ValueError, match=r"format_version 2\.0; this build reads .whale-plan., 1\.x"):
+        record_from_text(msgspec.json.encode(data), PlanRecord)
+    newer = {**_record(), "format_version": "1.9", "more": 1}
+    assert record_from_text(msgspec.json.encode(newer), PlanRecord).plan is not None
 
 
 @pytest.mark.parametrize(
     "change", ["no json", "no version", "field missing", "wrong type", "bad placement", "bad number"]
 )
 def test_what_is_no_plan_is_refused_with_a_sentence(change: str) -> None:
-    data = msgspec.json.decode(planned(mlp(), 4, 4).to_json())
+    data = _record()
     if change == "no version":
         del data["format_version"]
     elif change == "field missing":
-        del data["reshards"]
+        del data["program"]["fingerprint"]
     elif change == "wrong type":
-        data["size"] = "two"
+        data["program"]["size"] = "two"
     elif change == "bad placement":
-        data["returned"][""] = ["S0"]
+        data["program"]["returned"][""] = ["S0"]
     elif change == "bad number":
-        data["graphs"][""]["relu"] = 10_000
+        data["program"]["graphs"][""]["relu"] = 10_000
     text = b"not json at all" if change == "no json" else msgspec.json.encode(data)
     with pytest.raises(ValueError, match="plan"):
-        plan_from_json(text)
+        _ = record_from_text(text, PlanRecord).plan
 
 
 def test_derived_numbers() -> None:

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from tests.ir.strategies import nodes, programs
 from tests.programs import body, mlp
 from whale.ir.layout import B, Strategy, split
-from whale.ir.plan import BatchInput, Plan, Predicted, PredictedRank
+from whale.ir.plan import BatchInput, Plan
 from whale.ir.plan_text import format_plan, human_bytes, human_flops
+from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.text import (
     format_node,
@@ -140,9 +141,9 @@ def test_what_runs_once_is_counted_as_that() -> None:
 
 def test_a_predicted_plan_says_what_a_step_takes_and_what_bounds_it() -> None:
     rows = split(0, (6, 2))
-    ranks = (PredictedRank(0.3, 0.1, 0.05, 2_000_000, 1_000_000), PredictedRank(0.4, 0.3, 0.05, 2_000_000, 1_000_000))
+    ranks = (RankPrediction(0.3, 0.1, 0.05, 2_000_000, 1_000_000), RankPrediction(0.4, 0.3, 0.05, 2_000_000, 1_000_000))
     inputs, layouts = (BatchInput("x", rows, ""),), {"": {"x": Strategy((), (rows,), "")}}
-    plan = Plan("p", "f", 2, batch_inputs=inputs, strategies=layouts, predicted=Predicted("some", 0.4, ranks))
+    plan = Plan("p", "f", 2, batch_inputs=inputs, strategies=layouts, predicted=Prediction("some", 0.4, ranks))
     lines = format_plan(plan).splitlines()
     assert "Predicted on some: 400.0 ms a step, 20 rows/s" in lines and lines[-2] == "Bound by kernels of rank 1"
     assert lines[-1].startswith("Plan: 1 tensor split, 0 reshards (0 B a step). Predicted 400.0 ms: compute 75%, ")

@@ -23,7 +23,7 @@ from whale.planner.analytic_search.plan_check import check
 from whale.planner.analytic_search.search_rounds import search
 from whale.planner.analytic_search.whale22 import algorithm_1, formula_1
 from whale.planner.report import planfile
-from whale.planner.report.show import against, diff, explain, show
+from whale.planner.report.show import against, diff, explain_layer, show
 
 UNEQUAL = """
 name: unequal
@@ -104,7 +104,7 @@ def test_a_plan_survives_its_file_and_unknown_fields_of_a_newer_minor(plan):
     raw = msgspec.json.decode(data)
     newer = {**raw, "format_version": "1.9", "more": 1}
     assert planfile.loads(msgspec.json.encode(newer)).strategy == plan.strategy
-    with pytest.raises(PlanError, match="another format"):
+    with pytest.raises(PlanError, match=r"format_version 2\.0; this build reads"):
         planfile.loads(msgspec.json.encode({**raw, "format_version": "2.0"}))
 
 
@@ -138,7 +138,7 @@ def test_the_checker_finds_what_is_wrong(plan):
 def test_plans_print(plan, capsys, tmp_path):
     text = show(plan, 200)
     assert text.splitlines()[-1].startswith("Plan: ") and "alternatives that lost" in text
-    assert "lies in stage" in explain(plan, 3)
+    assert "lies in stage" in explain_layer(plan, 3)
     assert diff(plan, plan) == "The plans are equal."
     path = tmp_path / "p.json"
     planfile.save(plan, path)
@@ -229,7 +229,7 @@ def test_only_stages_whose_memory_binds_compute_again():
     assert "full recompute in stage 0" in plan.strategy.summary()
     rows = [line.split() for line in show(plan, 200).splitlines() if "] " in line]
     assert ["full" in row for row in rows] == [True, False, False, False], rows
-    assert "none recompute in this stage: infeasible" in explain(plan, 0)
+    assert "none recompute in this stage: infeasible" in explain_layer(plan, 0)
     other = msgspec.structs.replace(plan, strategy=plan.strategy.recomputing(("full",) * 4))
     assert "recompute      full, none -> full" in diff(plan, other)
     other = msgspec.structs.replace(plan, strategy=plan.strategy.recomputing(("none",) * 4))

@@ -118,9 +118,9 @@ def call(given: argparse.Namespace) -> int:
     readable(given.script, given.measured, given.cluster)
     writable(given.out)
     with searching(f"planning a step of {given.script}") as end, without_startup_lines(given.verbose):
-        from whale.runtime.tools.dry_run import Prediction, main
+        from whale.runtime.tools.dry_run import PredictionTarget, main
 
-        where = Prediction(given.measured, given.cluster, given.network)
+        where = PredictionTarget(given.measured, given.cluster, given.network)
         arguments = tuple(given.arguments)
         return main(
             given.script, arguments, given.ranks, given.out, where, given.model, given.explain, given.fixed, end

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +14,6 @@ from whale.cli.inconsistent import refused_if_inconsistent
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
-    from whale.ir.plan import Plan
-    from whale.planner.report.draw_captured import Drawn
     from whale.planner.report.planfile import PlanFile
 
 
@@ -50,7 +51,11 @@ def add_to(verbs: Any) -> None:
         "--budget", type=float, default=8.0, metavar="S", help="seconds for a question's search (default 8)"
     )
     verb.set_defaults(call=_explain)
-    verb = verbs.add_parser("diff", help="compare two plans", description="What differs between two saved plans.")
+    verb = verbs.add_parser(
+        "diff",
+        help="compare two plans",
+        description="What differs between two saved plans, of scripts or of described models.",
+    )
     verb.add_argument("plan", help="a plan's JSON file")
     verb.add_argument("other", help="another plan's")
     verb.set_defaults(call=_diff)
@@ -82,177 +87,88 @@ def add_to(verbs: Any) -> None:
 
 
 def _add_devices(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--measured", metavar="FILE", help="of a script's plan: what `whale profile` wrote")
-    verb.add_argument("--cluster", metavar="FILE", help="of a script's plan: predict on this cluster instead")
+    verb.add_argument("--measured", metavar="FILE", help="of a program's plan: what `whale profile` wrote")
+    verb.add_argument("--cluster", metavar="FILE", help="of a program's plan: predict on this cluster instead")
 
 
 def call(given: argparse.Namespace) -> int:
     """Runs `whale show`."""
-    data = _bytes(given.plan)
-    if given.analyze:
-        return _analyze(given, data)
-    with refused_if_inconsistent(given.plan):
-        return _show(given, data)
-
-
-def _show(given: argparse.Namespace, data: bytes) -> int:
     from whale.planner.report import planfile
+    from whale.planner.report.show import details, show, terminal_width
 
-    if planfile.is_spread(data):
-        from whale.planner.report.show import layer_table, show, terminal_width
-
-        plan = planfile.loads(data, given.plan)
+    plan = planfile.load(given.plan)
+    if given.analyze:
+        return _analyze(given, plan)
+    with refused_if_inconsistent(given.plan):
         print(show(plan, terminal_width()))
         if given.verbose:
-            print("\n".join(["", *layer_table(plan)]))
-        return 0
-    from whale.ir.plan_text import format_plan
-
-    captured = _captured(data, given.plan)
-    print(format_plan(captured), end="")
-    if given.verbose:
-        from whale.ir.plan_explain import op_table
-
-        print("\n".join(op_table(captured)))
+            print("\n".join(["", *details(plan)]))
     return 0
 
 
-def _analyze(given: argparse.Namespace, data: bytes) -> int:
+def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
     import msgspec
 
     from cost_model.graph.machine_profile import default_path, read
     from whale.launcher.analyze import measure
-    from whale.planner.report import analysis, planfile
+    from whale.planner.report import analysis
     from whale.runtime.tools.as_main import located
 
-    if planfile.is_spread(data):
+    if not plan.script:
         raise PlanError(
-            "a described model has no program that could run",
+            "the plan has no script that could run",
             given=given.plan,
             expected="a plan that `whale plan -o FILE train.py` made",
             action="plan a script, or see what is predicted with `whale show`",
         )
-    plan = _captured(data, given.plan)
     profile = given.measured or str(default_path())
     read(profile)
-    prediction, ranks = measure(given.plan, located(plan.script, given.plan), plan.ranks, given.steps, profile)
+    script = located(plan.script, given.plan)
+    prediction, ranks = measure(given.plan, script, plan.strategy.ranks, given.steps, profile)
     measured = [msgspec.json.decode(one, type=analysis.MeasuredRank) for one in ranks]
     print(analysis.report(msgspec.json.decode(prediction, type=analysis.PredictedStep), measured))
     return 0
 
 
-def _captured(data: bytes, path: str) -> Plan:
-    from whale.ir.plan import plan_from_json
-
-    try:
-        return plan_from_json(data)
-    except ValueError as error:
-        raise PlanError(
-            "the plan cannot be read",
-            given=path,
-            reason=str(error),
-            expected="a file that `whale plan -o` wrote",
-            action="make the plan again",
-        ) from error
-
-
-def _bytes(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise PlanError(
-            "the plan cannot be read",
-            given=path,
-            reason=error.strerror,
-            expected="a file that `whale plan -o` wrote",
-            action="correct the path",
-        ) from error
-
-
 def _explain(given: argparse.Namespace) -> int:
-    with refused_if_inconsistent(given.plan):
-        return _explained(given)
-
-
-def _explained(given: argparse.Namespace) -> int:
     from whale.planner.report import planfile
+    from whale.planner.why import explained
 
-    data = _bytes(given.plan)
-    if not planfile.is_spread(data):
-        from whale.ir.plan_explain import explained_of_plan
-
-        print("\n".join(explained_of_plan(_captured(data, given.plan), given.what)))
-        return 0
-    from whale.planner.report.show import explain
-    from whale.planner.why import answer
-
-    plan = planfile.loads(data, given.plan)
-    print(explain(plan, int(given.what)) if given.what.isdigit() else answer(plan, given.what, given.budget))
+    plan = planfile.load(given.plan)
+    with refused_if_inconsistent(given.plan):
+        print(explained(plan, given.what, given.budget))
     return 0
 
 
 def _diff(given: argparse.Namespace) -> int:
-    with refused_if_inconsistent(given.plan, given.other):
-        return _compared(given)
-
-
-def _compared(given: argparse.Namespace) -> int:
-    from whale.ir.plan_diff import diff_plans
     from whale.planner.report import planfile
     from whale.planner.report.show import diff
 
-    one, other = _bytes(given.plan), _bytes(given.other)
-    described = [planfile.is_spread(data) for data in (one, other)]
-    if described[0] != described[1]:
-        raise PlanError(
-            "two plans of different kinds cannot be compared",
-            given=f"{given.plan}, {given.other}",
-            expected="two plans of scripts, or two of described models",
-        )
-    if described[0]:
-        print(diff(planfile.loads(one, given.plan), planfile.loads(other, given.other)))
-    else:
-        print(diff_plans(_captured(one, given.plan), _captured(other, given.other)))
+    one, other = planfile.load(given.plan), planfile.load(given.other)
+    with refused_if_inconsistent(given.plan, given.other):
+        print(diff(one, other))
     return 0
 
 
 def _check(given: argparse.Namespace) -> int:
-    import msgspec
-
     from cost_model.cluster import cluster_file
     from whale.planner.report import planfile
 
-    data = _bytes(given.plan)
+    plan = planfile.load(given.plan)
     readable(given.cluster)
     other = cluster_file.read(given.cluster) if given.cluster else None
-    if planfile.is_spread(data):
-        with refused_if_inconsistent(given.plan, given.cluster):
-            plan = planfile.loads(data, given.plan)
-            problems = (msgspec.structs.replace(plan, cluster=other) if other else plan).problems()
-            good = plan.strategy.summary()
-    else:
-        captured = _captured(data, given.plan)
-        with without_startup_lines():
-            from whale.runtime.tools import plan_check
-
-            problems = plan_check.problems(captured, given.plan, other)
-            good = plan_check.summary(captured)
+    with _tools(plan, given.plan, given.cluster) as tools:
+        problems = tools.problems(plan, given.plan, other)
+        good = plan.strategy.summary()
     print("\n".join(problems) or f"good: {good}")
     return 1 if problems else 0
 
 
 def _trace(given: argparse.Namespace) -> int:
-    """Writes a plan's timeline, whether it is of a description or of a script."""
+    """Writes a plan's timeline."""
     plan = _to_be_drawn(given)
-    if isinstance(plan, bytes):
-        from whale.planner.report.draw_captured import trace as of_script
-
-        text = of_script(_replayed(given, plan))
-    else:
-        from whale.planner.report.draw import trace as of_description
-
-        with refused_if_inconsistent(given.plan):
-            text = of_description(plan)
+    with _tools(plan, given.plan) as tools:
+        text = tools.trace(plan, given.plan, given.measured, given.cluster)
     given.out.write_text(text)
     return 0
 
@@ -268,41 +184,31 @@ def _html(given: argparse.Namespace) -> int:
     def measured(predicted_s: float) -> dict[str, Any] | None:
         return measured_step.step_drawn(events, given.trace, predicted_s) if events else None
 
-    if isinstance(plan, bytes):
-        from whale.planner.report.draw_captured import html as of_script
-
-        drawn = _replayed(given, plan, with_sliders=True)
-        text = of_script(drawn, measured(drawn.prediction.step_s))
-    else:
-        from whale.planner.report.draw import html as of_description
-
-        with refused_if_inconsistent(given.plan):
-            text = of_description(plan, measured(plan.evaluate()[2].step_s))
+    with _tools(plan, given.plan) as tools:
+        text = tools.page(plan, given.plan, given.measured, given.cluster, measured)
     given.out.write_text(text)
     return 0
 
 
-def _to_be_drawn(given: argparse.Namespace) -> PlanFile | bytes:
-    """Returns a described model's plan, or the text of a script's; reports first what cannot be read or written."""
+def _to_be_drawn(given: argparse.Namespace) -> PlanFile:
+    """Reads a plan, and reports first what cannot be read or written."""
+    from cost_model.graph.machine_profile import default_path, read
     from whale.planner.report import planfile
 
-    data = _bytes(given.plan)
+    plan = planfile.load(given.plan)
     readable(given.measured, given.cluster)
     writable(given.out)
-    if not planfile.is_spread(data):
-        return data
-    with refused_if_inconsistent(given.plan):
-        return planfile.loads(data, given.plan)
-
-
-def _replayed(given: argparse.Namespace, data: bytes, with_sliders: bool = False) -> Drawn:
-    """Captures a plan's script again and simulates its step under the plan."""
-    from cost_model.graph.machine_profile import default_path, read
-
-    _captured(data, given.plan)
-    if given.cluster is None:
+    if plan.program is not None and given.cluster is None and (given.measured or plan.cluster is None):
         read(given.measured or default_path())  # what cannot be read is told before the script runs
-    with without_startup_lines():
-        from whale.runtime.tools.dry_run import Prediction, replayed
+    return plan
 
-        return replayed(given.plan, Prediction(given.measured, given.cluster), with_sliders)
+
+@contextmanager
+def _tools(plan: PlanFile, *paths: object) -> Iterator[Any]:
+    """Yields what checks and draws a plan: of a program it captures a step again, which needs TensorFlow."""
+    if plan.program is None:
+        with refused_if_inconsistent(*paths):
+            yield import_module("whale.planner.report.of_model")
+        return
+    with without_startup_lines():
+        yield import_module("whale.runtime.tools.of_program")

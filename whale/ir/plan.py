@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from whale.ir.layout import Placement, Strategy, parse_placement
+from whale.ir.layout import Placement, Split, Strategy, parse_placement
+from whale.ir.prediction import Prediction
 from whale.ir.program import Ref
-from whale.ir.strategy import ParallelStrategy
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 
-KIND, FORMAT_VERSION = "whale-program", "1.0"  # a new major number is refused; unknown fields are ignored
+KIND, FORMAT_VERSION = "whale-plan", "1.0"  # of a file: a new major number is refused; unknown fields are ignored
 
 # Nodes of a stage's program that stand for tensors of other stages: a source with its producer's name, and a sink.
 STAGE_INPUT, STAGE_OUTPUT = "WhaleStageInput", "WhaleStageOutput"
@@ -84,27 +87,6 @@ class BatchInput:
     local: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PredictedRank:
-    """A rank's predicted step: its end, kernels and communication in seconds, peak bytes and bytes between steps."""
-
-    end_s: float
-    compute_s: float
-    exchange_s: float
-    peak_bytes: int
-    resident_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """The prediction for a step, and the hardware it is for: a cluster of the catalogue, or a measured machine."""
-
-    where: str
-    step_s: float
-    ranks: tuple[PredictedRank, ...]
-    likely_s: tuple[float, float] | None = None  # nine of ten steps; None: such steps were not compared
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything that lowering needs beside the program.
@@ -133,7 +115,9 @@ class Plan:
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
       in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
-      strategy: what ``auto_parallel`` found for the program; None: it is spread as its scopes and settings say.
+      strategy: what the plan carries out, with what its settings say; None where nobody wrote it down.
+      searched: ``auto_parallel`` found the strategy, which is applied to the program before it is planned; otherwise
+        its scopes and settings say how it is divided.
       predicted: seconds and bytes of a step, where `whale plan` knew what it runs on.
     """
 
@@ -165,7 +149,8 @@ class Plan:
     offloaded: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
     strategy: ParallelStrategy | None = None
-    predicted: Predicted | None = None
+    searched: bool = False
+    predicted: Prediction | None = None
     axis: str = ""
     routed: Mapping[str, int] = field(default_factory=dict)
     updates: tuple[int, int] = (0, 0)
@@ -227,67 +212,83 @@ class Plan:
         return {(g, member.key): i for g, members in self.groups.items() for i, member in enumerate(members)}
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON (see ``load_plan``)."""
-        Path(path).write_bytes(msgspec.json.format(self.to_json(), indent=1))
+        """Writes the plan as a plan file (see ``load_plan``)."""
+        Path(path).write_bytes(file_text(self.record()))
+
+    def record(self) -> PlanRecord:
+        """Returns what a plan file has of the plan: its strategy and prediction beside the layouts of its program."""
+        sizes = next((b.placement.sizes for b in self.batch_inputs if isinstance(b.placement, Split)), ())
+        return PlanRecord(
+            kind=KIND,
+            format_version=FORMAT_VERSION,
+            strategy=self.strategy or strategy_of(self),
+            planner="auto_parallel" if self.searched else "scopes",
+            batch=sum(sizes),
+            predicted=self.predicted,
+            script=self.script,
+            program=_encoded(replace(self, strategy=None, searched=False, predicted=None, script=())),
+        )
 
     def to_json(self) -> bytes:
         """Encodes the plan as one JSON object, which ``plan_from_json`` reads; equal strategies are written once."""
-        table: dict[Strategy, int] = {}
-        graphs = {
-            graph: {name: table.setdefault(s, len(table)) for name, s in nodes.items()}
-            for graph, nodes in self.strategies.items()
-        }
-        return msgspec.json.encode(
-            _File(
-                kind=KIND,
-                format_version=FORMAT_VERSION,
-                program=self.program,
-                fingerprint=self.fingerprint,
-                size=self.size,
-                devices=list(self.devices),
-                axis=self.axis,
-                task_graphs=[(t.scope, t.kind, list(t.devices), t.nodes) for t in self.task_graphs],
-                batch_inputs=[(b.name, str(b.placement), b.origin) for b in self.batch_inputs],
-                local_inputs=[b.name for b in self.batch_inputs if b.local],
-                strategy_table=[([*map(str, s.inputs)], [*map(str, s.outputs)], s.why, s.once) for s in table],
-                graphs=graphs,
-                returned={g: [str(p) for p in placements] for g, placements in self.returned.items()},
-                reshards=[
-                    (r.graph, r.ref.node, r.ref.index, str(r.source), str(r.target), r.key, r.bytes, r.group, r.origin)
-                    for r in self.reshards
-                ],
-                backends={r.key: r.backend for r in self.reshards if r.backend != "whale"},
-                wire_dtypes={r.key: r.wire_dtype for r in self.reshards if r.wire_dtype},
-                variables={name: str(p) for name, p in self.variables.items()},
-                expanded=list(self.expanded),
-                inner=self.inner.to_json().decode() if self.inner is not None else "",
-                repeats=dict(self.repeats),
-                inner_bytes=self.inner_bytes,
-                memory=dict(self.memory),
-                schedule=self.schedule,
-                places=[(p.name, list(p.ranks), list(p.stages), p.plan) for p in self.stage_groups],
-                others=[plan.to_json().decode() for plan in self.others],
-                edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in self.edges],
-                micro_batches=self.micro_batches,
-                offloaded=list(self.offloaded),
-                updates=self.updates,
-                routed=dict(self.routed),
-                unruled=dict(self.unruled),
-                exceptions=list(self.exceptions),
-                split_flops=self.split_flops,
-                total_flops=self.total_flops,
-                script=list(self.script),
-                strategy=self.strategy,
-                predicted=self.predicted,
-            )
-        )
+        return msgspec.json.encode(_encoded(self))
 
 
-class _File(msgspec.Struct):
-    """The JSON form; strategies are stored once and referred to by number, since most nodes share a few."""
+def _encoded(plan: Plan) -> ProgramLayouts:
+    table: dict[Strategy, int] = {}
+    graphs = {
+        graph: {name: table.setdefault(s, len(table)) for name, s in nodes.items()}
+        for graph, nodes in plan.strategies.items()
+    }
+    return ProgramLayouts(
+        program=plan.program,
+        fingerprint=plan.fingerprint,
+        size=plan.size,
+        devices=list(plan.devices),
+        axis=plan.axis,
+        task_graphs=[(t.scope, t.kind, list(t.devices), t.nodes) for t in plan.task_graphs],
+        batch_inputs=[(b.name, str(b.placement), b.origin) for b in plan.batch_inputs],
+        local_inputs=[b.name for b in plan.batch_inputs if b.local],
+        strategy_table=[([*map(str, s.inputs)], [*map(str, s.outputs)], s.why, s.once) for s in table],
+        graphs=graphs,
+        returned={g: [str(p) for p in placements] for g, placements in plan.returned.items()},
+        reshards=[
+            (r.graph, r.ref.node, r.ref.index, str(r.source), str(r.target), r.key, r.bytes, r.group, r.origin)
+            for r in plan.reshards
+        ],
+        backends={r.key: r.backend for r in plan.reshards if r.backend != "whale"},
+        wire_dtypes={r.key: r.wire_dtype for r in plan.reshards if r.wire_dtype},
+        variables={name: str(p) for name, p in plan.variables.items()},
+        expanded=list(plan.expanded),
+        inner=_encoded(plan.inner) if plan.inner is not None else None,
+        repeats=dict(plan.repeats),
+        inner_bytes=plan.inner_bytes,
+        memory=dict(plan.memory),
+        schedule=plan.schedule,
+        places=[(p.name, list(p.ranks), list(p.stages), p.plan) for p in plan.stage_groups],
+        others=[_encoded(other) for other in plan.others],
+        edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in plan.edges],
+        micro_batches=plan.micro_batches,
+        offloaded=list(plan.offloaded),
+        updates=plan.updates,
+        routed=dict(plan.routed),
+        unruled=dict(plan.unruled),
+        exceptions=list(plan.exceptions),
+        split_flops=plan.split_flops,
+        total_flops=plan.total_flops,
+        script=list(plan.script),
+        strategy=plan.strategy,
+        searched=plan.searched,
+        predicted=plan.predicted,
+    )
 
-    kind: str
-    format_version: str
+
+class ProgramLayouts(msgspec.Struct, omit_defaults=True):
+    """How every tensor of a program lies: the JSON form of a plan.
+
+    Strategies of nodes are stored once and referred to by number, since most nodes share a few.
+    """
+
     program: str
     fingerprint: str
     size: int
@@ -307,12 +308,12 @@ class _File(msgspec.Struct):
     local_inputs: list[str] = []
     variables: dict[str, str] = {}
     expanded: list[str] = []
-    inner: str = ""
+    inner: ProgramLayouts | None = None
     repeats: dict[str, int] = {}
     inner_bytes: int = 0
     memory: dict[str, tuple[int, ...]] = {}
     places: list[tuple[str, list[int], list[str], int]] = []
-    others: list[str] = []
+    others: list[ProgramLayouts] = []
     edges: list[tuple[str, int, int, int, int]] = []
     schedule: str = ""
     micro_batches: int = 1
@@ -322,11 +323,64 @@ class _File(msgspec.Struct):
     wire_dtypes: dict[str, str] = {}  # reshards that are rounded before they are sent
     script: list[str] = []
     strategy: ParallelStrategy | None = None
-    predicted: Predicted | None = None
+    searched: bool = False
+    predicted: Prediction | None = None
 
 
-def plan_from_json(data: bytes) -> Plan:
-    """Inverse of ``Plan.to_json``; raises ValueError where the data are no plan, or of another format version."""
+class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What every plan file says.
+
+    Attributes:
+      strategy: how a step is divided over devices; planner: who decided that: ``auto_parallel``, ``scopes`` (with the
+        settings of the script), or a search for a described model.
+      batch: rows of a step; 0: it has none that are divided.
+      predicted: None: nobody predicted it.
+      script: path from the plan's folder, and arguments, of the script whose first step it is; () without one.
+      program: how every tensor of a program lies; None for a described model, which is none.
+    """
+
+    kind: str
+    format_version: str
+    strategy: ParallelStrategy
+    planner: str
+    batch: int = 0
+    predicted: Prediction | None = None
+    script: tuple[str, ...] = ()
+    program: ProgramLayouts | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """Returns the plan of a program; None for a described model.
+
+        Raises:
+          ValueError: something in it is none of a plan.
+        """
+        if self.program is None:
+            return None
+        found = _decoded(self.program)
+        return replace(
+            found,
+            strategy=self.strategy,
+            searched=self.planner == "auto_parallel",
+            predicted=self.predicted,
+            script=self.script,
+        )
+
+
+def file_text(record: PlanRecord) -> bytes:
+    """Returns the text of a plan file: the same bytes for the same plan."""
+    return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
+
+
+_Record = TypeVar("_Record", bound=PlanRecord)
+
+
+def record_from_text(data: bytes, kind: type[_Record]) -> _Record:
+    """Reads the text of a plan file.
+
+    Raises:
+      ValueError: it is none, or of another format version.
+    """
     try:
         head = msgspec.json.decode(data, type=_Head)
     except (msgspec.DecodeError, RecursionError) as e:
@@ -335,12 +389,61 @@ def plan_from_json(data: bytes) -> Plan:
         found = f"{head.kind!r}, format_version {head.format_version}"
         raise ValueError(f"{found}; this build reads {KIND!r}, {major}.x: make it again with `whale plan`")
     try:
-        return _plan(msgspec.json.decode(data, type=_File))
-    except (ValueError, IndexError, RecursionError) as e:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, OverflowError, RecursionError) as e:
         raise ValueError(f"not a plan file: {e}; expected what `whale plan -o FILE` wrote: make the plan again") from e
 
 
-def _plan(f: _File) -> Plan:
+def plan_from_json(data: bytes) -> Plan:
+    """Inverse of ``Plan.to_json``; raises ValueError where the data are no plan."""
+    try:
+        return _decoded(msgspec.json.decode(data, type=ProgramLayouts))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not a plan: {e}") from e
+
+
+def _decoded(f: ProgramLayouts) -> Plan:
+    try:
+        return _plan(f)
+    except (ValueError, IndexError, RecursionError) as e:
+        raise ValueError(f"not a plan: {e}; expected what `whale plan -o FILE` wrote: make the plan again") from e
+
+
+def strategy_of(plan: Plan) -> ParallelStrategy:
+    """Returns the strategy that a program's plan carries out, as far as its layouts tell.
+
+    That is its stages, replicas, ranks that divide tensors, rows and micro-batches. The layers of a stage are numbers
+    of stages of the program.
+    """
+    groups = plan.stage_groups or (StageGroup("", tuple(range(plan.mesh_size)), ()),)
+    divided = tuple(dict.fromkeys(t.scope for t in plan.task_graphs if t.kind == "split"))
+    stages = []
+    for number, group in enumerate(groups):
+        own = plan.of(group)
+        levels = [own]
+        while levels[-1].inner is not None:
+            levels.append(levels[-1].inner)
+        named = [level.size for level in levels if level.axis == "tensor"]
+        tensor = prod(named) if named else levels[-1].size if divided else 1
+        replicas = max(1, len(group.ranks) // tensor)
+        sizes = next((b.placement.sizes for b in own.batch_inputs if isinstance(b.placement, Split)), ())
+        rows, left = divmod(sum(sizes), replicas * plan.micro_batches)
+        layers = tuple((c * len(groups) + number, c * len(groups) + number + 1) for c in range(len(group.stages)))
+        part = DeviceGroup(0, tensor, replicas, 0 if left or len(set(sizes)) > 1 else rows)
+        stages.append(Stage(layers, (part,), bound_ranks=group.ranks))
+    uneven = next((b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Split)), ())
+    return ParallelStrategy(
+        tuple(stages),
+        plan.micro_batches,
+        schedule=plan.schedule or "1f1b",
+        split=divided if not any(level.axis == "tensor" for level in (plan, *filter(None, [plan.inner]))) else (),
+        replicated=plan.ranks > 1 and not plan.batch_inputs,
+        shares=tuple(uneven) if len(set(uneven)) > 1 and plan.inner is None else (),
+        name="as scopes say",
+    )
+
+
+def _plan(f: ProgramLayouts) -> Plan:
     table = [
         Strategy(tuple(map(parse_placement, i)), tuple(map(parse_placement, o)), w, once)
         for i, o, w, once in f.strategy_table
@@ -366,13 +469,13 @@ def _plan(f: _File) -> Plan:
         variables={name: parse_placement(p) for name, p in f.variables.items()},
         routed=f.routed,
         expanded=tuple(f.expanded),
-        inner=plan_from_json(f.inner.encode()) if f.inner else None,
+        inner=_plan(f.inner) if f.inner is not None else None,
         repeats=f.repeats,
         inner_bytes=f.inner_bytes,
         memory=f.memory,
         schedule=f.schedule,
         stage_groups=tuple(StageGroup(name, tuple(ranks), tuple(stages), k) for name, ranks, stages, k in f.places),
-        others=tuple(plan_from_json(o.encode()) for o in f.others),
+        others=tuple(map(_plan, f.others)),
         edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         micro_batches=f.micro_batches,
         offloaded=tuple(f.offloaded),
@@ -383,6 +486,7 @@ def _plan(f: _File) -> Plan:
         total_flops=f.total_flops,
         script=tuple(f.script),
         strategy=f.strategy,
+        searched=f.searched,
         predicted=f.predicted,
     )
 
@@ -393,10 +497,13 @@ class _Head(msgspec.Struct):
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads a plan that ``Plan.save`` wrote.
+    """Reads the plan of a program that ``Plan.save`` wrote.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not a plan, or of another format version.
+      ValueError: not a plan, of another format version, or of a described model.
     """
-    return plan_from_json(Path(path).read_bytes())
+    plan = record_from_text(Path(path).read_bytes(), PlanRecord).plan
+    if plan is None:
+        raise ValueError("the plan is of a described model, not of a program")
+    return plan

@@ -1,4 +1,4 @@
-"""Compares two plans of captured programs."""
+"""Compares how the tensors of programs lie under two plans."""
 
 from __future__ import annotations
 
@@ -10,44 +10,37 @@ from whale.ir.plan_text import human_bytes
 ROWS = 12  # operations, variables, and changes of layout listed at most
 
 
-def diff_plans(one: Plan, other: Plan) -> str:
-    """Lists how ranks, batch, stages, layouts and communication of two plans differ."""
-    facts = [
-        ("program", one.program, other.program),
-        ("ranks", _ranks(one), _ranks(other)),
-        ("stages", _stages(one), _stages(other)),
-        ("micro-batches", one.micro_batches, other.micro_batches),
-        ("schedule", one.schedule or "none", other.schedule or "none"),
-        ("strategy", *(p.strategy.name if p.strategy is not None else "as scopes say" for p in (one, other))),
-    ]
-    lines = [f"  {name:14} {a} -> {b}" for name, a, b in facts if a != b]
+def changed_layouts(one: Plan, other: Plan) -> list[str]:
+    """Lists how the batch, stages, layouts and communication of two programs' plans differ; []: they do not."""
+    lines = []
     if one.program == other.program and one.fingerprint != other.fingerprint:
-        lines.insert(0, "  the programs of that name are not equal")
-    mine, theirs = ({b.name: str(b.placement) for b in p.batch_inputs} for p in (one, other))
-    lines += _changed("batch", mine, theirs)
-    mine, theirs = ({n: str(tiles) for n, tiles in tiles_of(q).items()} for q in (one, other))
-    lines += _changed("variable", mine, theirs, "whole")
-    mine, theirs = ({n: layout_of(s) for n, s in (q.inner or q).strategies.get("", {}).items()} for q in (one, other))
-    shared = mine.keys() & theirs.keys()
-    lines += _changed("operation", {n: v for n, v in mine.items() if n in shared}, {n: theirs[n] for n in shared})
+        lines.append("  the programs of that name are not equal")
+    if (mine := _groups(one)) != (theirs := _groups(other)):
+        lines.append(f"  {'groups':14} {mine} -> {theirs}")
+    before, after = ({b.name: str(b.placement) for b in p.batch_inputs} for p in (one, other))
+    lines += _changed("batch", before, after)
+    before, after = ({n: str(tiles) for n, tiles in tiles_of(q).items()} for q in (one, other))
+    lines += _changed("variable", before, after, "whole")
+    layouts = [{n: layout_of(s) for n, s in (q.inner or q).strategies.get("", {}).items()} for q in (one, other)]
+    shared = layouts[0].keys() & layouts[1].keys()
+    before, after = ({n: v for n, v in each.items() if n in shared} for each in layouts)
+    lines += _changed("operation", before, after)
     lines += _moved(one, other)
     totals = [sum(map(sum, zip(*p.memory.values()))) if p.memory else 0 for p in (one, other)]
     if totals[0] != totals[1] and all(totals):
         lines.append(f"  memory of all ranks together: {human_bytes(totals[0])} -> {human_bytes(totals[1])}")
     if not lines:
-        return "The plans are equal."
-    last = f"Communication: {human_bytes(one.logical_bytes)} -> {human_bytes(other.logical_bytes)} a step"
+        return []
+    moved = f"{human_bytes(one.logical_bytes)} -> {human_bytes(other.logical_bytes)} a step"
     share = [f"{p.split_flops_fraction:.0%}" for p in (one, other)]
-    return "\n".join([*lines, f"{last}; products divided: {share[0]} -> {share[1]}."])
+    return [*lines, f"  moved {moved}; products divided: {share[0]} -> {share[1]}"]
 
 
-def _ranks(plan: Plan) -> str:
-    groups = f" ({plan.size} groups of {plan.inner.size})" if plan.inner is not None else ""
-    return f"{plan.ranks}{groups}"
-
-
-def _stages(plan: Plan) -> str:
-    return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.stage_groups) or "none"
+def _groups(plan: Plan) -> str:
+    """Says which ranks are together: in groups of an inner axis, or in stages."""
+    if plan.stage_groups:
+        return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.stage_groups)
+    return f"{plan.size} groups of {plan.inner.size}" if plan.inner is not None else "none"
 
 
 def _changed(what: str, mine: dict[str, str], theirs: dict[str, str], missing: str = "none") -> list[str]:

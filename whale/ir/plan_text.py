@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from whale.ir.layout import Partial, Split
 from whale.ir.mesh import mesh_of, moved_along
-from whale.ir.plan import Plan, Predicted, Reshard, TaskGraph
+from whale.ir.plan import Plan, Reshard, TaskGraph
+from whale.ir.prediction import Prediction
 from whale.ir.schedule import format_schedule, schedule
 
 # Backends that carry out a reduction instead of Whale, in words.
@@ -115,7 +116,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         out.append(f"Along {plan.inner.axis}, in each group of {plan.inner.mesh_size} ranks")
         out += [f"  {line}" for line in format_plan(plan.inner, rows).splitlines()[1:]]
     if plan.predicted is not None:
-        out += _predicted(plan, plan.predicted)
+        out += predicted_lines(plan, plan.predicted)
     return "\n".join(out) + "\n"
 
 
@@ -202,8 +203,8 @@ def _mesh(plan: Plan, rows: int = 4) -> list[str]:
     return out
 
 
-def _predicted(plan: Plan, found: Predicted) -> list[str]:
-    """Formats the predicted step time by rank, rows per second, what bounds it, and one line to end."""
+def predicted_lines(plan: Plan, found: Prediction) -> list[str]:
+    """Formats the predicted step time of a program by rank, rows per second, what bounds it, and one line to end."""
     out = step_lines(found)
     sizes = [b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Split)]
     if sizes and plan.inner is None:
@@ -223,7 +224,7 @@ def _predicted(plan: Plan, found: Predicted) -> list[str]:
     ]
 
 
-def step_lines(found: Predicted) -> list[str]:
+def step_lines(found: Prediction) -> list[str]:
     """Formats the predicted time of a step, and what each rank does in it."""
     out = [f"Predicted on {found.where}: {1e3 * found.step_s:.1f} ms a step"]
     if found.likely_s is not None:

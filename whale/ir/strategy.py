@@ -174,6 +174,19 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         """Returns the rows of a step."""
         return self.micro_batches * self.stages[0].rows
 
+    def problem(self) -> str:
+        """Says what no strategy has, whatever it is of, such as a file may; empty: nothing."""
+        if not self.stages or not all(stage.parts for stage in self.stages):
+            return "there are no stages, or some without devices"
+        parts = [part for stage in self.stages for part in stage.parts]
+        if any(min(part.tensor, part.replicas) < 1 or min(part.pool, part.rows) < 0 for part in parts):
+            return "some devices are divided into no ranks, or have less than no rows"
+        if not 0 <= self.micro_batches <= MOST_MICRO_BATCHES:
+            return f"{self.micro_batches} micro-batches, of which there are {MOST_MICRO_BATCHES} at most"
+        if any(len(stage.layers) != len(self.stages[0].layers) for stage in self.stages):
+            return "some stages have more chunks than others"
+        return ""
+
     def summary(self) -> str:
         """Returns one line: 8 stages x 12 data x 8 tensor, 2 chunks, 96 micro-batches of 2 rows, ..."""
         if self.replicated:

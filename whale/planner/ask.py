@@ -185,4 +185,4 @@ def _work_per_s(cluster: Cluster, batch: int, transformer: Transformer, software
         found = plan(cluster, batch, transformer, software=software, limits=Constraints(budget_s=budget_s))
     except PlanError:
         return 0.0
-    return transformer.parameters * batch / found.predicted.step_s
+    return transformer.parameters * batch / found.step_s

@@ -70,7 +70,7 @@ class Answer:
     def cost_per_million_rows(self) -> float:
         """Returns the cost in the currency of the offer's price."""
         assert self.plan is not None
-        return self.offer.price_per_hour / SECONDS_PER_HOUR * self.plan.predicted.step_s / self.plan.batch * 1e6
+        return self.offer.price_per_hour / SECONDS_PER_HOUR * self.plan.step_s / self.plan.batch * 1e6
 
 
 def read_offers(path: str) -> list[tuple[Offer, Cluster]]:
@@ -126,7 +126,7 @@ def rank(
             found.append(Answer(offer, ask.plan(cluster, batch, transformer, table, software, limits)))
         except PlanError as error:
             found.append(Answer(offer, None, error.message))
-    return sorted(found, key=lambda a: a.plan.predicted.step_s if a.plan else float("inf"))
+    return sorted(found, key=lambda a: a.plan.step_s if a.plan else float("inf"))
 
 
 def ranking(answers: Sequence[Answer]) -> list[str]:
@@ -142,7 +142,7 @@ def ranking(answers: Sequence[Answer]) -> list[str]:
                 f"{offer.name[:20]:20} {'-':>10} {'-':>12} {offer.price_per_hour:>10.2f} {'-':>12}  {answer.why}"
             )
             continue
-        step_s = plan.predicted.step_s
+        step_s = plan.step_s
         cost = f"{answer.cost_per_million_rows:.2f}" if offer.price_per_hour else "-"
         marks = [word for word, one in (("fastest", fitting[0]), ("cheapest", cheapest)) if one is answer]
         mark = f"({', '.join(marks)}) " if marks else ""
@@ -164,7 +164,7 @@ class Packed:
     @property
     def hours(self) -> float:
         """Returns the hours of the whole job, all its rows."""
-        return self.job.rows / self.plan.batch * self.plan.predicted.step_s / SECONDS_PER_HOUR
+        return self.job.rows / self.plan.batch * self.plan.step_s / SECONDS_PER_HOUR
 
 
 class _Packer:
@@ -255,7 +255,7 @@ def packing(packed: Sequence[Packed], cluster: Cluster) -> list[str]:
     rows = [f"{'job':20} {'hosts':32} {'step':>10} {'hours':>10}  plan"]
     for one in packed:
         hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)
-        step = human_seconds(one.plan.predicted.step_s)
+        step = human_seconds(one.plan.step_s)
         rows.append(
             f"{one.job.name[:20]:20} {hosts[:32]:32} {step:>10} {one.hours:>10.2f}  {one.plan.strategy.summary()}"
         )

@@ -68,7 +68,7 @@ def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, b
         raise PlanError("a program cannot run under what the plan has", given=f"{path}: {what}", action=action)
     firsts = [*_first_weights(plan, program, path), len(chain(program))]
     _compare_rows(plan, program, settings, path)
-    ranks = ranks_of(strategy, Machines(plan.cluster))
+    ranks = ranks_of(strategy, plan.machines)
     stages = tuple(
         msgspec.structs.replace(
             stage, layers=tuple((firsts[low], firsts[high]) for low, high in stage.layers), bound_ranks=own

@@ -1,4 +1,4 @@
-"""Answers questions to the plan of a described model: why not something else, what if something were otherwise.
+"""Answers questions to a plan: where something lies and why, why not something else, what if something were otherwise.
 
 Each is answered by the search with that fixed, or on what would be there, and by the difference in the step's parts.
 """
@@ -11,20 +11,31 @@ from functools import partial
 import msgspec
 
 from cost_model.cluster.cluster_file import Cluster
-from cost_model.cluster.pools import Machines
 from cost_model.hardware import catalogue
 from whale.errors import PlanError, WhaleError
+from whale.ir.plan_explain import explained_of_plan
 from whale.ir.plan_text import human_bytes, human_seconds
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import FIXED
 from whale.planner.report.planfile import PlanFile
-from whale.planner.report.show import against
+from whale.planner.report.show import against, explain_layer
 
 FORMS = (
     "a layer's number, stage=N, device=KIND, "
     + ", ".join(f"{name}=..." for name in FIXED)
     + ", batch=ROWS, HOST=COUNT, NETWORK=KIND"
 )
+
+
+def explained(plan: PlanFile, what: str, budget_s: float) -> str:
+    """Explains an operation of a program, or a layer of a described model; or answers a question to the latter's plan.
+
+    Raises:
+        PlanError: there is no such operation or layer, or the plan has no answer.
+    """
+    if (program := plan.plan) is not None:
+        return "\n".join(explained_of_plan(program, what))
+    return explain_layer(plan, int(what)) if what.isdigit() else answer(plan, what, budget_s)
 
 
 def answer(plan: PlanFile, question: str, budget_s: float) -> str:
@@ -34,7 +45,7 @@ def answer(plan: PlanFile, question: str, budget_s: float) -> str:
         PlanError: that is none of these.
     """
     name, equals, value = question.partition("=")
-    hosts = {host.name for host in plan.cluster.hosts}
+    hosts = {host.name for host in plan.machines.cluster.hosts}
     if not equals or not value:
         raise _unknown(plan, question)
     if name == "stage":
@@ -47,16 +58,16 @@ def answer(plan: PlanFile, question: str, budget_s: float) -> str:
         return _line(question, plan, lambda: _again(plan, budget_s, batch=int(value)))
     where: Cluster | None = None
     if name in hosts and value.isdigit() and int(value):
-        where = _with_hosts(plan.cluster, name, int(value))
-    elif name in plan.cluster.networks:
-        where = _with_network(plan.cluster, name, value)
+        where = _with_hosts(plan.machines.cluster, name, int(value))
+    elif name in plan.machines.cluster.networks:
+        where = _with_network(plan.machines.cluster, name, value)
     if where is not None:
         return _line(question, plan, lambda: _again(plan, budget_s, cluster=where))
     raise _unknown(plan, question)
 
 
 def _unknown(plan: PlanFile, question: str) -> PlanError:
-    names = [host.name for host in plan.cluster.hosts] + list(plan.cluster.networks)
+    names = [host.name for host in plan.machines.cluster.hosts] + list(plan.machines.cluster.networks)
     return PlanError(
         "the plan has no answer to that", given=question, expected=f"{FORMS}; there are {', '.join(names)}"
     )
@@ -71,7 +82,7 @@ def _again(
 ) -> PlanFile:
     """Plans the same model with something fixed, another batch, or other devices."""
     limits = ask.limits(fixed or [], budget_s)
-    where, rows = cluster or plan.cluster, batch or plan.batch
+    where, rows = cluster or plan.machines.cluster, batch or plan.batch
     return ask.plan(where, rows, plan.transformer, plan.table, plan.software, limits)
 
 
@@ -84,7 +95,7 @@ def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile]) -> str:
         return f"{words}: infeasible: {reason.removeprefix('infeasible: ')}"
     rows = ""
     if found.batch != plan.batch:
-        before, after = (one.batch / one.predicted.step_s for one in (plan, found))
+        before, after = (one.batch / one.step_s for one in (plan, found))
         rows = f"; {after:,.1f} rows/s instead of {before:,.1f} ({after / before - 1:+.1%})"
     if found.strategy == plan.strategy and found.cluster == plan.cluster:
         return f"{words}: the plan is so already{rows}"
@@ -119,7 +130,7 @@ def _stage(plan: PlanFile, question: str, value: str) -> str:
 
 def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
     """Says how many devices of a kind the plan uses, and what it costs to have none of them, or nothing else."""
-    pools = Machines(plan.cluster).pools
+    pools = plan.machines.pools
     own = [pool for pool in pools if kind in (pool.device.name, pool.entry.type, pool.host.name, pool.name)]
     if not own:
         known = ", ".join(dict.fromkeys(pool.device.name for pool in pools))
@@ -130,11 +141,11 @@ def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
     entries = {id(pool.entry) for pool in own}
     for words, keep in ((f"without {kind}", False), (f"{kind} alone", True)):
         hosts = []
-        for host in plan.cluster.hosts:
+        for host in plan.machines.cluster.hosts:
             left = [entry for entry in host.devices if (id(entry) in entries) == keep]
             hosts += [msgspec.structs.replace(host, devices=left)] if left else []
         if hosts and len(own) < len(pools):
-            cluster = msgspec.structs.replace(plan.cluster, hosts=hosts)
+            cluster = msgspec.structs.replace(plan.machines.cluster, hosts=hosts)
             lines.append("  " + _line(words, plan, partial(_again, plan, budget_s, cluster=cluster)))
     return "\n".join(lines)
 

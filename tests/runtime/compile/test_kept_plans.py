@@ -135,7 +135,7 @@ def test_what_a_search_without_time_chose_is_not_kept(
     trained(ranks, tmp_path / "whale", auto_parallel=True)
     assert "not looked at, the time is over" in capsys.readouterr().err
     kept = list((tmp_path / "whale").iterdir())
-    assert kept and not [path for path in kept if path.suffix == ".choice"]
+    assert kept and not [path for path in kept if path.suffix == ".strategy"]
 
 
 def test_a_folder_that_cannot_be_used_is_said_once(

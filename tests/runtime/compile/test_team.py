@@ -145,7 +145,7 @@ def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
     assert [way.strategy.name for way in looking.found] == ["rows"]
     looking.look(plans, *[ParallelStrategy((Stage(), Stage()), name=name) for name in ("first", "second")])
     assert said == ["asked rows", "refused", "answered"]
-    assert looking.lost == [
+    assert [f"{one.strategy.name}: {one.refused}" for one in looking.lost] == [
         "first: cannot run: a value of all micro-batches is needed",
         "second: cannot run: as first",
     ]

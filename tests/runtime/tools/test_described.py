@@ -26,9 +26,9 @@ from whale.ir.values import TensorType
 from whale.partition.mesh import plan_program
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
+from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
 from whale.runtime.described import families as f
 from whale.runtime.described import program_of, read, traced
-from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 TEXT = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 6, "vocabulary": 40, "batch": 4}
 SMALL: list[f.Description] = [

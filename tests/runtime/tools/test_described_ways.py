@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,10 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.measure import counted
+from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
+from cost_model.cluster.pools import Machines
 from cost_model.graph.machine import cluster_machine
 from cost_model.graph.predict import predict_ranks
 from cost_model.kernels.gpu_memory import nccl_bytes
@@ -20,17 +25,21 @@ from tests.cost_model.test_captured import LAB
 from tests.draws import one_of
 from whale.cli import main
 from whale.errors import PlanError
-from whale.ir.strategy import ChosenStrategy, ParallelStrategy
+from whale.ir.strategy import ChosenStrategy, DeviceGroup, ParallelStrategy, Stage
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
+from whale.planner import ask
+from whale.planner.evaluate import Evaluator, ModelEvaluator, ProgramEvaluator
 from whale.planner.graph_search import predict, search, strategies, team
 from whale.planner.graph_search.environment import SearchEnvironment
+from whale.planner.graph_search.pipelines import chain
 from whale.planner.graph_search.strategies import choices, over_all
+from whale.planner.report import planfile
 from whale.runtime.described import families as f
 from whale.runtime.described import models
 from whale.runtime.described.program import program_of, trained_step
 from whale.runtime.run.context import current
-from whale.runtime.tools.described_ways import planned_as, read, spread
+from whale.runtime.tools.described_ways import found_for, planned_as, read
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
 CLASSIFIER = "classifier:classes=200000,features=16,inputs=8,batch=64"
@@ -49,7 +58,8 @@ LAYERS = [
 def test_the_large_layer_is_sharded(text: str, described: f.Dlrm | f.Classifier, ranks: Callable[..., None]) -> None:
     assert read(text) == described
     name = "split of 3 tables" if text == DLRM else "split from classes on"
-    best, lines, large = spread(described, LAB, 20.0)
+    found, large = found_for(described, LAB, 20.0)
+    best, lines = found.chosen.strategy, found.lines
     assert best.name in lines[0] and any(name in line for line in lines)
     captured = program_of(described, mark_gradients=True)
     (choice,) = (one for one in choices(normalise(captured, PlanSettings(size=4)), 4) if one.name == name)
@@ -84,15 +94,37 @@ def test_other_families_are_spread_over_unequal_devices(family: str) -> None:
         if family != "resnet"
         else f.Resnet(blocks=(1,), width=8, image=16, batch=12)
     )
-    choice, lines, plan = spread(described, UNEQUAL, 5.0)
-    assert choice.name in lines[0] and "both kinds" in lines[0]
+    found, plan = found_for(described, UNEQUAL, 5.0)
+    assert found.chosen.strategy.name in found.lines[0] and "both kinds" in found.lines[0]
     assert plan.ranks == 3 and plan.predicted is not None and len(plan.predicted.ranks) == 3
+
+
+def test_evaluators_answer_in_one_form() -> None:
+    described = read("bert:layers=2,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24")
+    captured = program_of(described, mark_gradients=True)
+    of_program = ProgramEvaluator(captured, PlanSettings(size=4), LAB)
+    transformer, _ = ask.describe("gpt:layers=2,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24")
+    machines = Machines(LAB)
+    of_model = ModelEvaluator(TransformerModel(transformer, stack("tensorflow-fp32"), machines), machines)
+    program = normalise(captured, PlanSettings(size=4))
+    size = len(chain(program))
+    parts = (DeviceGroup(0, 1, 2, 3),)
+    halves = tuple(Stage(((n * size // 2, (n + 1) * size // 2),), parts, None, (n, n + 2)) for n in (0, 1))
+    layers = tuple(Stage(((n, n + 1),), parts) for n in (0, 1))
+    evaluators: list[tuple[Evaluator, tuple[Stage, ...]]] = [(of_program, halves), (of_model, layers)]
+    for evaluator, stages in evaluators:
+        found = evaluator.evaluate(ParallelStrategy(stages, 4))
+        assert sum(found.parts_s.values()) == pytest.approx(found.step_s) and found.step_s > 0
+        assert found.fits and sum(one.count for one in found.ranks) == 4
+        assert all(one.peak_bytes <= one.limit_bytes for one in found.ranks)
+        less = evaluator.evaluate(ParallelStrategy(stages, 4, zero=1))
+        assert max(one.resident_bytes for one in less.ranks) < max(one.resident_bytes for one in found.ranks)
 
 
 def test_what_fits_nowhere_says_what_would_help() -> None:
     tiny = cluster_file.parse("name: tiny\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]")
     with pytest.raises(PlanError, match=r"(?s)in no way.*use more ranks"):
-        spread(f.Classifier(classes=20_000_000, features=512, batch=64), tiny, 20.0)
+        found_for(f.Classifier(classes=20_000_000, features=512, batch=64), tiny, 20.0)
 
 
 def trained(d: Any) -> tuple[Any, list[tf.Tensor]]:
@@ -106,7 +138,38 @@ def test_the_verb_says_what_each_way_takes(tmp_path: Path, capsys: pytest.Captur
     lab.write_text("name: lab\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]\n")
     assert main(["plan", "--describe", CLASSIFIER, "--cluster", str(lab), "-o", str(plan)]) == 0
     said = capsys.readouterr().out
-    assert "split from classes on" in said and "data parallel" in said and "Predicted on lab" in said and plan.exists()
+    assert "tensors from classes on" in said and "slower by" in said and "cluster    lab: 2 a/t4" in said
+    found = planfile.load(plan)
+    assert found.planner == "auto_parallel" and found.description == CLASSIFIER and found.strategy.split == ("classes",)
+    names = {one.strategy.name for one in found.alternatives}
+    assert {"data parallel", "every rank alone"} <= names | {found.strategy.name}
+    # Every verb that reads a plan reads this one, which has no script, and captures its step again where it must.
+    page, timeline = tmp_path / "page.html", tmp_path / "trace.json"
+    for verb in (
+        ["show", "-v", str(plan)],
+        ["explain", str(plan), "*MatMul*"],
+        ["check", str(plan)],
+        ["html", str(plan), "-o", str(page)],
+        ["trace", str(plan), "-o", str(timeline)],
+    ):
+        assert main(verb) == 0, verb
+    said = capsys.readouterr().out
+    assert said.count("plan       1 pipeline x 1 data x 2 tensor on 2 devices") == 1 and "good: 1 pipeline" in said
+    assert found.description in page.read_text() or "session" in page.read_text()
+    assert {e["pid"] for e in json.loads(timeline.read_text())["traceEvents"] if e["ph"] == "X"} == {0, 1}
+    small = tmp_path / "small.yaml"
+    small.write_text("name: small\nhosts: [{name: a, devices: [{type: t4, count: 2, memory_gb: 0.001}]}]\n")
+    assert main(["check", str(plan), "--cluster", str(small)]) == 1
+    assert "too much" in capsys.readouterr().out
+    # A plan of a transformer that formulas evaluate, beside it.
+    other = tmp_path / "gpt.json"
+    model = "gpt:layers=4,hidden=64,heads=4,sequence=32,vocabulary=640,batch=64"
+    assert main(["plan", "--describe", model, "--cluster", str(lab), "--budget", "1", "-o", str(other)]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(other), str(plan)]) == 0
+    said = capsys.readouterr().out
+    assert f"-> {CLASSIFIER}\n" in said and "tensors from   the first layer on -> classes\n" in said
+    assert re.search(r"^Step: .* -> .* \(.*%\)\.$", said, re.MULTILINE) and "compute " in said
     for wrong in ("classifier:classes=0,batch=4", "dlrm:tables=2,batch=4", f"{DLRM},split=1"):
         with pytest.raises(PlanError):
             read(wrong)

@@ -21,9 +21,9 @@ from whale.partition import verify_saved_plan
 from whale.partition.spmd import partition_for_rank
 from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
+from whale.planner.graph_search.plan_prediction import rank_programs
 from whale.runtime.tools import dry_run
 from whale.runtime.tools.as_main import beside, located
-from whale.runtime.tools.plan_prediction import rank_programs
 
 __all__ = ["double"]
 
@@ -75,7 +75,7 @@ def test_a_plan_is_checked_against_script_and_cluster(tmp_path: Path, capsys: py
 def test_a_plan_that_does_not_fit_an_accelerator_names_the_hosts_memory(tmp_path: Path) -> None:
     plan = load_plan(made(tmp_path, {}))
     needed = max(map(sum, zip(*plan.memory.values())))
-    on = dry_run.Prediction(None, clusters(tmp_path, "small.yaml", 2, (needed - 1) / 1e9))
+    on = dry_run.PredictionTarget(None, clusters(tmp_path, "small.yaml", 2, (needed - 1) / 1e9))
     with pytest.raises(PlanError) as error:
         dry_run.main(str(tmp_path / "s.py"), (), 2, prediction=on)
     assert "offload.level=optimizer (" in str(error.value)

@@ -26,6 +26,7 @@ from whale.ir.fingerprint import fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.partition.lower import make_any_plan
 from whale.passes.pass_manager import normalise
+from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
 from whale.planner.report.mesh_drawn import mesh_of_plan
 from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.settings import settings_of
@@ -33,7 +34,6 @@ from whale.runtime.measure import operations as measure
 from whale.runtime.measure.profile import programs as profile_programs
 from whale.runtime.measure.without_exchanges import apart
 from whale.runtime.run.context import current
-from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 Start = Callable[..., None]
 SILENT = EXCHANGES | MEETINGS | {"WhaleCommunicator"}

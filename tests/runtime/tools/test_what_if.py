@@ -11,8 +11,8 @@ import pytest
 import whale as wh
 from whale.errors import PlanError
 from whale.ir.layout import Split
+from whale.planner.graph_search.plan_prediction import Planned
 from whale.runtime.tools import dry_run
-from whale.runtime.tools.plan_prediction import Planned
 from whale.runtime.tools.what_if import compared, exchanges, read_what_if, with_choice
 
 SCRIPT = """

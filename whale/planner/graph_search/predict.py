@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import step_seconds
 from whale.errors import AcrossMicroBatchesError, WhaleError
 from whale.ir.mesh import Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.ir.strategy import Offload, ParallelStrategy
+from whale.ir.strategy import Offload, ParallelStrategy, Recompute
 from whale.kernels.substitute import substitute_kernels
 from whale.partition.lower import lower_ranks, make_any_plan
 from whale.passes.analysis.stages import DATA, TENSOR
@@ -203,6 +205,20 @@ def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, 
     if strategy.pipelined:
         found["time__schedule"] = strategy.schedule
     return found
+
+
+def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStrategy:
+    """Returns the strategy with what it leaves to a program's settings written down, as they are when it is applied."""
+    offload: Offload = "parameters" if settings.memory.offload == "v0" else settings.memory.offload or "none"  # type: ignore[assignment]
+    recompute: Recompute = settings.memory.recompute or "none"  # type: ignore[assignment]
+    return msgspec.structs.replace(
+        strategy,
+        micro_batches=strategy.micro_batches or settings.time.micro_batches,
+        schedule=strategy.schedule if strategy.pipelined else settings.time.schedule,
+        zero=strategy.zero or settings.zero.level,
+        recompute=recompute if strategy.recompute == "none" else strategy.recompute,
+        offload=offload if strategy.offload == "none" else strategy.offload,
+    )
 
 
 def recompute_of(strategy: ParallelStrategy) -> str:

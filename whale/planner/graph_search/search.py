@@ -47,6 +47,7 @@ class Found:
     Attributes:
       chosen: the fastest by prediction, of those that fit into memory; made: how it is planned.
       lines: what was looked at, line by line.
+      others: strategies that were looked at besides, fastest first, and then those that cannot be, or were not planned.
       is_whole: whether there was time for every way.
     """
 
@@ -54,11 +55,22 @@ class Found:
     made: Made
     lines: list[str]
     is_whole: bool
+    others: tuple[Other, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A strategy that was not chosen: predicted to take so long and to lack so much, or refused for a reason."""
+
+    strategy: ParallelStrategy
+    step_s: float = 0.0
+    lacking_bytes: float = 0.0
+    refused: str = ""
 
 
 @dataclass
 class Search:
-    """The state of a search: the candidates in the order of looking, and in words what cannot be, with the reason.
+    """The state of a search: the candidates in the order of looking, and what cannot be, with the reason.
 
     Attributes:
       end_s: on the clock, after which only a first way is looked at.
@@ -69,7 +81,7 @@ class Search:
     end_s: float
     team: Team | None = None
     found: list[Candidate] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    lost: list[Other] = field(default_factory=list)
     is_whole: bool = True
     # A way that needs something of all micro-batches: others do too, however many these are and where stages begin.
     _needs_all: str = ""
@@ -119,14 +131,14 @@ class Search:
 
     def _may_run(self, plans: Plans, strategy: ParallelStrategy) -> bool:
         if self.found and time.monotonic() > self.end_s:
-            self.lost.append(f"{strategy.name}: not looked at, the time is over")
+            self.lost.append(Other(strategy, refused="not looked at, the time is over"))
             self.is_whole = False
             return False
         if strategy.pipelined and not self._needs_all and (across := self._refused_across(plans)).lost:
             self._note(strategy, across, None)
             return False
         if self._needs_all and strategy.pipelined:
-            self.lost.append(f"{strategy.name}: cannot run: as {self._needs_all}")
+            self.lost.append(Other(strategy, refused=f"cannot run: as {self._needs_all}"))
             return False
         return True
 
@@ -144,7 +156,7 @@ class Search:
         if answer.across:
             self._needs_all = self._needs_all or strategy.name
         if answer.lost:
-            self.lost.append(f"{strategy.name}: cannot run: {answer.lost}")
+            self.lost.append(Other(strategy, refused=f"cannot run: {answer.lost}"))
         elif way is not None:
             self.found.append(way)
             best = self.best()
@@ -194,9 +206,9 @@ def best_way(
         ready: list[ParallelStrategy] = []
         for strategy, bound_s in (one for one in looked_at if (one[0].replicated or one[0].pipelined) == last):
             if strategy.replicated and settings.batch.local:
-                search.lost.append(f"{strategy.name}: every rank is given its own rows only")
+                search.lost.append(Other(strategy, refused="every rank is given its own rows only"))
             elif bound_s >= search.to_beat_s():
-                search.lost.append(f"{strategy.name}: {1e3 * bound_s:.2f} ms at least")
+                search.lost.append(Other(strategy, refused=f"{1e3 * bound_s:.2f} ms at least"))
             else:
                 ready.append(strategy)
             if len(ready) == (at_once if search.found else 1):
@@ -213,7 +225,10 @@ def best_way(
     else:
         made, held_bytes = best.made or plans.made(best.strategy), best.bytes
     told = list(_told(best, search, environment))
-    return Found(ChosenStrategy(best.strategy, best.seconds, held_bytes), made, told, search.is_whole)
+    beaten = sorted((way for way in search.found if way is not best), key=lambda way: way.seconds)
+    others = [Other(way.strategy, way.seconds, way.lacking_bytes) for way in beaten]
+    chosen = ChosenStrategy(best.strategy, best.seconds, held_bytes)
+    return Found(chosen, made, told, search.is_whole, (*others, *search.lost))
 
 
 def _look_at_leaner(search: Search, plans: Plans) -> None:
@@ -262,7 +277,10 @@ def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: i
 
 def _best(search: Search, environment: SearchEnvironment) -> Candidate:
     if not search.found:
-        raise PlanError("no way to spread the program was found", reason="; ".join(search.lost))
+        raise PlanError(
+            "no way to spread the program was found",
+            reason="; ".join(f"{one.strategy.name}: {one.refused}" for one in search.lost),
+        )
     best = search.best()
     if best is None:
         least, limit = min(search.found, key=lambda way: way.lacking_bytes), min(environment.limits_bytes)
@@ -282,7 +300,7 @@ def _told(best: Candidate, search: Search, environment: SearchEnvironment) -> It
             fits = "" if way.fits else f", does not fit: {human_bytes(way.bytes)} of {limit}"
             yield f"  {way.strategy.name}: {1e3 * way.seconds:.2f} ms{fits}"
     for one in search.lost:
-        yield f"  {one}"
+        yield f"  {one.strategy.name}: {one.refused}"
 
 
 def _looked_at(

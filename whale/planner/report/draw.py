@@ -123,7 +123,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
 
 
 def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
-    whole = sum(pool.devices for pool in Machines(plan.cluster).pools)
+    whole = sum(pool.devices for pool in plan.machines.pools)
     name, most = max(show.parts_of(found).items(), key=lambda e: e[1])
     cards = [
         (

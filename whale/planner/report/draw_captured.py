@@ -11,7 +11,7 @@ from typing import Any
 from cost_model.graph.predict import CapturedPrediction, Span, Timeline
 from whale.ir.layout import Partial, Split, Strategy
 from whale.ir.mesh import tiles_of
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, strategy_of
 from whale.ir.plan_text import human_bytes, human_seconds
 from whale.ir.program import Program
 from whale.planner.graph_search.pipelines import levels
@@ -112,15 +112,10 @@ def _names(plan: Plan, count: int) -> list[tuple[str, str]]:
 
 
 def _summary(plan: Plan) -> str:
-    if plan.stage_groups:
-        return (
-            f"{len(plan.stage_groups)} stages, {plan.micro_batches} micro-batches, schedule {plan.schedule or 'none'}"
-        )
-    split = tiles_of(plan)
-    text = f"{plan.split_flops_fraction:.0%} of products and convolutions divided"
-    if plan.inner is not None:
-        text += f", {plan.size} groups of {plan.inner.size} ranks"
-    return text + (f", {len(split)} variables are sharded" if split else "")
+    text = (plan.strategy or strategy_of(plan)).summary()
+    text += f"; {plan.split_flops_fraction:.0%} of products and convolutions divided"
+    sharded = len(tiles_of(plan))
+    return text + (f", {sharded} variables are sharded" if sharded else "")
 
 
 def _slowest(found: CapturedPrediction) -> int:

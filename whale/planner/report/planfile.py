@@ -1,17 +1,21 @@
-"""Writes and reads a plan of the planner as a file: JSON, sorted, deterministic; `plan.schema.json` is its schema.
+"""Writes and reads plan files: JSON, sorted, deterministic; `plan.schema.json` is the schema.
 
-`format_version` is major.minor: another major is refused, unknown fields of a newer minor are ignored. Virtual devices
-only: a stage names pools of the cluster, which the file carries, so the plan can be re-bound and checked elsewhere.
+Every file says the strategy, what is predicted and who decided (`PlanRecord`). That of a described model says its
+cluster and what was asked, so that it can be evaluated, re-bound and checked anywhere; its devices are virtual: a stage
+names pools of the cluster. That of a program says how each of its tensors lies, and from which script, or description,
+the program comes. `format_version` is major.minor: another major is refused, unknown fields of a newer minor are
+ignored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cost_model.analytic.evaluate import Evaluation, evaluate
+from cost_model.analytic.evaluate import Evaluation, evaluate, prediction_of
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
@@ -19,84 +23,115 @@ from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
+from whale.ir.plan import FORMAT_VERSION, KIND, Plan, PlanRecord, file_text, record_from_text
 from whale.ir.plan_text import human_bytes, human_seconds
+from whale.ir.prediction import Prediction
 from whale.ir.strategy import ParallelStrategy
 from whale.planner.analytic_search.candidates import SearchResult
 from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
 from whale.planner.analytic_search.plan_check import check
+from whale.planner.evaluate import Evaluator, ModelEvaluator
 
-FORMAT_VERSION = "1.2"
 SCHEMA = Path(__file__).with_name("plan.schema.json")
-KIND = "whale-strategy"
 SLOWER, LACKING = 6, 3  # alternatives of a plan file at most: slower ones, then ones that do not fit
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another strategy, and by how much it lost: seconds it is slower by, or bytes that it lacks."""
+    """Another strategy, and how it lost: seconds it is slower by, bytes that it lacks, or in words why it cannot be."""
 
     strategy: ParallelStrategy
     slower_s: float | None = None
     lacking_bytes: float | None = None
+    refused: str = ""
 
     @property
     def reason(self) -> str:
         """Says in words why it lost."""
+        if self.refused:
+            return self.refused
         if self.lacking_bytes is not None:
             return f"does not fit by {human_bytes(self.lacking_bytes)}"
         return f"slower by {human_seconds(self.slower_s or 0.0)}"
 
 
-class Predicted(msgspec.Struct, frozen=True):
-    """The simulator's prediction of a step; the parts add up to `step_s`."""
+class PlanFile(PlanRecord, frozen=True, kw_only=True):
+    """A plan with what was asked, what was decided, what is predicted, what lost.
 
-    step_s: float
-    compute_s: float
-    send_s: float
-    bubble_s: float
-    reduce_s: float
-    update_s: float
+    Attributes:
+        cluster: None: of a script, no cluster was named.
+        description: of a model whose step is captured; transformer, table: of one that formulas evaluate.
+        bound_s: no strategy takes less for a step; 0: that is not known.
+    """
 
-
-class PlanFile(msgspec.Struct, frozen=True):
-    """A plan with what was asked, what was decided, what is predicted, what lost."""
-
-    kind: str
-    format_version: str
-    cluster: Cluster
-    software: str
-    batch: int
-    strategy: ParallelStrategy
-    predicted: Predicted
-    bound_s: float
+    cluster: Cluster | None = None
+    software: str = ""
+    description: str = ""
     transformer: Transformer | None = None
     table: LayerProfile | None = None
+    bound_s: float = 0.0
     alternatives: tuple[Alternative, ...] = ()
-    planner: str = "whale"
+
+    @property
+    def step_s(self) -> float:
+        """Returns the predicted seconds of a step.
+
+        Raises:
+            PlanError: nobody predicted it.
+        """
+        if self.predicted is None:
+            raise PlanError("the plan's step was not predicted", expected="predicted")
+        return self.predicted.step_s
+
+    @property
+    def machines(self) -> Machines:
+        """Returns the devices of the plan's cluster.
+
+        Raises:
+            PlanError: it names none.
+        """
+        if self.cluster is None:
+            raise PlanError("the plan names no cluster", expected="cluster")
+        return Machines(self.cluster)
 
     def model(self, machines: Machines) -> Model:
         """Returns the described transformer or the measured tables; PlanError if the plan names neither."""
-        software = stack(self.software)
         if self.transformer is not None:
-            return TransformerModel(self.transformer, software, machines)
+            return TransformerModel(self.transformer, stack(self.software), machines)
         if self.table is None:
             raise PlanError("the plan names no model", expected="transformer or table")
-        return TableModel(self.table, software, machines)
+        return TableModel(self.table, stack(self.software), machines)
+
+    def evaluator(self) -> Evaluator:
+        """Returns what evaluates strategies of a described model; PlanError if the plan names none."""
+        machines = self.machines
+        return ModelEvaluator(self.model(machines), machines)
 
     def evaluate(self) -> tuple[Model, Machines, Evaluation]:
-        """Simulates the plan's strategy again; returns its model, machines and evaluation.
+        """Simulates a described model's strategy again; returns its model, machines and evaluation.
 
         Raises:
             PlanError: the strategy is none of this model on this cluster, whose simulation might never end.
         """
-        machines = Machines(self.cluster)
+        machines = self.machines
         model = self.model(machines)
         if wrong := check(model, machines, self.strategy, self.batch):
             raise PlanError("the plan is not one of its model and cluster", found="; ".join(wrong[:5]))
         return model, machines, evaluate(model, machines, self.strategy)
 
+    def prediction(self) -> Prediction | None:
+        """Returns what a step takes: of a described model evaluated now, of a program as it was when it was planned.
+
+        Raises:
+            PlanError: the strategy is none of the described model on its cluster.
+        """
+        if self.program is not None:
+            return self.predicted
+        _, machines, found = self.evaluate()
+        return prediction_of(found, self.strategy, machines)
+
     def problems(self) -> list[str]:
-        """Lists what is wrong with the plan, found independently of the search; empty: nothing."""
-        machines = Machines(self.cluster)
+        """Lists what is wrong with a described model's plan, found independently of the search; empty: nothing."""
+        machines = self.machines
         model = self.model(machines)
         wrong = check(model, machines, self.strategy, self.batch)
         if wrong:
@@ -105,11 +140,6 @@ class PlanFile(msgspec.Struct, frozen=True):
             if stage.lacking_bytes > 0:
                 wrong.append(f"stage {index} does not fit: it lacks {human_bytes(stage.lacking_bytes)}")
         return wrong
-
-
-def predicted(found: Evaluation) -> Predicted:
-    """Returns what a plan file says of an evaluation."""
-    return Predicted(found.step_s, found.compute_s, found.send_s, found.bubble_s, found.reduce_s, found.update_s)
 
 
 def of_search(
@@ -140,13 +170,27 @@ def of_search(
         software=software,
         batch=batch,
         strategy=found.strategy,
-        predicted=predicted(found.evaluation),
+        predicted=prediction_of(found.evaluation, found.strategy, Machines(cluster)),
         bound_s=found.bound_s,
         transformer=transformer,
         table=table,
         alternatives=tuple(others),
         planner=planner,
     )
+
+
+def of_program(
+    plan: Plan, cluster: Cluster | None = None, description: str = "", alternatives: Sequence[Alternative] = ()
+) -> PlanFile:
+    """Makes the file of a program's plan.
+
+    Args:
+        cluster: that it was planned, or is predicted, for.
+        description: of the model whose step it is, where no script is.
+        alternatives: what `auto_parallel` looked at besides.
+    """
+    record = msgspec.structs.asdict(plan.record())
+    return PlanFile(**record, cluster=cluster, description=description, alternatives=tuple(alternatives))
 
 
 def _shape(strategy: ParallelStrategy) -> tuple[int, int, int, int, tuple[str, ...], int, str]:
@@ -164,7 +208,7 @@ def schema() -> dict[str, Any]:
 
 def dumps(plan: PlanFile) -> bytes:
     """Returns the file's text: the same bytes for the same plan."""
-    return msgspec.json.format(msgspec.json.encode(plan, order="sorted"), indent=1) + b"\n"
+    return file_text(plan)
 
 
 def save(plan: PlanFile, path: str | Path) -> None:
@@ -173,43 +217,37 @@ def save(plan: PlanFile, path: str | Path) -> None:
 
 
 def loads(data: bytes, origin: str = "<text>") -> PlanFile:
-    """Reads a plan file's text; PlanError if it is none, or of another major version."""
+    """Reads a plan file's text.
 
-    class Head(msgspec.Struct):
-        kind: str = ""
-        format_version: str = ""
-
+    Raises:
+        PlanError: it is none, or of another major version, or what it says of a program's layouts is none.
+    """
     try:
-        head = msgspec.json.decode(data, type=Head)
-        if head.kind == KIND and head.format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
-            raise PlanError(
-                "a plan of another format",
-                given=f"format_version {head.format_version} in {origin}",
-                expected=f"{FORMAT_VERSION.split('.')[0]}.x",
-                action="make the plan again with this version's `whale plan`",
-            )
-        if head.kind != KIND:
-            raise PlanError("not a plan of the planner", given=origin, expected="what `whale plan --describe` wrote")
-        return msgspec.json.decode(data, type=PlanFile)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise PlanError("the plan cannot be read", given=origin, reason=str(error)) from error
-
-
-def is_spread(data: bytes) -> bool:
-    """Tells whether a file's text is such a plan, and not that of a captured program."""
-
-    class Head(msgspec.Struct):
-        kind: str = ""
-
-    try:
-        return msgspec.json.decode(data, type=Head).kind == KIND
-    except (ValueError, RecursionError):
-        return False
+        found = record_from_text(data, PlanFile)
+        if wrong := found.strategy.problem():
+            raise ValueError(f"not a plan file: {wrong}")
+        _ = found.plan
+    except ValueError as error:
+        raise PlanError(
+            "the plan cannot be read",
+            given=origin,
+            reason=str(error),
+            expected="a file that `whale plan -o` wrote",
+            action="make the plan again",
+        ) from error
+    return found
 
 
 def load(path: str | Path) -> PlanFile:
     """Reads a plan file; PlanError if there is none, it is none, or of another major version."""
     try:
-        return loads(Path(path).read_bytes(), str(path))
+        data = Path(path).read_bytes()
     except OSError as error:
-        raise PlanError("the plan cannot be read", given=str(path), reason=error.strerror or "") from error
+        raise PlanError(
+            "the plan cannot be read",
+            given=str(path),
+            reason=error.strerror or "",
+            expected="a file that `whale plan -o` wrote",
+            action="correct the path",
+        ) from error
+    return loads(data, str(path))

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from textwrap import wrap
 
-from cost_model.analytic.evaluate import Evaluation, evaluate, likely_s
+from cost_model.analytic.evaluate import Evaluation, prediction_of
 from cost_model.analytic.layer_costs import Model, costs_of
-from cost_model.analytic.memory import Footprint, offloaded_bytes
+from cost_model.analytic.memory import offloaded_bytes
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.ir.plan_text import human_bytes, human_seconds
+from whale.ir.plan_diff import changed_layouts
+from whale.ir.plan_explain import op_table
+from whale.ir.plan_text import format_plan, human_bytes, human_seconds, predicted_lines
+from whale.ir.prediction import Prediction
 from whale.ir.schedule import schedule
 from whale.ir.strategy import ParallelStrategy, Stage, counted, expert_ranks
 from whale.planner.analytic_search.neighbours import move_cut
-from whale.planner.report.planfile import PlanFile
+from whale.planner.report.planfile import Alternative, PlanFile
 
 BAR = 10  # characters of a bar
 PASSES = 18  # of a stage that are printed
 CHANGES = 16  # stages that are printed of a difference
 SAME_S = 5e-5  # what two plans differ by at most without being said to differ: half of the last digit printed
 ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
+REASON = 40  # characters of why an alternative lost, beside which its name stands
 WIDTH = 120  # characters of a line, where no terminal says how many it has
 
 
@@ -30,37 +35,154 @@ def terminal_width() -> int:
     return max(60, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
+@dataclass(frozen=True)
+class _Page:
+    """The parts of a page that depend on what the plan is of, as lines of text.
+
+    Attributes:
+        model, devices: what is trained, and on what.
+        speed: beside the seconds of a step.
+        of: whose steps the likely ones were compared with.
+        bound: what takes most of the step.
+        found: what a step takes; None: nobody predicted it.
+        tables: sections that follow the first lines.
+        layouts: how the tensors of a program lie, and what moves.
+        last: what will happen, in one line.
+    """
+
+    model: str
+    devices: str
+    speed: str
+    of: str
+    bound: str
+    found: Prediction | None
+    tables: Sequence[Sequence[str]]
+    layouts: Sequence[str]
+    last: str
+
+
 def show(plan: PlanFile, width: int = WIDTH) -> str:
-    """Returns one screen: model, cluster, step time by parts, a row per stage, schedule, alternatives, a last line."""
+    """Returns one screen: model, devices, step time by parts, a row per stage, schedule, alternatives, a last line."""
+    page = _of_model(plan, width) if plan.program is None else _of_program(plan, width)
+    lines = [page.model, page.devices, f"plan       {plan.strategy.summary()}"]
+    if (found := page.found) is not None:
+        lines.append(f"predicted  {human_seconds(found.step_s)} a step{page.speed}")
+        if found.likely_s is not None:
+            low_s, high_s = found.likely_s
+            likely = f"{human_seconds(low_s)} to {human_seconds(high_s)}"
+            lines.append(f"likely     {likely}, as nine of ten {page.of} steps")
+        lines.append(f"bound by   {page.bound}")
+        if plan.bound_s:
+            most = f"at most {found.step_s / plan.bound_s - 1:.0%} to gain"
+            lines.append(f"optimum    not below {human_seconds(plan.bound_s)}: {most}")
+    for table in page.tables:
+        lines += ["", *table] if table else []
+    lost = alternatives_table(plan.alternatives, width)
+    if not page.layouts:
+        lines += lost
+    lines = [line for text in lines for line in (wrap(text, width, subsequent_indent=" " * 11) if text else [""])]
+    if page.layouts:
+        lines += ["", *page.layouts, *lost]
+    return "\n".join([*lines, *(["", *wrap(page.last, width)] if page.last else [])])
+
+
+def alternatives_table(alternatives: Sequence[Alternative], width: int = WIDTH) -> list[str]:
+    """Returns a row for each strategy that lost, with the reason."""
+    lines = ["", "alternatives that lost"] if alternatives else []
+    most = min(REASON, max((len(one.reason) for one in alternatives), default=0))
+    for one in alternatives:
+        text = f"  {one.reason:{most}}  {one.strategy.name or one.strategy.summary()}"
+        lines += wrap(text, width, subsequent_indent=" " * (most + 4))
+    return lines
+
+
+def _of_model(plan: PlanFile, width: int) -> _Page:
+    """Returns the page of a described model's plan, whose strategy is evaluated again."""
     model, machines, found = plan.evaluate()
     strategy = plan.strategy
-    low_s, high_s = likely_s(strategy, machines, found.step_s)
-    lines = [
-        f"model      {model.name}, {model.count} layers, batch {plan.batch}",
-        f"cluster    {plan.cluster.name}: " + ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
-        f"plan       {strategy.summary()}",
-        f"predicted  {human_seconds(found.step_s)} a step, {plan.batch / found.step_s:,.1f} rows/s"
-        + (f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device" if plan.transformer else ""),
-        f"likely     {human_seconds(low_s)} to {human_seconds(high_s)}, as nine of ten published steps",
-        f"bound by   {bound_by(found)}",
-        f"optimum    not below {human_seconds(plan.bound_s)}: at most {found.step_s / plan.bound_s - 1:.0%} to gain",
-        "",
-        *stage_table(plan, machines, found, width),
-        "",
-        *schedule_lines(plan),
-    ]
+    speed = f", {plan.batch / found.step_s:,.1f} rows/s"
+    if plan.transformer is not None:
+        speed += f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device"
+    tables = [stage_table(plan, machines, found, width), schedule_lines(strategy)]
     if model.experts:
         ways = sorted({expert_ranks(model.experts, stage.replicas) for stage in strategy.stages})
-        lines += ["", f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"]
+        tables.append([f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"])
     if strategy.offload != "none":
-        lines += ["", *host_lines(plan, model, machines)]
-    if plan.alternatives:
-        lines += ["", "alternatives that lost"]
-        most = max(len(one.reason) for one in plan.alternatives)
-        for one in plan.alternatives:
-            lines += wrap(f"  {one.reason:{most}}  {one.strategy.summary()}", width, subsequent_indent=" " * (most + 4))
-    lines = [line for text in lines for line in (wrap(text, width, subsequent_indent=" " * 11) if text else [""])]
-    return "\n".join([*lines, "", *wrap(last_line(plan, machines, found), width)])
+        tables.append(host_lines(plan, model, machines))
+    return _Page(
+        model=f"model      {model.name}, {model.count} layers, batch {plan.batch}",
+        devices=_devices(machines),
+        speed=speed,
+        of="published",
+        bound=bound_by(found),
+        found=prediction_of(found, strategy, machines),
+        tables=tables,
+        layouts=(),
+        last=last_line(plan, machines, found),
+    )
+
+
+def _devices(machines: Machines) -> str:
+    return f"cluster    {machines.cluster.name}: " + ", ".join(f"{p.devices} {p.name}" for p in machines.pools)
+
+
+def _of_program(plan: PlanFile, width: int) -> _Page:
+    """Returns the page of a program's plan: the same, with how its tensors lie and what moves."""
+    program = plan.plan
+    assert program is not None
+    found, strategy = plan.predicted, plan.strategy
+    what = plan.description or " ".join([program.program, *(["of", *plan.script] if plan.script else [])])
+    batch = f", batch {plan.batch}" if plan.batch else ""
+    devices = _devices(plan.machines) if plan.cluster is not None else f"devices    {', '.join(program.devices)}"
+    tables: list[Sequence[str]] = [schedule_lines(strategy)] if strategy.micro_batches > 1 else []
+    bound = ""
+    if found is not None:
+        devices += f"; predicted on {found.where}" if plan.cluster is None else ""
+        tables.insert(0, rank_table(plan, found, width))
+        name, most = max(found.parts_s.items(), key=lambda e: e[1])
+        slowest = max(range(len(found.ranks)), key=lambda rank: found.ranks[rank].end_s)
+        bound = f"{name} of rank {slowest} ({most / found.step_s:.0%} of the step)"
+    # Where a step is predicted, its peak is the one figure for memory.
+    told = replace(program, predicted=None, memory={} if found is not None else program.memory)
+    last = predicted_lines(program, found)[-1] if found is not None else ""
+    return _Page(
+        model=f"model      {what}{batch}",
+        devices=devices,
+        speed=f", {plan.batch / found.step_s:,.0f} rows/s" if found is not None and plan.batch else "",
+        of="compared",
+        bound=bound,
+        found=found,
+        tables=tables,
+        layouts=format_plan(told).splitlines(),
+        last=last,
+    )
+
+
+def rank_table(plan: PlanFile, found: Prediction, width: int = WIDTH) -> list[str]:
+    """Returns a row for each rank of a program's plan; runs of equal ranks are one row."""
+    stage_of = {rank: number for number, one in enumerate(plan.strategy.stages) for rank in one.bound_ranks}
+    head = ["ranks", "stage", "DPxTP", "memory", "between steps", "kernels", "communication"]
+    rows: list[list[str]] = []
+    first, ranks = 0, found.ranks
+    for at in range(1, len(ranks) + 1):
+        if at < len(ranks) and ranks[at] == ranks[first] and stage_of.get(at) == stage_of.get(first):
+            continue
+        one, number = ranks[first], stage_of.get(first, 0)
+        part = plan.strategy.stages[min(number, len(plan.strategy.stages) - 1)].parts[0]
+        name = str(first) if at == first + 1 else f"{first}-{at - 1}"
+        memory = memory_bar(one.peak_bytes, one.limit_bytes) if one.limit_bytes else human_bytes(one.peak_bytes)
+        cells = [name, str(number), f"{part.replicas}x{part.tensor}", memory, human_bytes(one.resident_bytes)]
+        rows.append([*cells, human_seconds(one.compute_s), human_seconds(one.exchange_s)])
+        first = at
+    hidden = len(rows) - ROWS
+    lines = columns(head, rows[:ROWS], {"memory"}, width, head.index("kernels"))
+    return [*lines, f"  ... and {hidden} more ranks"] if hidden > 0 else lines
+
+
+def details(plan: PlanFile) -> list[str]:
+    """Returns a row for each layer of a described model, or each operation of a program."""
+    program = plan.plan
+    return layer_table(plan) if program is None else op_table(program)
 
 
 def _speed(plan: PlanFile, found: Evaluation) -> float:
@@ -123,7 +245,8 @@ def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, firs
         pool = machines.pools[part.pool]
         cells = [f"{part.ranks * count} {pool.name[:28]}", f"{part.replicas}x{part.tensor}", str(part.rows)]
         cells += [f"{used.parameters_bytes / 2e9:.2f} G", plan.strategy.recompute_of(stage)]
-        rows.append([*lead, *cells, memory_bar(used, pool.memory_bytes), *(f"{1e3 * t:.1f} ms" for t in times)])
+        bar = memory_bar(used.total_bytes, pool.memory_bytes)
+        rows.append([*lead, *cells, bar, *(f"{1e3 * t:.1f} ms" for t in times)])
     return [rows[0]] + [["", "", *row[2:8], "", "", "", ""] for row in rows[1:]]
 
 
@@ -152,11 +275,10 @@ def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, 
     return lines[:-1]
 
 
-def memory_bar(used: Footprint, limit_bytes: float) -> str:
+def memory_bar(used_bytes: float, limit_bytes: float) -> str:
     """Returns how full a device's memory is, drawn and in figures."""
-    part = used.total_bytes / limit_bytes
-    full = min(BAR, round(BAR * part))
-    return f"[{'#' * full}{'.' * (BAR - full)}] {used.total_bytes / 2**30:5.1f} of {limit_bytes / 2**30:5.1f} GiB"
+    full = min(BAR, round(BAR * used_bytes / limit_bytes))
+    return f"[{'#' * full}{'.' * (BAR - full)}] {used_bytes / 2**30:5.1f} of {limit_bytes / 2**30:5.1f} GiB"
 
 
 def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
@@ -174,9 +296,8 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
     ]
 
 
-def schedule_lines(plan: PlanFile) -> list[str]:
+def schedule_lines(strategy: ParallelStrategy) -> list[str]:
     """Returns the order of passes on the first stages, as text: F and B with their micro-batch."""
-    strategy = plan.strategy
     if len(strategy.stages) == 1:
         if strategy.micro_batches == 1:
             return ["schedule   the whole batch at once, gradients summed at the end"]
@@ -235,8 +356,8 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
     )
 
 
-def explain(plan: PlanFile, layer: int) -> str:
-    """Explains one layer: where it lies, why there, and what its neighbours would cost."""
+def explain_layer(plan: PlanFile, layer: int) -> str:
+    """Explains one layer of a described model: where it lies, why there, and what its neighbours would cost."""
     model, machines, found = plan.evaluate()
     if not 0 <= layer < model.count:
         raise PlanError("there is no such layer", given=layer, expected=f"0 to {model.count - 1}")
@@ -256,7 +377,7 @@ def explain(plan: PlanFile, layer: int) -> str:
         f"{human_seconds(sum(cost.backward_s))}, send {human_seconds(cost.send_s)}; after the last: reduce "
         f"{human_seconds(cost.reduce_s)}"
     )
-    lines += _other_recompute(plan, model, machines, found, index)
+    lines += _other_recompute(plan, model, found, index)
     low, high = stage.layers[0]
     for at, move, words in ((index - 1, layer - low + 1, "the stage before"), (index, layer - high, "the next stage")):
         other = (
@@ -265,66 +386,98 @@ def explain(plan: PlanFile, layer: int) -> str:
             else None
         )
         if other is not None:
-            lines.append(f"  in {words}: {_against(found, evaluate(model, machines, other))}")
+            lines.append(f"  in {words}: {_against(found, plan.evaluator().evaluate(other))}")
     lines += [f"  {one.strategy.summary()}: {one.reason}" for one in plan.alternatives[:5]]
     return "\n".join(lines)
 
 
-def _other_recompute(plan: PlanFile, model: Model, machines: Machines, found: Evaluation, index: int) -> Iterator[str]:
+def _other_recompute(plan: PlanFile, model: Model, found: Evaluation, index: int) -> Iterator[str]:
     """Yields what the stage computes again, and what it would cost to compute more or less."""
     strategy = plan.strategy
     own = strategy.recompute_of(strategy.stages[index])
     yield "  activations are all kept" if own == "none" else f"  activations are computed again: {own}"
     for how in (kind for kind in dict.fromkeys(kind for kind, _ in model.recomputes()) if kind != own):
         each = [how if i == index else kind for i, kind in enumerate(strategy.recomputes)]
-        other = evaluate(model, machines, strategy.recomputing(each))
+        other = plan.evaluator().evaluate(strategy.recomputing(each))
         yield f"    {how} recompute in this stage: {_against(found, other)}"
 
 
-def _against(found: Evaluation, other: Evaluation) -> str:
+def _against(found: Evaluation, other: Prediction) -> str:
     if not other.fits:
         return f"infeasible: a rank lacks {human_bytes(other.lacking_bytes)}"
     return f"{1e3 * (other.step_s - found.step_s):+.2f} ms a step"
 
 
 def diff(one: PlanFile, other: PlanFile) -> str:
-    """Says what differs between two plans, and what that does to the step."""
-    (_, machines, a), (_, other_machines, b) = one.evaluate(), other.evaluate()
-    lines = []
-    facts = [
-        ("cluster", one.cluster.name, other.cluster.name),
-        ("batch", one.batch, other.batch),
-        ("stages", len(one.strategy.stages), len(other.strategy.stages)),
-        ("devices", one.strategy.ranks, other.strategy.ranks),
-        ("micro-batches", one.strategy.micro_batches, other.strategy.micro_batches),
-        ("chunks", one.strategy.chunks, other.strategy.chunks),
-        ("recompute", *(", ".join(dict.fromkeys(p.strategy.recomputes)) for p in (one, other))),
-        ("ZeRO", one.strategy.zero, other.strategy.zero),
-        ("offload", one.strategy.offload, other.strategy.offload),
-    ]
-    lines += [f"  {name:14} {x} -> {y}" for name, x, y in facts if x != y]
-    pairs = enumerate(zip(one.strategy.stages, other.strategy.stages))
-    changed = [
-        (i, x, y)
-        for i, (x, y) in pairs
-        if _stage(one.strategy, x, machines) != _stage(other.strategy, y, other_machines)
-    ]
-    for i, x, y in changed[:CHANGES]:
-        lines.append(
-            f"  stage {i:<8} {_stage(one.strategy, x, machines)} -> {_stage(other.strategy, y, other_machines)}"
-        )
-    if len(changed) > CHANGES:
-        lines.append(f"  ... and {len(changed) - CHANGES} more stages")
-    for name, value in parts_of(a).items():
-        after = parts_of(b)[name]
-        if abs(after - value) > SAME_S:
-            lines.append(
-                f"  {name:14} {human_seconds(value)} -> {human_seconds(after)} ({1e3 * (after - value):+.1f} ms)"
-            )
+    """Says what differs between two plans, of whatever they are, and what that does to the step."""
+    a, b = one.prediction(), other.prediction()
+    lines = [f"  {name:14} {x} -> {y}" for (name, x), (_, y) in zip(_facts(one), _facts(other)) if x != y]
+    programs = one.plan, other.plan
+    if programs[0] is None and programs[1] is None:
+        lines += _changed_stages(one, other)
+    if programs[0] is not None and programs[1] is not None:
+        lines += changed_layouts(programs[0], programs[1])
+    if a is not None and b is not None:
+        for name, value in a.parts_s.items():
+            after = b.parts_s[name]
+            if abs(after - value) > SAME_S:
+                more = f"({1e3 * (after - value):+.1f} ms)"
+                lines.append(f"  {name:14} {human_seconds(value)} -> {human_seconds(after)} {more}")
     if not lines:
         return "The plans are equal."
+    if a is None or b is None:
+        return "\n".join(lines)
     change = b.step_s / a.step_s - 1
     return "\n".join([*lines, f"Step: {human_seconds(a.step_s)} -> {human_seconds(b.step_s)} ({change:+.1%})."])
+
+
+def _facts(plan: PlanFile) -> list[tuple[str, object]]:
+    """Returns what a plan and its strategy say, by name."""
+    s = plan.strategy
+    datas, tensors = ({n for stage in s.stages for n in each(stage)} for each in (_replicas, _tensors))
+    return [
+        ("model", plan.description or (plan.program.program if plan.program is not None else _model_of(plan))),
+        ("cluster", plan.cluster.name if plan.cluster is not None else "none"),
+        ("batch", plan.batch),
+        ("stages", len(s.stages)),
+        ("devices", s.ranks),
+        ("data", "-".join(map(str, sorted({min(datas), max(datas)})))),
+        ("tensor", "-".join(map(str, sorted({min(tensors), max(tensors)})))),
+        ("tensors from", ", ".join(s.split) or "the first layer on"),
+        ("micro-batches", s.micro_batches),
+        ("schedule", s.schedule),
+        ("chunks", s.chunks),
+        ("recompute", ", ".join(dict.fromkeys(s.recomputes))),
+        ("ZeRO", s.zero),
+        ("offload", s.offload),
+        ("every rank", "everything" if s.replicated else "its part"),
+        ("rows", "+".join(map(str, s.shares)) or "as stages say"),
+    ]
+
+
+def _replicas(stage: Stage) -> list[int]:
+    return [stage.replicas]
+
+
+def _tensors(stage: Stage) -> list[int]:
+    return [part.tensor for part in stage.parts]
+
+
+def _model_of(plan: PlanFile) -> str:
+    if plan.transformer is not None:
+        t = plan.transformer
+        experts = f", {t.experts} experts" if t.experts else ""
+        return f"transformer of {t.layers} layers, hidden {t.hidden}, sequence {t.sequence}{experts}"
+    return "measured layers"
+
+
+def _changed_stages(one: PlanFile, other: PlanFile) -> list[str]:
+    machines, other_machines = one.machines, other.machines
+    pairs = enumerate(zip(one.strategy.stages, other.strategy.stages))
+    texts = [(i, _stage(one.strategy, x, machines), _stage(other.strategy, y, other_machines)) for i, (x, y) in pairs]
+    changed = [f"  stage {i:<8} {mine} -> {theirs}" for i, mine, theirs in texts if mine != theirs]
+    rest = len(changed) - CHANGES
+    return changed[:CHANGES] + ([f"  ... and {rest} more stages"] if rest > 0 else [])
 
 
 def against(fixed: PlanFile, free: PlanFile) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from cost_model.analytic.evaluate import evaluate
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from cost_model.graph.machine import Machine
 from cost_model.graph.predict import what_if_seconds
 from whale.ir.program import Program
+from whale.planner.evaluate import ModelEvaluator
 from whale.planner.report.planfile import PlanFile
 
 NETWORK = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the bandwidth between hosts
@@ -36,11 +36,11 @@ def sliders(plan: PlanFile, machines: Machines) -> dict[str, Any] | None:
     if plan.strategy.ranks > DEVICES:
         return None
     used = sorted({part.pool for stage in plan.strategy.stages for part in stage.parts})[:KINDS]
-    networks = NETWORK if plan.cluster.networks else (1.0,)
+    networks = NETWORK if machines.cluster.networks else (1.0,)
     step_s = []
     for place in product(networks, *[SHARES] * len(used)):
-        other = Machines(_changed(plan.cluster, place[0], machines, used, place[1:]))
-        step_s.append(float(f"{evaluate(plan.model(other), other, plan.strategy).step_s:.5g}"))
+        other = Machines(_changed(machines.cluster, place[0], machines, used, place[1:]))
+        step_s.append(float(f"{ModelEvaluator(plan.model(other), other).evaluate(plan.strategy).step_s:.5g}"))
     axes = [("bandwidth between hosts", [f"{value:g} x" for value in networks], networks.index(1.0))]
     axes += [(f"speed of {machines.pools[pool].name}", [f"{s:.0%}" for s in SHARES], len(SHARES) - 1) for pool in used]
     return {"axes": axes, "step_s": step_s}

@@ -29,14 +29,14 @@ from whale.planner.run_described import bound
 from whale.runtime.compile.memory_plan import Options, limit_bytes
 from whale.runtime.compile.microbenchmark import measured_rates
 from whale.runtime.compile.offload import has_compute_device
-from whale.runtime.compile.plan_cache import keep_choice, kept_choice
+from whale.runtime.compile.plan_cache import keep_strategy, kept_strategy
 from whale.runtime.compile.progress import told
 from whale.runtime.compile.search_team import RankTeam, found_together
 from whale.runtime.run.context import Context
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Applied:
     """A program and settings with which it is to be planned; ``plan``: so planned already, by the search."""
 
     program: Program
@@ -51,7 +51,7 @@ def spread_program(
     number: int,
     captured: Program | None,
     options: Options,
-) -> Spread:
+) -> Applied:
     """Returns the program and the settings with which it is to be planned; collective between processes.
 
     Args:
@@ -65,22 +65,22 @@ def spread_program(
       ClusterError: the profile that `cost_model.profile` names cannot be read, or does not describe these ranks.
     """
     if settings.size == 1 or has_scopes(program):
-        return Spread(program, settings)
+        return Applied(program, settings)
     chosen, made = context.auto, None
     if chosen is None:
         if not trains(program):
-            return Spread(program, settings)
+            return Applied(program, settings)
         if context.described is not None:
             chosen = context.auto = _as_described(program, settings, context, context.described)
         else:
             chosen, made = _agreed(program, settings, context, number, captured, options)
             context.auto = chosen
     if made is not None and not settings.dump:  # a dump shows passes that run here
-        return Spread(made.program, made.settings, made.plan)
+        return Applied(made.program, made.settings, made.plan)
     if (how := recompute_of(chosen.strategy)) and captured is not None and trains(program):
         settings = settings.but(memory__recompute=how)
         program = normalise(captured, settings)
-    return Spread(*apply(program, settings, chosen.strategy))
+    return Applied(*apply(program, settings, chosen.strategy))
 
 
 def seen_by_plan(program: Program, context: Context) -> Program:
@@ -101,8 +101,8 @@ def _as_described(
     plan, path = described
     strategy = bound(plan, program, settings, path, has_compute_device())
     if context.rank == 0:
-        log.info(f"{strategy.name}, predicted {1e3 * plan.predicted.step_s:.4g} ms a step")
-    return ChosenStrategy(strategy, plan.predicted.step_s)
+        log.info(f"{strategy.name}, predicted {1e3 * plan.step_s:.4g} ms a step")
+    return ChosenStrategy(strategy, plan.step_s)
 
 
 def _agreed(
@@ -132,7 +132,7 @@ def _agreed(
         _say(found.chosen, found.lines)
         context.searched_all = found.is_whole
         if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
-            keep_choice(program, context, settings, found.chosen)
+            keep_strategy(program, context, settings, found.chosen)
         return found.chosen, found.made
 
     if dry or not context.between_processes:
@@ -157,7 +157,7 @@ def _environment(program: Program, context: Context, captured: Program | None) -
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:
     """Returns what rank 0 chose in an earlier run, on every rank; collective between processes."""
     chosen = None
-    if context.rank == 0 and context.dry is None and (chosen := kept_choice(program, context, settings)) is not None:
+    if context.rank == 0 and context.dry is None and (chosen := kept_strategy(program, context, settings)) is not None:
         say_kept(chosen)
     if context.dry is not None or not context.between_processes:
         return chosen

@@ -17,7 +17,7 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import Split
 from whale.ir.mesh import Tiles
 from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, strategy_of
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.kernels.substitute import substitute_kernels
@@ -38,8 +38,9 @@ from whale.passes.plan_builder import expand
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.passes.verify.undivided import undivided
+from whale.planner.graph_search.predict import completed
 from whale.planner.graph_search.strategies import updates
-from whale.runtime.compile.auto import Spread, seen_by_plan, spread_program
+from whale.runtime.compile.auto import Applied, seen_by_plan, spread_program
 from whale.runtime.compile.cross_rank_checks import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.exchanges import compare_exchanges
 from whale.runtime.compile.memory_plan import Options, beside_files, limit_bytes, options_text, refuse_what_does_not_fit
@@ -263,10 +264,10 @@ def micro_batches_of(program: Program, context: Context) -> int:
 
 def _spread(
     program: Program, settings: PlanSettings, context: Context, number: int, captured: Program | None, options: Options
-) -> Spread:
+) -> Applied:
     """Returns the program and its settings as `auto_parallel`, or the plan of a described model, has them."""
     if not context.config["auto_parallel"] and context.auto is None and context.described is None:
-        return Spread(program, settings)
+        return Applied(program, settings)
     return spread_program(program, settings, context, number, captured, options)
 
 
@@ -280,8 +281,8 @@ def _show(
     plan = made_plan(program, context, settings, spread.plan)
     ranks = shown_ranks(program, plan, settings)
     plan = with_memory(plan, ranks, settings)
-    if context.auto is not None:
-        plan = replace(plan, strategy=context.auto.strategy)
+    found = context.auto.strategy if context.auto is not None else strategy_of(plan)
+    plan = replace(plan, strategy=completed(found, settings), searched=context.auto is not None)
     context.dry.seen(plan, program, settings, ranks)
 
 
@@ -319,7 +320,7 @@ def ready_step(
         whole=compiled.whole,
         on_device=compiled.on_device,
         matched=tuple(sorted(context.annotated)),
-        choice=msgspec.json.encode(chosen) if chosen is not None else b"",
+        chosen=msgspec.json.encode(chosen) if chosen is not None else b"",
     )
 
 

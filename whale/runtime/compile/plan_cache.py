@@ -1,9 +1,9 @@
-"""Keeps plans, and choices of `auto_parallel`, for later runs of the same program: the key ``plan_cache``.
+"""Keeps plans, and strategies that `auto_parallel` found, for later runs of the same program: the key ``plan_cache``.
 
 A plan is found by all that decides it: the program (its fingerprint, its variables' names and scopes), the settings,
-and the code that plans. A choice is found by the machines as well; what they computed and exchanged in a second when it
-was made is part of it, and not measured again. A plan is checked as one out of a file is, but for what its ranks would
-run, since the checksum says that it is what this code made.
+and the code that plans. A strategy is found by the machines as well; what they computed and exchanged in a second when
+it was made is part of it, and not measured again. A plan is checked as one out of a file is, but for what its ranks
+would run, since the checksum says that it is what this code made.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: 
         put_kept(files, context, _plan_name(program, settings), plan.to_json())
 
 
-def kept_choice(program: Program, context: Context, settings: PlanSettings) -> ChosenStrategy | None:
-    """Returns how `auto_parallel` spread the program in an earlier run of these machines; None: there is none."""
+def kept_strategy(program: Program, context: Context, settings: PlanSettings) -> ChosenStrategy | None:
+    """Returns the strategy that `auto_parallel` found in an earlier run of these machines; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None
-    name = _choice_name(program, context, settings)
-    if (data := get_kept(files, name, f"the choice for `{program.name}`")) is None:
+    name = _strategy_name(program, context, settings)
+    if (data := get_kept(files, name, f"the strategy for `{program.name}`")) is None:
         return None
     try:
         return msgspec.json.decode(data, type=ChosenStrategy)
@@ -70,10 +70,10 @@ def kept_choice(program: Program, context: Context, settings: PlanSettings) -> C
         return None
 
 
-def keep_choice(program: Program, context: Context, settings: PlanSettings, choice: ChosenStrategy) -> None:
-    """Keeps a choice for later runs."""
+def keep_strategy(program: Program, context: Context, settings: PlanSettings, chosen: ChosenStrategy) -> None:
+    """Keeps a strategy for later runs."""
     if (files := files_of(context, settings)) is not None:
-        put_kept(files, context, _choice_name(program, context, settings), msgspec.json.encode(choice))
+        put_kept(files, context, _strategy_name(program, context, settings), msgspec.json.encode(chosen))
 
 
 def folder_of(context: Context) -> Path | None:
@@ -85,8 +85,8 @@ def _plan_name(program: Program, settings: PlanSettings) -> str:
     return f"{_digest(fingerprint(program), program.name, program.variables, settings)}.plan"
 
 
-def _choice_name(program: Program, context: Context, settings: PlanSettings) -> str:
-    return f"{_digest(fingerprint(program), program.name, program.variables, settings, machine(context))}.choice"
+def _strategy_name(program: Program, context: Context, settings: PlanSettings) -> str:
+    return f"{_digest(fingerprint(program), program.name, program.variables, settings, machine(context))}.strategy"
 
 
 def machine(context: Context) -> tuple[object, ...]:

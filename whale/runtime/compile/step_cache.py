@@ -50,7 +50,7 @@ class Ready(msgspec.Struct, frozen=True):
       crossing_bytes: what it copies to the host's memory, and from it.
       whole: what was said of a step that is not divided; on_device: of tables that it has whole.
       matched: annotations that this program, or one before, had something for.
-      choice: how `auto_parallel` spread it, as JSON; empty: it did not.
+      chosen: the strategy that `auto_parallel` found for it, as JSON; empty: it did not.
       gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
       tag: what the names of its functions begin with.
       agreed: equal on all ranks that lowered it together, and on no others.
@@ -74,7 +74,7 @@ class Ready(msgspec.Struct, frozen=True):
     crossing_bytes: tuple[int, int] | None
     whole: str
     matched: tuple[str, ...]
-    choice: bytes
+    chosen: bytes
     on_device: str = ""
     gathers: bool = False
     staged: bool = False
@@ -141,7 +141,7 @@ def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context
     if files is None or not context.searched_all:
         return
     text = plan.to_json()
-    agreed = blake2b(repr((text, ready.choice, ready.gathers, ready.program)).encode(), digest_size=16).hexdigest()
+    agreed = blake2b(repr((text, ready.chosen, ready.gathers, ready.program)).encode(), digest_size=16).hexdigest()
     definitions = tuple(one.SerializeToString() for one in function.definitions)
     whole = msgspec.structs.replace(ready, agreed=agreed, plan=text, definitions=definitions)
     put_kept(files, context, name, msgspec.msgpack.encode(whole))
@@ -154,8 +154,8 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
       predicted: bytes that the step takes on the first rank here, by category.
     """
     first = context.rank == 0
-    if ready.choice and context.auto is None:
-        context.auto = msgspec.json.decode(ready.choice, type=ChosenStrategy)
+    if ready.chosen and context.auto is None:
+        context.auto = msgspec.json.decode(ready.chosen, type=ChosenStrategy)
         if first:
             say_kept(context.auto)
     if ready.whole and ready.program not in context.whole:

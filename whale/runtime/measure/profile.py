@@ -28,13 +28,13 @@ from whale.ir.program import Program
 from whale.partition.mesh import plan_program
 from whale.partition.spmd import partition_for_rank
 from whale.passes.pass_manager import make_plan
+from whale.planner.graph_search.plan_prediction import Planned, rank_programs
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.gpus import copies, found_gpus
 from whale.runtime.measure.links import Links
 from whale.runtime.measure.steps import step_seconds
 from whale.runtime.measure.without_exchanges import apart, talks_inside
 from whale.runtime.tools.dry_run import first_step
-from whale.runtime.tools.plan_prediction import Planned, rank_programs
 
 SECONDS_FOR_OPERATIONS = 25.0
 SECONDS_FOR_LINKS = 120.0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split
-from whale.ir.plan import BatchInput, Plan, plan_from_json
+from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
 from whale.passes.analysis.axes import seen_along
@@ -35,7 +34,8 @@ class SavedPlan:
     @property
     def chosen(self) -> ChosenStrategy | None:
         """Returns the strategy that `auto_parallel` found for the program, where the plan comes from there."""
-        return ChosenStrategy(self.plan.strategy) if self.plan.strategy is not None else None
+        searched = self.plan.strategy if self.plan.searched else None
+        return ChosenStrategy(searched) if searched is not None else None
 
     @property
     def takes_whole_batches(self) -> bool:
@@ -109,28 +109,18 @@ def _takes_rows(program: Program) -> bool:
 
 
 def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
-    """Reads the plan of a run of so many ranks: of a captured program, or of a described or measured model.
+    """Reads the plan of a run of so many ranks: of a program, or of a described model, which is bound to one later.
 
     Raises:
       PlanError: the file cannot be read, is no plan, or is for another number of ranks.
     """
-    try:
-        data = Path(path).read_bytes()
-        if planfile.is_spread(data):
-            described = planfile.loads(data, path)
-            devices = described.cluster.device_count
-            again = f"with --set of stages, data and tensor that use {ranks} of the {devices} devices"
-            _compare_ranks(path, described.strategy.ranks, ranks, again)
-            return described
-        plan = plan_from_json(data)
-    except (OSError, ValueError) as error:
-        raise PlanError(
-            "the saved plan cannot be read",
-            given=path,
-            reason=error,
-            expected="a file that `whale plan -o FILE` wrote, on every host",
-            action="correct the path, or make the plan again",
-        ) from error
+    found = planfile.load(path)
+    plan = found.plan
+    if plan is None:
+        devices = found.machines.devices
+        again = f"with --set of stages, data and tensor that use {ranks} of the {devices} devices"
+        _compare_ranks(path, found.strategy.ranks, ranks, again)
+        return found
     _compare_ranks(path, plan.ranks, ranks, f"with -np {ranks}")
     return SavedPlan(path, plan)
 

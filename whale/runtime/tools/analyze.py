@@ -28,11 +28,11 @@ from whale.ir.ops import CALLS
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
+from whale.planner.graph_search.plan_prediction import Planned, predict_plan
 from whale.planner.report.analysis import MeasuredRank, PredictedRank, PredictedStep
 from whale.runtime.run.context import current, measured_run
 from whale.runtime.run.start import shutdown
 from whale.runtime.tools.as_main import as_main
-from whale.runtime.tools.plan_prediction import Planned, predict_plan
 
 WARM, PROFILED = 5, 3
 _KERNEL = re.compile(r"([\w./\-]+):(_?[A-Za-z]\w*)")  # a node and its op, as TensorFlow's executor names its events

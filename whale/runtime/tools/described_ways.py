@@ -6,7 +6,6 @@ What is predicted is what the ranks would run.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,21 +15,26 @@ from cost_model.cluster.allocation import named_cluster
 from cost_model.cluster.cluster_file import Cluster
 from whale.cgroup import cpu_quota
 from whale.errors import DoesNotFitError, PlanError
+from whale.ir.fingerprint import fingerprint
 from whale.ir.plan import Plan
-from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.ir.strategy import ParallelStrategy
-from whale.partition.lower import make_any_plan, shown_ranks, with_memory
+from whale.partition.lower import shown_ranks, with_memory
+from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
+from whale.planner.evaluate import ProgramEvaluator
 from whale.planner.graph_search.environment import SearchEnvironment
-from whale.planner.graph_search.predict import Made, apply, recompute_of
-from whale.planner.graph_search.search import best_way
+from whale.planner.graph_search.plan_prediction import Planned, predicted_on
+from whale.planner.graph_search.predict import completed
+from whale.planner.graph_search.search import Found, best_way
+from whale.planner.report import planfile
+from whale.planner.report.planfile import Alternative, PlanFile
+from whale.planner.report.show import show, terminal_width
 from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.compile.settings import fused_on
 from whale.runtime.described import Description, program_of
 from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
-from whale.runtime.tools.plan_prediction import Planned, predicted_on
 
 FAMILIES: dict[str, type[Description]] = {
     "bert": Bert,
@@ -67,11 +71,8 @@ def read(text: str, batch: int | None = None) -> Description:
         raise PlanError("a description cannot be read", given=text, reason=str(error), expected=names) from error
 
 
-def spread(
-    described: Description, cluster: Cluster, budget_s: float | None = None
-) -> tuple[ParallelStrategy, list[str], Plan]:
-    """Returns (the fastest way that fits, over all devices; what was found, line by line; its plan, with the
-    prediction).
+def found_for(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Found, Plan]:
+    """Returns what a search over all devices finds, and the plan of the fastest that fits, with its prediction.
 
     Args:
       budget_s: seconds on the clock, after which no further way is looked at; None: as long as a run has.
@@ -89,34 +90,58 @@ def spread(
         limit_bytes, apart = min(environment.limits_bytes), cluster.kinds == {"gpu"}
         error.action = options_text(settings, limit_bytes, captured, lambda: captured, apart)
         raise
-    plan = _told(found.chosen.strategy, found.made, cluster)
-    return found.chosen.strategy, found.lines, plan
+    made = Planned(found.made.program, found.made.plan, found.made.settings)
+    return found, _told(found.chosen.strategy, made, cluster)
 
 
 def planned_as(strategy: ParallelStrategy, captured: Program, cluster: Cluster) -> Plan:
-    """Returns the plan of a captured step that is spread in one way over all devices, with what it is predicted to
-    take.
+    """Returns the plan of a captured step under a strategy over all devices, with what it is predicted to take.
 
     Raises:
       PlanError: it cannot be spread so.
     """
-    settings = _settings(cluster)
-    if how := recompute_of(strategy):
-        settings = settings.but(memory__recompute=how)
-    program, settings = apply(normalise(captured, settings), settings, strategy)
-    return _told(strategy, Made(program, settings, make_any_plan(program, settings)), cluster)
+    return _told(strategy, ProgramEvaluator(captured, _settings(cluster), cluster).planned(strategy), cluster)
+
+
+def planned_again(plan: PlanFile, path: str) -> Planned:
+    """Captures a described model's step again, under a saved plan of it.
+
+    Raises:
+      PlanError: the plan is not legal for the step.
+    """
+    assert plan.cluster is not None
+    layouts = plan.plan
+    assert layouts is not None
+    captured = program_of(read(plan.description, plan.batch), mark_gradients=True)
+    program, settings = ProgramEvaluator(captured, _settings(plan.cluster), plan.cluster).applied(plan.strategy)
+    if fingerprint(program) != layouts.fingerprint:
+        raise PlanError("the saved plan was made for another program", given=path, op=program.name)
+    return Planned(program, layouts, settings, tuple(verify_saved_plan(program, layouts, settings, path)))
 
 
 def _settings(cluster: Cluster) -> PlanSettings:
     return PlanSettings(size=cluster.device_count, fuse=fused_on(cluster, FuseSettings.all_on()))
 
 
-def _told(strategy: ParallelStrategy, made: Made, cluster: Cluster) -> Plan:
-    """Returns a strategy's plan with what it is predicted to take."""
-    program, settings, plan = made.program, made.settings, made.plan
-    predicted = predicted_on(Planned(program, plan, settings), cluster)
-    plan = with_memory(plan, shown_ranks(program, plan, settings), settings)
-    return replace(plan, predicted=predicted, strategy=strategy)
+def _told(strategy: ParallelStrategy, made: Planned, cluster: Cluster) -> Plan:
+    """Returns the plan of a strategy with what it is predicted to take."""
+    program, settings = made.program, made.settings
+    plan = with_memory(made.plan, shown_ranks(program, made.plan, settings), settings)
+    return replace(plan, predicted=predicted_on(made, cluster), strategy=completed(strategy, settings), searched=True)
+
+
+def file_of(text: str, cluster: Cluster, found: Found, plan: Plan) -> PlanFile:
+    """Returns the plan file of a described model's step, with the strategies that lost."""
+    step_s = found.chosen.step_s
+    others = []
+    for one in found.others:
+        if one.refused:
+            others.append(Alternative(one.strategy, refused=one.refused))
+        elif one.lacking_bytes > 0:
+            others.append(Alternative(one.strategy, lacking_bytes=one.lacking_bytes))
+        else:
+            others.append(Alternative(one.strategy, slower_s=one.step_s - step_s))
+    return planfile.of_program(plan, cluster, text, others)
 
 
 def main(
@@ -128,7 +153,7 @@ def main(
     budget_s: float | None,
     found: Callable[[], None],
 ) -> int:
-    """Prints what each way takes, and the plan of the fastest that fits.
+    """Prints the plan of the fastest strategy that fits, and what others take.
 
     Args:
       out: file that receives that plan as JSON.
@@ -140,9 +165,9 @@ def main(
       PlanError: the description cannot be read, or nothing fits.
     """
     machines = named_cluster(cluster, network, cpu_quota())
-    _, lines, plan = spread(read(text, batch), machines, budget_s)
+    plan = file_of(text, machines, *found_for(read(text, batch), machines, budget_s))
     found()
     if out is not None:
-        plan.save(out)
-    sys.stdout.write("\n".join([f"{text}, on {machines.name}", *lines, "", format_plan(plan)]))
+        planfile.save(plan, out)
+    print(show(plan, terminal_width()))
     return 0

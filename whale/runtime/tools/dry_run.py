@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cost_model.cluster.allocation import named_cluster
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.graph.machine_profile import MachineProfile, default_path, read
 from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
-from whale.errors import ClusterError, ProgramError, WhaleError
-from whale.ir.plan import Plan, Predicted, plan_from_json
-from whale.ir.plan_text import format_plan, human_bytes, step_lines
+from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
+from whale.ir.plan import Plan, strategy_of
+from whale.ir.plan_text import human_bytes, step_lines
+from whale.ir.prediction import Prediction
 from whale.ir.program import Program
 from whale.partition.lower import make_any_plan, shown_ranks, with_memory
 from whale.passes.memory.step_bytes import nccl_memory
@@ -28,17 +31,7 @@ from whale.passes.plan_builder import expand
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_lines
 from whale.passes.settings import PlanSettings
 from whale.passes.verify.explain import explained
-from whale.planner.graph_search.strategies import trains
-from whale.planner.report.draw_captured import Drawn
-from whale.planner.report.sliders import captured_sliders
-from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
-from whale.runtime.compile.settings import settings_of
-from whale.runtime.ranks.gpus import told_of_processors
-from whale.runtime.run.context import DryRun, process, running
-from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.run.start import planning_run
-from whale.runtime.tools.as_main import as_main, beside, failures_told, located
-from whale.runtime.tools.plan_prediction import (
+from whale.planner.graph_search.plan_prediction import (
     Planned,
     as_carried,
     kept,
@@ -47,6 +40,21 @@ from whale.runtime.tools.plan_prediction import (
     predicted_on,
     rank_programs,
 )
+from whale.planner.graph_search.predict import completed
+from whale.planner.graph_search.strategies import trains
+from whale.planner.report import planfile
+from whale.planner.report.draw_captured import Drawn
+from whale.planner.report.planfile import PlanFile
+from whale.planner.report.show import show, terminal_width
+from whale.planner.report.sliders import captured_sliders
+from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
+from whale.runtime.compile.settings import settings_of
+from whale.runtime.ranks.gpus import told_of_processors
+from whale.runtime.run.context import DryRun, process, running
+from whale.runtime.run.loss_scale import loss_scale_of
+from whale.runtime.run.start import planning_run
+from whale.runtime.tools.as_main import as_main, beside, failures_told, located
+from whale.runtime.tools.described_ways import planned_again
 from whale.runtime.tools.what_if import compared, read_what_if
 from whale.runtime.variables.external_updates import Outside
 
@@ -73,11 +81,12 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
     found = make_any_plan(program, settings)
+    found = replace(found, strategy=completed(strategy_of(found), settings))
     return with_memory(found, shown_ranks(program, found, settings), settings)
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictionTarget:
     """The machine on which a plan's time is predicted: a file that `whale profile` wrote, or a cluster file.
 
     Without either it is the file that `whale profile` writes unless told otherwise, if there is one.
@@ -112,7 +121,7 @@ class Prediction:
         on = self.machines()
         return on.device_count if on is not None and self.cluster != "local" else 0
 
-    def of(self, planned: Planned) -> tuple[Predicted | None, str]:
+    def of(self, planned: Planned) -> tuple[Prediction | None, str]:
         """Returns (what the plan is predicted to take or None, why that is not known or "").
 
         Raises:
@@ -125,8 +134,7 @@ class Prediction:
         if self.profile is None and not path.exists():
             return None, "No predicted time: this machine has not been measured (`whale profile`)\n"
         try:
-            table = read(path)
-            return kept(predict_plan(planned, table), f"{table.host} as `whale profile` measured it", measured=True), ""
+            return predicted_on(planned, read(path)), ""
         except WhaleError as error:
             if self.profile is not None:
                 raise
@@ -163,7 +171,7 @@ def main(
     args: Sequence[str],
     ranks: int | None,
     out: str | None = None,
-    prediction: Prediction = Prediction(),
+    prediction: PredictionTarget = PredictionTarget(),
     is_model: bool = False,
     explain: str | None = None,
     fixed: Sequence[str] = (),
@@ -189,11 +197,13 @@ def main(
     asked, ranks = [read_what_if(text) for text in fixed], ranks or prediction.devices() or 2
     planned = _described(script, ranks) if is_model else first_step(script, args, ranks, on=prediction.machines())
     predicted, why = prediction.of(planned)
-    plan = replace(planned.plan, predicted=predicted)
+    plan = planfile.of_program(
+        replace(planned.plan, predicted=predicted), prediction.machines() if prediction.devices() else None
+    )
     found()
     if out is not None:
-        replace(plan, script=beside(plan.script, out) if plan.script else ()).save(out)
-    sys.stdout.write(format_plan(plan))
+        planfile.save(msgspec.structs.replace(plan, script=beside(plan.script, out) if plan.script else ()), out)
+    sys.stdout.write(show(plan, terminal_width()) + "\n")
     if planned.settings.exchange.backend in DEVICE_BACKENDS:
         programs = rank_programs(planned)
         memory = nccl_memory(programs[0], 0, planned.settings)
@@ -211,20 +221,44 @@ def main(
     return 0
 
 
-def replayed(plan_path: str, prediction: Prediction, with_sliders: bool = False) -> Drawn:
-    """Captures a saved plan's step again from its script, and simulates it on what ``prediction`` names.
+def captured_again(plan: PlanFile, path: str) -> Planned:
+    """Captures the step of a saved program's plan again, from its script or description, under that plan.
 
     Args:
+      path: of the plan's file.
+
+    Raises:
+      ClusterError: the script does not exist here.
+      PlanError: the plan names no script, or the program is not the plan's any more.
+      ProgramError: the script ends without the plan's step.
+    """
+    if plan.description:
+        return planned_again(plan, path)
+    if not plan.script:
+        raise PlanError(
+            "the plan names no script that could be captured again",
+            given=path,
+            expected="a plan that `whale plan -o FILE train.py` wrote",
+            action="make it so",
+        )
+    script = located(plan.script, path)
+    return first_step(script[0], script[1:], plan.strategy.ranks, os.path.abspath(path))
+
+
+def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_sliders: bool = False) -> Drawn:
+    """Captures a saved plan's step again, and simulates it on what ``prediction`` names, or the plan's own cluster.
+
+    Args:
+      path: of the plan's file.
       with_sliders: also where exchanges, or ranks, are faster or slower.
 
     Raises:
       ClusterError: the script does not exist here, or there is nothing to predict by.
       PlanError: the program is not the plan's any more.
     """
-    saved = plan_from_json(Path(plan_path).read_bytes())
-    script = located(saved.script, plan_path) or ("the plan names no script",)
-    planned = first_step(script[0], script[1:], saved.ranks, os.path.abspath(plan_path))
-    on = prediction.read()
+    planned, ranks = captured_again(plan, path), plan.strategy.ranks
+    own = plan.cluster if prediction.profile is None and prediction.cluster is None else None
+    on = own or prediction.read()
     alone = planned.settings.but(
         size=1,
         devices=(),
@@ -238,9 +272,9 @@ def replayed(plan_path: str, prediction: Prediction, with_sliders: bool = False)
     programs = rank_programs(planned)
     found = predict_plan(planned, on, with_timelines=True, programs=programs)
     alone_s = predict_plan(Planned(planned.program, alone_plan, alone), on).step_s
-    here = machine(on, saved.ranks)
+    here = machine(on, ranks)
     name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
-    slowest = max(range(saved.ranks), key=lambda rank: found.ranks[rank].end_s)
+    slowest = max(range(ranks), key=lambda rank: found.ranks[rank].end_s)
     sliders = captured_sliders(as_carried(programs, planned.settings), here, slowest) if with_sliders else None
     return Drawn(planned.plan, planned.program, found, alone_s, here.memory_bytes, name, sliders)
 
@@ -296,7 +330,7 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "", on
 
     def stop(plan: Plan, program: Program, settings: PlanSettings, ranks: Sequence[Program]) -> None:
         # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
-        if plan.batch_inputs or (plan.strategy is not None and trains(program)):
+        if plan.batch_inputs or (plan.searched and trains(program)):
             planned.append(
                 Planned(program, replace(plan, script=(os.path.abspath(script), *args)), settings, tuple(ranks))
             )

@@ -6,8 +6,6 @@ Nothing of the planner's own reasoning is used: a plan from a file is proved leg
 
 from __future__ import annotations
 
-import os
-
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.graph.machine import cluster_machine
 from whale.errors import PlanError
@@ -15,13 +13,13 @@ from whale.ir.plan import Plan
 from whale.ir.plan_text import human_bytes
 from whale.partition.verify_saved_plan import in_a_line
 from whale.passes.memory.step_bytes import taken_bytes
-from whale.runtime.tools.as_main import located
-from whale.runtime.tools.dry_run import first_step
-from whale.runtime.tools.plan_prediction import rank_programs
+from whale.planner.graph_search.plan_prediction import rank_programs
+from whale.planner.report.planfile import PlanFile
+from whale.runtime.tools.dry_run import captured_again
 
 
-def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
-    """Lists what is wrong with a plan for its script, and for a cluster if one is given; empty: nothing.
+def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
+    """Lists what is wrong with a plan for its program, and for a cluster if one is given; empty: nothing.
 
     Args:
       path: of the plan's file.
@@ -31,20 +29,13 @@ def problems(plan: Plan, path: str, cluster: Cluster | None) -> list[str]:
       PlanError: the plan names no script.
       ProgramError: the script ends without the plan's step.
     """
-    if not plan.script:
-        raise PlanError(
-            "the plan names no script that it could be checked against",
-            given=path,
-            expected="a plan that `whale plan -o FILE train.py` wrote",
-            action="make it so",
-        )
+    ranks, cluster = plan.strategy.ranks, cluster or plan.cluster
     devices = cluster_machine(cluster).memory_bytes if cluster is not None else ()
-    if cluster is not None and len(devices) < plan.ranks:
-        return [f"{plan.ranks} ranks, and {cluster.name} has {len(devices)} devices"]
+    if cluster is not None and len(devices) < ranks:
+        return [f"{ranks} ranks, and {cluster.name} has {len(devices)} devices"]
     found = []
     try:
-        script = located(plan.script, path)
-        planned = first_step(script[0], script[1:], plan.ranks, os.path.abspath(path))
+        planned = captured_again(plan, path)
         programs = rank_programs(planned)
     except PlanError as error:  # made_plan has proved it
         return [in_a_line(error)]

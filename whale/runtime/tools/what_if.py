@@ -22,8 +22,8 @@ from whale.ir.program import Program, Ref
 from whale.partition.lower import make_any_plan
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.normalize.annotate import annotate
+from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
 from whale.planner.graph_search.strategies import products
-from whale.runtime.tools.plan_prediction import Planned, predict_plan, rank_programs
 
 SCOPE = "set/split_0"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import CapturedPrediction, predict_ranks
 from cost_model.kernels.interval import OWN_RUNS, interval_s
 from whale.ir.fingerprint import fingerprint
-from whale.ir.plan import Plan, Predicted, PredictedRank
+from whale.ir.plan import Plan
+from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.program import Program
 from whale.kernels.substitute import substitute_kernels
 from whale.partition.lower import lower_ranks
@@ -77,9 +79,15 @@ def as_carried(programs: Sequence[Program], settings: PlanSettings) -> list[Prog
     return [told_apart(program, settings.exchange.backend) for program in programs]
 
 
-def predicted_on(planned: Planned, cluster: Cluster) -> Predicted:
-    """Returns what a plan keeps of its prediction on the devices of a cluster; raises as `predict_plan` does."""
-    return kept(predict_plan(planned, cluster), f"{cluster.name}, by the catalogue's figures")
+def predicted_on(planned: Planned, on: MachineProfile | Cluster) -> Prediction:
+    """Returns what a plan keeps of its prediction; raises as `predict_plan` does."""
+    measured = isinstance(on, MachineProfile)
+    if isinstance(on, MachineProfile):
+        where = f"{on.host} as `whale profile` measured it"
+    else:
+        where = f"{on.name}, by the catalogue's figures"
+    limits = machine(on, planned.plan.ranks).memory_bytes
+    return kept(predict_plan(planned, on), where, measured, limits)
 
 
 def machine(
@@ -95,13 +103,30 @@ def machine(
     )
 
 
-def kept(found: CapturedPrediction, where: str, measured: bool = False) -> Predicted:
-    """Returns what a plan keeps of a prediction; `measured`: on a machine that `whale profile` measured, where steps
-    were compared.
+def kept(
+    found: CapturedPrediction, where: str, measured: bool = False, limits_bytes: Sequence[float] = ()
+) -> Prediction:
+    """Returns what a plan keeps of a prediction.
+
+    Args:
+      measured: on a machine that `whale profile` measured, where steps were compared.
+      limits_bytes: memory of each rank's device; (): not known.
     """
-    ranks = (
-        PredictedRank(r.end_s, r.compute_s, r.exchange_s, round(r.peak_bytes), round(r.resident_bytes))
-        for r in found.ranks
+    limits = [round(limit) if math.isfinite(limit) else 0 for limit in limits_bytes] or [0] * len(found.ranks)
+    ranks = tuple(
+        RankPrediction(r.end_s, r.compute_s, r.exchange_s, round(r.peak_bytes), round(r.resident_bytes), limit)
+        for r, limit in zip(found.ranks, limits)
     )
-    likely_s = interval_s(found.step_s, OWN_RUNS) if measured else None
-    return Predicted(where, found.step_s, tuple(ranks), likely_s)
+    slowest = max(ranks, key=lambda rank: rank.end_s)
+    compute_s = min(found.step_s, slowest.compute_s)
+    communication_s = min(found.step_s - compute_s, slowest.exchange_s)
+    return Prediction(
+        where,
+        found.step_s,
+        ranks,
+        interval_s(found.step_s, OWN_RUNS) if measured else None,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        bubble_s=found.step_s - compute_s - communication_s,
+        lacking_bytes=max((r.peak_bytes - r.limit_bytes for r in ranks if r.limit_bytes), default=0.0),
+    )

@@ -1,0 +1,82 @@
+"""Evaluates a strategy: one question, and an answer in one form, whatever a step is of.
+
+Evaluator          evaluate(strategy) -> Prediction
+ModelEvaluator     of a described or measured model: formulas, and its schedule played
+ProgramEvaluator   of a captured program: planned, partitioned, and what its ranks would run simulated
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cost_model.analytic.evaluate import evaluate, prediction_of
+from cost_model.analytic.layer_costs import Model
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
+from cost_model.graph.machine_profile import MachineProfile
+from whale.ir.prediction import Prediction
+from whale.ir.program import Program
+from whale.ir.strategy import ParallelStrategy
+from whale.partition.lower import make_any_plan
+from whale.passes.pass_manager import normalise
+from whale.passes.settings import PlanSettings
+from whale.planner.graph_search.plan_prediction import Planned, predicted_on
+from whale.planner.graph_search.predict import apply, recompute_of
+
+
+class Evaluator(Protocol):
+    """Says what a step takes under a strategy."""
+
+    def evaluate(self, strategy: ParallelStrategy) -> Prediction:
+        """Predicts a step.
+
+        Raises:
+            WhaleError: it cannot run so.
+        """
+
+
+@dataclass(frozen=True)
+class ModelEvaluator:
+    """Evaluates strategies of a described or measured model on a cluster's devices."""
+
+    model: Model
+    machines: Machines
+
+    def evaluate(self, strategy: ParallelStrategy) -> Prediction:
+        """Predicts a step; PlanError where its schedule is none for such a model."""
+        return prediction_of(evaluate(self.model, self.machines, strategy), strategy, self.machines)
+
+
+@dataclass(frozen=True)
+class ProgramEvaluator:
+    """Evaluates strategies of a captured program.
+
+    Attributes:
+        captured: with its gradients marked, which recomputation needs.
+        on: a machine that `whale profile` measured, or a cluster.
+    """
+
+    captured: Program
+    settings: PlanSettings
+    on: MachineProfile | Cluster
+
+    def applied(self, strategy: ParallelStrategy) -> tuple[Program, PlanSettings]:
+        """Returns the program as it is planned under a strategy, and the settings for that."""
+        settings = self.settings
+        if how := recompute_of(strategy):
+            settings = settings.but(memory__recompute=how)
+        return apply(normalise(self.captured, settings), settings, strategy)
+
+    def planned(self, strategy: ParallelStrategy) -> Planned:
+        """Plans the program under a strategy.
+
+        Raises:
+            PlanError: it cannot be spread so.
+        """
+        program, settings = self.applied(strategy)
+        return Planned(program, make_any_plan(program, settings), settings)
+
+    def evaluate(self, strategy: ParallelStrategy) -> Prediction:
+        """Predicts a step; PlanError where the program cannot be spread so."""
+        return predicted_on(self.planned(strategy), self.on)

@@ -1,0 +1,32 @@
+"""Checks and draws the plan of a described model: its strategy is evaluated, no program is captured.
+
+`whale.runtime.tools.of_program` has the same functions for plans of programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from cost_model.cluster.cluster_file import Cluster
+from whale.planner.report import draw
+from whale.planner.report.planfile import PlanFile
+
+Measured = Callable[[float], Mapping[str, Any] | None]
+
+
+def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
+    """Lists what is wrong with the plan, on another cluster if one is given; empty: nothing."""
+    return (msgspec.structs.replace(plan, cluster=cluster) if cluster is not None else plan).problems()
+
+
+def trace(plan: PlanFile, path: str, profile: str | None, cluster: str | None) -> str:
+    """Returns the simulated timeline as a Chrome trace."""
+    return draw.trace(plan)
+
+
+def page(plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured) -> str:
+    """Returns one self-contained page; `measured`: a step as it ran, for the seconds that are predicted."""
+    return draw.html(plan, measured(plan.evaluate()[2].step_s))
