@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -29,7 +29,7 @@ from whale.errors import PlanError
 # What is computed again for the backward pass: nothing; the scores of attentions; each layer; what is chosen by bytes;
 # all but what the program marks; what stages do not send to each other. A program that is to compute scores or layers
 # again has that chosen by bytes, as it has no layers.
-Recompute = Literal["none", "selective", "full", "auto", "collection", "stage"]
+Recompute = Literal["none", "selective", "full", "auto", "marked", "stage"]
 # What lies in the hosts' memory and is updated there: nothing; the optimizer's state; weights and gradients as well;
 # tables of which a step reads rows, with their state.
 Offload = Literal["none", "optimizer", "parameters", "tables"]
@@ -220,7 +220,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         if len(set(each)) == 1:
             return [(each[0], "")] if each[0] != "none" else []
         found = []
-        for kind in ("selective", "full"):
+        for kind in get_args(Recompute)[1:]:
             own = [s for s, one in enumerate(each) if one == kind]
             runs = [s for s in own if s - 1 not in own]  # where stages of that kind begin
             ends = [s for s in own if s + 1 not in own]

@@ -34,6 +34,8 @@ from whale.planner.graph_search.pipelines import chain, staged
 from whale.planner.graph_search.strategies import over_all, scoped, trains
 
 AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
+# What the settings of passes call a word of a strategy, where they have another one.
+WORDS = {"none": "", "marked": "collection", "parameters": "v0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ def apply(
         return inside or scoped(program, strategy), settings.but(split__ranks=ranks)
     changed = settings.but(zero__level=strategy.zero) if strategy.zero else settings
     if strategy.offload != "none":
-        changed = changed.but(memory__offload=level_of(strategy.offload))
+        changed = changed.but(memory__offload=WORDS.get(strategy.offload, strategy.offload))
     if strategy.pipelined or strategy.tensor > 1:
         # A stage that does not train is sent the values that it reads.
         last = strategy.in_order[-1][1] if strategy.pipelined else 0
@@ -209,8 +211,9 @@ def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, 
 
 def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStrategy:
     """Returns the strategy with what it leaves to a program's settings written down, as they are when it is applied."""
-    offload: Offload = "parameters" if settings.memory.offload == "v0" else settings.memory.offload or "none"  # type: ignore[assignment]
-    recompute: Recompute = settings.memory.recompute or "none"  # type: ignore[assignment]
+    words = {value: name for name, value in WORDS.items()}
+    recompute: Recompute = words.get(settings.memory.recompute, settings.memory.recompute)  # type: ignore[assignment]
+    offload: Offload = words.get(settings.memory.offload, settings.memory.offload)  # type: ignore[assignment]
     return msgspec.structs.replace(
         strategy,
         micro_batches=strategy.micro_batches or settings.time.micro_batches,
@@ -224,12 +227,7 @@ def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStr
 def recompute_of(strategy: ParallelStrategy) -> str:
     """Returns how a program's activations are computed again: it has no layers whose own could be (see `Recompute`)."""
     how = next((one for one in strategy.recomputes if one != "none"), "none")
-    return {"none": "", "selective": AUTO, "full": AUTO}.get(how, how)
-
-
-def level_of(offload: Offload) -> str:
-    """Returns what the settings of memory call an offload."""
-    return {"none": "", "parameters": "v0"}.get(offload, offload)
+    return AUTO if how in ("selective", "full") else WORDS.get(how, how)
 
 
 def predicted(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
