@@ -320,7 +320,7 @@ def test_a_function_of_the_compiler_is_seen() -> None:
     tree = ast.parse(
         "Lower = Callable[[Program, Plan], list[Program]]\n"
         "class Environment:\n    again: Callable[[PlanSettings], Program] | None\n    rates: Sequence[Rates]\n"
-        "def search(lower: Lower, *, seconds: Callable[[Node], float]) -> Callable[[Choice], Program]: ...\n"
+        "def search(lower: Lower, *, seconds: Callable[[Node], float]) -> Callable[[ParallelStrategy], Program]: ...\n"
     )
     assert compiler_functions(tree) == ["again", "lower"]
 
