@@ -13,7 +13,7 @@
 
 #include "tests/whale_ops/core/core_test.h"
 #include "whale_ops/core/device/device_rank.h"
-#include "whale_ops/core/engine/engine.h"
+#include "whale_ops/core/progress/engine.h"
 #include "whale_ops/core/transport/in_process.h"
 
 extern "C" const whale::DevicePlugin whale_device_plugin;  // host_device.cc

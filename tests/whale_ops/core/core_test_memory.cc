@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "tests/whale_ops/core/core_test.h"
-#include "whale_ops/core/engine/endpoint.h"
+#include "whale_ops/core/progress/endpoint.h"
 #include "whale_ops/core/transport/arena.h"
 #include "whale_ops/core/transport/host_transport.h"
 

@@ -12,8 +12,8 @@
 
 #include "tests/whale_ops/core/core_test.h"
 #include "whale_ops/core/device/launch_order.h"
-#include "whale_ops/core/engine/endpoint.h"
-#include "whale_ops/core/engine/engine.h"
+#include "whale_ops/core/progress/endpoint.h"
+#include "whale_ops/core/progress/engine.h"
 #include "whale_ops/core/transport/in_process.h"
 
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "tests/whale_ops/core/core_test.h"
-#include "whale_ops/core/product/small_products.h"
+#include "whale_ops/core/compute/small_products.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// What the core asks of a library for a device's memory (whale_ops/cuda): exchanges that are queued in one order on all ranks.
+// What the core asks of a library for a device's memory (whale_ops/gpu): exchanges that are queued in one order on all ranks.
 // No CUDA here: streams are TensorFlow's handles of them.
 #pragma once
 

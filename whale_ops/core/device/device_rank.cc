@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "whale_ops/core/device/staged.h"
-#include "whale_ops/core/engine/exchange.h"
+#include "whale_ops/core/progress/exchange.h"
 
 namespace whale {
 namespace {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "whale_ops/core/engine/endpoint.h"
+#include "whale_ops/core/progress/endpoint.h"
 
 namespace whale {
 

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "whale_ops/core/device/device.h"
-#include "whale_ops/core/engine/endpoint.h"
+#include "whale_ops/core/progress/endpoint.h"
 
 namespace whale {
 

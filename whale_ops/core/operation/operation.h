@@ -148,7 +148,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   int64_t wire_bytes_ = 0;
   int64_t logical_bytes_ = 0;
 
-  // Of tensors that all ranks have mapped; see lending.cc.
+  // Of tensors that all ranks have mapped; see zero_copy_reduce.cc.
   bool whole_ = false;              // there were no pieces
   std::vector<size_t> lent_;        // pieces that are large enough to lie in arenas; none: this is no such operation
   std::vector<Place> places_;       // of these; what is sent
