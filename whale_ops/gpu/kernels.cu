@@ -53,7 +53,7 @@ struct alignas(16) Vector {
 
 // As many as fill 16 bytes of the narrower type.
 template <typename A, typename B = A>
-constexpr int kTogether = 16 / static_cast<int>(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
+constexpr int kElementsAtATime = 16 / static_cast<int>(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
 
 WHALE_INLINE bool is_aligned(const void* data) { return reinterpret_cast<unsigned long long>(data) % 16 == 0; }
 WHALE_INLINE long long first_of_thread() { return static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; }
@@ -61,7 +61,7 @@ WHALE_INLINE long long threads_of_grid() { return static_cast<long long>(gridDim
 
 template <typename From, typename To>
 WHALE_INLINE void copy_scaled(const From* from, To* to, long long count, float scale) {
-  constexpr int kSize = kTogether<From, To>;
+  constexpr int kSize = kElementsAtATime<From, To>;
   const long long vectors = is_aligned(from) && is_aligned(to) ? count / kSize : 0;
   WHALE_ROLLED
   for (long long i = first_of_thread(); i < vectors; i += threads_of_grid()) {
@@ -107,7 +107,7 @@ WHALE_INLINE void reduce_at(const void* const* sources, int size, void* dst, lon
 // The sources in their order; 16-bit floats are rounded once.
 template <typename Reduction, typename T>
 WHALE_INLINE void reduce_all(const void* const* sources, int size, T* dst, long long count) {
-  constexpr int kSize = kTogether<T>;
+  constexpr int kSize = kElementsAtATime<T>;
   bool aligned = is_aligned(dst);
   WHALE_ROLLED
   for (int s = 0; s < size; ++s) aligned = aligned && is_aligned(sources[s]);

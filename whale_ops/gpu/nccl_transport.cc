@@ -61,9 +61,9 @@ int operation_of(Reduction reduction) {
 }
 
 // Several calls of NCCL that become one operation.
-class Together {
+class NcclGroup {
  public:
-  explicit Together(ncclComm_t communicator) : communicator_(communicator) { add(nccl().ncclGroupStart(), "ncclGroupStart"); }
+  explicit NcclGroup(ncclComm_t communicator) : communicator_(communicator) { add(nccl().ncclGroupStart(), "ncclGroupStart"); }
   void add(ncclResult_t result, const char* call) {
     if (status_.ok()) status_ = check_nccl(result, call, communicator_);
   }
@@ -166,14 +166,14 @@ class NcclTransport final : public DeviceTransport {
                         "ncclReduceScatter", communicator);
     }
     const std::vector<int64_t> offsets = offsets_of(what.counts);
-    Together together(communicator);
+    NcclGroup calls(communicator);
     for (size_t root = 0; root < what.size(); ++root) {
       if (what.counts[root] == 0) continue;
-      together.add(nccl().ncclReduce(input + bytes(what, offsets[root]), output, static_cast<size_t>(what.counts[root]), type, operation,
+      calls.add(nccl().ncclReduce(input + bytes(what, offsets[root]), output, static_cast<size_t>(what.counts[root]), type, operation,
                               static_cast<int>(root), communicator, stream),
                    "ncclReduce");
     }
-    return together.end();
+    return calls.end();
   }
 
   static Status all_gather(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
@@ -183,41 +183,41 @@ class NcclTransport final : public DeviceTransport {
       return check_nccl(nccl().ncclAllGather(input, output, bytes(what, what.counts[0]), ncclInt8, communicator, stream), "ncclAllGather", communicator);
     }
     const std::vector<int64_t> offsets = offsets_of(what.counts);
-    Together together(communicator);
+    NcclGroup calls(communicator);
     for (size_t root = 0; root < what.size(); ++root) {
       if (what.counts[root] == 0) continue;
-      together.add(nccl().ncclBroadcast(input, output + bytes(what, offsets[root]), bytes(what, what.counts[root]), ncclInt8, static_cast<int>(root),
+      calls.add(nccl().ncclBroadcast(input, output + bytes(what, offsets[root]), bytes(what, what.counts[root]), ncclInt8, static_cast<int>(root),
                                  communicator, stream),
                    "ncclBroadcast");
     }
-    return together.end();
+    return calls.end();
   }
 
   static Status broadcast(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
-    Together together(communicator);
+    NcclGroup calls(communicator);
     for (const DeviceTensor& tensor : what.tensors) {
       if (tensor.count == 0) continue;
-      together.add(nccl().ncclBroadcast(tensor.input, tensor.output, bytes(what, tensor.count), ncclInt8, what.root, communicator, stream), "ncclBroadcast");
+      calls.add(nccl().ncclBroadcast(tensor.input, tensor.output, bytes(what, tensor.count), ncclInt8, what.root, communicator, stream), "ncclBroadcast");
     }
-    return together.end();
+    return calls.end();
   }
 
   static Status all_to_all(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
     const std::vector<int64_t> from = offsets_of(what.counts), to = offsets_of(what.recv_counts);
     const auto* input = static_cast<const char*>(what.tensors[0].input);
     auto* output = static_cast<char*>(what.tensors[0].output);
-    Together together(communicator);
+    NcclGroup calls(communicator);
     for (size_t peer = 0; peer < what.size(); ++peer) {
       if (what.counts[peer] > 0) {
-        together.add(nccl().ncclSend(input + bytes(what, from[peer]), bytes(what, what.counts[peer]), ncclInt8, what.group[peer], communicator, stream),
+        calls.add(nccl().ncclSend(input + bytes(what, from[peer]), bytes(what, what.counts[peer]), ncclInt8, what.group[peer], communicator, stream),
                      "ncclSend");
       }
       if (what.recv_counts[peer] > 0) {
-        together.add(nccl().ncclRecv(output + bytes(what, to[peer]), bytes(what, what.recv_counts[peer]), ncclInt8, what.group[peer], communicator, stream),
+        calls.add(nccl().ncclRecv(output + bytes(what, to[peer]), bytes(what, what.recv_counts[peer]), ncclInt8, what.group[peer], communicator, stream),
                      "ncclRecv");
       }
     }
-    return together.end();
+    return calls.end();
   }
 
   // `group`: empty for all ranks in their order. Collective in the group, the first time.

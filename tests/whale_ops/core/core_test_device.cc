@@ -23,7 +23,7 @@ namespace {
 using whale::DeviceOperation;
 using whale::OpKind;
 
-constexpr int kTogether = 3;     // operations of one order
+constexpr int kOperations = 3;     // operations of one order
 constexpr int kUnderWay = 40;    // orders, before all ranks wait for them
 constexpr size_t kBufferBytes = 64;  // most all-reduces travel in parts
 
@@ -203,7 +203,7 @@ void overlapping_groups(int size, int orders, const char* transport) {
       int number = 0;
       for (auto& round : rounds) {
         ++number;
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kOperations; ++i) {
           Exchange made = Exchange::make(&shared, size);
           made.number = number;
           const bool again = std::any_of(round.begin(), round.end(), [&](const Mine& other) { return other.exchange.key() == made.key(); });
