@@ -48,7 +48,9 @@ class Copies final : public DeviceCopies {
     CUstream stream = streams_[out];
     const Current current(gpu_);
     Status status = current.status();
-    if (status.ok() && after != nullptr) status = check(driver().cuStreamWaitEvent(stream, static_cast<CUevent>(after), 0), "cuStreamWaitEvent");
+    if (status.ok() && after != nullptr)
+      status = check(driver().cuStreamWaitEvent(stream, static_cast<CUevent>(after), 0),
+                     "cuStreamWaitEvent");
     for (const DeviceCopy& one : copies) {
       if (status.ok()) status = queue_copy(one, stream);
     }

@@ -1,4 +1,5 @@
-// A GPU that copies to the host's memory and back, beside the computation, for exchanges between GPUs that reach no other one.
+// A GPU that copies to the host's memory and back, beside the computation, for exchanges between
+// GPUs that reach no other one.
 #pragma once
 
 #include <memory>

@@ -14,7 +14,8 @@ namespace {
 constexpr char kLibrary[] = "libcuda.so.1";
 
 Driver* driver_calls() {
-  static auto* driver = new Driver();  // never destroyed: TensorFlow's threads may still ask while the process exits
+  // Never destroyed: TensorFlow's threads may still ask while the process exits.
+  static auto* driver = new Driver();
   return driver;
 }
 
@@ -22,13 +23,16 @@ Status load_calls() {
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) {
     const char* error = dlerror();
-    return Status::Error(Code::kUnavailable, std::string("NVIDIA's driver was not found: ") + (error == nullptr ? kLibrary : error) +
-                                                 "; install it, or start the container with its runtime (docker run --gpus all)");
+    return Status::Error(
+        Code::kUnavailable,
+        std::string("NVIDIA's driver was not found: ") + (error == nullptr ? kLibrary : error) +
+            "; install it, or start the container with its runtime (docker run --gpus all)");
   }
-#define WHALE_DRIVER_CALL(name, symbol, arguments)                                                                                        \
-  *reinterpret_cast<void**>(&driver_calls()->name) = dlsym(library, symbol);                                                                    \
-  if (driver_calls()->name == nullptr) {                                                                                                        \
-    return Status::Error(Code::kUnavailable, std::string("NVIDIA's driver has no ") + symbol + "; install version 525 or newer");         \
+#define WHALE_DRIVER_CALL(name, symbol, arguments)                                             \
+  *reinterpret_cast<void**>(&driver_calls()->name) = dlsym(library, symbol);                   \
+  if (driver_calls()->name == nullptr) {                                                       \
+    return Status::Error(Code::kUnavailable, std::string("NVIDIA's driver has no ") + symbol + \
+                                                 "; install version 525 or newer");            \
   }
   WHALE_DRIVER_CALLS(WHALE_DRIVER_CALL)
 #undef WHALE_DRIVER_CALL
@@ -59,8 +63,10 @@ Status check(CUresult error, const char* call) {
   const char *name = nullptr, *text = nullptr;
   driver().cuGetErrorName(error, &name);
   driver().cuGetErrorString(error, &text);
-  return Status::Error(Code::kUnavailable, std::string(call) + " failed: " + (name == nullptr ? "error " + std::to_string(error) : name) +
-                                               (text == nullptr ? "" : std::string(" (") + text + ")"));
+  return Status::Error(Code::kUnavailable,
+                       std::string(call) + " failed: " +
+                           (name == nullptr ? "error " + std::to_string(error) : name) +
+                           (text == nullptr ? "" : std::string(" (") + text + ")"));
 }
 
 Status Gpu::find_locked(int ordinal, Gpu** gpu) {
@@ -70,7 +76,9 @@ Status Gpu::find_locked(int ordinal, Gpu** gpu) {
     CUdevice device = 0;
     Status status = load_driver();
     if (status.ok()) status = check(driver().cuDeviceGet(&device, ordinal), "cuDeviceGet");
-    if (status.ok()) status = check(driver().cuDevicePrimaryCtxRetain(&made->context_, device), "cuDevicePrimaryCtxRetain");
+    if (status.ok())
+      status = check(driver().cuDevicePrimaryCtxRetain(&made->context_, device),
+                     "cuDevicePrimaryCtxRetain");
     if (!status.ok()) return status;
     known = std::move(made);
   }
@@ -96,9 +104,12 @@ Status Gpu::load_kernels(int ordinal, const void* image) {
   std::map<std::string, CUfunction> found;
   status = current.status();
   if (status.ok()) status = check(driver().cuModuleLoadData(&module, image), "cuModuleLoadData");
-  // All now: a driver that loads a kernel when it is first asked for may wait for kernels that run, and they for other ranks.
+  // All now: a driver that loads a kernel when it is first asked for may wait for kernels that run,
+  // and they for other ranks.
   for (const std::string& name : kernel_names()) {
-    if (status.ok()) status = check(driver().cuModuleGetFunction(&found[name], module, name.c_str()), "cuModuleGetFunction");
+    if (status.ok())
+      status = check(driver().cuModuleGetFunction(&found[name], module, name.c_str()),
+                     "cuModuleGetFunction");
   }
   if (status.ok()) gpu->kernels_ = std::move(found);
   return status;
@@ -107,7 +118,8 @@ Status Gpu::load_kernels(int ordinal, const void* image) {
 Status Gpu::kernel(const std::string& name, CUfunction* found) const {
   const auto known = kernels_.find(name);
   if (known == kernels_.end()) {
-    return Status::Error(Code::kInternal, "no machine code of the kernel " + name + " was loaded for this GPU");
+    return Status::Error(Code::kInternal,
+                         "no machine code of the kernel " + name + " was loaded for this GPU");
   }
   *found = known->second;
   return Status::Ok();
@@ -115,8 +127,12 @@ Status Gpu::kernel(const std::string& name, CUfunction* found) const {
 
 Status Gpu::create_stream(CUstream* stream) const {
   int least = 0, greatest = 0;
-  const Status status = check(driver().cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
-  return status.ok() ? check(driver().cuStreamCreateWithPriority(stream, kStreamNonBlocking, greatest), "cuStreamCreateWithPriority") : status;
+  const Status status =
+      check(driver().cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  return status.ok()
+             ? check(driver().cuStreamCreateWithPriority(stream, kStreamNonBlocking, greatest),
+                     "cuStreamCreateWithPriority")
+             : status;
 }
 
 }  // namespace whale::cuda

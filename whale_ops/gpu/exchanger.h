@@ -11,12 +11,14 @@
 
 namespace whale::cuda {
 
-// Packs, sends and unpacks on a stream of its own, which the computation's stream is never made to wait for: an operation is told to be
-// done when its event has come. A mark is an event, of the computation first and of this stream when its operation is queued.
+// Packs, sends and unpacks on a stream of its own, which the computation's stream is never made to
+// wait for: an operation is told to be done when its event has come. A mark is an event, of the
+// computation first and of this stream when its operation is queued.
 class Exchanger final : public Device {
  public:
   // `buffer_bytes`: of the packed tensors; those of longer all-reduces travel in parts.
-  static Status open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu, size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger);
+  static Status open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu,
+                     size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger);
   ~Exchanger() override;
 
   const char* kind() const override { return "GPU"; }

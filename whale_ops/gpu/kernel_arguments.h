@@ -1,10 +1,11 @@
-// What kernels.cu is launched with. NVRTC compiles this for the GPU and g++ for the host: it includes nothing.
+// What kernels.cu is launched with. NVRTC compiles this for the GPU and g++ for the host: it
+// includes nothing.
 #pragma once
 
 namespace whale::cuda {
 
-constexpr int kThreads = 256;   // of a block
-constexpr int kPieces = 128;    // of one launch: its arguments may have 4 KB together
+constexpr int kThreads = 256;  // of a block
+constexpr int kPieces = 128;   // of one launch: its arguments may have 4 KB together
 constexpr int kMaxSources = 64;
 
 // A tensor and where it lies in the buffer, in elements.

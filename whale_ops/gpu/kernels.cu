@@ -1,12 +1,14 @@
-// Kernels that put tensors into one buffer, take them out of it, and add the buffers of several ranks; a thread takes 16 bytes at a time
-// where all addresses allow it. NVRTC compiles this for the very GPU (whale_ops/device_code.py), without any of CUDA's headers; tests compile it as
-// host code (tests/whale_ops/gpu/cuda_as_host).
+// Kernels that put tensors into one buffer, take them out of it, and add the buffers of several
+// ranks; a thread takes 16 bytes at a time where all addresses allow it. NVRTC compiles this for
+// the very GPU (whale_ops/device_code.py), without any of CUDA's headers; tests compile it as host
+// code (tests/whale_ops/gpu/cuda_as_host).
 #include "whale_ops/gpu/kernel_arguments.h"
 
 #ifdef __CUDACC__
 #define WHALE_ARGUMENT(Type) const Type  // travels with the launch
 #define WHALE_INLINE __device__ __forceinline__
-#define WHALE_ROLLED _Pragma("unroll 1")  // blocks are many: longer code gains nothing, and takes the compiler seconds
+// Blocks are many: longer code gains nothing, and takes the compiler seconds.
+#define WHALE_ROLLED _Pragma("unroll 1")
 
 namespace whale::cuda {
 WHALE_INLINE float widen_half(unsigned short x) {
@@ -35,7 +37,9 @@ struct BFloat16 {
 WHALE_INLINE double widen(double x) { return x; }
 WHALE_INLINE float widen(float x) { return x; }
 WHALE_INLINE float widen(Half x) { return widen_half(x.bits); }
-WHALE_INLINE float widen(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+WHALE_INLINE float widen(BFloat16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
 
 WHALE_INLINE void narrow(double x, double* to) { *to = x; }
 WHALE_INLINE void narrow(float x, float* to) { *to = x; }
@@ -43,7 +47,8 @@ WHALE_INLINE void narrow(float x, Half* to) { to->bits = round_to_half(x); }
 // To the nearest, and to the even one of two. Not all GPUs have an instruction for it.
 WHALE_INLINE void narrow(float x, BFloat16* to) {
   const unsigned bits = __float_as_uint(x);
-  to->bits = static_cast<unsigned short>(x != x ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  to->bits =
+      static_cast<unsigned short>(x != x ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
 template <typename T, int kSize>
@@ -53,10 +58,15 @@ struct alignas(16) Vector {
 
 // As many as fill 16 bytes of the narrower type.
 template <typename A, typename B = A>
-constexpr int kElementsAtATime = 16 / static_cast<int>(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
+constexpr int kElementsAtATime =
+    16 / static_cast<int>(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
 
-WHALE_INLINE bool is_aligned(const void* data) { return reinterpret_cast<unsigned long long>(data) % 16 == 0; }
-WHALE_INLINE long long first_of_thread() { return static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; }
+WHALE_INLINE bool is_aligned(const void* data) {
+  return reinterpret_cast<unsigned long long>(data) % 16 == 0;
+}
+WHALE_INLINE long long first_of_thread() {
+  return static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
 WHALE_INLINE long long threads_of_grid() { return static_cast<long long>(gridDim.x) * blockDim.x; }
 
 template <typename From, typename To>
@@ -71,24 +81,33 @@ WHALE_INLINE void copy_scaled(const From* from, To* to, long long count, float s
     reinterpret_cast<Vector<To, kSize>*>(to)[i] = out;
   }
   WHALE_ROLLED
-  for (long long i = vectors * kSize + first_of_thread(); i < count; i += threads_of_grid()) narrow(widen(from[i]) * scale, &to[i]);
+  for (long long i = vectors * kSize + first_of_thread(); i < count; i += threads_of_grid())
+    narrow(widen(from[i]) * scale, &to[i]);
 }
 
 struct Sum {
   template <typename A>
-  static WHALE_INLINE A combine(A a, A b) { return a + b; }
+  static WHALE_INLINE A combine(A a, A b) {
+    return a + b;
+  }
 };
 struct Prod {
   template <typename A>
-  static WHALE_INLINE A combine(A a, A b) { return a * b; }
+  static WHALE_INLINE A combine(A a, A b) {
+    return a * b;
+  }
 };
 struct Min {  // NaN wins
   template <typename A>
-  static WHALE_INLINE A combine(A a, A b) { return a < b || a != a ? a : b; }
+  static WHALE_INLINE A combine(A a, A b) {
+    return a < b || a != a ? a : b;
+  }
 };
 struct Max {
   template <typename A>
-  static WHALE_INLINE A combine(A a, A b) { return a > b || a != a ? a : b; }
+  static WHALE_INLINE A combine(A a, A b) {
+    return a > b || a != a ? a : b;
+  }
 };
 
 template <typename Reduction, typename T, int kSize>
@@ -113,12 +132,14 @@ WHALE_INLINE void reduce_all(const void* const* sources, int size, T* dst, long 
   for (int s = 0; s < size; ++s) aligned = aligned && is_aligned(sources[s]);
   const long long vectors = aligned ? count / kSize : 0;
   WHALE_ROLLED
-  for (long long i = first_of_thread(); i < vectors; i += threads_of_grid()) reduce_at<Reduction, T, kSize>(sources, size, dst, i);
+  for (long long i = first_of_thread(); i < vectors; i += threads_of_grid())
+    reduce_at<Reduction, T, kSize>(sources, size, dst, i);
   WHALE_ROLLED
   for (long long i = vectors * kSize + first_of_thread(); i < count; i += threads_of_grid()) {
     auto total = widen(static_cast<const T*>(sources[0])[i]);
     WHALE_ROLLED
-    for (int s = 1; s < size; ++s) total = Reduction::combine(total, widen(static_cast<const T*>(sources[s])[i]));
+    for (int s = 1; s < size; ++s)
+      total = Reduction::combine(total, widen(static_cast<const T*>(sources[s])[i]));
     narrow(total, &dst[i]);
   }
 }
@@ -126,22 +147,26 @@ WHALE_INLINE void reduce_all(const void* const* sources, int size, T* dst, long 
 }  // namespace whale::cuda
 
 // Names as of kernel_names() in kernels.cc.
-#define WHALE_COPIES(tensor, buffer_type, Tensor, Buffer)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(whale::cuda::kThreads)                                                                     \
-      pack_##tensor##_##buffer_type(WHALE_ARGUMENT(whale::cuda::CopyArguments) it) {                                                      \
-    const whale::cuda::Piece piece = it.pieces[blockIdx.y];                                                                               \
-    whale::cuda::copy_scaled(static_cast<const Tensor*>(piece.data), static_cast<Buffer*>(it.buffer) + piece.offset, piece.count, it.scale); \
-  }                                                                                                                                       \
-  extern "C" __global__ void __launch_bounds__(whale::cuda::kThreads)                                                                     \
-      unpack_##tensor##_##buffer_type(WHALE_ARGUMENT(whale::cuda::CopyArguments) it) {                                                    \
-    const whale::cuda::Piece piece = it.pieces[blockIdx.y];                                                                               \
-    whale::cuda::copy_scaled(static_cast<const Buffer*>(it.buffer) + piece.offset, static_cast<Tensor*>(piece.data), piece.count, it.scale); \
+#define WHALE_COPIES(tensor, buffer_type, Tensor, Buffer)                                 \
+  extern "C" __global__ void __launch_bounds__(whale::cuda::kThreads)                     \
+      pack_##tensor##_##buffer_type(WHALE_ARGUMENT(whale::cuda::CopyArguments) it) {      \
+    const whale::cuda::Piece piece = it.pieces[blockIdx.y];                               \
+    whale::cuda::copy_scaled(static_cast<const Tensor*>(piece.data),                      \
+                             static_cast<Buffer*>(it.buffer) + piece.offset, piece.count, \
+                             it.scale);                                                   \
+  }                                                                                       \
+  extern "C" __global__ void __launch_bounds__(whale::cuda::kThreads)                     \
+      unpack_##tensor##_##buffer_type(WHALE_ARGUMENT(whale::cuda::CopyArguments) it) {    \
+    const whale::cuda::Piece piece = it.pieces[blockIdx.y];                               \
+    whale::cuda::copy_scaled(static_cast<const Buffer*>(it.buffer) + piece.offset,        \
+                             static_cast<Tensor*>(piece.data), piece.count, it.scale);    \
   }
 
-#define WHALE_REDUCE(reduction, dtype, Reduction, T)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(whale::cuda::kThreads)                                                                     \
-      reduce_##reduction##_##dtype(WHALE_ARGUMENT(whale::cuda::ReduceArguments) it) {                                                     \
-    whale::cuda::reduce_all<whale::cuda::Reduction, T>(it.sources, it.size, static_cast<T*>(it.dst), it.count);                           \
+#define WHALE_REDUCE(reduction, dtype, Reduction, T)                                       \
+  extern "C" __global__ void __launch_bounds__(whale::cuda::kThreads)                      \
+      reduce_##reduction##_##dtype(WHALE_ARGUMENT(whale::cuda::ReduceArguments) it) {      \
+    whale::cuda::reduce_all<whale::cuda::Reduction, T>(it.sources, it.size,                \
+                                                       static_cast<T*>(it.dst), it.count); \
   }
 
 #define WHALE_REDUCES(dtype, T)      \

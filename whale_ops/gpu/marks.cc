@@ -19,8 +19,10 @@ Status Marks::mark(void* stream, void** mark) {
   }
   const Current current(gpu_);  // of a thread of TensorFlow's
   Status status = current.status();
-  if (status.ok() && event == nullptr) status = check(driver().cuEventCreate(&event, kEventDisableTiming), "cuEventCreate");
-  if (status.ok()) status = check(driver().cuEventRecord(event, static_cast<CUstream>(stream)), "cuEventRecord");
+  if (status.ok() && event == nullptr)
+    status = check(driver().cuEventCreate(&event, kEventDisableTiming), "cuEventCreate");
+  if (status.ok())
+    status = check(driver().cuEventRecord(event, static_cast<CUstream>(stream)), "cuEventRecord");
   *mark = event;
   if (!status.ok()) release(std::exchange(*mark, nullptr));
   return status;

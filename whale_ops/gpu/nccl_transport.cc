@@ -18,15 +18,19 @@ Nccl* nccl_calls() {
 const Nccl& nccl() { return *nccl_calls(); }
 
 Status load_nccl() {
-  constexpr char kLibrary[] = "libnccl.so.2", kAction[] = "; pip install nvidia-nccl-cu12 (-cu13 where the driver has CUDA 13)";
-  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);  // what the process has loaded, or what its loader finds
+  constexpr char kLibrary[] = "libnccl.so.2",
+                 kAction[] = "; pip install nvidia-nccl-cu12 (-cu13 where the driver has CUDA 13)";
+  // What the process has loaded, or what its loader finds.
+  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) {
     const char* error = dlerror();
-    return Status::Error(Code::kUnavailable, std::string("NCCL was not found: ") + (error == nullptr ? kLibrary : error) + kAction);
+    return Status::Error(Code::kUnavailable, std::string("NCCL was not found: ") +
+                                                 (error == nullptr ? kLibrary : error) + kAction);
   }
-#define WHALE_NCCL_CALL(name, Result, arguments)                                                                                          \
-  *reinterpret_cast<void**>(&nccl_calls()->name) = dlsym(library, #name);                                                                     \
-  if (nccl_calls()->name == nullptr) return Status::Error(Code::kUnavailable, std::string("this NCCL has no ") + #name + kAction);
+#define WHALE_NCCL_CALL(name, Result, arguments)                          \
+  *reinterpret_cast<void**>(&nccl_calls()->name) = dlsym(library, #name); \
+  if (nccl_calls()->name == nullptr)                                      \
+    return Status::Error(Code::kUnavailable, std::string("this NCCL has no ") + #name + kAction);
   WHALE_NCCL_CALLS(WHALE_NCCL_CALL)
 #undef WHALE_NCCL_CALL
   *reinterpret_cast<void**>(&nccl_calls()->ncclGetLastError) = dlsym(library, "ncclGetLastError");
@@ -35,9 +39,13 @@ Status load_nccl() {
 
 Status check_nccl(ncclResult_t result, const char* call, ncclComm_t communicator) {
   if (result == ncclSuccess) return Status::Ok();
-  const char* more = nccl().ncclGetLastError == nullptr ? nullptr : nccl().ncclGetLastError(communicator);
-  return Status::Error(Code::kUnavailable, std::string(call) + " failed: " + nccl().ncclGetErrorString(result) +
-                                               (more == nullptr || *more == '\0' ? "" : std::string(" (") + more + ")") + "; NCCL_DEBUG=WARN tells more");
+  const char* more =
+      nccl().ncclGetLastError == nullptr ? nullptr : nccl().ncclGetLastError(communicator);
+  return Status::Error(
+      Code::kUnavailable,
+      std::string(call) + " failed: " + nccl().ncclGetErrorString(result) +
+          (more == nullptr || *more == '\0' ? "" : std::string(" (") + more + ")") +
+          "; NCCL_DEBUG=WARN tells more");
 }
 
 bool type_of(DType dtype, int* type) {
@@ -63,12 +71,15 @@ int operation_of(Reduction reduction) {
 // Several calls of NCCL that become one operation.
 class NcclGroup {
  public:
-  explicit NcclGroup(ncclComm_t communicator) : communicator_(communicator) { add(nccl().ncclGroupStart(), "ncclGroupStart"); }
+  explicit NcclGroup(ncclComm_t communicator) : communicator_(communicator) {
+    add(nccl().ncclGroupStart(), "ncclGroupStart");
+  }
   void add(ncclResult_t result, const char* call) {
     if (status_.ok()) status_ = check_nccl(result, call, communicator_);
   }
   Status end() {
-    const Status ended = check_nccl(nccl().ncclGroupEnd(), "ncclGroupEnd", communicator_);  // also after an error: the group must end
+    // Also after an error: the group must end.
+    const Status ended = check_nccl(nccl().ncclGroupEnd(), "ncclGroupEnd", communicator_);
     return status_.ok() ? ended : status_;
   }
 
@@ -77,13 +88,16 @@ class NcclGroup {
   Status status_;
 };
 
-// A communicator for each group of ranks that reduces or gathers, made when the first operation of the group is launched: at that
-// time all its ranks launch it, and no others take part, as they would have to in ncclCommSplit. What goes from rank to rank needs none.
+// A communicator for each group of ranks that reduces or gathers, made when the first operation of
+// the group is launched: at that time all its ranks launch it, and no others take part, as they
+// would have to in ncclCommSplit. What goes from rank to rank needs none.
 class NcclTransport final : public DeviceTransport {
  public:
-  NcclTransport(int rank, int size, DeviceGather gather) : rank_(rank), size_(size), gather_(std::move(gather)) {}
+  NcclTransport(int rank, int size, DeviceGather gather)
+      : rank_(rank), size_(size), gather_(std::move(gather)) {}
   ~NcclTransport() override {
-    if (!failure().ok()) abandon();  // the ranks of a communicator destroy it together, and some may be gone
+    // The ranks of a communicator destroy it together, and some may be gone.
+    if (!failure().ok()) abandon();
     for (const auto& [group, communicator] : communicators_) nccl().ncclCommDestroy(communicator);
   }
 
@@ -94,20 +108,24 @@ class NcclTransport final : public DeviceTransport {
 
   const char* name() const override { return "nccl"; }
 
-  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count, CUstream stream) override {
+  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count,
+                    CUstream stream) override {
     int type = 0;
     if (!type_of(what.wire, &type)) return no_floats();
     ncclComm_t communicator = nullptr;
     const Status status = communicator_of(what.group, what.index, &communicator);
     if (!status.ok()) return status;
-    return check_nccl(nccl().ncclAllReduce(buffer, buffer, static_cast<size_t>(count), type, operation_of(what.reduction), communicator, stream),
+    return check_nccl(nccl().ncclAllReduce(buffer, buffer, static_cast<size_t>(count), type,
+                                           operation_of(what.reduction), communicator, stream),
                       "ncclAllReduce", communicator);
   }
 
   Status exchange(const DeviceOperation& what, CUstream stream) override {
-    const bool alone = what.kind == OpKind::kSend || what.kind == OpKind::kRecv || what.kind == OpKind::kAllToAll;
+    const bool alone =
+        what.kind == OpKind::kSend || what.kind == OpKind::kRecv || what.kind == OpKind::kAllToAll;
     ncclComm_t communicator = nullptr;
-    const Status status = alone ? communicator_of({}, rank_, &communicator) : communicator_of(what.group, what.index, &communicator);
+    const Status status = alone ? communicator_of({}, rank_, &communicator)
+                                : communicator_of(what.group, what.index, &communicator);
     if (!status.ok()) return status;
     switch (what.kind) {
       case OpKind::kReduceScatter: return reduce_scatter(what, communicator, stream);
@@ -116,13 +134,20 @@ class NcclTransport final : public DeviceTransport {
       case OpKind::kAllToAll: return all_to_all(what, communicator, stream);
       case OpKind::kSend: {
         const DeviceTensor& tensor = what.tensors[0];
-        return check_nccl(nccl().ncclSend(tensor.input, bytes(what, tensor.count), ncclInt8, what.group[1], communicator, stream), "ncclSend", communicator);
+        return check_nccl(nccl().ncclSend(tensor.input, bytes(what, tensor.count), ncclInt8,
+                                          what.group[1], communicator, stream),
+                          "ncclSend", communicator);
       }
       case OpKind::kRecv: {
         const DeviceTensor& tensor = what.tensors[0];
-        return check_nccl(nccl().ncclRecv(tensor.output, bytes(what, tensor.count), ncclInt8, what.group[0], communicator, stream), "ncclRecv", communicator);
+        return check_nccl(nccl().ncclRecv(tensor.output, bytes(what, tensor.count), ncclInt8,
+                                          what.group[0], communicator, stream),
+                          "ncclRecv", communicator);
       }
-      default: return Status::Error(Code::kInternal, std::string("NCCL is given an operation that it does not have: ") + name_of(what.kind));
+      default:
+        return Status::Error(
+            Code::kInternal,
+            std::string("NCCL is given an operation that it does not have: ") + name_of(what.kind));
     }
   }
 
@@ -130,24 +155,31 @@ class NcclTransport final : public DeviceTransport {
   Status failure() override {
     for (const auto& [group, communicator] : communicators_) {
       ncclResult_t error = ncclSuccess;
-      const Status asked = check_nccl(nccl().ncclCommGetAsyncError(communicator, &error), "ncclCommGetAsyncError", communicator);
+      const Status asked = check_nccl(nccl().ncclCommGetAsyncError(communicator, &error),
+                                      "ncclCommGetAsyncError", communicator);
       if (!asked.ok()) return asked;
-      if (error != ncclInProgress && error != ncclSuccess) return check_nccl(error, "an exchange through NCCL", communicator);
+      if (error != ncclInProgress && error != ncclSuccess)
+        return check_nccl(error, "an exchange through NCCL", communicator);
     }
     return Status::Ok();
   }
 
-  // Its kernels wait for other ranks' as long as nobody tells them to end. All at once: to abort one alone waits for the stream, on which a
-  // kernel of another one may hang.
+  // Its kernels wait for other ranks' as long as nobody tells them to end. All at once: to abort
+  // one alone waits for the stream, on which a kernel of another one may hang.
   void abandon() override {
     nccl().ncclGroupStart();
-    for (const auto& [group, communicator] : std::exchange(communicators_, {})) nccl().ncclCommAbort(communicator);
+    for (const auto& [group, communicator] : std::exchange(communicators_, {}))
+      nccl().ncclCommAbort(communicator);
     nccl().ncclGroupEnd();
   }
 
  private:
-  static Status no_floats() { return Status::Error(Code::kInvalidArgument, "NCCL adds floats here; cast the tensor first"); }
-  static size_t bytes(const DeviceOperation& what, int64_t count) { return static_cast<size_t>(count) * what.element_bytes; }
+  static Status no_floats() {
+    return Status::Error(Code::kInvalidArgument, "NCCL adds floats here; cast the tensor first");
+  }
+  static size_t bytes(const DeviceOperation& what, int64_t count) {
+    return static_cast<size_t>(count) * what.element_bytes;
+  }
   static bool even(const std::vector<int64_t>& counts) {
     for (const int64_t count : counts) {
       if (count != counts[0]) return false;
@@ -155,23 +187,26 @@ class NcclTransport final : public DeviceTransport {
     return true;
   }
 
-  static Status reduce_scatter(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
+  static Status reduce_scatter(const DeviceOperation& what, ncclComm_t communicator,
+                               CUstream stream) {
     int type = 0;
     if (!type_of(what.dtype, &type)) return no_floats();
     const int operation = operation_of(what.reduction);
     const auto* input = static_cast<const char*>(what.tensors[0].input);
     auto* output = static_cast<char*>(what.tensors[0].output);
     if (even(what.counts)) {
-      return check_nccl(nccl().ncclReduceScatter(input, output, static_cast<size_t>(what.counts[0]), type, operation, communicator, stream),
+      return check_nccl(nccl().ncclReduceScatter(input, output, static_cast<size_t>(what.counts[0]),
+                                                 type, operation, communicator, stream),
                         "ncclReduceScatter", communicator);
     }
     const std::vector<int64_t> offsets = offsets_of(what.counts);
     NcclGroup calls(communicator);
     for (size_t root = 0; root < what.size(); ++root) {
       if (what.counts[root] == 0) continue;
-      calls.add(nccl().ncclReduce(input + bytes(what, offsets[root]), output, static_cast<size_t>(what.counts[root]), type, operation,
-                              static_cast<int>(root), communicator, stream),
-                   "ncclReduce");
+      calls.add(nccl().ncclReduce(input + bytes(what, offsets[root]), output,
+                                  static_cast<size_t>(what.counts[root]), type, operation,
+                                  static_cast<int>(root), communicator, stream),
+                "ncclReduce");
     }
     return calls.end();
   }
@@ -180,15 +215,18 @@ class NcclTransport final : public DeviceTransport {
     const void* input = what.tensors[0].input;
     auto* output = static_cast<char*>(what.tensors[0].output);
     if (even(what.counts)) {
-      return check_nccl(nccl().ncclAllGather(input, output, bytes(what, what.counts[0]), ncclInt8, communicator, stream), "ncclAllGather", communicator);
+      return check_nccl(nccl().ncclAllGather(input, output, bytes(what, what.counts[0]), ncclInt8,
+                                             communicator, stream),
+                        "ncclAllGather", communicator);
     }
     const std::vector<int64_t> offsets = offsets_of(what.counts);
     NcclGroup calls(communicator);
     for (size_t root = 0; root < what.size(); ++root) {
       if (what.counts[root] == 0) continue;
-      calls.add(nccl().ncclBroadcast(input, output + bytes(what, offsets[root]), bytes(what, what.counts[root]), ncclInt8, static_cast<int>(root),
-                                 communicator, stream),
-                   "ncclBroadcast");
+      calls.add(nccl().ncclBroadcast(input, output + bytes(what, offsets[root]),
+                                     bytes(what, what.counts[root]), ncclInt8,
+                                     static_cast<int>(root), communicator, stream),
+                "ncclBroadcast");
     }
     return calls.end();
   }
@@ -197,7 +235,9 @@ class NcclTransport final : public DeviceTransport {
     NcclGroup calls(communicator);
     for (const DeviceTensor& tensor : what.tensors) {
       if (tensor.count == 0) continue;
-      calls.add(nccl().ncclBroadcast(tensor.input, tensor.output, bytes(what, tensor.count), ncclInt8, what.root, communicator, stream), "ncclBroadcast");
+      calls.add(nccl().ncclBroadcast(tensor.input, tensor.output, bytes(what, tensor.count),
+                                     ncclInt8, what.root, communicator, stream),
+                "ncclBroadcast");
     }
     return calls.end();
   }
@@ -209,12 +249,15 @@ class NcclTransport final : public DeviceTransport {
     NcclGroup calls(communicator);
     for (size_t peer = 0; peer < what.size(); ++peer) {
       if (what.counts[peer] > 0) {
-        calls.add(nccl().ncclSend(input + bytes(what, from[peer]), bytes(what, what.counts[peer]), ncclInt8, what.group[peer], communicator, stream),
-                     "ncclSend");
+        calls.add(nccl().ncclSend(input + bytes(what, from[peer]), bytes(what, what.counts[peer]),
+                                  ncclInt8, what.group[peer], communicator, stream),
+                  "ncclSend");
       }
       if (what.recv_counts[peer] > 0) {
-        calls.add(nccl().ncclRecv(output + bytes(what, to[peer]), bytes(what, what.recv_counts[peer]), ncclInt8, what.group[peer], communicator, stream),
-                     "ncclRecv");
+        calls.add(
+            nccl().ncclRecv(output + bytes(what, to[peer]), bytes(what, what.recv_counts[peer]),
+                            ncclInt8, what.group[peer], communicator, stream),
+            "ncclRecv");
       }
     }
     return calls.end();
@@ -223,7 +266,8 @@ class NcclTransport final : public DeviceTransport {
   // `group`: empty for all ranks in their order. Collective in the group, the first time.
   Status communicator_of(std::vector<int> group, int index, ncclComm_t* communicator) {
     bool in_order = static_cast<int>(group.size()) == size_;
-    for (size_t i = 0; i < group.size(); ++i) in_order = in_order && group[i] == static_cast<int>(i);
+    for (size_t i = 0; i < group.size(); ++i)
+      in_order = in_order && group[i] == static_cast<int>(i);
     if (in_order) group.clear();
     const auto found = communicators_.find(group);
     if (found != communicators_.end()) {
@@ -234,9 +278,13 @@ class NcclTransport final : public DeviceTransport {
     ncclUniqueId mine = {};
     const ncclResult_t made = index == 0 ? nccl().ncclGetUniqueId(&mine) : ncclSuccess;
     std::vector<ncclUniqueId> all(members);
-    Status status = gather_(group, &mine, sizeof(mine), all.data());  // also when the first rank has none: the others wait for it
+    // Also when the first rank has none: the others wait for it.
+    Status status = gather_(group, &mine, sizeof(mine), all.data());
     if (status.ok()) status = check_nccl(made, "ncclGetUniqueId", nullptr);
-    if (status.ok()) status = check_nccl(nccl().ncclCommInitRank(communicator, static_cast<int>(members), all[0], index), "ncclCommInitRank", nullptr);
+    if (status.ok())
+      status = check_nccl(
+          nccl().ncclCommInitRank(communicator, static_cast<int>(members), all[0], index),
+          "ncclCommInitRank", nullptr);
     if (status.ok()) communicators_[group] = *communicator;
     return status;
   }
@@ -248,7 +296,8 @@ class NcclTransport final : public DeviceTransport {
 
 }  // namespace
 
-Status open_nccl(int rank, int size, DeviceGather gather, std::unique_ptr<DeviceTransport>* transport) {
+Status open_nccl(int rank, int size, DeviceGather gather,
+                 std::unique_ptr<DeviceTransport>* transport) {
   static const auto* found = new Status(load_nccl());
   if (!found->ok()) return *found;
   auto made = std::make_unique<NcclTransport>(rank, size, std::move(gather));

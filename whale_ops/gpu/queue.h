@@ -1,4 +1,5 @@
-// Copies on a stream, inside a GPU's memory or between it and memory of the host that is pinned; the directions follow from the addresses.
+// Copies on a stream, inside a GPU's memory or between it and memory of the host that is pinned;
+// the directions follow from the addresses.
 #pragma once
 
 #include "whale_ops/core/device/device.h"

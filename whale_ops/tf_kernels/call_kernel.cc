@@ -1,5 +1,6 @@
-// A call of a function that stays a function. The passes over TensorFlow's own call op read the whole body anew at every
-// call, also where it is to stay as it is; a step calls the same few bodies very often.
+// A call of a function that stays a function. The passes over TensorFlow's own call op read the
+// whole body anew at every call, also where it is to stay as it is; a step calls the same few
+// bodies very often.
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -25,10 +26,13 @@ using tensorflow::Env;
 using tensorflow::FunctionLibraryRuntime;
 using tensorflow::Tensor;
 
-constexpr int64_t kCauseUs = 1'000'000;  // what another function of the caller has to name the cause of an error in
+// What another function of the caller has to name the cause of an error in.
+constexpr int64_t kCauseUs = 1'000'000;
 
 // Whether an error is what the rank hears of another rank's.
-bool is_echo(const absl::Status& status) { return absl::IsCancelled(status) || absl::IsAborted(status); }
+bool is_echo(const absl::Status& status) {
+  return absl::IsCancelled(status) || absl::IsAborted(status);
+}
 
 // Calls `done`, on another thread, when the caller has been cancelled, or when the time is over.
 void await_cause(CancellationManager* caller, std::function<void()> done) {
@@ -50,8 +54,9 @@ void await_cause(CancellationManager* caller, std::function<void()> done) {
   });
 }
 
-// Instantiates the body once for each library that the kernel meets (the runtime knows bodies that other calls have
-// instantiated), and runs it as TensorFlow's call op does: same threads, cancellation and statistics.
+// Instantiates the body once for each library that the kernel meets (the runtime knows bodies that
+// other calls have instantiated), and runs it as TensorFlow's call op does: same threads,
+// cancellation and statistics.
 class CallOp : public tensorflow::AsyncOpKernel {
  public:
   explicit CallOp(tensorflow::OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
@@ -61,13 +66,16 @@ class CallOp : public tensorflow::AsyncOpKernel {
 
   ~CallOp() override {
     for (const auto& [library, handle] : handles_) {
-      (void)library->ReleaseHandle(handle);  // fails only when the library has forgotten it already
+      // Fails only when the library has forgotten it already.
+      (void)library->ReleaseHandle(handle);
     }
   }
 
   void ComputeAsync(tensorflow::OpKernelContext* ctx, DoneCallback done) override {
     FunctionLibraryRuntime* library = ctx->function_library();
-    OP_REQUIRES_ASYNC(ctx, library != nullptr, absl::InternalError("WhaleCall runs where TensorFlow has no functions"), done);
+    OP_REQUIRES_ASYNC(ctx, library != nullptr,
+                      absl::InternalError("WhaleCall runs where TensorFlow has no functions"),
+                      done);
     tensorflow::OpInputList operands;
     OP_REQUIRES_OK_ASYNC(ctx, ctx->input_list("args", &operands), done);
     const std::vector<Tensor> arguments(operands.begin(), operands.end());
@@ -83,7 +91,8 @@ class CallOp : public tensorflow::AsyncOpKernel {
     auto run = std::make_shared<Run>();
     auto* resources = library->device()->resource_manager();
     run->container = std::make_unique<tensorflow::ScopedStepContainer>(
-        run->options.step_id, [resources](const std::string& name) { resources->Cleanup(name).IgnoreError(); });
+        run->options.step_id,
+        [resources](const std::string& name) { resources->Cleanup(name).IgnoreError(); });
     run->options.step_container = run->container.get();
     run->options.cancellation_manager = ctx->cancellation_manager();
     if (cancelled_alone_ && ctx->cancellation_manager() != nullptr) {
@@ -96,24 +105,28 @@ class CallOp : public tensorflow::AsyncOpKernel {
     run->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
     run->options.source_device = library->device()->name();
     run->options.allow_dead_tensors = true;
-    library->Run(run->options, handle, arguments, &run->results, [ctx, run, done = std::move(done)](const absl::Status& status) {
-      if (status.ok()) {
-        for (size_t i = 0; i < run->results.size(); ++i) ctx->set_output(static_cast<int>(i), run->results[i]);
-      } else {
-        ctx->SetStatus(status);
-      }
-      CancellationManager* caller = run->cancellation == nullptr ? nullptr : ctx->cancellation_manager();
-      run->cancellation = nullptr;  // before its parent, which ends with the step
-      if (caller != nullptr && is_echo(status)) {
-        await_cause(caller, done);
-      } else {
-        done();
-      }
-    });
+    library->Run(run->options, handle, arguments, &run->results,
+                 [ctx, run, done = std::move(done)](const absl::Status& status) {
+                   if (status.ok()) {
+                     for (size_t i = 0; i < run->results.size(); ++i)
+                       ctx->set_output(static_cast<int>(i), run->results[i]);
+                   } else {
+                     ctx->SetStatus(status);
+                   }
+                   CancellationManager* caller =
+                       run->cancellation == nullptr ? nullptr : ctx->cancellation_manager();
+                   run->cancellation = nullptr;  // before its parent, which ends with the step
+                   if (caller != nullptr && is_echo(status)) {
+                     await_cause(caller, done);
+                   } else {
+                     done();
+                   }
+                 });
   }
 
  private:
-  absl::Status instantiated(tensorflow::OpKernelContext* ctx, FunctionLibraryRuntime* library, const std::vector<Tensor>& arguments,
+  absl::Status instantiated(tensorflow::OpKernelContext* ctx, FunctionLibraryRuntime* library,
+                            const std::vector<Tensor>& arguments,
                             FunctionLibraryRuntime::Handle* handle) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto known = handles_.find(library);
@@ -124,23 +137,30 @@ class CallOp : public tensorflow::AsyncOpKernel {
     FunctionLibraryRuntime::InstantiateOptions options;
     if (library->config_proto() != nullptr) options.config_proto = *library->config_proto();
     tensorflow::grappler::GrapplerItem::OptimizationOptions optimization;
-    optimization.allow_pruning_stateful_and_dataset_ops = true;  // the body's own effects are among its control outputs
-    optimization.optimize_function_library = false;              // calls in the body optimise what they call
-    options.optimize_graph_fn = std::bind(tensorflow::grappler::OptimizeGraph, std::placeholders::_1, std::placeholders::_2,
-                                          std::placeholders::_3, std::placeholders::_4, std::placeholders::_5, options.config_proto,
-                                          function_, optimization, std::placeholders::_6);
+    // The body's own effects are among its control outputs.
+    optimization.allow_pruning_stateful_and_dataset_ops = true;
+    // Calls in the body optimise what they call.
+    optimization.optimize_function_library = false;
+    options.optimize_graph_fn =
+        std::bind(tensorflow::grappler::OptimizeGraph, std::placeholders::_1, std::placeholders::_2,
+                  std::placeholders::_3, std::placeholders::_4, std::placeholders::_5,
+                  options.config_proto, function_, optimization, std::placeholders::_6);
     options.target = library->device()->name();
     options.is_multi_device_function = true;
-    // A kernel's int32 operands and results lie where its others do; those of a function lie in the host's memory unless this is said.
-    options.int_args_and_retvals_on_device = library->device()->device_type() != tensorflow::DEVICE_CPU;
+    // A kernel's int32 operands and results lie where its others do; those of a function lie in the
+    // host's memory unless this is said.
+    options.int_args_and_retvals_on_device =
+        library->device()->device_type() != tensorflow::DEVICE_CPU;
     options.graph_collector = ctx->graph_collector();
     for (const Tensor& argument : arguments) {
       const bool resource = argument.dtype() == tensorflow::DT_RESOURCE;
-      options.input_devices.push_back(resource ? argument.scalar<tensorflow::ResourceHandle>()().device() : options.target);
+      options.input_devices.push_back(
+          resource ? argument.scalar<tensorflow::ResourceHandle>()().device() : options.target);
     }
     for (int i = 0; i < num_outputs(); ++i) {
       // Where a resource is, the placement of what makes it says.
-      options.output_devices.push_back(output_type(i) == tensorflow::DT_RESOURCE ? "" : options.target);
+      options.output_devices.push_back(output_type(i) == tensorflow::DT_RESOURCE ? ""
+                                                                                 : options.target);
     }
     TF_RETURN_IF_ERROR(library->Instantiate(function_, tensorflow::AttrSlice(), options, handle));
     handles_.emplace(library, *handle);
@@ -154,7 +174,8 @@ class CallOp : public tensorflow::AsyncOpKernel {
 };
 
 // It passes resources on; what reads them is placed when the function is instantiated.
-const tensorflow::input_colocation_exemption_registration::InputColocationExemptionRegistration passes_resources_on("WhaleCall");
+const tensorflow::input_colocation_exemption_registration::InputColocationExemptionRegistration
+    passes_resources_on("WhaleCall");
 
 REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_CPU), CallOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_GPU), CallOp);

@@ -1,8 +1,11 @@
-// Devices whose memory is the host's, for tests of everything around a device's library (core/device/device.h): TensorFlow's CPU is
-// their device. Where ranks are threads of one process, what a rank launches stands in a queue, as on a stream, and is carried out by a thread
-// of the fabric between them some time after it is first in the queues of all its ranks, as NCCL's kernels are: orders of starts that
-// wait for each other, which would hang NCCL, are an error here, and so are operations that ranks of a group launch differently. Between
-// processes ranks meet while they launch, through the host, as with CUDA IPC. With the transport "pinned" they only copy (late_copies.h).
+// Devices whose memory is the host's, for tests of everything around a device's library
+// (core/device/device.h): TensorFlow's CPU is their device. Where ranks are threads of one process,
+// what a rank launches stands in a queue, as on a stream, and is carried out by a thread of the
+// fabric between them some time after it is first in the queues of all its ranks, as NCCL's kernels
+// are: orders of starts that wait for each other, which would hang NCCL, are an error here, and so
+// are operations that ranks of a group launch differently. Between processes ranks meet while they
+// launch, through the host, as with CUDA IPC. With the transport "pinned" they only copy
+// (late_copies.h).
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,7 +22,8 @@
 #include "tests/whale_ops/gpu/host_exchange.h"
 #include "tests/whale_ops/gpu/late_copies.h"
 
-#ifndef WHALE_CORE_DIGEST  // what the headers are: nothing to compare with in a program of one compilation
+// What the headers are: nothing to compare with in a program of one compilation.
+#ifndef WHALE_CORE_DIGEST
 #define WHALE_CORE_DIGEST ""
 #endif
 
@@ -27,7 +31,10 @@ namespace {
 
 class Fabric {
  public:
-  explicit Fabric(int size) : queues_(static_cast<size_t>(size)), launched_(static_cast<size_t>(size)), thread_([this] { run(); }) {}
+  explicit Fabric(int size)
+      : queues_(static_cast<size_t>(size)),
+        launched_(static_cast<size_t>(size)),
+        thread_([this] { run(); }) {}
   ~Fabric() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -69,7 +76,9 @@ class Fabric {
     auto& queue = queues_[static_cast<size_t>(rank)];
     return queue.empty() ? nullptr : &queue.front();
   }
-  static bool same(const Entry& a, const Entry& b) { return a.number == b.number && a.what.group == b.what.group; }
+  static bool same(const Entry& a, const Entry& b) {
+    return a.number == b.number && a.what.group == b.what.group;
+  }
 
   // The first operations of all its ranks, if they are one.
   std::vector<Entry*> together(const Entry& entry) {
@@ -81,7 +90,8 @@ class Fabric {
     return members;
   }
 
-  // Whether the rank's first operation waits, in the end, for one that stands behind an operation of `path`.
+  // Whether the rank's first operation waits, in the end, for one that stands behind an operation
+  // of `path`.
   bool circle(int rank, std::set<int>* path) {
     const Entry* mine = first(rank);
     if (mine == nullptr || !together(*mine).empty()) return false;
@@ -101,15 +111,21 @@ class Fabric {
       bool went_on = false;
       for (int rank = 0; rank < static_cast<int>(queues_.size()) && failure_.ok(); ++rank) {
         Entry* entry = first(rank);
-        const std::vector<Entry*> members = entry == nullptr ? std::vector<Entry*>() : together(*entry);
+        const std::vector<Entry*> members =
+            entry == nullptr ? std::vector<Entry*>() : together(*entry);
         std::set<int> path;
-        if (entry != nullptr && circle(rank, &path)) failure_ = Status::Error(Code::kInternal, "ranks launch operations that wait for each other");
+        if (entry != nullptr && circle(rank, &path))
+          failure_ =
+              Status::Error(Code::kInternal, "ranks launch operations that wait for each other");
         if (members.empty()) continue;
         for (const Entry* member : members) {
-          if (member->words != entry->words) failure_ = Status::Error(Code::kInternal, "ranks launch " + member->words + " and " + entry->words);
+          if (member->words != entry->words)
+            failure_ = Status::Error(Code::kInternal,
+                                     "ranks launch " + member->words + " and " + entry->words);
         }
         const int64_t now = whale::now_ns();
-        if (entry->due_ns == 0) entry->due_ns = now + std::uniform_int_distribution<int64_t>(0, 60'000)(draw_);
+        if (entry->due_ns == 0)
+          entry->due_ns = now + std::uniform_int_distribution<int64_t>(0, 60'000)(draw_);
         int64_t due_ns = 0;
         for (const Entry* member : members) due_ns = std::max(due_ns, member->due_ns);
         if (!failure_.ok() || due_ns > now) {
@@ -128,14 +144,15 @@ class Fabric {
       if (next_ns == INT64_MAX) {
         changed_.wait(lock);
       } else {
-        changed_.wait_for(lock, std::chrono::nanoseconds(std::max<int64_t>(next_ns - whale::now_ns(), 1)));
+        changed_.wait_for(
+            lock, std::chrono::nanoseconds(std::max<int64_t>(next_ns - whale::now_ns(), 1)));
       }
     }
   }
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::vector<std::deque<Entry>> queues_;                        // by rank
+  std::vector<std::deque<Entry>> queues_;                      // by rank
   std::vector<std::map<std::vector<int>, int64_t>> launched_;  // by rank and group
   std::mt19937 draw_;
   Status failure_;
@@ -170,8 +187,13 @@ Fabrics& fabrics() {
 class HostDevice final : public whale::Device {
  public:
   // `fabric`: null between processes.
-  HostDevice(int rank, size_t buffer_bytes, std::shared_ptr<Fabric> fabric, whale::DeviceGather gather, std::string fault)
-      : rank_(rank), buffer_bytes_(buffer_bytes), fabric_(std::move(fabric)), gather_(std::move(gather)), fault_(std::move(fault)) {}
+  HostDevice(int rank, size_t buffer_bytes, std::shared_ptr<Fabric> fabric,
+             whale::DeviceGather gather, std::string fault)
+      : rank_(rank),
+        buffer_bytes_(buffer_bytes),
+        fabric_(std::move(fabric)),
+        gather_(std::move(gather)),
+        fault_(std::move(fault)) {}
   ~HostDevice() override {
     abandon();
     if (!marks_.empty()) std::terminate();  // a mark was not given back
@@ -180,7 +202,8 @@ class HostDevice final : public whale::Device {
   const char* kind() const override { return fault_ == "elsewhere" ? "GPU" : "CPU"; }
 
   Status mark(void*, void** mark) override {
-    if (fault_ == "mark" && rank_ == 1) return Status::Error(Code::kUnavailable, "no mark can be made");
+    if (fault_ == "mark" && rank_ == 1)
+      return Status::Error(Code::kUnavailable, "no mark can be made");
     const std::lock_guard<std::mutex> lock(mutex_);
     auto* made = new Mark();
     marks_.insert(made);
@@ -193,12 +216,15 @@ class HostDevice final : public whale::Device {
     delete static_cast<Mark*>(mark);
   }
   Status launch(const DeviceOperation& what, void* mark) override {
-    if (fault_ == "launch" && rank_ == 1) return Status::Error(Code::kUnavailable, "nothing can be launched");
+    if (fault_ == "launch" && rank_ == 1)
+      return Status::Error(Code::kUnavailable, "nothing can be launched");
     if (what.scale != 1.0f) return Status::Error(Code::kInternal, "results cannot be scaled here");
-    if (what.group.at(static_cast<size_t>(what.index)) != rank_) return Status::Error(Code::kInternal, "this rank is not where the group has it");
+    if (what.group.at(static_cast<size_t>(what.index)) != rank_)
+      return Status::Error(Code::kInternal, "this rank is not where the group has it");
     auto* last = static_cast<Mark*>(mark);
     std::vector<DeviceOperation> parts = {what};
-    if (what.kind == OpKind::kAllReduce) parts = whale::in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)));
+    if (what.kind == OpKind::kAllReduce)
+      parts = whale::in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)));
     if (fabric_ == nullptr) {
       Status status;
       for (const DeviceOperation& part : parts) {
@@ -207,7 +233,9 @@ class HostDevice final : public whale::Device {
       last->finished = true;
       return status;
     }
-    for (size_t i = 0; i < parts.size(); ++i) fabric_->queue(rank_, std::move(parts[i]), i + 1 == parts.size() ? last : nullptr, fault_ == "hang");
+    for (size_t i = 0; i < parts.size(); ++i)
+      fabric_->queue(rank_, std::move(parts[i]), i + 1 == parts.size() ? last : nullptr,
+                     fault_ == "hang");
     if (parts.empty()) fabric_->finish(last);
     return Status::Ok();
   }
@@ -218,7 +246,9 @@ class HostDevice final : public whale::Device {
     } else {
       status = fabric_->finished(*static_cast<Mark*>(mark), yes);
     }
-    return fault_ == "finish" && rank_ == 1 ? Status::Error(Code::kUnavailable, "the device has fallen off the bus") : status;
+    return fault_ == "finish" && rank_ == 1
+               ? Status::Error(Code::kUnavailable, "the device has fallen off the bus")
+               : status;
   }
   void abandon() override {
     if (fabric_ != nullptr) fabric_->clear(rank_);
@@ -240,23 +270,30 @@ Status count(int* devices) {
 }
 
 // `transport`: which fault the device shall have, on the second rank where it is one rank's.
-Status open(const char* transport, int rank, int size, int, size_t buffer_bytes, whale::DeviceGather gather, std::unique_ptr<whale::Device>* device) {
-  if (std::strcmp(transport, "open") == 0 && rank == 1) return Status::Error(Code::kUnavailable, "no such device");
+Status open(const char* transport, int rank, int size, int, size_t buffer_bytes,
+            whale::DeviceGather gather, std::unique_ptr<whale::Device>* device) {
+  if (std::strcmp(transport, "open") == 0 && rank == 1)
+    return Status::Error(Code::kUnavailable, "no such device");
   struct Card {
     int64_t process, fabric;
   };
   std::shared_ptr<Fabric> fabric;
-  const Card own = {getpid(), rank == 0 ? fabrics().add(fabric = std::make_shared<Fabric>(size)) : 0};
+  const Card own = {getpid(),
+                    rank == 0 ? fabrics().add(fabric = std::make_shared<Fabric>(size)) : 0};
   std::vector<Card> cards(static_cast<size_t>(size));
-  Status status = gather({}, &own, sizeof(own), cards.data());  // as handles and identifiers are exchanged
-  const bool together = std::all_of(cards.begin(), cards.end(), [&](const Card& card) { return card.process == own.process; });
+  // As handles and identifiers are exchanged.
+  Status status = gather({}, &own, sizeof(own), cards.data());
+  const bool together = std::all_of(cards.begin(), cards.end(),
+                                    [&](const Card& card) { return card.process == own.process; });
   if (status.ok() && together && rank != 0) fabric = fabrics().find(cards[0].fabric);
-  if (status.ok() && together && fabric == nullptr) status = Status::Error(Code::kUnavailable, "the first rank is gone");
+  if (status.ok() && together && fabric == nullptr)
+    status = Status::Error(Code::kUnavailable, "the first rank is gone");
   char here = 0;
   std::string all(static_cast<size_t>(size), '\0');
   const Status taken = gather({}, &here, 1, all.data());
   if (!status.ok() || !taken.ok()) return status.ok() ? taken : status;
-  *device = std::make_unique<HostDevice>(rank, buffer_bytes, together ? std::move(fabric) : nullptr, std::move(gather), transport);
+  *device = std::make_unique<HostDevice>(rank, buffer_bytes, together ? std::move(fabric) : nullptr,
+                                         std::move(gather), transport);
   return Status::Ok();
 }
 

@@ -1,4 +1,5 @@
-// A device that only copies (core/device/device.h), whose memory is the host's: a thread carries out what is queued, some time later.
+// A device that only copies (core/device/device.h), whose memory is the host's: a thread carries
+// out what is queued, some time later.
 #pragma once
 
 #include <condition_variable>
@@ -21,7 +22,8 @@ enum class CopyFault { kNone = 0, kFails = 1, kHangs = 2, kPins = 3, kSlow = 4 }
 
 class LateCopies final : public whale::DeviceCopies {
  public:
-  explicit LateCopies(CopyFault fault) : fault_(fault), threads_{std::thread([this] { run(0); }), std::thread([this] { run(1); })} {}
+  explicit LateCopies(CopyFault fault)
+      : fault_(fault), threads_{std::thread([this] { run(0); }), std::thread([this] { run(1); })} {}
   ~LateCopies() override {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -52,12 +54,15 @@ class LateCopies final : public whale::DeviceCopies {
     return Status::Ok();
   }
   Status host_memory(size_t bytes, std::shared_ptr<void>* memory) override {
-    if (fault_ == CopyFault::kPins) return Status::Error(Code::kUnavailable, "no memory can be pinned");
+    if (fault_ == CopyFault::kPins)
+      return Status::Error(Code::kUnavailable, "no memory can be pinned");
     memory->reset(std::malloc(bytes), std::free);
     return Status::Ok();
   }
-  Status copy(const std::vector<whale::DeviceCopy>& copies, bool out, void* after, void** mark) override {
-    if (fault_ == CopyFault::kFails && ++copied_ > 3) return Status::Error(Code::kUnavailable, "the device has fallen off the bus");
+  Status copy(const std::vector<whale::DeviceCopy>& copies, bool out, void* after,
+              void** mark) override {
+    if (fault_ == CopyFault::kFails && ++copied_ > 3)
+      return Status::Error(Code::kUnavailable, "the device has fallen off the bus");
     if (*mark == nullptr) this->mark(nullptr, mark);
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto* before = static_cast<Event*>(after);
@@ -92,7 +97,9 @@ class LateCopies final : public whale::DeviceCopies {
     for (;;) {
       auto& queue = queues_[out];
       changed_.wait(lock, [&] {
-        return stopping_ || drained_ || (!queue.empty() && fault_ != CopyFault::kHangs && (queue[0].after == nullptr || queue[0].after->come >= queue[0].after_queued));
+        return stopping_ || drained_ ||
+               (!queue.empty() && fault_ != CopyFault::kHangs &&
+                (queue[0].after == nullptr || queue[0].after->come >= queue[0].after_queued));
       });
       if (stopping_ || drained_) return;
       Entry entry = std::move(queue.front());
@@ -100,7 +107,8 @@ class LateCopies final : public whale::DeviceCopies {
       ++busy_;
       lock.unlock();
       const int64_t most_us = fault_ == CopyFault::kSlow ? 4000 : 60;
-      std::this_thread::sleep_for(std::chrono::microseconds(std::uniform_int_distribution<int64_t>(most_us / 2, most_us)(draw)));
+      std::this_thread::sleep_for(std::chrono::microseconds(
+          std::uniform_int_distribution<int64_t>(most_us / 2, most_us)(draw)));
       for (const auto& one : entry.copies) ::copy(one);
       lock.lock();
       --busy_;

@@ -11,13 +11,15 @@
 namespace whale {
 namespace {
 
-constexpr int kLanes = 32;  // values that are folded side by side: as many as four vectors of AVX2 have
+// Values that are folded side by side: as many as four vectors of AVX2 have.
+constexpr int kLanes = 32;
 
-// exp(x) of x <= 0, within 2 units in the last place, without a jump; 0 where it is below the smallest normal number,
-// and no number of what is none.
-// x = n log(2) + r with |r| <= log(2) / 2, log(2) in two parts, and a polynomial of r (S. Moshier, Cephes, expf.c).
+// exp(x) of x <= 0, within 2 units in the last place, without a jump; 0 where it is below the
+// smallest normal number, and no number of what is none. x = n log(2) + r with |r| <= log(2) / 2,
+// log(2) in two parts, and a polynomial of r (S. Moshier, Cephes, expf.c).
 WHALE_INLINE float exponential(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum has no bits for a fraction, and n in its last ones
+  // 1.5 * 2^23: the sum has no bits for a fraction, and n in its last ones.
+  constexpr float kRound = 12582912.0f;
   const float rounded = x * 1.44269504088896341f + kRound;
   const float n = rounded - kRound;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -30,7 +32,8 @@ WHALE_INLINE float exponential(float x) {
   const float y = p * (r * r) + r + 1.0f;
   const uint32_t scaled = bits_of(y) + (bits_of(rounded) << 23);  // times 2^n
   // As masks: choices become jumps.
-  const uint32_t normal = -static_cast<uint32_t>(x >= -87.3f), none = -static_cast<uint32_t>(x != x);
+  const uint32_t normal = -static_cast<uint32_t>(x >= -87.3f),
+                 none = -static_cast<uint32_t>(x != x);
   return float_of((scaled & normal) | (bits_of(x) & none));
 }
 
@@ -73,7 +76,8 @@ float anywhere(const float* logits, int64_t classes, int64_t label, float* gradi
 
 #if defined(__x86_64__)
 // Of the processor that is here: libraries are compiled for any.
-__attribute__((target("avx2"))) float with_avx2(const float* logits, int64_t classes, int64_t label, float* gradient) {
+__attribute__((target("avx2"))) float with_avx2(const float* logits, int64_t classes, int64_t label,
+                                                float* gradient) {
   return of_row(logits, classes, label, gradient);
 }
 

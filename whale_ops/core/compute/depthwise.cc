@@ -8,15 +8,17 @@
 namespace whale {
 namespace {
 
-constexpr int kMostTaps = 3;     // of a row of the filter, and
-constexpr int kMostVectors = 4;  // of channels: so many sums, and what is multiplied, have room in sixteen registers
-// What a tile reads of a few vectors of channels stays in the first level cache, while each row of the filter goes over
-// it.
+constexpr int kMostTaps = 3;  // of a row of the filter, and
+// Of channels: so many sums, and what is multiplied, have room in sixteen registers.
+constexpr int kMostVectors = 4;
+// What a tile reads of a few vectors of channels stays in the first level cache, while each row of
+// the filter goes over it.
 constexpr int64_t kTilePixels = 96;
 
 constexpr int64_t kLineBytes = 64;  // of a cache
 
-// The pixels that a few taps of one row of the filter see, with what came back for each. Strides are in elements.
+// The pixels that a few taps of one row of the filter see, with what came back for each. Strides
+// are in elements.
 template <typename T>
 struct Walk {
   const T* input;  // what the first tap sees first
@@ -24,14 +26,16 @@ struct Walk {
   int64_t images, rows, columns;
   int64_t input_image, input_row, input_column, input_tap;
   int64_t out_image, out_row, out_column;
-  // Asked of memory at each pixel, for later walks: this one goes over it in strides that processors do not foresee.
+  // Asked of memory at each pixel, for later walks: this one goes over it in strides that
+  // processors do not foresee.
   const char* ahead;
   int64_t ahead_step;
 };
 
-// V: a vector, or one element. Sums of a walk are in registers, and are added to those of other walks at its end: of a
-// long chain of additions each one rounds by what is there already. A product and its addition in one instruction are
-// no faster here, and round otherwise than on processors without it.
+// V: a vector, or one element. Sums of a walk are in registers, and are added to those of other
+// walks at its end: of a long chain of additions each one rounds by what is there already. A
+// product and its addition in one instruction are no faster here, and round otherwise than on
+// processors without it.
 template <typename T, typename V, int kTaps, int kVectors>
 WHALE_INLINE void add_walk(const Walk<T>& walk, T* sums, int64_t sums_tap) {
   typedef V Loose __attribute__((aligned(alignof(T)), may_alias));
@@ -50,7 +54,8 @@ WHALE_INLINE void add_walk(const Walk<T>& walk, T* sums, int64_t sums_tap) {
           const V back = *reinterpret_cast<const Loose*>(g + i * kWidth);
 #pragma GCC unroll 4
           for (int tap = 0; tap < kTaps; ++tap) {
-            found[tap][i] += *reinterpret_cast<const Loose*>(x + tap * walk.input_tap + i * kWidth) * back;
+            found[tap][i] +=
+                *reinterpret_cast<const Loose*>(x + tap * walk.input_tap + i * kWidth) * back;
           }
         }
         x += walk.input_column;
@@ -60,7 +65,8 @@ WHALE_INLINE void add_walk(const Walk<T>& walk, T* sums, int64_t sums_tap) {
     }
   }
   for (int tap = 0; tap < kTaps; ++tap) {
-    for (int i = 0; i < kVectors; ++i) *reinterpret_cast<Loose*>(sums + tap * sums_tap + i * kWidth) += found[tap][i];
+    for (int i = 0; i < kVectors; ++i)
+      *reinterpret_cast<Loose*>(sums + tap * sums_tap + i * kWidth) += found[tap][i];
   }
 }
 
@@ -106,7 +112,8 @@ void add_anywhere(int taps, int vectors, const Walk<T>& walk, T* sums, int64_t s
 #if defined(__x86_64__)
 // Of the processor that is here: libraries are compiled for any.
 template <typename T>
-__attribute__((target("avx2"))) void add_avx2(int taps, int vectors, const Walk<T>& walk, T* sums, int64_t sums_tap) {
+__attribute__((target("avx2"))) void add_avx2(int taps, int vectors, const Walk<T>& walk, T* sums,
+                                              int64_t sums_tap) {
   typedef T Vector __attribute__((vector_size(32)));
   add<T, Vector>(taps, vectors, walk, sums, sums_tap);
 }
@@ -132,8 +139,8 @@ class Ahead {
     end_[stream] = reinterpret_cast<const char*>(end);
   }
 
-  // A walk asks for two lines at each pixel; where nothing is left, for what it has anyway: an address that is nowhere
-  // costs time.
+  // A walk asks for two lines at each pixel; where nothing is left, for what it has anyway: an
+  // address that is nowhere costs time.
   template <typename T>
   void give_to(Walk<T>* walk) {
     const int stream = end_[0] - next_[0] > end_[1] - next_[1] ? 0 : 1;
@@ -145,7 +152,8 @@ class Ahead {
 
   void ask_for_the_rest() {
     for (int stream = 0; stream < 2; ++stream) {
-      for (; next_[stream] < end_[stream]; next_[stream] += kLineBytes) __builtin_prefetch(next_[stream], 0, 2);
+      for (; next_[stream] < end_[stream]; next_[stream] += kLineBytes)
+        __builtin_prefetch(next_[stream], 0, 2);
     }
   }
 
@@ -154,7 +162,8 @@ class Ahead {
   const char* end_[2] = {};
 };
 
-// Some rows of one image, or all rows of some, as they are read by vectors: an input channel for each that comes back.
+// Some rows of one image, or all rows of some, as they are read by vectors: an input channel for
+// each that comes back.
 template <typename T>
 struct Tile {
   const T* input;  // first image, first column, first channel, of the row `first_row`
@@ -197,18 +206,23 @@ class Sums {
       const T* out = tile.out + channel + (rows.begin - tile.rows.begin) * walk.out_row;
       T* sums = sums_ + row * sizes_.filter_width * channels + channel;
       for (int64_t column = 0; column < sizes_.out_width; column += walk.columns) {
-        const int64_t first = column * sizes_.stride_width - sizes_.pad_left;  // what the first tap sees
-        const Span taps{std::max<int64_t>(0, -first), std::min(sizes_.filter_width, sizes_.width - first)};
+        // What the first tap sees.
+        const int64_t first = column * sizes_.stride_width - sizes_.pad_left;
+        const Span taps{std::max<int64_t>(0, -first),
+                        std::min(sizes_.filter_width, sizes_.width - first)};
         walk.columns = 1;
-        if (taps.size() == sizes_.filter_width) {  // all columns in which all taps see something are one walk
-          const int64_t fitting = (sizes_.width - sizes_.filter_width - first) / sizes_.stride_width + 1;
+        // All columns in which all taps see something are one walk.
+        if (taps.size() == sizes_.filter_width) {
+          const int64_t fitting =
+              (sizes_.width - sizes_.filter_width - first) / sizes_.stride_width + 1;
           walk.columns = std::min(fitting, sizes_.out_width - column);
         }
         walk.out = out + column * channels;
         for (int64_t tap = taps.begin; tap < taps.end; tap += kMostTaps) {
           ahead->give_to(&walk);
           walk.input = input + (first + tap) * tile.input_column;
-          add(std::min<int64_t>(kMostTaps, taps.end - tap), vectors, walk, sums + tap * channels, channels);
+          add(std::min<int64_t>(kMostTaps, taps.end - tap), vectors, walk, sums + tap * channels,
+              channels);
         }
       }
     }
@@ -223,8 +237,10 @@ class Sums {
 template <typename T>
 void repeat(const DepthwiseSizes& sizes, Span channels, Tile<T>* tile, std::vector<T>* memory) {
   const int64_t above = tile->rows.begin * sizes.stride_height - sizes.pad_top;
-  const int64_t below = (tile->rows.end - 1) * sizes.stride_height - sizes.pad_top + sizes.filter_height;
-  const Span rows{std::clamp<int64_t>(above, 0, sizes.height), std::clamp<int64_t>(below, 0, sizes.height)};
+  const int64_t below =
+      (tile->rows.end - 1) * sizes.stride_height - sizes.pad_top + sizes.filter_height;
+  const Span rows{std::clamp<int64_t>(above, 0, sizes.height),
+                  std::clamp<int64_t>(below, 0, sizes.height)};
   tile->first_row = rows.begin;
   tile->input_column = channels.size();
   tile->input_row = sizes.width * channels.size();
@@ -232,7 +248,8 @@ void repeat(const DepthwiseSizes& sizes, Span channels, Tile<T>* tile, std::vect
   memory->resize(tile->images * tile->input_image);
   T* to = memory->data();
   for (int64_t image = 0; image < tile->images; ++image) {
-    const T* pixel = tile->input + (image * sizes.height + rows.begin) * sizes.width * sizes.channels;
+    const T* pixel =
+        tile->input + (image * sizes.height + rows.begin) * sizes.width * sizes.channels;
     for (int64_t i = 0; i < rows.size() * sizes.width; ++i, pixel += sizes.channels) {
       for (int64_t channel = channels.begin; channel < channels.end; ++channel, ++to) {
         *to = pixel[channel / sizes.multiplier];
@@ -252,7 +269,8 @@ int64_t input_rows(const DepthwiseSizes& sizes, int64_t rows) {
 
 // The tile that begins at this row: whole images, or rows of one.
 template <typename T>
-Tile<T> tile_at(const DepthwiseSizes& sizes, const T* input, const T* out, int64_t at, int64_t end) {
+Tile<T> tile_at(const DepthwiseSizes& sizes, const T* input, const T* out, int64_t at,
+                int64_t end) {
   const int64_t image = at / sizes.out_height, row = at % sizes.out_height;
   const int64_t most_rows = std::min(end - at, std::max<int64_t>(1, kTilePixels / sizes.out_width));
   const int64_t images = row > 0 ? 0 : most_rows / sizes.out_height;
@@ -271,21 +289,27 @@ Tile<T> tile_at(const DepthwiseSizes& sizes, const T* input, const T* out, int64
 }  // namespace
 
 template <typename T>
-void add_filter_gradient(const DepthwiseSizes& sizes, const T* input, const T* out, Span rows, Span channels, T* sums) {
+void add_filter_gradient(const DepthwiseSizes& sizes, const T* input, const T* out, Span rows,
+                         Span channels, T* sums) {
   static const Adder<T> best_adder = choose_adder<T>();
   const Sums<T> found(sizes, sums + channels.begin);
   const int64_t vectors = channels.size() / best_adder.width;
-  const int64_t blocks = (vectors + kMostVectors - 1) / kMostVectors;  // of vectors, as alike as can be
-  const int64_t input_row = sizes.width * sizes.channels, out_row = sizes.out_width * sizes.out_channels();
-  // Else only some of what lies in the order of memory is read, or it is read in this order already.
+  // Of vectors, as alike as can be.
+  const int64_t blocks = (vectors + kMostVectors - 1) / kMostVectors;
+  const int64_t input_row = sizes.width * sizes.channels,
+                out_row = sizes.out_width * sizes.out_channels();
+  // Else only some of what lies in the order of memory is read, or it is read in this order
+  // already.
   const bool look_ahead = sizes.multiplier == 1 && channels.size() == sizes.channels;
   std::vector<T> repeated;
   Ahead ahead;
   for (int64_t at = rows.begin; at < rows.end;) {
     Tile<T> tile = tile_at(sizes, input, out, at, rows.end);
-    const int64_t next = at + tile.images * tile.rows.size(), after = std::min(rows.end, next + (next - at));
+    const int64_t next = at + tile.images * tile.rows.size(),
+                  after = std::min(rows.end, next + (next - at));
     if (look_ahead) {
-      ahead.want(0, input + input_rows(sizes, next) * input_row, input + input_rows(sizes, after) * input_row);
+      ahead.want(0, input + input_rows(sizes, next) * input_row,
+                 input + input_rows(sizes, after) * input_row);
       ahead.want(1, out + next * out_row, out + after * out_row);
     }
     if (sizes.multiplier > 1) {
@@ -298,7 +322,8 @@ void add_filter_gradient(const DepthwiseSizes& sizes, const T* input, const T* o
       const int64_t first = vectors * block / blocks, last = vectors * (block + 1) / blocks;
       found.add(tile, best_adder.add, last - first, first * best_adder.width, &ahead);
     }
-    for (int64_t channel = vectors * best_adder.width; channel < channels.size(); channel += kMostVectors) {
+    for (int64_t channel = vectors * best_adder.width; channel < channels.size();
+         channel += kMostVectors) {
       const int64_t elements = std::min<int64_t>(kMostVectors, channels.size() - channel);
       found.add(tile, add_elements<T>, elements, channel, &ahead);
     }
@@ -307,9 +332,9 @@ void add_filter_gradient(const DepthwiseSizes& sizes, const T* input, const T* o
   }
 }
 
-template WHALE_EXPORT void add_filter_gradient<float>(const DepthwiseSizes&, const float*, const float*, Span, Span,
-                                                      float*);
-template WHALE_EXPORT void add_filter_gradient<double>(const DepthwiseSizes&, const double*, const double*, Span, Span,
-                                                       double*);
+template WHALE_EXPORT void add_filter_gradient<float>(const DepthwiseSizes&, const float*,
+                                                      const float*, Span, Span, float*);
+template WHALE_EXPORT void add_filter_gradient<double>(const DepthwiseSizes&, const double*,
+                                                       const double*, Span, Span, double*);
 
 }  // namespace whale

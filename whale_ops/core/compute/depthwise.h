@@ -8,9 +8,9 @@
 
 namespace whale {
 
-// Images are [images, height, width, channels], what comes back for them [images, out_height, out_width, channels *
-// multiplier], the filter [filter_height, filter_width, channels, multiplier]. Paddings at the bottom and on the right
-// follow from the rest.
+// Images are [images, height, width, channels], what comes back for them [images, out_height,
+// out_width, channels * multiplier], the filter [filter_height, filter_width, channels,
+// multiplier]. Paddings at the bottom and on the right follow from the rest.
 struct DepthwiseSizes {
   int64_t images, height, width, channels, multiplier;
   int64_t out_height, out_width, filter_height, filter_width;
@@ -27,15 +27,17 @@ struct Span {
   int64_t size() const { return end - begin; }
 };
 
-// Adds to `sums`, which has the filter's sizes, what these rows give in these channels of what comes back. Parts of the
-// channels may run side by side; parts of the rows, too, if each has sums of its own. Each product and each addition
-// rounds by itself, and in the same order on any processor.
+// Adds to `sums`, which has the filter's sizes, what these rows give in these channels of what
+// comes back. Parts of the channels may run side by side; parts of the rows, too, if each has sums
+// of its own. Each product and each addition rounds by itself, and in the same order on any
+// processor.
 template <typename T>
-WHALE_EXPORT void add_filter_gradient(const DepthwiseSizes& sizes, const T* input, const T* out, Span rows,
-                                      Span channels, T* sums);
+WHALE_EXPORT void add_filter_gradient(const DepthwiseSizes& sizes, const T* input, const T* out,
+                                      Span rows, Span channels, T* sums);
 
-extern template void add_filter_gradient<float>(const DepthwiseSizes&, const float*, const float*, Span, Span, float*);
-extern template void add_filter_gradient<double>(const DepthwiseSizes&, const double*, const double*, Span, Span,
-                                                 double*);
+extern template void add_filter_gradient<float>(const DepthwiseSizes&, const float*, const float*,
+                                                Span, Span, float*);
+extern template void add_filter_gradient<double>(const DepthwiseSizes&, const double*,
+                                                 const double*, Span, Span, double*);
 
 }  // namespace whale

@@ -17,8 +17,8 @@ WHALE_INLINE double square_root(double x) { return __builtin_sqrt(x); }
 WHALE_INLINE float magnitude(float x) { return __builtin_fabsf(x); }
 WHALE_INLINE double magnitude(double x) { return __builtin_fabs(x); }
 
-// As a choice, which is a vector instruction, where the conversion of a truth value is not. Only a product of two remains one: GCC makes
-// a jump of a single choice between g and 0 * g.
+// As a choice, which is a vector instruction, where the conversion of a truth value is not. Only a
+// product of two remains one: GCC makes a jump of a single choice between g and 0 * g.
 template <typename T>
 WHALE_INLINE T one_if(bool holds) {
   return holds ? T(1) : T(0);
@@ -36,7 +36,8 @@ WHALE_INLINE void unary(T* to, const T* a, bool scalar, size_t n, F f) {
 }
 
 template <typename T, typename F>
-WHALE_INLINE void binary(T* to, const T* a, bool scalar_a, const T* b, bool scalar_b, size_t n, F f) {
+WHALE_INLINE void binary(T* to, const T* a, bool scalar_a, const T* b, bool scalar_b, size_t n,
+                         F f) {
   if (scalar_a && scalar_b) {
     std::fill_n(to, n, f(*a, *b));
   } else if (scalar_a) {
@@ -56,34 +57,63 @@ WHALE_INLINE void binary(T* to, const T* a, bool scalar_a, const T* b, bool scal
 template <typename T>
 WHALE_INLINE void apply(UpdateOp op, T* to, const T* a, bool sa, const T* b, bool sb, size_t n) {
   switch (op) {
-    case UpdateOp::kCopy: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x; });
-    case UpdateOp::kNeg: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return -x; });
-    case UpdateOp::kAbs: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return magnitude(x); });
+    case UpdateOp::kCopy:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x; });
+    case UpdateOp::kNeg:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return -x; });
+    case UpdateOp::kAbs:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return magnitude(x); });
     case UpdateOp::kSign:
-      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x != x ? x : one_if<T>(x > 0) - one_if<T>(x < 0); });
-    case UpdateOp::kSquare: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x * x; });
-    case UpdateOp::kSqrt: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return square_root(x); });
-    case UpdateOp::kRsqrt: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return T(1) / square_root(x); });
-    case UpdateOp::kReciprocal: return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return T(1) / x; });
-    case UpdateOp::kRelu:
-      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x != x ? x : (x > 0 ? x : T(0)); });
-    case UpdateOp::kRelu6:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) {
+        return x != x ? x : one_if<T>(x > 0) - one_if<T>(x < 0);
+      });
+    case UpdateOp::kSquare:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return x * x; });
+    case UpdateOp::kSqrt:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return square_root(x); });
+    case UpdateOp::kRsqrt:
       return unary(to, a, sa, n,
-                   [](T x) __attribute__((always_inline)) { return x != x ? x : (x > 0 ? (x < 6 ? x : T(6)) : T(0)); });
+                   [](T x) __attribute__((always_inline)) { return T(1) / square_root(x); });
+    case UpdateOp::kReciprocal:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) { return T(1) / x; });
+    case UpdateOp::kRelu:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) {
+        return x != x ? x : (x > 0 ? x : T(0));
+      });
+    case UpdateOp::kRelu6:
+      return unary(to, a, sa, n, [](T x) __attribute__((always_inline)) {
+        return x != x ? x : (x > 0 ? (x < 6 ? x : T(6)) : T(0));
+      });
     case UpdateOp::kSum:
     case UpdateOp::kMean: return;  // see Collected
-    case UpdateOp::kAdd: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x + y; });
-    case UpdateOp::kSub: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x - y; });
-    case UpdateOp::kMul: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x * y; });
-    case UpdateOp::kDiv: return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x / y; });
+    case UpdateOp::kAdd:
+      return binary(to, a, sa, b, sb, n,
+                    [](T x, T y) __attribute__((always_inline)) { return x + y; });
+    case UpdateOp::kSub:
+      return binary(to, a, sa, b, sb, n,
+                    [](T x, T y) __attribute__((always_inline)) { return x - y; });
+    case UpdateOp::kMul:
+      return binary(to, a, sa, b, sb, n,
+                    [](T x, T y) __attribute__((always_inline)) { return x * y; });
+    case UpdateOp::kDiv:
+      return binary(to, a, sa, b, sb, n,
+                    [](T x, T y) __attribute__((always_inline)) { return x / y; });
     case UpdateOp::kMax:
-      return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x != x ? x : (x > y ? x : y); });
+      return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) {
+        return x != x ? x : (x > y ? x : y);
+      });
     case UpdateOp::kMin:
-      return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) { return x != x ? x : (x < y ? x : y); });
+      return binary(to, a, sa, b, sb, n, [](T x, T y) __attribute__((always_inline)) {
+        return x != x ? x : (x < y ? x : y);
+      });
     case UpdateOp::kReluGrad:
-      return binary(to, a, sa, b, sb, n, [](T g, T x) __attribute__((always_inline)) { return g * (one_if<T>(x > 0) * one_if<T>(x == x)); });
+      return binary(to, a, sa, b, sb, n, [](T g, T x) __attribute__((always_inline)) {
+        return g * (one_if<T>(x > 0) * one_if<T>(x == x));
+      });
     case UpdateOp::kRelu6Grad:
-      return binary(to, a, sa, b, sb, n, [](T g, T x) __attribute__((always_inline)) { return g * (one_if<T>(x > 0) * one_if<T>(x < 6)); });
+      return binary(to, a, sa, b, sb, n, [](T g, T x) __attribute__((always_inline)) {
+        return g * (one_if<T>(x > 0) * one_if<T>(x < 6));
+      });
   }
 }
 
@@ -98,7 +128,8 @@ void apply_anywhere(UpdateOp op, T* to, const T* a, bool sa, const T* b, bool sb
 #if defined(__x86_64__)
 // Of the processor that is here: libraries are compiled for any.
 template <typename T>
-__attribute__((target("avx2"))) void apply_avx2(UpdateOp op, T* to, const T* a, bool sa, const T* b, bool sb, size_t n) {
+__attribute__((target("avx2"))) void apply_avx2(UpdateOp op, T* to, const T* a, bool sa, const T* b,
+                                                bool sb, size_t n) {
   apply(op, to, a, sa, b, sb, n);
 }
 
@@ -121,7 +152,9 @@ struct Place {
   size_t period = 0;   // after how many elements it begins again; 0: never
   size_t run = 1;      // for how many elements each of its own stands
 
-  T* at(size_t element) const { return moves ? data + (period != 0 ? element % period : element / run) : data; }
+  T* at(size_t element) const {
+    return moves ? data + (period != 0 ? element % period : element / run) : data;
+  }
 };
 
 template <typename T>
@@ -132,8 +165,8 @@ struct Step {
   int sum;  // number of the one that it adds to
 };
 
-// A sum in the making. What is added to one place after the other goes to `recent` first: of a long chain of additions each one rounds by
-// what is there already, so the chains are short.
+// A sum in the making. What is added to one place after the other goes to `recent` first: of a long
+// chain of additions each one rounds by what is there already, so the chains are short.
 template <typename T>
 class Collected {
  public:
@@ -172,7 +205,8 @@ bool same_for_a_block(const Operand& operand) {
 }  // namespace
 
 template <typename T>
-void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size_t begin, size_t end) {
+void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size_t begin,
+                size_t end) {
   static const Apply<T> apply_best = choose_apply<T>();
   constexpr size_t kBlock = kBlockBytes / sizeof(T);
   const std::unique_ptr<T[]> temporary(new T[program.count(OperandKind::kTemporary) * kBlock]);
@@ -191,20 +225,24 @@ void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size
   };
   const auto place = [&](const Operand& operand) -> Place<T> {
     if (operand.kind == OperandKind::kTemporary) return {temporary.get() + operand.index * kBlock};
-    if (operand.kind == OperandKind::kRow) return {whole_row(operand.index), true, buffers.row_elements[operand.index]};
+    if (operand.kind == OperandKind::kRow)
+      return {whole_row(operand.index), true, buffers.row_elements[operand.index]};
     T* data = static_cast<T*>(buffers.places[static_cast<int>(operand.kind)][operand.index]);
-    if (operand.kind == OperandKind::kColumn) return {data, true, 0, buffers.column_runs[operand.index]};
+    if (operand.kind == OperandKind::kColumn)
+      return {data, true, 0, buffers.column_runs[operand.index]};
     return {data, operand.kind != OperandKind::kScalar};
   };
   std::vector<Collected<T>> sums;
   for (size_t i = 0; i < buffers.sum_elements.size(); ++i) {
-    sums.emplace_back(static_cast<T*>(buffers.places[static_cast<int>(OperandKind::kSum)][i]), sum_width<T>(buffers.sum_elements[i]));
+    sums.emplace_back(static_cast<T*>(buffers.places[static_cast<int>(OperandKind::kSum)][i]),
+                      sum_width<T>(buffers.sum_elements[i]));
   }
   std::vector<Step<T>> steps;
   steps.reserve(program.instructions.size());
   for (const Instruction& one : program.instructions) {
     const bool binary = is_binary(one.op);
-    steps.push_back({one.op, is_sum(one.op) ? Place<T>{} : place(one.to), place(one.a), binary ? place(one.b) : Place<T>{}, same_for_a_block(one.a),
+    steps.push_back({one.op, is_sum(one.op) ? Place<T>{} : place(one.to), place(one.a),
+                     binary ? place(one.b) : Place<T>{}, same_for_a_block(one.a),
                      binary && same_for_a_block(one.b), one.to.index});
   }
   for (size_t at = begin, n = 0; at < end; at += n) {
@@ -218,7 +256,8 @@ void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size
         sums[step.sum].add(apply_best, at, step.a.at(at), n);
         continue;
       }
-      apply_best(step.op, step.to.at(at), step.a.at(at), step.scalar_a, step.b.at(at), step.scalar_b, n);
+      apply_best(step.op, step.to.at(at), step.a.at(at), step.scalar_a, step.b.at(at),
+                 step.scalar_b, n);
     }
   }
   for (Collected<T>& sum : sums) sum.flush(apply_best);
@@ -239,8 +278,10 @@ void fold_sum(const T* places, size_t parts, size_t elements, T count, T* sum) {
   for (size_t i = 0; count != 1 && i < elements; ++i) sum[i] /= count;
 }
 
-template WHALE_EXPORT void run_update<float>(const UpdateProgram&, const UpdateBuffers&, size_t, size_t);
-template WHALE_EXPORT void run_update<double>(const UpdateProgram&, const UpdateBuffers&, size_t, size_t);
+template WHALE_EXPORT void run_update<float>(const UpdateProgram&, const UpdateBuffers&, size_t,
+                                             size_t);
+template WHALE_EXPORT void run_update<double>(const UpdateProgram&, const UpdateBuffers&, size_t,
+                                              size_t);
 template WHALE_EXPORT size_t sum_width<float>(size_t);
 template WHALE_EXPORT size_t sum_width<double>(size_t);
 template WHALE_EXPORT void fold_sum<float>(const float*, size_t, size_t, float, float*);

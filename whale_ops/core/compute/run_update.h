@@ -9,9 +9,9 @@
 
 namespace whale {
 
-// Where the operands lie, by kind and number; temporary ones have no place. All have as many elements but scalars, rows and
-// columns, of which it is a multiple. A variable before and after the update may be the same memory, and nothing
-// else that is written is read elsewhere.
+// Where the operands lie, by kind and number; temporary ones have no place. All have as many
+// elements but scalars, rows and columns, of which it is a multiple. A variable before and after
+// the update may be the same memory, and nothing else that is written is read elsewhere.
 struct UpdateBuffers {
   std::vector<void*> places[kOperandKinds];
   std::vector<size_t> row_elements;  // of each row
@@ -19,16 +19,20 @@ struct UpdateBuffers {
   std::vector<size_t> sum_elements;  // of each sum, which has `sum_width` places here
 };
 
-// Elements [begin, end) of all operands. Elements are independent of each other, so parts of them may run side by side.
-// Each operation rounds by itself, as in a kernel of its own. To the places of sums is added what these elements give.
+// Elements [begin, end) of all operands. Elements are independent of each other, so parts of them
+// may run side by side. Each operation rounds by itself, as in a kernel of its own. To the places
+// of sums is added what these elements give.
 template <typename T>
-WHALE_EXPORT void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size_t begin, size_t end);
+WHALE_EXPORT void run_update(const UpdateProgram& program, const UpdateBuffers& buffers,
+                             size_t begin, size_t end);
 
-// How many places a sum of so many elements is collected in: several times as many, where a block of elements is longer than it.
+// How many places a sum of so many elements is collected in: several times as many, where a block
+// of elements is longer than it.
 template <typename T>
 WHALE_EXPORT size_t sum_width(size_t elements);
 
-// A sum, of its places in one run after the other: `parts` times `sum_width`; divided by `count` at last.
+// A sum, of its places in one run after the other: `parts` times `sum_width`; divided by `count` at
+// last.
 template <typename T>
 WHALE_EXPORT void fold_sum(const T* places, size_t parts, size_t elements, T count, T* sum);
 

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 
-// A product and its addition in one instruction, where the processor has it: twice as many as in two.
+// A product and its addition in one instruction, where the processor has it: twice as many as in
+// two.
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #else
@@ -14,7 +15,8 @@
 namespace whale {
 namespace {
 
-constexpr int64_t kPanelBytes = 128;  // of a k of the columns of a panel: at most two vectors of AVX-512
+// Of a k of the columns of a panel: at most two vectors of AVX-512.
+constexpr int64_t kPanelBytes = 128;
 
 // Four numbers of each of four rows, or two of two, the other way round.
 typedef float FourFloats __attribute__((vector_size(16)));
@@ -47,7 +49,8 @@ WHALE_INLINE void transpose(TwoDoubles (&v)[2]) {
 
 // Of columns whose k lie side by side: from[j * across + k] to panel[k * width + j].
 template <typename T>
-WHALE_INLINE void pack_turned(const T* from, int64_t across, int64_t columns, int64_t count, int width, T* panel) {
+WHALE_INLINE void pack_turned(const T* from, int64_t across, int64_t columns, int64_t count,
+                              int width, T* panel) {
   typedef T Block __attribute__((vector_size(16)));
   typedef Block Loose __attribute__((aligned(alignof(T)), may_alias));
   constexpr int64_t kBlock = 16 / sizeof(T);
@@ -55,20 +58,26 @@ WHALE_INLINE void pack_turned(const T* from, int64_t across, int64_t columns, in
   for (int64_t j = 0; j < whole_columns; j += kBlock) {
     for (int64_t k = 0; k < whole; k += kBlock) {
       Block block[kBlock];
-      for (int64_t i = 0; i < kBlock; ++i) block[i] = *reinterpret_cast<const Loose*>(from + (j + i) * across + k);
+      for (int64_t i = 0; i < kBlock; ++i)
+        block[i] = *reinterpret_cast<const Loose*>(from + (j + i) * across + k);
       transpose(block);
-      for (int64_t i = 0; i < kBlock; ++i) *reinterpret_cast<Loose*>(panel + (k + i) * width + j) = block[i];
+      for (int64_t i = 0; i < kBlock; ++i)
+        *reinterpret_cast<Loose*>(panel + (k + i) * width + j) = block[i];
     }
   }
   for (int64_t k = 0; k < count; ++k) {
-    for (int64_t j = k < whole ? whole_columns : 0; j < columns; ++j) panel[k * width + j] = from[j * across + k];
+    for (int64_t j = k < whole ? whole_columns : 0; j < columns; ++j)
+      panel[k * width + j] = from[j * across + k];
   }
 }
 
-// Columns of `right` from `first` on, one k after the other: [summed, width]. What is missing at the end is zeros.
+// Columns of `right` from `first` on, one k after the other: [summed, width]. What is missing at
+// the end is zeros.
 template <typename T>
-WHALE_INLINE void pack(const ProductSizes& sizes, const T* right, int64_t first, int width, T* panel) {
-  const int64_t columns = std::min<int64_t>(width, sizes.columns.size - first), count = sizes.summed.size;
+WHALE_INLINE void pack(const ProductSizes& sizes, const T* right, int64_t first, int width,
+                       T* panel) {
+  const int64_t columns = std::min<int64_t>(width, sizes.columns.size - first),
+                count = sizes.summed.size;
   const int64_t down = sizes.summed.right, across = sizes.columns.right;
   const T* from = right + first * across;
   if (down == 1) {
@@ -80,19 +89,22 @@ WHALE_INLINE void pack(const ProductSizes& sizes, const T* right, int64_t first,
       for (int64_t j = 0; j < columns; ++j) panel[k * width + j] = from[k * down + j * across];
     }
   }
-  for (int64_t k = 0; columns < width && k < count; ++k) std::fill(panel + k * width + columns, panel + (k + 1) * width, T(0));
+  for (int64_t k = 0; columns < width && k < count; ++k)
+    std::fill(panel + k * width + columns, panel + (k + 1) * width, T(0));
 }
 
 // kRows rows by one panel of kVectors vectors, whose sums stay in registers.
 template <typename T, typename V, int kRows, int kVectors>
-WHALE_INLINE void tile(const ProductSizes& sizes, const T* left, const T* panel, int64_t columns, T* out) {
+WHALE_INLINE void tile(const ProductSizes& sizes, const T* left, const T* panel, int64_t columns,
+                       T* out) {
   typedef V Loose __attribute__((aligned(alignof(T)), may_alias));
   constexpr int kWidth = sizeof(V) / sizeof(T);
   V sums[kRows][kVectors] = {};
   const int64_t row = sizes.rows.left, step = sizes.summed.left;
   for (int64_t k = 0; k < sizes.summed.size; ++k, left += step, panel += kVectors * kWidth) {
     V right[kVectors];
-    for (int v = 0; v < kVectors; ++v) right[v] = *reinterpret_cast<const Loose*>(panel + v * kWidth);
+    for (int v = 0; v < kVectors; ++v)
+      right[v] = *reinterpret_cast<const Loose*>(panel + v * kWidth);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       for (int v = 0; v < kVectors; ++v) sums[i][v] += left[i * row] * right[v];
@@ -109,20 +121,25 @@ WHALE_INLINE void tile(const ProductSizes& sizes, const T* left, const T* panel,
 
 // All rows by the columns from `first` on.
 template <typename T, typename V, int kRows, int kVectors>
-WHALE_INLINE void columns_of(const ProductSizes& sizes, const T* left, const T* right, int64_t first, T* out, T* panel) {
+WHALE_INLINE void columns_of(const ProductSizes& sizes, const T* left, const T* right,
+                             int64_t first, T* out, T* panel) {
   constexpr int kWidth = kVectors * sizeof(V) / sizeof(T);
   pack(sizes, right, first, kWidth, panel);
-  const int64_t rows = sizes.rows.size, columns = std::min<int64_t>(kWidth, sizes.columns.size - first);
+  const int64_t rows = sizes.rows.size,
+                columns = std::min<int64_t>(kWidth, sizes.columns.size - first);
   const auto from = [&](int64_t row) { return left + row * sizes.rows.left; };
   const auto to = [&](int64_t row) { return out + row * sizes.rows.out + first; };
   int64_t row = 0;
-  for (; row + kRows <= rows; row += kRows) tile<T, V, kRows, kVectors>(sizes, from(row), panel, columns, to(row));
-  for (; row + 2 <= rows; row += 2) tile<T, V, 2, kVectors>(sizes, from(row), panel, columns, to(row));
+  for (; row + kRows <= rows; row += kRows)
+    tile<T, V, kRows, kVectors>(sizes, from(row), panel, columns, to(row));
+  for (; row + 2 <= rows; row += 2)
+    tile<T, V, 2, kVectors>(sizes, from(row), panel, columns, to(row));
   for (; row < rows; ++row) tile<T, V, 1, kVectors>(sizes, from(row), panel, columns, to(row));
 }
 
 template <typename T, typename V, int kRows>
-WHALE_INLINE void product(const ProductSizes& sizes, const T* left, const T* right, T* out, T* panel) {
+WHALE_INLINE void product(const ProductSizes& sizes, const T* left, const T* right, T* out,
+                          T* panel) {
   constexpr int64_t kWidth = sizeof(V) / sizeof(T);
   int64_t first = 0;
   for (; first + kWidth < sizes.columns.size; first += 2 * kWidth) {
@@ -142,15 +159,15 @@ void anywhere(const ProductSizes& sizes, const T* left, const T* right, T* out, 
 
 #if defined(__x86_64__)
 template <typename T>
-__attribute__((target("avx2,fma"))) void with_avx2(const ProductSizes& sizes, const T* left, const T* right, T* out,
-                                                   T* panel) {
+__attribute__((target("avx2,fma"))) void with_avx2(const ProductSizes& sizes, const T* left,
+                                                   const T* right, T* out, T* panel) {
   typedef T Vector __attribute__((vector_size(32)));
   product<T, Vector, 6>(sizes, left, right, out, panel);
 }
 
 template <typename T>
-__attribute__((target("avx512f"))) void with_avx512(const ProductSizes& sizes, const T* left, const T* right, T* out,
-                                                    T* panel) {
+__attribute__((target("avx512f"))) void with_avx512(const ProductSizes& sizes, const T* left,
+                                                    const T* right, T* out, T* panel) {
   typedef T Vector __attribute__((vector_size(64)));
   product<T, Vector, 8>(sizes, left, right, out, panel);
 }
@@ -181,7 +198,8 @@ std::vector<ProductCode> product_codes() {
   std::vector<ProductCode> found;
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f")) found.push_back(ProductCode::kAvx512);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(ProductCode::kAvx2);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    found.push_back(ProductCode::kAvx2);
 #endif
   found.push_back(ProductCode::kAnywhere);
   return found;
@@ -194,7 +212,8 @@ void multiply(const ProductSizes& sizes, const T* left, const T* right, T* out, 
 }
 
 template <typename T>
-void multiply_by(ProductCode code, const ProductSizes& sizes, const T* left, const T* right, T* out, T* scratch) {
+void multiply_by(ProductCode code, const ProductSizes& sizes, const T* left, const T* right, T* out,
+                 T* scratch) {
   code_of<T>(code)(sizes, left, right, out, scratch);
 }
 
@@ -202,7 +221,9 @@ template int64_t scratch_elements<float>(const ProductSizes&);
 template int64_t scratch_elements<double>(const ProductSizes&);
 template void multiply<float>(const ProductSizes&, const float*, const float*, float*, float*);
 template void multiply<double>(const ProductSizes&, const double*, const double*, double*, double*);
-template void multiply_by<float>(ProductCode, const ProductSizes&, const float*, const float*, float*, float*);
-template void multiply_by<double>(ProductCode, const ProductSizes&, const double*, const double*, double*, double*);
+template void multiply_by<float>(ProductCode, const ProductSizes&, const float*, const float*,
+                                 float*, float*);
+template void multiply_by<double>(ProductCode, const ProductSizes&, const double*, const double*,
+                                  double*, double*);
 
 }  // namespace whale

@@ -8,8 +8,13 @@
 #include "whale_ops/core/operation/note.h"
 
 namespace whale {
-Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t call, ScratchPool* pool)
-    : id(op_id), request(std::move(asked)), rank_(rank), call_(call), buffers_(&request, &problem_, pool) {
+Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t call,
+                     ScratchPool* pool)
+    : id(op_id),
+      request(std::move(asked)),
+      rank_(rank),
+      call_(call),
+      buffers_(&request, &problem_, pool) {
   tag_ = operation_tag(request, rank, call);
   descriptor_ = describe(request);
   descriptor_hash_ = hash64(descriptor_, hash64(request.key));
@@ -28,8 +33,8 @@ Operation::Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t
   problem_.size = size;
   if (!request.group.empty() && !is_point_to_point(request.kind)) {
     problem_.size = static_cast<int>(request.group.size());
-    problem_.rank =
-        static_cast<int>(std::find(request.group.begin(), request.group.end(), rank) - request.group.begin());
+    problem_.rank = static_cast<int>(std::find(request.group.begin(), request.group.end(), rank) -
+                                     request.group.begin());
   }
   if (is_point_to_point(request.kind)) request.group.clear();
   logical_bytes_ = logical_bytes(problem_);
@@ -41,7 +46,9 @@ void Operation::prepare() {
   buffers_.prepare(schedule_);
 }
 
-std::string Operation::title() const { return std::string(name_of(request.kind)) + " '" + request.key + "'"; }
+std::string Operation::title() const {
+  return std::string(name_of(request.kind)) + " '" + request.key + "'";
+}
 
 void Operation::start(MessageLink* link, std::vector<Arrival> early) {
   early_ = std::move(early);
@@ -71,8 +78,8 @@ void Operation::start_lanes(MessageLink* link) {
   --busy_;
 }
 
-// Posts the messages of the lane's current step. The extra `pending` keeps completions that are reported from within
-// from finishing the step before all its messages are posted.
+// Posts the messages of the lane's current step. The extra `pending` keeps completions that are
+// reported from within from finishing the step before all its messages are posted.
 void Operation::post(MessageLink* link, int lane) {
   const Step& step = schedule_.lanes[lane][lanes_[lane].step];
   lanes_[lane].pending = 1 + static_cast<int>(step.sends.size() + step.recvs.size());
@@ -141,9 +148,11 @@ void Operation::run_lane(MessageLink* link, int lane) {
   --busy_;
 }
 
-// What is sent as one message lies in one place: where it is, or in memory of the transport, or else in the mirror.
+// What is sent as one message lies in one place: where it is, or in memory of the transport, or
+// else in the mirror.
 const void* Operation::payload_of(MessageLink* link, const Transfer& send) {
-  if (const char* there = buffers_.address(send.slice); there != nullptr || send.slice.count == 0) return there;
+  if (const char* there = buffers_.address(send.slice); there != nullptr || send.slice.count == 0)
+    return there;
   void* gathered = link->stage(buffers_.bytes_of(send.slice), {to_rank(send.peer)});
   if (gathered == nullptr) gathered = buffers_.mirror(send.slice);
   buffers_.gather(send.slice, gathered);
@@ -165,7 +174,8 @@ void Operation::run_locals(MessageLink* link, const Step& step, const Step* next
     for (const Seen& seen : lane->seen) {
       if (seen.buffer != source.buffer || seen.offset != source.offset) continue;
       auto* data = static_cast<char*>(const_cast<void*>(seen.data));
-      return {data + begin * static_cast<int64_t>(buffers_.element_of(source.buffer)), source.count - begin};
+      return {data + begin * static_cast<int64_t>(buffers_.element_of(source.buffer)),
+              source.count - begin};
     }
     return buffers_.run_at(source, begin);
   };
@@ -177,7 +187,8 @@ void Operation::run_locals(MessageLink* link, const Step& step, const Step* next
     const auto is_wide = [](const Slice& slice) { return slice.buffer == Buffer::kWide; };
     const bool copies = local.sources.size() == 1 && is_wide(local.sources[0]) == is_wide(dst);
     // What goes out next is copied to where it is sent from while it is in the first-level cache.
-    const bool leaves = !copies && next != nullptr && !next->sends.empty() && next->sends[0].slice == dst;
+    const bool leaves =
+        !copies && next != nullptr && !next->sends.empty() && next->sends[0].slice == dst;
     auto* staged = static_cast<char*>(leaves ? stage(link, *next) : nullptr);
     if (staged != nullptr) lane->staged = staged;
     for (int64_t begin = 0; begin < dst.count;) {
@@ -191,7 +202,8 @@ void Operation::run_locals(MessageLink* link, const Step& step, const Step* next
       }
       const size_t bytes = static_cast<size_t>(n) * buffers_.element_of(dst.buffer);
       if (!copies) {
-        reduce(request.dtype, request.reduction, to.data, is_wide(dst), terms, static_cast<size_t>(n));
+        reduce(request.dtype, request.reduction, to.data, is_wide(dst), terms,
+               static_cast<size_t>(n));
       } else if (terms[0].data != to.data) {
         std::memmove(to.data, terms[0].data, bytes);
       }
@@ -218,16 +230,17 @@ void Operation::match(MessageLink* link, const Expected& expected, const Arrival
     if (arrival.header.bytes != bytes) {
       failure_ = Status::Error(Code::kInvalidArgument,
                                title() + ": rank " + std::to_string(arrival.source) + " sends " +
-                                   std::to_string(arrival.header.bytes) + " bytes, rank " + std::to_string(rank_) + " expects " +
-                                   std::to_string(bytes) + " bytes (" + descriptor_ +
-                                   "); give both ranks the same sizes");
+                                   std::to_string(arrival.header.bytes) + " bytes, rank " +
+                                   std::to_string(rank_) + " expects " + std::to_string(bytes) +
+                                   " bytes (" + descriptor_ + "); give both ranks the same sizes");
       return;
     }
     dst = buffers_.address(expected.slice);
   }
   if (first_ns_ == 0) first_ns_ = now_ns();
   LaneState& lane = lanes_[expected.lane];
-  const bool apart = dst == nullptr && arrival.header.bytes > 0;  // the elements belong in several places
+  // The elements belong in several places.
+  const bool apart = dst == nullptr && arrival.header.bytes > 0;
   if (arrival.inlined) {
     if (apart) {
       buffers_.scatter(arrival.payload.data(), expected.slice);
@@ -237,7 +250,8 @@ void Operation::match(MessageLink* link, const Expected& expected, const Arrival
     --lane.pending;
     return;
   }
-  const bool scratch = expected.slice.buffer == Buffer::kScratch || expected.slice.buffer == Buffer::kWide;
+  const bool scratch =
+      expected.slice.buffer == Buffer::kScratch || expected.slice.buffer == Buffer::kWide;
   const void* data = scratch || apart ? link->view(arrival) : nullptr;
   if (data != nullptr) {
     if (scratch) {
@@ -270,7 +284,8 @@ void Operation::arrived(MessageLink* link, Arrival&& arrival) {
   match(link, expected, arrival);
   --busy_;
   if (expected.lane == kLendLane) return;
-  if (failure_.ok() && busy_ == 0 && lanes_[expected.lane].pending == 0) run_lane(link, expected.lane);
+  if (failure_.ok() && busy_ == 0 && lanes_[expected.lane].pending == 0)
+    run_lane(link, expected.lane);
 }
 
 void Operation::transferred(MessageLink* link, int lane) {
@@ -284,7 +299,8 @@ void Operation::transferred(MessageLink* link, int lane) {
 }
 
 bool Operation::waits_for(int peer) const {
-  return std::any_of(expected_.begin(), expected_.end(), [&](const Expected& e) { return e.peer == peer; });
+  return std::any_of(expected_.begin(), expected_.end(),
+                     [&](const Expected& e) { return e.peer == peer; });
 }
 
 std::vector<Arrival> Operation::take_unreceived() {
@@ -309,24 +325,28 @@ std::vector<int> Operation::awaited_peers() const {
 }
 
 std::string Operation::left_message(int peer) const {
-  return "rank " + std::to_string(peer) + " has left the run (its script ended) while rank " + std::to_string(rank_) +
-         " waits for it in " + purpose() + "; every rank must run the same steps";
+  return "rank " + std::to_string(peer) + " has left the run (its script ended) while rank " +
+         std::to_string(rank_) + " waits for it in " + purpose() +
+         "; every rank must run the same steps";
 }
 
 bool Operation::crosses(const Arrival& first, std::string* other, bool* tensor) const {
   const Note note = parse_note(first.note);
   if (note.alone.empty() && request.alone.empty()) return false;
   *other = note.alone.empty() ? note.descriptor + " '" + note.key + "'" : note.alone;
-  *tensor = moves_tensor() || note.descriptor.find(std::string(" of ") + kBytes) == std::string::npos;
+  *tensor =
+      moves_tensor() || note.descriptor.find(std::string(" of ") + kBytes) == std::string::npos;
   return true;
 }
 
 Status Operation::mismatch(const Arrival& arrival) const {
   const Note note = parse_note(arrival.note);
   return Status::Error(Code::kInvalidArgument,
-                       "ranks disagree about operation '" + request.key + "' (call " + std::to_string(call_ + 1) + "): rank " +
-                           std::to_string(rank_) + " runs " + descriptor_ + ", rank " + std::to_string(arrival.source) + " runs " +
-                           note.descriptor + (note.key == request.key ? "" : " under key '" + note.key + "'") +
+                       "ranks disagree about operation '" + request.key + "' (call " +
+                           std::to_string(call_ + 1) + "): rank " + std::to_string(rank_) +
+                           " runs " + descriptor_ + ", rank " + std::to_string(arrival.source) +
+                           " runs " + note.descriptor +
+                           (note.key == request.key ? "" : " under key '" + note.key + "'") +
                            "; run the same program with the same shapes on every rank");
 }
 
@@ -340,7 +360,8 @@ Record Operation::record(int64_t end_ns) const {
   record.wire_bytes = wire_bytes_;
   record.ready_ns = ready_ns;
   record.first_ns = first_ns_;
-  if (first_ns_ == 0) record.first_ns = expected_.empty() && transferred_ns_ != 0 ? transferred_ns_ : end_ns;
+  if (first_ns_ == 0)
+    record.first_ns = expected_.empty() && transferred_ns_ != 0 ? transferred_ns_ : end_ns;
   record.end_ns = end_ns;
   return record;
 }

@@ -18,9 +18,11 @@ namespace whale {
 class MessageLink {
  public:
   virtual bool has_left(int peer) const = 0;
-  virtual void post_send(class Operation* operation, int lane, int peer, const MessageHeader& header, const std::string& note,
+  virtual void post_send(class Operation* operation, int lane, int peer,
+                         const MessageHeader& header, const std::string& note,
                          const void* payload) = 0;
-  virtual void post_receive(class Operation* operation, int lane, const Arrival& arrival, void* dst) = 0;
+  virtual void post_receive(class Operation* operation, int lane, const Arrival& arrival,
+                            void* dst) = 0;
   // As in Transport.
   virtual void* stage(size_t bytes, const std::vector<int>& peers) = 0;
   virtual const void* view(const Arrival& arrival) = 0;
@@ -46,7 +48,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // Whether a message from the peer is still to come.
   bool waits_for(int peer) const;
   std::vector<int> awaited_peers() const;
-  // Announced messages that have not been received: they came before they were waited for, or are read in place.
+  // Announced messages that have not been received: they came before they were waited for, or are
+  // read in place.
   std::vector<Arrival> take_unreceived();
 
   bool finished() const { return open_lanes_ == 0; }
@@ -56,10 +59,12 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::string title() const;
   // What it is for, where that was told, else the title.
   std::string purpose() const { return request.alone.empty() ? title() : request.alone; }
-  // Whether it moves a tensor, and not what ranks tell each other beside them: errors name tensors where they can.
+  // Whether it moves a tensor, and not what ranks tell each other beside them: errors name tensors
+  // where they can.
   bool moves_tensor() const { return request.dtype_name != kBytes; }
-  // Whether a first message tells of an operation that cannot be under way beside this one: the two ranks have come to
-  // different places in the program. `other`: that operation in words. `tensor`: whether one of the two moves a tensor.
+  // Whether a first message tells of an operation that cannot be under way beside this one: the two
+  // ranks have come to different places in the program. `other`: that operation in words. `tensor`:
+  // whether one of the two moves a tensor.
   bool crosses(const Arrival& first, std::string* other, bool* tensor) const;
   // Everything that all ranks must agree on, in words.
   const std::string& descriptor() const { return descriptor_; }
@@ -67,18 +72,21 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Record record(int64_t end_ns) const;
   std::string left_message(int peer) const;
   Status mismatch(const Arrival& arrival) const;
-  bool agrees(const Arrival& arrival) const { return arrival.header.descriptor == descriptor_hash_; }
+  bool agrees(const Arrival& arrival) const {
+    return arrival.header.descriptor == descriptor_hash_;
+  }
   void return_scratch() { buffers_.return_scratch(); }
 
   const uint64_t id;
   Request request;
-  bool settled = false;       // `done` has been called
+  bool settled = false;  // `done` has been called
   int64_t ready_ns = 0;
 
  private:
-  // A payload that the step's locals read where it lies, instead of the scratch memory that it would be received into.
+  // A payload that the step's locals read where it lies, instead of the scratch memory that it
+  // would be received into.
   struct Seen {
-    Buffer buffer;   // that scratch memory
+    Buffer buffer;  // that scratch memory
     int64_t offset;
     const void* data;
     Arrival arrival;
@@ -87,7 +95,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
     size_t step = 0;
     int pending = 0;
     std::vector<Seen> seen;
-    std::vector<Slice> landed;  // received into the mirror; they go to their pieces when the step is complete
+    // Received into the mirror; they go to their pieces when the step is complete.
+    std::vector<Slice> landed;
     void* staged = nullptr;  // what the current step sends, in memory of the transport
   };
   struct Expected {
@@ -113,7 +122,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   static constexpr int kLendLane = -1;
   static constexpr uint32_t kLendId = 0xffffffff;
 
-  int to_rank(int group_index) const { return request.group.empty() ? group_index : request.group[group_index]; }
+  int to_rank(int group_index) const {
+    return request.group.empty() ? group_index : request.group[group_index];
+  }
   void post(MessageLink* link, int lane);
   void run_lane(MessageLink* link, int lane);
   void* stage(MessageLink* link, const Step& step) const;
@@ -149,15 +160,17 @@ class Operation : public std::enable_shared_from_this<Operation> {
   int64_t logical_bytes_ = 0;
 
   // Of tensors that all ranks have mapped; see zero_copy_reduce.cc.
-  bool whole_ = false;              // there were no pieces
-  std::vector<size_t> lent_;        // pieces that are large enough to lie in arenas; none: this is no such operation
-  std::vector<Place> places_;       // of these; what is sent
-  std::vector<Arrival> borrowed_;   // what the others have sent, by rank of the group, until it is given back
-  std::vector<bool> through_;       // pieces that are added up where they lie
-  std::vector<Shared> shared_;      // of these, those to which this rank has not added its share
-  int missing_ = 0;                 // ranks whose places are not known
-  int away_ = 0;                    // ranks that have yet to give back this rank's memory
-  bool worked_ = false;             // all sums of this rank are made
+  bool whole_ = false;  // there were no pieces
+  // Pieces that are large enough to lie in arenas; none: this is no such operation.
+  std::vector<size_t> lent_;
+  std::vector<Place> places_;  // of these; what is sent
+  // What the others have sent, by rank of the group, until it is given back.
+  std::vector<Arrival> borrowed_;
+  std::vector<bool> through_;   // pieces that are added up where they lie
+  std::vector<Shared> shared_;  // of these, those to which this rank has not added its share
+  int missing_ = 0;             // ranks whose places are not known
+  int away_ = 0;                // ranks that have yet to give back this rank's memory
+  bool worked_ = false;         // all sums of this rank are made
   bool shares_ = false;
 };
 

@@ -19,7 +19,8 @@ uint64_t operation_tag(const Request& request, int rank, uint64_t call) {
 }
 
 Status invalid(const Request& request, const std::string& what) {
-  return Status::Error(Code::kInvalidArgument, std::string(name_of(request.kind)) + " '" + request.key + "': " + what);
+  return Status::Error(Code::kInvalidArgument,
+                       std::string(name_of(request.kind)) + " '" + request.key + "': " + what);
 }
 
 }  // namespace whale

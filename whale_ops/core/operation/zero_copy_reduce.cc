@@ -1,5 +1,6 @@
-// All-reduces of tensors that all ranks have mapped (arena.h): every rank tells where its own lie, adds up its share of them where
-// they lie, writes the sums to all ranks' outputs, and says when it is through. Nothing is copied on the way.
+// All-reduces of tensors that all ranks have mapped (arena.h): every rank tells where its own lie,
+// adds up its share of them where they lie, writes the sums to all ranks' outputs, and says when it
+// is through. Nothing is copied on the way.
 #include <algorithm>
 #include <cstring>
 
@@ -10,17 +11,21 @@
 namespace whale {
 namespace {
 
-constexpr int64_t kLargeBytes = 256 << 10;   // what is smaller lies in no arena (tf_kernels/memory/arena_allocator.cc)
-constexpr size_t kMaxPlaces = 200;           // that travel with a message's head
-constexpr int64_t kTurnBytes = 4 << 20;      // of one rank's sums, then other operations have their turn: half a millisecond
-constexpr int64_t kShareElements = 64;       // shares are multiples of it, so that no two ranks write one line of the cache
+// What is smaller lies in no arena (tf_kernels/memory/arena_allocator.cc).
+constexpr int64_t kLargeBytes = 256 << 10;
+constexpr size_t kMaxPlaces = 200;  // that travel with a message's head
+// Of one rank's sums, then other operations have their turn: half a millisecond.
+constexpr int64_t kTurnBytes = 4 << 20;
+// Shares are multiples of it, so that no two ranks write one line of the cache.
+constexpr int64_t kShareElements = 64;
 constexpr char kSharedName[] = "shared";
 
 }  // namespace
 
 // What all ranks answer alike, before they have spoken.
 bool Operation::lends() {
-  if (!request.tensors_shared || problem_.algorithm != Algorithm::kAuto || problem_.size < 2) return false;
+  if (!request.tensors_shared || problem_.algorithm != Algorithm::kAuto || problem_.size < 2)
+    return false;
   whole_ = request.pieces.empty();
   if (whole_) request.pieces.push_back({request.input, request.output, request.counts[0]});
   int64_t large = 0;
@@ -92,13 +97,17 @@ void Operation::borrow(MessageLink* link, const Arrival& arrival) {
     for (int rank = 0; rank < problem_.size; ++rank) {
       Place place = places_[i];
       const bool own = rank == problem_.rank;
-      if (!own) std::memcpy(&place, borrowed_[rank].payload.data() + i * sizeof(Place), sizeof(Place));
+      if (!own)
+        std::memcpy(&place, borrowed_[rank].payload.data() + i * sizeof(Place), sizeof(Place));
       if (place.input == Place::kNowhere) break;
-      piece.inputs.push_back(own ? static_cast<const char*>(mine.input) : link->at(to_rank(rank), place.input, bytes));
-      piece.outputs.push_back(own ? static_cast<char*>(mine.output) : link->at(to_rank(rank), place.output, bytes));
+      piece.inputs.push_back(own ? static_cast<const char*>(mine.input)
+                                 : link->at(to_rank(rank), place.input, bytes));
+      piece.outputs.push_back(own ? static_cast<char*>(mine.output)
+                                  : link->at(to_rank(rank), place.output, bytes));
       if (piece.inputs.back() == nullptr || piece.outputs.back() == nullptr) {
-        failure_ = Status::Error(Code::kInternal, title() + ": rank " + std::to_string(to_rank(rank)) +
-                                                      " tells of memory outside what it shares; report this");
+        failure_ = Status::Error(Code::kInternal,
+                                 title() + ": rank " + std::to_string(to_rank(rank)) +
+                                     " tells of memory outside what it shares; report this");
         return;
       }
     }
@@ -117,7 +126,8 @@ void Operation::work(MessageLink* link) {
   for (int64_t left = kTurnBytes / bytes; left > 0 && !shared_.empty();) {
     Shared& piece = shared_.back();
     const int64_t share = piece.count / problem_.size / kShareElements * kShareElements;
-    const int64_t begin = share * problem_.rank, end = problem_.rank + 1 == problem_.size ? piece.count : begin + share;
+    const int64_t begin = share * problem_.rank,
+                  end = problem_.rank + 1 == problem_.size ? piece.count : begin + share;
     for (int64_t i = begin + piece.done; i < end && left > 0; i = begin + piece.done) {
       const int64_t n = std::min(kPieceElements, end - i);
       terms.clear();
@@ -125,7 +135,8 @@ void Operation::work(MessageLink* link) {
       char* sum = piece.outputs[problem_.rank] + i * bytes;
       reduce(request.dtype, request.reduction, sum, false, terms, static_cast<size_t>(n));
       for (int rank = 0; rank < problem_.size; ++rank) {
-        if (rank != problem_.rank) std::memcpy(piece.outputs[rank] + i * bytes, sum, static_cast<size_t>(n * bytes));
+        if (rank != problem_.rank)
+          std::memcpy(piece.outputs[rank] + i * bytes, sum, static_cast<size_t>(n * bytes));
       }
       piece.done += n;
       left -= n;

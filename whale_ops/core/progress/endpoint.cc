@@ -14,7 +14,8 @@ std::vector<int> group_by_memory(const Transport& transport) {
   std::vector<int> of(transport.size());
   for (int rank = 0; rank < transport.size(); ++rank) {
     const auto joins = [&](const std::vector<int>& host) {
-      return std::all_of(host.begin(), host.end(), [&](int other) { return transport.share_memory(rank, other); });
+      return std::all_of(host.begin(), host.end(),
+                         [&](int other) { return transport.share_memory(rank, other); });
     };
     const auto found = std::find_if(hosts.begin(), hosts.end(), joins);
     of[rank] = static_cast<int>(found - hosts.begin());
@@ -25,7 +26,8 @@ std::vector<int> group_by_memory(const Transport& transport) {
 
 }  // namespace
 
-Endpoint::Endpoint(std::string name, std::unique_ptr<Transport> transport, std::function<void()> wake)
+Endpoint::Endpoint(std::string name, std::unique_ptr<Transport> transport,
+                   std::function<void()> wake)
     : name_(std::move(name)),
       transport_(std::move(transport)),
       rank_(transport_->rank()),
@@ -61,11 +63,14 @@ bool Endpoint::shares_tensors(const std::vector<int>& group) const {
 }
 
 Status Endpoint::read_lent(int peer, uint64_t place, void* to, uint64_t bytes) {
-  const bool shared = transport_ != nullptr && peer != rank_ && transport_->share_tensors(rank_, peer);
+  const bool shared =
+      transport_ != nullptr && peer != rank_ && transport_->share_tensors(rank_, peer);
   const char* from = shared ? transport_->at(peer, place, bytes) : nullptr;
   if (from == nullptr) {
-    return Status::Error(Code::kInternal, "rank " + std::to_string(rank_) + " has not mapped " + std::to_string(bytes) + " bytes at " +
-                                              std::to_string(place) + " of rank " + std::to_string(peer) + "; report this");
+    return Status::Error(Code::kInternal, "rank " + std::to_string(rank_) + " has not mapped " +
+                                              std::to_string(bytes) + " bytes at " +
+                                              std::to_string(place) + " of rank " +
+                                              std::to_string(peer) + "; report this");
   }
   if (bytes > 0) std::memcpy(to, from, bytes);
   return Status::Ok();
@@ -86,7 +91,8 @@ bool Endpoint::poll(int64_t now) {
   worked |= work();
   if (now >= next_check_ns_) check_waits(now);
   if (self_left_ && delayed_.empty() && is_over()) {
-    transport_.reset();  // here and not in the destructor: all calls of a transport belong to this thread
+    // Here and not in the destructor: all calls of a transport belong to this thread.
+    transport_.reset();
     in_transit_.clear();
     closed_ = true;
   }
@@ -132,9 +138,11 @@ void Endpoint::handle(Entry entry) {
         if (operation->id == entry.id) found = operation;
       }
       if (!found) break;
-      const std::string what = found->title() + " was cancelled on rank " + std::to_string(rank_) + ": " + entry.status.message;
+      const std::string what = found->title() + " was cancelled on rank " + std::to_string(rank_) +
+                               ": " + entry.status.message;
       finish(found, Status::Error(entry.status.code, what));
-      const Code others = entry.status.code == Code::kCancelled ? Code::kAborted : entry.status.code;
+      const Code others =
+          entry.status.code == Code::kCancelled ? Code::kAborted : entry.status.code;
       fail_everything(Status::Error(others, what), true);
       break;
     }
@@ -144,13 +152,15 @@ void Endpoint::handle(Entry entry) {
 void Endpoint::begin(Entry entry) {
   Status status = entry.status;
   if (status.ok() && self_left_) {
-    status = Status::Error(Code::kUnavailable, invalid(entry.request, "this rank has left communicator '" + name_ +
-                                                                          "'; run no operation after leave()").message);
+    status = Status::Error(Code::kUnavailable,
+                           invalid(entry.request, "this rank has left communicator '" + name_ +
+                                                      "'; run no operation after leave()")
+                               .message);
   }
   if (status.ok()) status = aborted_;
   if (!aborted_.ok() && lost_) {
-    status.message += ", so that rank " + std::to_string(rank_) + " can no longer run " + name_of(entry.request.kind) + " '" +
-                      entry.request.key + "'";
+    status.message += ", so that rank " + std::to_string(rank_) + " can no longer run " +
+                      name_of(entry.request.kind) + " '" + entry.request.key + "'";
   }
   if (!status.ok()) {
     release(entry.id);
@@ -164,7 +174,8 @@ void Endpoint::begin(Entry entry) {
     entry.request.tensors_shared = shares_tensors(entry.request.group);
     entry.request.lends = !engine_link_.active();  // an emulated link carries all bytes
   }
-  auto operation = std::make_shared<Operation>(entry.id, std::move(entry.request), rank_, size_, entry.call, &scratch_);
+  auto operation = std::make_shared<Operation>(entry.id, std::move(entry.request), rank_, size_,
+                                               entry.call, &scratch_);
   operation->ready_ns = entry.ready_ns;
   const uint64_t tag = operation->tag();
   std::vector<Arrival> early;
@@ -199,11 +210,13 @@ void Endpoint::arrived(Arrival&& arrival) {
       unexpected_[tag].push_back(std::move(arrival));
       return;
     }
-    fail_everything(Status::Error(Code::kInvalidArgument,
-                                  "ranks disagree about an operation: rank " + std::to_string(arrival.source) +
-                                      " still sends for it, rank " + std::to_string(rank_) + " has finished " + finished->second +
-                                      "; run the same program with the same shapes on every rank"),
-                    true);
+    fail_everything(
+        Status::Error(Code::kInvalidArgument,
+                      "ranks disagree about an operation: rank " + std::to_string(arrival.source) +
+                          " still sends for it, rank " + std::to_string(rank_) + " has finished " +
+                          finished->second +
+                          "; run the same program with the same shapes on every rank"),
+        true);
     discard(arrival);
     return;
   }
@@ -228,12 +241,13 @@ void Endpoint::transferred(uint64_t cookie) {
 }
 
 void Endpoint::failed(const std::string& what) {
-  fail_everything(Status::Error(Code::kUnavailable, "communicator '" + name_ + "' on rank " + std::to_string(rank_) + ": " + what),
+  fail_everything(Status::Error(Code::kUnavailable, "communicator '" + name_ + "' on rank " +
+                                                        std::to_string(rank_) + ": " + what),
                   true);
 }
 
-void Endpoint::post_send(Operation* operation, int lane, int peer, const MessageHeader& header, const std::string& note,
-                         const void* payload) {
+void Endpoint::post_send(Operation* operation, int lane, int peer, const MessageHeader& header,
+                         const std::string& note, const void* payload) {
   const uint64_t cookie = next_cookie_++;
   in_transit_[cookie] = {operation->shared_from_this(), lane, peer, true};
   emit(peer, header, note, payload, cookie);
@@ -245,13 +259,15 @@ void Endpoint::post_receive(Operation* operation, int lane, const Arrival& arriv
   transport_->receive(arrival, dst, cookie, this);
 }
 
-void Endpoint::emit(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie) {
+void Endpoint::emit(int peer, const MessageHeader& header, const std::string& note,
+                    const void* payload, uint64_t cookie) {
   const bool beside = several_hosts_ && hosts_[peer] == hosts_[rank_];
   if (beside || (!engine_link_.active() && delayed_.empty())) {
     transport_->send(peer, header, note, payload, cookie, this);
     return;
   }
-  // One message after the other occupies the link; each then takes the latency. Never before an earlier message.
+  // One message after the other occupies the link; each then takes the latency. Never before an
+  // earlier message.
   const int64_t now = now_ns();
   const double bandwidth = engine_link_.bandwidth_bytes_per_s;
   const double busy_s = bandwidth > 0 ? static_cast<double>(header.bytes) / bandwidth : 0;
@@ -266,7 +282,8 @@ bool Endpoint::flush_delayed(int64_t now) {
   while (!delayed_.empty() && delayed_.front().deliver_ns <= now) {
     const Delayed message = std::move(delayed_.front());
     delayed_.pop_front();
-    transport_->send(message.peer, message.header, message.note, message.payload, message.cookie, this);
+    transport_->send(message.peer, message.header, message.note, message.payload, message.cookie,
+                     this);
     worked = true;
   }
   return worked;
@@ -275,7 +292,8 @@ bool Endpoint::flush_delayed(int64_t now) {
 void Endpoint::settle(const std::shared_ptr<Operation>& operation) {
   if (operation->settled || operation->busy()) return;
   if (!operation->failure().ok()) {
-    fail_everything(operation->failure(), true);  // the other ranks cannot finish this operation either
+    // The other ranks cannot finish this operation either.
+    fail_everything(operation->failure(), true);
   } else if (operation->finished()) {
     finish(operation, Status::Ok());
   }

@@ -1,4 +1,5 @@
-// One rank's end of a communicator: matches messages to operations by key, carries aborts and departures.
+// One rank's end of a communicator: matches messages to operations by key, carries aborts and
+// departures.
 #pragma once
 
 #include <atomic>
@@ -17,8 +18,8 @@
 
 namespace whale {
 
-// Emulated network of this rank's outgoing messages, where there are several hosts of those to other hosts; zero means "as fast as
-// the transport".
+// Emulated network of this rank's outgoing messages, where there are several hosts of those to
+// other hosts; zero means "as fast as the transport".
 struct LinkModel {
   double latency_s = 0;
   double bandwidth_bytes_per_s = 0;
@@ -49,21 +50,25 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   // Starts the operation; every outcome, bad arguments included, is told through request.done.
   void submit(uint64_t id, Request request);
   void submit(Request request) { submit(reserve(), std::move(request)); }
-  // Completes the operation with `status` and aborts the communicator; nothing when it has finished already.
+  // Completes the operation with `status` and aborts the communicator; nothing when it has finished
+  // already.
   void cancel(uint64_t id, Status status);
   // Fails all pending and future operations of all ranks with this message.
   void abort(Status status);
-  // Ranks that operations whose title contains the text have waited for, as of the last look at them.
+  // Ranks that operations whose title contains the text have waited for, as of the last look at
+  // them.
   std::vector<int> awaited_ranks(const std::string& title) const;
-  // What the rank is known to have died of, by somebody who sees its process: all operations of this rank fail from now on,
-  // each naming itself. Nothing when the peer has said good-bye. `what` ends a sentence that begins with "rank 1".
+  // What the rank is known to have died of, by somebody who sees its process: all operations of
+  // this rank fail from now on, each naming itself. Nothing when the peer has said good-bye. `what`
+  // ends a sentence that begins with "rank 1".
   void lose(int peer, const std::string& what);
   bool lost() const { return lost_.load(); }
   // Whether a peer is gone that has not said good-bye.
   bool misses() const { return misses_.load(); }
   // The error with which all operations fail from now on, if any.
   Status failure() const;
-  // The operations that have waited for some time, as of the last look at them: those that move tensors first, oldest first.
+  // The operations that have waited for some time, as of the last look at them: those that move
+  // tensors first, oldest first.
   std::vector<Wait> waits() const;
   // Says good-bye to the other ranks; operations of this rank fail from now on.
   void leave();
@@ -80,7 +85,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   bool needs_polling() const { return transport_ && transport_->needs_polling(); }
   bool between_processes() const { return transport_ && transport_->between_processes(); }
   bool has_active() const { return !active_.empty(); }
-  // Copies out of the arena (arena.h) of a rank that shares its tensors with this one, be it gone or not.
+  // Copies out of the arena (arena.h) of a rank that shares its tensors with this one, be it gone
+  // or not.
   Status read_lent(int peer, uint64_t place, void* to, uint64_t bytes);
 
  private:
@@ -112,17 +118,22 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   // TransportSink
   void arrived(Arrival&& arrival) override;
   void transferred(uint64_t cookie) override;
-  void dropped(uint64_t cookie) override { in_transit_.erase(cookie); }  // its receiver fails, and says so
+  // Its receiver fails, and says so.
+  void dropped(uint64_t cookie) override { in_transit_.erase(cookie); }
   void failed(const std::string& what) override;
   // MessageLink
   bool has_left(int peer) const override { return left_[peer]; }
-  void post_send(Operation* operation, int lane, int peer, const MessageHeader& header, const std::string& note,
-                 const void* payload) override;
+  void post_send(Operation* operation, int lane, int peer, const MessageHeader& header,
+                 const std::string& note, const void* payload) override;
   void post_receive(Operation* operation, int lane, const Arrival& arrival, void* dst) override;
-  void* stage(size_t bytes, const std::vector<int>& peers) override { return transport_->stage(bytes, peers); }
+  void* stage(size_t bytes, const std::vector<int>& peers) override {
+    return transport_->stage(bytes, peers);
+  }
   const void* view(const Arrival& arrival) override { return transport_->view(arrival); }
   void discard(const Arrival& arrival) override;
-  char* at(int peer, uint64_t offset, uint64_t bytes) override { return transport_->at(peer, offset, bytes); }
+  char* at(int peer, uint64_t offset, uint64_t bytes) override {
+    return transport_->at(peer, offset, bytes);
+  }
   void give_back(const Arrival& arrival) override { transport_->give_back(arrival); }
   void work_on(Operation* operation) override { working_.push_back(operation->shared_from_this()); }
 
@@ -133,7 +144,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void push(Entry entry);
   void handle(Entry entry);
   void begin(Entry entry);
-  void emit(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie);
+  void emit(int peer, const MessageHeader& header, const std::string& note, const void* payload,
+            uint64_t cookie);
   bool flush_delayed(int64_t now);
   void settle(const std::shared_ptr<Operation>& operation);
   void finish(const std::shared_ptr<Operation>& operation, const Status& status);
@@ -152,7 +164,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   std::unique_ptr<Transport> transport_;
   const int rank_;
   const int size_;
-  const std::vector<int> hosts_;  // of each rank, numbered from 0: ranks of one host all share memory
+  // Of each rank, numbered from 0: ranks of one host all share memory.
+  const std::vector<int> hosts_;
   const bool several_hosts_;
   const std::function<void()> wake_;
   Recorder recorder_;
@@ -173,7 +186,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   // Engine thread only.
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> active_;  // by tag
   std::unordered_map<uint64_t, std::vector<Arrival>> unexpected_;    // by tag
-  std::unordered_map<uint64_t, std::string> finished_;               // descriptor by tag, of the latest operations
+  // Descriptor by tag, of the latest operations.
+  std::unordered_map<uint64_t, std::string> finished_;
   std::deque<uint64_t> finished_order_;
   std::unordered_map<uint64_t, InTransit> in_transit_;  // by cookie
   uint64_t next_cookie_ = 1;
@@ -183,7 +197,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   int64_t link_free_ns_ = 0;
   std::vector<bool> left_;
   std::vector<bool> gone_;  // without a word, as somebody says who sees their processes
-  std::unordered_map<int, int64_t> send_grace_ns_;  // peers that have left: when sends to them are given up
+  // Peers that have left: when sends to them are given up.
+  std::unordered_map<int, int64_t> send_grace_ns_;
   bool self_left_ = false;
   Status aborted_;
   int64_t next_check_ns_ = 0;

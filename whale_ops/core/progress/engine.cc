@@ -14,15 +14,16 @@
 namespace whale {
 namespace {
 
-// How the thread waits for messages from other processes, by the time since something last happened: first it asks again
-// at once (a small message takes a few microseconds), then it sleeps until somebody rings. MPI does not ring: there it
-// lets others run in between, then sleeps for a while. Where the rank has one core, every look takes some microseconds
-// from the computation that the other ranks wait for, so a sleep is a part of the time waited so far: the longer the
-// wait, the fewer the looks, and the wait grows by that part at most.
+// How the thread waits for messages from other processes, by the time since something last
+// happened: first it asks again at once (a small message takes a few microseconds), then it sleeps
+// until somebody rings. MPI does not ring: there it lets others run in between, then sleeps for a
+// while. Where the rank has one core, every look takes some microseconds from the computation that
+// the other ranks wait for, so a sleep is a part of the time waited so far: the longer the wait,
+// the fewer the looks, and the wait grows by that part at most.
 constexpr int64_t kSpinNs = 20'000;
 constexpr int64_t kYieldNs = 200'000;
-// The next operation of a chain is submitted some ten microseconds after the last one: to be awake then, letting others run,
-// costs less than to be woken.
+// The next operation of a chain is submitted some ten microseconds after the last one: to be awake
+// then, letting others run, costs less than to be woken.
 constexpr int64_t kLingerNs = 60'000;
 constexpr int64_t kShortSleepNs = 30'000;
 constexpr int64_t kPartOfWait = 8;
@@ -32,21 +33,26 @@ constexpr int64_t kMaxSleepNs = 1'000'000'000;
 
 std::atomic<bool> forked{false};
 
-// Where computing threads fill the cores, a thread that wakes up waits for the end of the running one's slice, up to a
-// clock tick (4 ms) for every one in front of it: longer than most exchanges take. The engine runs for some ten
-// microseconds at a time. Linux 6.12 and later let a thread that asks for short slices run before those with longer
-// ones; others ignore or refuse it, and nothing is lost.
+// Where computing threads fill the cores, a thread that wakes up waits for the end of the running
+// one's slice, up to a clock tick (4 ms) for every one in front of it: longer than most exchanges
+// take. The engine runs for some ten microseconds at a time. Linux 6.12 and later let a thread that
+// asks for short slices run before those with longer ones; others ignore or refuse it, and nothing
+// is lost.
 constexpr uint64_t kSliceNs = 100'000;
 
 void ask_for_short_slices() {
-  struct {  // struct sched_attr of linux/sched/types.h, version 0, which C libraries do not declare everywhere
+  // Struct sched_attr of linux/sched/types.h, version 0, which C libraries do not declare
+  // everywhere.
+  struct {
     uint32_t size, policy;
     uint64_t flags;
     int32_t nice;
     uint32_t priority;
     uint64_t runtime, deadline, period;
   } attributes{};
-  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) != 0 || attributes.policy != SCHED_OTHER) return;
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) != 0 ||
+      attributes.policy != SCHED_OTHER)
+    return;
   attributes.size = sizeof(attributes);
   attributes.runtime = kSliceNs;
   syscall(SYS_sched_setattr, 0, &attributes, 0);
@@ -61,9 +67,10 @@ Engine& Engine::instance() {
 
 Status Engine::check_not_forked() {
   if (!forked) return Status::Ok();
-  return Status::Error(Code::kUnavailable,
-                       "this process was forked from one that had a communicator, and threads and MPI do not survive a fork; "
-                       "start the process with the 'spawn' method, or fork before wh.init");
+  return Status::Error(
+      Code::kUnavailable,
+      "this process was forked from one that had a communicator, and threads and MPI do not "
+      "survive a fork; start the process with the 'spawn' method, or fork before wh.init");
 }
 
 Status Engine::add(const std::string& name, std::vector<std::unique_ptr<Transport>> transports,
@@ -74,7 +81,8 @@ Status Engine::add(const std::string& name, std::vector<std::unique_ptr<Transpor
   const auto taken = registry_.lower_bound({name, INT32_MIN});
   if (taken != registry_.end() && taken->first.first == name) {
     return Status::Error(Code::kInvalidArgument,
-                         "a communicator named '" + name + "' exists in this process; choose another name or leave it first");
+                         "a communicator named '" + name +
+                             "' exists in this process; choose another name or leave it first");
   }
   for (auto& transport : transports) {
     auto endpoint = std::make_shared<Endpoint>(name, std::move(transport), [this] { wake(); });
@@ -120,11 +128,14 @@ std::shared_ptr<Endpoint> Engine::find(const std::string& name, int rank, Status
   }
   if (found.size() == 1) return found[0];
   if (found.empty()) {
-    *status = Status::Error(Code::kUnavailable, "no communicator '" + name + "'" +
-                                                    (rank < 0 ? std::string() : " with rank " + std::to_string(rank)) +
-                                                    " in this process; call wh.init before running the graph, and wh.shutdown after");
+    *status = Status::Error(
+        Code::kUnavailable,
+        "no communicator '" + name + "'" +
+            (rank < 0 ? std::string() : " with rank " + std::to_string(rank)) +
+            " in this process; call wh.init before running the graph, and wh.shutdown after");
   } else {
-    *status = Status::Error(Code::kInvalidArgument, "communicator '" + name + "' has " + std::to_string(found.size()) +
+    *status = Status::Error(Code::kInvalidArgument, "communicator '" + name + "' has " +
+                                                        std::to_string(found.size()) +
                                                         " ranks in this process; give the rank");
   }
   return nullptr;
@@ -154,12 +165,14 @@ void Engine::run() {
   int64_t last_work_ns = now_ns();
   std::vector<std::shared_ptr<Endpoint>> endpoints;
   for (;;) {
-    const uint32_t rings = doorbell_.rings();  // before looking: what comes while looking ends the wait
+    // Before looking: what comes while looking ends the wait.
+    const uint32_t rings = doorbell_.rings();
     std::vector<std::function<void()>> tasks;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (stopping_) return;
-      endpoints_.erase(std::remove_if(endpoints_.begin(), endpoints_.end(), [](const auto& e) { return e->closed(); }),
+      endpoints_.erase(std::remove_if(endpoints_.begin(), endpoints_.end(),
+                                      [](const auto& e) { return e->closed(); }),
                        endpoints_.end());
       endpoints = endpoints_;
       tasks.swap(tasks_);

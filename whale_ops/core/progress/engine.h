@@ -17,7 +17,8 @@ namespace whale {
 
 class WHALE_EXPORT Engine {
  public:
-  // Started on first use; never destroyed, because TensorFlow's threads may still submit while the process exits.
+  // Started on first use; never destroyed, because TensorFlow's threads may still submit while the
+  // process exits.
   static Engine& instance();
 
   // Errors: the name is taken; this process was forked from one that had started the engine.
@@ -25,7 +26,8 @@ class WHALE_EXPORT Engine {
              std::vector<std::shared_ptr<Endpoint>>* endpoints);
   // rank -1: the only rank of that name in this process. Null with a status that says what exists.
   std::shared_ptr<Endpoint> find(const std::string& name, int rank, Status* status);
-  // After leave(): operations can no longer look the rank up; the engine serves it until all ranks have left.
+  // After leave(): operations can no longer look the rank up; the engine serves it until all ranks
+  // have left.
   void forget(const Endpoint& endpoint);
   void wake();
   // Runs `task` on the progress thread, which makes all calls into MPI, and waits for it.
@@ -41,9 +43,9 @@ class WHALE_EXPORT Engine {
   void start_locked();
   void run();
   struct Watch {
-    bool polling = false;    // some transport does not ring
-    bool active = false;     // operations are under way
-    bool between = false;    // some transport leads to other processes
+    bool polling = false;  // some transport does not ring
+    bool active = false;   // operations are under way
+    bool between = false;  // some transport leads to other processes
   };
   void idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns);
 

@@ -19,8 +19,8 @@ struct Copy {
   BytesCallback done;
 };
 
-Request raw_request(OpKind kind, const std::string& key, const std::string& text, const std::string& alone,
-                    const std::vector<int>& group) {
+Request raw_request(OpKind kind, const std::string& key, const std::string& text,
+                    const std::string& alone, const std::vector<int>& group) {
   Request request;
   request.kind = kind;
   request.key = key;
@@ -33,8 +33,9 @@ Request raw_request(OpKind kind, const std::string& key, const std::string& text
 
 }  // namespace
 
-void gather_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const std::string& key, const std::string& text,
-                  const std::string& alone, const std::vector<int>& group, std::string bytes, BytesCallback done) {
+void gather_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const std::string& key,
+                  const std::string& text, const std::string& alone, const std::vector<int>& group,
+                  std::string bytes, BytesCallback done) {
   const size_t members = group.empty() ? static_cast<size_t>(endpoint->size()) : group.size();
   auto state = std::make_shared<Gather>();
   state->own = std::move(bytes);
@@ -53,7 +54,8 @@ void gather_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const 
       state->done(status, {});
       return;
     }
-    state->all.resize(static_cast<size_t>(std::accumulate(state->lengths.begin(), state->lengths.end(), int64_t{0})));
+    state->all.resize(static_cast<size_t>(
+        std::accumulate(state->lengths.begin(), state->lengths.end(), int64_t{0})));
     Request contents = raw_request(OpKind::kAllGather, key, text, alone, group);
     contents.counts = state->lengths;
     contents.input = state->own.data();
@@ -74,8 +76,10 @@ void gather_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const 
   endpoint->submit(id, std::move(lengths));
 }
 
-void broadcast_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const std::string& key, const std::string& text,
-                     const std::string& alone, const std::vector<int>& group, int root, std::string bytes, BytesCallback done) {
+void broadcast_bytes(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, const std::string& key,
+                     const std::string& text, const std::string& alone,
+                     const std::vector<int>& group, int root, std::string bytes,
+                     BytesCallback done) {
   auto state = std::make_shared<Copy>();
   state->bytes = std::move(bytes);
   state->length = static_cast<int64_t>(state->bytes.size());

@@ -18,16 +18,20 @@ using tensorflow::TensorShape;
 
 class CommunicatorOp : public tensorflow::OpKernel {
  public:
-  explicit CommunicatorOp(OpKernelConstruction* ctx) : OpKernel(ctx) { read(ctx, "communicator", &name_, "rank", &rank_); }
+  explicit CommunicatorOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    read(ctx, "communicator", &name_, "rank", &rank_);
+  }
   void Compute(OpKernelContext* ctx) override {
     whale::Status status;
     const EndpointPtr endpoint = whale::Engine::instance().find(name_, rank_, &status);
     OP_REQUIRES_OK(ctx, exchange_error(status));
     Tensor* handle = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &handle));
-    // The handle holds the only reference: the communicator's life does not hang on a session's resource manager.
+    // The handle holds the only reference: the communicator's life does not hang on a session's
+    // resource manager.
     handle->scalar<tensorflow::ResourceHandle>()() =
-        tensorflow::ResourceHandle::MakeRefCountingHandle(new CommunicatorResource(endpoint), ctx->device()->name());
+        tensorflow::ResourceHandle::MakeRefCountingHandle(new CommunicatorResource(endpoint),
+                                                          ctx->device()->name());
   }
 
  private:
@@ -44,7 +48,9 @@ class HoldOp : public tensorflow::OpKernel {
 
 std::string pack_shapes(const std::vector<TensorShape>& shapes) {
   std::string out;
-  const auto append = [&out](int64_t value) { out.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
+  const auto append = [&out](int64_t value) {
+    out.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
   for (const TensorShape& shape : shapes) {
     append(shape.dims());
     for (int d = 0; d < shape.dims(); ++d) append(shape.dim_size(d));
@@ -88,11 +94,12 @@ class BroadcastOp : public TensorOp {
     std::vector<TensorShape> own;
     for (int i = 0; i < count_ && is_root; ++i) {
       own.push_back(ctx->input(i + 1).shape());
-      OP_REQUIRES_ASYNC(ctx, declared_.empty() || declared_[i].IsCompatibleWith(own[i]),
-                        absl::InvalidArgumentError(absl::StrCat("Broadcast '", key(), "': input ", i, " of the root has shape ",
-                                                                own[i].DebugString(), ", declared is ", declared_[i].DebugString(),
-                                                                "; correct the attribute 'shapes'")),
-                        done);
+      OP_REQUIRES_ASYNC(
+          ctx, declared_.empty() || declared_[i].IsCompatibleWith(own[i]),
+          absl::InvalidArgumentError(absl::StrCat(
+              "Broadcast '", key(), "': input ", i, " of the root has shape ", own[i].DebugString(),
+              ", declared is ", declared_[i].DebugString(), "; correct the attribute 'shapes'")),
+          done);
     }
     if (known_) {
       broadcast(ctx, group, shapes_, std::move(done));
@@ -101,17 +108,21 @@ class BroadcastOp : public TensorOp {
     launch_with(
         ctx, group,
         [this, endpoint = group.endpoint, own](uint64_t id, whale::BytesCallback finished) {
-          whale::broadcast_bytes(endpoint, id, key() + "/shapes", absl::StrCat("shapes of ", count_, " tensors"), "", ranks(), root_,
+          whale::broadcast_bytes(endpoint, id, key() + "/shapes",
+                                 absl::StrCat("shapes of ", count_, " tensors"), "", ranks(), root_,
                                  pack_shapes(own), std::move(finished));
         },
-        [this, ctx, group, done = std::move(done)](const whale::Status& status, std::vector<std::string> parts) {
-          status.ok() ? broadcast(ctx, group, unpack_shapes(parts[0]), done) : end(ctx, status, done);
+        [this, ctx, group, done = std::move(done)](const whale::Status& status,
+                                                   std::vector<std::string> parts) {
+          status.ok() ? broadcast(ctx, group, unpack_shapes(parts[0]), done)
+                      : end(ctx, status, done);
         });
   }
 
  private:
   // The tensors travel side by side, each straight from and into its own memory.
-  void broadcast(OpKernelContext* ctx, const Group& group, const std::vector<TensorShape>& shapes, DoneCallback done) {
+  void broadcast(OpKernelContext* ctx, const Group& group, const std::vector<TensorShape>& shapes,
+                 DoneCallback done) {
     const bool is_root = group.index == root_;
     std::vector<Tensor> outputs(count_);
     for (int i = 0; i < count_; ++i) {
@@ -123,13 +134,15 @@ class BroadcastOp : public TensorOp {
       }
       OP_REQUIRES_ASYNC(ctx, declared_.empty() || declared_[i].IsCompatibleWith(shapes[i]),
                         exchange_error(absl::InvalidArgumentError(absl::StrCat(
-                            "Broadcast '", key(), "': the root sends shape ", shapes[i].DebugString(), " for input ", i, ", declared is ",
+                            "Broadcast '", key(), "': the root sends shape ",
+                            shapes[i].DebugString(), " for input ", i, ", declared is ",
                             declared_[i].DebugString(), "; correct the attribute 'shapes'"))),
                         done);
       OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(i, shapes[i], &output), done);
       outputs[i] = *output;
     }
-    // All outcomes are told on the engine's thread, except those of a step that is cancelled already.
+    // All outcomes are told on the engine's thread, except those of a step that is cancelled
+    // already.
     struct Countdown {
       std::mutex mutex;
       int left;
@@ -184,7 +197,9 @@ class SendOp : public TensorOp {
 
 class RecvOp : public TensorOp {
  public:
-  explicit RecvOp(OpKernelConstruction* ctx) : TensorOp(ctx) { read(ctx, "peer", &peer_, "shape", &shape_); }
+  explicit RecvOp(OpKernelConstruction* ctx) : TensorOp(ctx) {
+    read(ctx, "peer", &peer_, "shape", &shape_);
+  }
 
  protected:
   void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
@@ -192,19 +207,23 @@ class RecvOp : public TensorOp {
     request.root = peer_;
     request.counts = {0};
     auto held = std::make_shared<Tensor>();
-    request.place = [this, ctx, held = held.get()](const std::vector<int64_t>& dims, uint64_t bytes, void** destination) {
+    request.place = [this, ctx, held = held.get()](const std::vector<int64_t>& dims, uint64_t bytes,
+                                                   void** destination) {
       TensorShape sent;
       for (const int64_t dim : dims) sent.AddDim(dim);
       if (!shape_.IsCompatibleWith(sent)) {
-        return whale::Status::Error(whale::Code::kInvalidArgument,
-                                    absl::StrCat("Recv '", key(), "': rank ", peer_, " sends shape ", sent.DebugString(),
-                                                 ", expected ", shape_.DebugString(), "; give both ends the same shape"));
+        return whale::Status::Error(
+            whale::Code::kInvalidArgument,
+            absl::StrCat("Recv '", key(), "': rank ", peer_, " sends shape ", sent.DebugString(),
+                         ", expected ", shape_.DebugString(), "; give both ends the same shape"));
       }
       Tensor* output = nullptr;
       const absl::Status status = ctx->allocate_output(0, sent, &output);
       if (!status.ok() || output->TotalBytes() != bytes) {
-        return whale::Status::Error(whale::Code::kInternal, absl::StrCat("Recv '", key(), "': memory for shape ", sent.DebugString(),
-                                                                         " could not be had: ", std::string(status.message())));
+        return whale::Status::Error(
+            whale::Code::kInternal,
+            absl::StrCat("Recv '", key(), "': memory for shape ", sent.DebugString(),
+                         " could not be had: ", std::string(status.message())));
       }
       *held = *output;
       *destination = data_of(*output);
@@ -225,7 +244,8 @@ class BarrierOp : public CommunicationOp {
 
  protected:
   void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
-    launch_last(ctx, group, make_request(whale::OpKind::kBarrier, tensorflow::DT_UINT8, ""), std::move(done));
+    launch_last(ctx, group, make_request(whale::OpKind::kBarrier, tensorflow::DT_UINT8, ""),
+                std::move(done));
   }
 };
 
@@ -240,12 +260,15 @@ class CheckOp : public CommunicationOp {
     launch_with(
         ctx, group,
         [this, endpoint = group.endpoint](uint64_t id, whale::BytesCallback finished) {
-          whale::gather_bytes(endpoint, id, key(), "fingerprints", "", ranks(), fingerprint_ + '\0' + what_, std::move(finished));
+          whale::gather_bytes(endpoint, id, key(), "fingerprints", "", ranks(),
+                              fingerprint_ + '\0' + what_, std::move(finished));
         },
-        [this, ctx, endpoint = group.endpoint, done = std::move(done)](const whale::Status& status, std::vector<std::string> parts) {
+        [this, ctx, endpoint = group.endpoint, done = std::move(done)](
+            const whale::Status& status, std::vector<std::string> parts) {
           whale::Status outcome = status;
           if (status.ok()) outcome = compare(parts);
-          // Every rank of the group sees the difference; the abort reaches those that are not in it.
+          // Every rank of the group sees the difference; the abort reaches those that are not in
+          // it.
           if (status.ok() && !outcome.ok()) endpoint->abort(outcome);
           end(ctx, outcome, done);
         });
@@ -259,16 +282,18 @@ class CheckOp : public CommunicationOp {
     }
     const std::string first = parts[0].substr(0, parts[0].find('\0'));
     bool equal = true;
-    for (const auto& [part, members] : ranks_by_part) equal = equal && part.substr(0, part.find('\0')) == first;
+    for (const auto& [part, members] : ranks_by_part)
+      equal = equal && part.substr(0, part.find('\0')) == first;
     if (equal) return whale::Status::Ok();
     std::string message = "the ranks are about to run different things: ";
     for (const auto& [part, members] : ranks_by_part) {
       const size_t split = part.find('\0');
-      message += (members.size() == 1 ? "rank " : "ranks ") + whale::join_ranks(members) + ": " + part.substr(split + 1) +
-                 " (fingerprint " + part.substr(0, split) + "); ";
+      message += (members.size() == 1 ? "rank " : "ranks ") + whale::join_ranks(members) + ": " +
+                 part.substr(split + 1) + " (fingerprint " + part.substr(0, split) + "); ";
     }
-    return whale::Status::Error(whale::Code::kInvalidArgument,
-                                message + "run the same script with the same arguments and data shapes on every rank");
+    return whale::Status::Error(
+        whale::Code::kInvalidArgument,
+        message + "run the same script with the same arguments and data shapes on every rank");
   }
 
   std::string fingerprint_;

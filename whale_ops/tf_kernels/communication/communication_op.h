@@ -1,4 +1,5 @@
-// What the kernels share: the communicator as a resource, starting an operation of the core, and the end of it.
+// What the kernels share: the communicator as a resource, starting an operation of the core, and
+// the end of it.
 #pragma once
 
 #include <functional>
@@ -29,13 +30,17 @@ class CommunicatorResource : public tensorflow::ResourceBase {
 };
 
 absl::Status to_tensorflow(const whale::Status& status);
-// An error of an exchange: marked with a payload, by which Python tells it from an error of a computation. A kernel of an exchange
-// that refuses what this rank gives it, or finds no memory, sets a plain error: the other ranks have to be told of it.
+// An error of an exchange: marked with a payload, by which Python tells it from an error of a
+// computation. A kernel of an exchange that refuses what this rank gives it, or finds no memory,
+// sets a plain error: the other ranks have to be told of it.
 absl::Status exchange_error(absl::Status status);
-inline absl::Status exchange_error(const whale::Status& status) { return exchange_error(to_tensorflow(status)); }
+inline absl::Status exchange_error(const whale::Status& status) {
+  return exchange_error(to_tensorflow(status));
+}
 whale::DType to_core(tensorflow::DataType dtype);
 
-// Attributes by name: read(ctx, "axis", &axis_, "sizes", &sizes_). The first that cannot be read is the kernel's error.
+// Attributes by name: read(ctx, "axis", &axis_, "sizes", &sizes_). The first that cannot be read is
+// the kernel's error.
 inline void read(tensorflow::OpKernelConstruction*) {}
 template <typename Value, typename... More>
 void read(tensorflow::OpKernelConstruction* ctx, const char* name, Value* value, More... more) {
@@ -46,13 +51,15 @@ void read(tensorflow::OpKernelConstruction* ctx, const char* name, Value* value,
 void read_reduction(tensorflow::OpKernelConstruction* ctx, whale::Reduction* reduction);
 
 // The end of a kernel that was under way.
-void end(tensorflow::OpKernelContext* ctx, const whale::Status& status, const tensorflow::AsyncOpKernel::DoneCallback& done);
+void end(tensorflow::OpKernelContext* ctx, const whale::Status& status,
+         const tensorflow::AsyncOpKernel::DoneCallback& done);
 
 // What is done when TensorFlow cancels the step while something is under way.
 class Cancellation {
  public:
   explicit Cancellation(tensorflow::OpKernelContext* ctx);
-  // False: the step was cancelled before. TensorFlow may call `cancel` while, or after, the operation ends.
+  // False: the step was cancelled before. TensorFlow may call `cancel` while, or after, the
+  // operation ends.
   bool attach(std::function<void()> cancel) const;
   void detach() const;
 
@@ -73,27 +80,31 @@ class CommunicationOp : public tensorflow::AsyncOpKernel {
  public:
   explicit CommunicationOp(tensorflow::OpKernelConstruction* ctx);
   void ComputeAsync(tensorflow::OpKernelContext* ctx, DoneCallback done) final;
-  // It only starts something. The executor runs what is not expensive at once, before computation that is ready too: the exchange
-  // is under way meanwhile, also where the rank has one thread.
+  // It only starts something. The executor runs what is not expensive at once, before computation
+  // that is ready too: the exchange is under way meanwhile, also where the rank has one thread.
   bool IsExpensive() override { return false; }
 
  protected:
   // Starts the operation; `done` is called exactly once, whatever happens.
   virtual void start(tensorflow::OpKernelContext* ctx, const Group& group, DoneCallback done) = 0;
 
-  whale::Request make_request(whale::OpKind kind, tensorflow::DataType dtype, std::string text) const;
+  whale::Request make_request(whale::OpKind kind, tensorflow::DataType dtype,
+                              std::string text) const;
   int group_rank(int index) const { return ranks_.empty() ? index : ranks_[index]; }
 
-  // Runs one operation of the core with TensorFlow's cancellation attached. Its owner stays alive until the network has let go.
-  // `then` runs on the engine's thread: it must not block.
+  // Runs one operation of the core with TensorFlow's cancellation attached. Its owner stays alive
+  // until the network has let go. `then` runs on the engine's thread: it must not block.
   void launch(tensorflow::OpKernelContext* ctx, const Group& group, whale::Request request,
               std::function<void(const whale::Status&)> then) const;
   // The same with an identifier for something that the core starts by itself.
   void launch_with(tensorflow::OpKernelContext* ctx, const Group& group,
-                   std::function<void(uint64_t id, whale::BytesCallback)> submit, whale::BytesCallback then) const;
-  // launch(), then the end of the kernel: on success `finish` (null: nothing), which goes over so many bytes, and `done`.
-  void launch_last(tensorflow::OpKernelContext* ctx, const Group& group, whale::Request request, DoneCallback done,
-                   int64_t finish_bytes = 0, std::function<void()> finish = nullptr) const;
+                   std::function<void(uint64_t id, whale::BytesCallback)> submit,
+                   whale::BytesCallback then) const;
+  // launch(), then the end of the kernel: on success `finish` (null: nothing), which goes over so
+  // many bytes, and `done`.
+  void launch_last(tensorflow::OpKernelContext* ctx, const Group& group, whale::Request request,
+                   DoneCallback done, int64_t finish_bytes = 0,
+                   std::function<void()> finish = nullptr) const;
 
   const std::string& key() const { return key_; }
   const std::vector<int>& ranks() const { return ranks_; }
@@ -110,15 +121,17 @@ class TensorOp : public CommunicationOp {
 
  protected:
   tensorflow::DataType dtype() const { return dtype_; }
-  whale::Request request_of(whale::OpKind kind, std::string text) const { return make_request(kind, dtype_, std::move(text)); }
+  whale::Request request_of(whale::OpKind kind, std::string text) const {
+    return make_request(kind, dtype_, std::move(text));
+  }
 
  private:
   tensorflow::DataType dtype_ = tensorflow::DT_INVALID;
 };
 
-// The owner of a request: tensors, of which the caller hands over all of its references. Its thread may lose its core to the
-// engine at once, and what follows takes over the memory of tensors that nobody else refers to. (An initialiser list would keep
-// a reference until the statement ends.)
+// The owner of a request: tensors, of which the caller hands over all of its references. Its thread
+// may lose its core to the engine at once, and what follows takes over the memory of tensors that
+// nobody else refers to. (An initialiser list would keep a reference until the statement ends.)
 inline std::shared_ptr<void> owner_of(std::vector<tensorflow::Tensor> tensors) {
   return std::make_shared<std::vector<tensorflow::Tensor>>(std::move(tensors));
 }

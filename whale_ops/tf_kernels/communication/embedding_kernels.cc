@@ -1,7 +1,9 @@
-// RouteIds, ReturnRows and SendRows: rows of tables that ranks hold in parts, by all-to-alls of as many rows as there are.
+// RouteIds, ReturnRows and SendRows: rows of tables that ranks hold in parts, by all-to-alls of as
+// many rows as there are.
 //
-// A rank asks each owner once for each id. What it asks for lies by table, then ascending, so that an owner's ids are one run.
-// Several tables travel together: what goes to a rank are the runs of all tables, one behind the other.
+// A rank asks each owner once for each id. What it asks for lies by table, then ascending, so that
+// an owner's ids are one run. Several tables travel together: what goes to a rank are the runs of
+// all tables, one behind the other.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -22,20 +24,25 @@ using tensorflow::TensorShape;
 // How many rows of each table go to, or come from, each rank: [table][rank].
 using Counts = std::vector<std::vector<int64_t>>;
 
-int64_t sum(const std::vector<int64_t>& numbers) { return std::accumulate(numbers.begin(), numbers.end(), int64_t{0}); }
+int64_t sum(const std::vector<int64_t>& numbers) {
+  return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+}
 
 // Elements of all tables for each rank; `widths`: elements of a row of each table.
 std::vector<int64_t> by_rank(const Counts& counts, const std::vector<int64_t>& widths) {
   std::vector<int64_t> found(counts[0].size(), 0);
   for (size_t table = 0; table < counts.size(); ++table) {
-    for (size_t rank = 0; rank < found.size(); ++rank) found[rank] += counts[table][rank] * widths[table];
+    for (size_t rank = 0; rank < found.size(); ++rank)
+      found[rank] += counts[table][rank] * widths[table];
   }
   return found;
 }
 
-// Calls copy(table, first byte within the table, first byte within the message, bytes) for every run.
+// Calls copy(table, first byte within the table, first byte within the message, bytes) for every
+// run.
 template <typename Copy>
-void for_runs(const Counts& counts, const std::vector<int64_t>& widths, int64_t element_bytes, Copy copy) {
+void for_runs(const Counts& counts, const std::vector<int64_t>& widths, int64_t element_bytes,
+              Copy copy) {
   std::vector<int64_t> at(counts.size(), 0);
   int64_t position = 0;
   for (size_t rank = 0; rank < counts[0].size(); ++rank) {
@@ -71,13 +78,15 @@ class RowsOp : public TensorOp {
     return read_counts(ctx, "came", size, &routed->came);
   }
 
-  absl::Status read_counts(OpKernelContext* ctx, const char* name, size_t size, Counts* counts) const {
+  absl::Status read_counts(OpKernelContext* ctx, const char* name, size_t size,
+                           Counts* counts) const {
     OpInputList list;
     TF_RETURN_IF_ERROR(ctx->input_list(name, &list));
     for (const Tensor& one : list) {
       if (one.NumElements() != static_cast<int64_t>(size)) {
-        return absl::InvalidArgumentError(absl::StrCat("'", key(), "': ", name, " is of shape ", one.shape().DebugString(), " for ",
-                                                       size, " ranks; expected one number per rank"));
+        return absl::InvalidArgumentError(absl::StrCat("'", key(), "': ", name, " is of shape ",
+                                                       one.shape().DebugString(), " for ", size,
+                                                       " ranks; expected one number per rank"));
       }
       const auto values = one.flat<int64_t>();
       counts->emplace_back(values.data(), values.data() + size);
@@ -85,9 +94,10 @@ class RowsOp : public TensorOp {
     return absl::OkStatus();
   }
 
-  // The operation that sends `sent` and receives into `received`; both hold the tables' runs rank by rank.
-  whale::Request all_to_all(const Counts& out, const Counts& in, const std::vector<int64_t>& widths, const Tensor& sent,
-                            const Tensor& received, std::string text) const {
+  // The operation that sends `sent` and receives into `received`; both hold the tables' runs rank
+  // by rank.
+  whale::Request all_to_all(const Counts& out, const Counts& in, const std::vector<int64_t>& widths,
+                            const Tensor& sent, const Tensor& received, std::string text) const {
     whale::Request request = request_of(whale::OpKind::kAllToAll, std::move(text));
     request.counts = by_rank(out, widths);
     request.recv_counts = by_rank(in, widths);
@@ -97,13 +107,15 @@ class RowsOp : public TensorOp {
   }
 
   // What is received is one table's rows as they are to lie, or is dealt to several.
-  absl::Status received_into(OpKernelContext* ctx, const Counts& in, const std::vector<int64_t>& widths,
-                             const std::vector<Tensor>& tables, Tensor* received, std::function<void()>* finish) const {
+  absl::Status received_into(OpKernelContext* ctx, const Counts& in,
+                             const std::vector<int64_t>& widths, const std::vector<Tensor>& tables,
+                             Tensor* received, std::function<void()>* finish) const {
     if (tables.size() == 1) {
       *received = tables[0];
       return absl::OkStatus();
     }
-    TF_RETURN_IF_ERROR(ctx->allocate_temp(dtype(), TensorShape({sum(by_rank(in, widths))}), received));
+    TF_RETURN_IF_ERROR(
+        ctx->allocate_temp(dtype(), TensorShape({sum(by_rank(in, widths))}), received));
     const int64_t bytes_each = tensorflow::DataTypeSize(dtype());
     *finish = [in, widths, tables, whole = *received, bytes_each] {
       for_runs(in, widths, bytes_each, [&](size_t table, int64_t to, int64_t from, int64_t bytes) {
@@ -113,16 +125,18 @@ class RowsOp : public TensorOp {
     return absl::OkStatus();
   }
 
-  absl::Status sent_from(OpKernelContext* ctx, const Counts& out, const std::vector<int64_t>& widths,
-                         const std::vector<Tensor>& tables, Tensor* sent) const {
+  absl::Status sent_from(OpKernelContext* ctx, const Counts& out,
+                         const std::vector<int64_t>& widths, const std::vector<Tensor>& tables,
+                         Tensor* sent) const {
     if (tables.size() == 1) {
       *sent = tables[0];
       return absl::OkStatus();
     }
     TF_RETURN_IF_ERROR(ctx->allocate_temp(dtype(), TensorShape({sum(by_rank(out, widths))}), sent));
-    for_runs(out, widths, tensorflow::DataTypeSize(dtype()), [&](size_t table, int64_t from, int64_t to, int64_t bytes) {
-      std::memcpy(data_of(*sent) + to, data_of(tables[table]) + from, bytes);
-    });
+    for_runs(out, widths, tensorflow::DataTypeSize(dtype()),
+             [&](size_t table, int64_t from, int64_t to, int64_t bytes) {
+               std::memcpy(data_of(*sent) + to, data_of(tables[table]) + from, bytes);
+             });
     return absl::OkStatus();
   }
 
@@ -150,12 +164,13 @@ class RouteIdsOp : public RowsOp {
 
  protected:
   void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
-    OP_REQUIRES_ASYNC(ctx, starts_.size() == tables() * (group.size + 1),
-                      absl::InvalidArgumentError(absl::StrCat("RouteIds '", key(), "': ", starts_.size(), " starts for ", tables(),
-                                                              " tables and ", group.size,
-                                                              " ranks; expected each rank's first row and the number of rows, table by "
-                                                              "table")),
-                      done);
+    OP_REQUIRES_ASYNC(
+        ctx, starts_.size() == tables() * (group.size + 1),
+        absl::InvalidArgumentError(absl::StrCat(
+            "RouteIds '", key(), "': ", starts_.size(), " starts for ", tables(), " tables and ",
+            group.size,
+            " ranks; expected each rank's first row and the number of rows, table by table")),
+        done);
     auto route = std::make_shared<Route>();
     route->out.assign(tables(), std::vector<int64_t>(group.size, 0));
     route->in = route->out;
@@ -165,18 +180,21 @@ class RouteIdsOp : public RowsOp {
     const size_t each = tables();
     route->numbers.resize(2 * each * group.size);
     for (size_t rank = 0; rank < group.size; ++rank) {
-      for (size_t table = 0; table < each; ++table) route->numbers[rank * each + table] = route->out[table][rank];
+      for (size_t table = 0; table < each; ++table)
+        route->numbers[rank * each + table] = route->out[table][rank];
     }
-    whale::Request request = make_request(whale::OpKind::kAllToAll, tensorflow::DT_INT64, absl::StrCat("rows of ", each, " tables"));
+    whale::Request request = make_request(whale::OpKind::kAllToAll, tensorflow::DT_INT64,
+                                          absl::StrCat("rows of ", each, " tables"));
     request.key += "/sizes";
     request.counts.assign(group.size, tables());
     request.recv_counts = request.counts;
     request.input = route->numbers.data();
     request.output = route->numbers.data() + each * group.size;
     request.owner = route;
-    launch(ctx, group, std::move(request), [this, ctx, group, route, done = std::move(done)](const whale::Status& status) {
-      status.ok() ? exchange(ctx, group, route, done) : end(ctx, status, done);
-    });
+    launch(ctx, group, std::move(request),
+           [this, ctx, group, route, done = std::move(done)](const whale::Status& status) {
+             status.ok() ? exchange(ctx, group, route, done) : end(ctx, status, done);
+           });
   }
 
  private:
@@ -186,7 +204,9 @@ class RouteIdsOp : public RowsOp {
     std::vector<int64_t> numbers;
   };
 
-  const int64_t* starts(const Group& group, int table) const { return starts_.data() + table * (group.size + 1); }
+  const int64_t* starts(const Group& group, int table) const {
+    return starts_.data() + table * (group.size + 1);
+  }
 
   // A table's ids, each once, how many of them each rank has, and where each id has come to lie.
   absl::Status sort(OpKernelContext* ctx, const Group& group, int table, Route* route) {
@@ -200,8 +220,9 @@ class RouteIdsOp : public RowsOp {
     const int64_t rows = first[group.size];
     for (const auto* end : {count ? &order.front() : nullptr, count ? &order.back() : nullptr}) {
       if (end != nullptr && (end->first < 0 || static_cast<int64_t>(end->first) >= rows)) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("indices[", end->second, "] = ", end->first, " is not in [0, ", rows, ") (RouteIds '", key(), "')"));
+        return absl::InvalidArgumentError(absl::StrCat("indices[", end->second, "] = ", end->first,
+                                                       " is not in [0, ", rows, ") (RouteIds '",
+                                                       key(), "')"));
       }
     }
     Tensor* back = nullptr;
@@ -227,15 +248,18 @@ class RouteIdsOp : public RowsOp {
     return absl::OkStatus();
   }
 
-  void exchange(OpKernelContext* ctx, const Group& group, const std::shared_ptr<Route>& route, DoneCallback done) {
+  void exchange(OpKernelContext* ctx, const Group& group, const std::shared_ptr<Route>& route,
+                DoneCallback done) {
     const size_t each = tables();
     for (size_t rank = 0; rank < group.size; ++rank) {
-      for (size_t table = 0; table < each; ++table) route->in[table][rank] = route->numbers[(group.size + rank) * each + table];
+      for (size_t table = 0; table < each; ++table)
+        route->in[table][rank] = route->numbers[(group.size + rank) * each + table];
     }
     std::vector<Tensor> asked;
     for (size_t table = 0; table < each; ++table) {
       Tensor* output = nullptr;
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(table, TensorShape({sum(route->in[table])}), &output), done);
+      OP_REQUIRES_OK_ASYNC(
+          ctx, ctx->allocate_output(table, TensorShape({sum(route->in[table])}), &output), done);
       asked.push_back(*output);
       const std::pair<size_t, const Counts*> numbers[] = {{2, &route->out}, {3, &route->in}};
       for (const auto& [list, counts] : numbers) {
@@ -250,19 +274,22 @@ class RouteIdsOp : public RowsOp {
     std::function<void()> dealt;
     OP_REQUIRES_OK_ASYNC(ctx, sent_from(ctx, route->out, one, route->once, &sent), done);
     OP_REQUIRES_OK_ASYNC(ctx, received_into(ctx, route->in, one, asked, &received, &dealt), done);
-    whale::Request request = all_to_all(route->out, route->in, one, sent, received, absl::StrCat("ids of ", each, " tables"));
+    whale::Request request = all_to_all(route->out, route->in, one, sent, received,
+                                        absl::StrCat("ids of ", each, " tables"));
     const auto bytes = static_cast<int64_t>(received.TotalBytes());
     request.owner = owner_of(std::move(sent), std::move(received));
     std::vector<int64_t> mine;
     for (size_t table = 0; table < each; ++table) mine.push_back(starts(group, table)[group.index]);
-    launch_last(ctx, group, std::move(request), std::move(done), bytes, [asked, mine, dealt = std::move(dealt)] {
-      if (dealt != nullptr) dealt();
-      for (size_t table = 0; table < asked.size(); ++table) {
-        Tensor ids = asked[table];
-        auto values = ids.flat<Id>();
-        for (int64_t i = 0; i < values.size(); ++i) values(i) -= static_cast<Id>(mine[table]);
-      }
-    });
+    launch_last(ctx, group, std::move(request), std::move(done), bytes,
+                [asked, mine, dealt = std::move(dealt)] {
+                  if (dealt != nullptr) dealt();
+                  for (size_t table = 0; table < asked.size(); ++table) {
+                    Tensor ids = asked[table];
+                    auto values = ids.flat<Id>();
+                    for (int64_t i = 0; i < values.size(); ++i)
+                      values(i) -= static_cast<Id>(mine[table]);
+                  }
+                });
   }
 
   std::vector<int64_t> starts_;
@@ -280,16 +307,18 @@ class ReturnRowsOp : public RowsOp {
     std::vector<Tensor> held, once, results, places;
     std::vector<int64_t> widths;
     for (int table = 0; table < tables(); ++table) {
-      OP_REQUIRES_ASYNC(ctx, rows[table].dims() >= 1 && rows[table].dim_size(0) == sum(came_ids[table]),
-                        absl::InvalidArgumentError(absl::StrCat("ReturnRows '", key(), "': rows of shape ",
-                                                                rows[table].shape().DebugString(), "; expected the ",
-                                                                sum(came_ids[table]), " rows that were asked for")),
-                        done);
+      OP_REQUIRES_ASYNC(
+          ctx, rows[table].dims() >= 1 && rows[table].dim_size(0) == sum(came_ids[table]),
+          absl::InvalidArgumentError(absl::StrCat(
+              "ReturnRows '", key(), "': rows of shape ", rows[table].shape().DebugString(),
+              "; expected the ", sum(came_ids[table]), " rows that were asked for")),
+          done);
       held.push_back(rows[table]);
       places.push_back(back[table]);
       widths.push_back(width_of(rows[table].shape(), 1));
       Tensor kept;
-      const TensorShape shape = with_rows(TensorShape({sum(sent_ids[table])}), rows[table].shape(), 1);
+      const TensorShape shape =
+          with_rows(TensorShape({sum(sent_ids[table])}), rows[table].shape(), 1);
       OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_temp(dtype(), shape, &kept), done);
       once.push_back(std::move(kept));
       Tensor* output = nullptr;
@@ -301,7 +330,8 @@ class ReturnRowsOp : public RowsOp {
     std::function<void()> dealt;
     OP_REQUIRES_OK_ASYNC(ctx, sent_from(ctx, came_ids, widths, held, &sent), done);
     OP_REQUIRES_OK_ASYNC(ctx, received_into(ctx, sent_ids, widths, once, &received, &dealt), done);
-    whale::Request request = all_to_all(came_ids, sent_ids, widths, sent, received, absl::StrCat("rows of ", tables(), " tables"));
+    whale::Request request = all_to_all(came_ids, sent_ids, widths, sent, received,
+                                        absl::StrCat("rows of ", tables(), " tables"));
     int64_t bytes = 0;
     for (const Tensor& result : results) bytes += static_cast<int64_t>(result.TotalBytes());
     request.owner = owner_of(std::move(sent), std::move(received));
@@ -313,7 +343,8 @@ class ReturnRowsOp : public RowsOp {
                     const int64_t row = widths[table] * bytes_each;
                     const auto place = places[table].flat<int32_t>();
                     char* to = data_of(results[table]);
-                    for (int64_t i = 0; i < place.size(); ++i) std::memcpy(to + i * row, data_of(once[table]) + place(i) * row, row);
+                    for (int64_t i = 0; i < place.size(); ++i)
+                      std::memcpy(to + i * row, data_of(once[table]) + place(i) * row, row);
                   }
                 });
   }
@@ -335,28 +366,38 @@ class SendRowsOp : public RowsOp {
       const int ids_dims = back[table].dims();
       const TensorShape& shape = rows[table].shape();
       bool fits = shape.dims() >= ids_dims;
-      for (int i = 0; fits && i < ids_dims; ++i) fits = shape.dim_size(i) == back[table].dim_size(i);
-      OP_REQUIRES_ASYNC(ctx, fits,
-                        absl::InvalidArgumentError(absl::StrCat("SendRows '", key(), "': rows of shape ", shape.DebugString(),
-                                                                " for ids of shape ", back[table].shape().DebugString(),
-                                                                "; expected a row for each id")),
-                        done);
+      for (int i = 0; fits && i < ids_dims; ++i)
+        fits = shape.dim_size(i) == back[table].dim_size(i);
+      OP_REQUIRES_ASYNC(
+          ctx, fits,
+          absl::InvalidArgumentError(absl::StrCat(
+              "SendRows '", key(), "': rows of shape ", shape.DebugString(), " for ids of shape ",
+              back[table].shape().DebugString(), "; expected a row for each id")),
+          done);
       widths.push_back(width_of(shape, ids_dims));
       Tensor sums;
       OP_REQUIRES_OK_ASYNC(
-          ctx, ctx->allocate_temp(dtype(), with_rows(TensorShape({sum(sent_ids[table])}), shape, ids_dims), &sums), done);
+          ctx,
+          ctx->allocate_temp(
+              dtype(), with_rows(TensorShape({sum(sent_ids[table])}), shape, ids_dims), &sums),
+          done);
       add(rows[table], back[table], widths.back(), &sums);
       added.push_back(std::move(sums));
       Tensor* output = nullptr;
       OP_REQUIRES_OK_ASYNC(
-          ctx, ctx->allocate_output(table, with_rows(TensorShape({sum(came_ids[table])}), shape, ids_dims), &output), done);
+          ctx,
+          ctx->allocate_output(
+              table, with_rows(TensorShape({sum(came_ids[table])}), shape, ids_dims), &output),
+          done);
       results.push_back(*output);
     }
     Tensor sent, received;
     std::function<void()> dealt;
     OP_REQUIRES_OK_ASYNC(ctx, sent_from(ctx, sent_ids, widths, added, &sent), done);
-    OP_REQUIRES_OK_ASYNC(ctx, received_into(ctx, came_ids, widths, results, &received, &dealt), done);
-    whale::Request request = all_to_all(sent_ids, came_ids, widths, sent, received, absl::StrCat("sums of ", tables(), " tables"));
+    OP_REQUIRES_OK_ASYNC(ctx, received_into(ctx, came_ids, widths, results, &received, &dealt),
+                         done);
+    whale::Request request = all_to_all(sent_ids, came_ids, widths, sent, received,
+                                        absl::StrCat("sums of ", tables(), " tables"));
     const int64_t bytes = dealt == nullptr ? 0 : static_cast<int64_t>(received.TotalBytes());
     request.owner = owner_of(std::move(sent), std::move(received));
     launch_last(ctx, group, std::move(request), std::move(done), bytes, std::move(dealt));
@@ -378,16 +419,20 @@ class SendRowsOp : public RowsOp {
 
 }  // namespace
 
-#define REGISTER_ROUTE(type) \
-  REGISTER_KERNEL_BUILDER(Name("WhaleRouteIds").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), RouteIdsOp<type>)
+#define REGISTER_ROUTE(type)                                                          \
+  REGISTER_KERNEL_BUILDER(                                                            \
+      Name("WhaleRouteIds").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
+      RouteIdsOp<type>)
 REGISTER_ROUTE(int32_t);
 REGISTER_ROUTE(int64_t);
 #undef REGISTER_ROUTE
 
 REGISTER_KERNEL_BUILDER(Name("WhaleReturnRows").Device(tensorflow::DEVICE_CPU), ReturnRowsOp);
 
-#define REGISTER_SEND(type) \
-  REGISTER_KERNEL_BUILDER(Name("WhaleSendRows").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), SendRowsOp<type>)
+#define REGISTER_SEND(type)                                                           \
+  REGISTER_KERNEL_BUILDER(                                                            \
+      Name("WhaleSendRows").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
+      SendRowsOp<type>)
 REGISTER_SEND(Eigen::half);
 REGISTER_SEND(tensorflow::bfloat16);
 REGISTER_SEND(float);

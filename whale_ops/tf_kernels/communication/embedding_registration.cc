@@ -1,4 +1,5 @@
-// Attributes and shape functions of the ops by which rows of tables are exchanged; of the others in registration.cc.
+// Attributes and shape functions of the ops by which rows of tables are exchanged; of the others in
+// registration.cc.
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -34,9 +35,11 @@ REGISTER_OP("WhaleRouteIds")
       }
       return absl::OkStatus();
     })
-    .Doc("Ids of rows go to the ranks that hold them, each id once; sizes are exchanged first. starts: of each table, every rank's first "
-         "row and the number of rows. asked: ids that the ranks want of this one, counted from its first row, rank by rank; back: which "
-         "of the ids that were sent an id is; sent, came: how many ids went to, and came from, each rank.");
+    .Doc(
+        "Ids of rows go to the ranks that hold them, each id once; sizes are exchanged first. "
+        "starts: of each table, every rank's first row and the number of rows. asked: ids that the "
+        "ranks want of this one, counted from its first row, rank by rank; back: which of the ids "
+        "that were sent an id is; sent, came: how many ids went to, and came from, each rank.");
 
 REGISTER_OP("WhaleReturnRows")
     .Input("comm: resource")
@@ -91,7 +94,8 @@ REGISTER_OP("WhaleSendRows")
       }
       return absl::OkStatus();
     })
-    .Doc("A row for each of RouteIds' ids goes to the rank that has the id's row; rows of one id are added up before. They lie as "
-         "`asked` does.");
+    .Doc(
+        "A row for each of RouteIds' ids goes to the rank that has the id's row; rows of one id "
+        "are added up before. They lie as `asked` does.");
 
 }  // namespace whale_ops

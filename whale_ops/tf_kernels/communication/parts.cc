@@ -12,13 +12,15 @@ namespace {
 
 // `copy`: called with (offset in the whole, offset in the parts, bytes) for every contiguous run.
 template <typename Copy>
-void for_each_run(const Tensor& whole, const AxisView& view, const std::vector<int64_t>& sizes, const Copy& copy) {
+void for_each_run(const Tensor& whole, const AxisView& view, const std::vector<int64_t>& sizes,
+                  const Copy& copy) {
   const int64_t inner_bytes = view.inner * tensorflow::DataTypeSize(whole.dtype());
   const int64_t row_bytes = total(sizes) * inner_bytes;
   int64_t part = 0, column = 0;
   for (const int64_t size : sizes) {
     const int64_t run = size * inner_bytes;
-    for (int64_t o = 0; o < view.outer && run > 0; ++o) copy(o * row_bytes + column, part + o * run, static_cast<size_t>(run));
+    for (int64_t o = 0; o < view.outer && run > 0; ++o)
+      copy(o * row_bytes + column, part + o * run, static_cast<size_t>(run));
     part += view.outer * run;
     column += run;
   }
@@ -30,7 +32,9 @@ absl::Status allocate(OpKernelContext* ctx, const Tensor& like, Tensor* parts) {
 
 }  // namespace
 
-int64_t total(const std::vector<int64_t>& sizes) { return std::accumulate(sizes.begin(), sizes.end(), int64_t{0}); }
+int64_t total(const std::vector<int64_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
 
 std::string join_sizes(const std::vector<int64_t>& sizes) {
   std::string out = "[";
@@ -49,26 +53,29 @@ std::vector<int64_t> AxisView::counts(const std::vector<int64_t>& sizes) const {
   return counts;
 }
 
-absl::Status in_parts(OpKernelContext* ctx, const Tensor& whole, const AxisView& view, const std::vector<int64_t>& sizes,
-                      Tensor* parts) {
+absl::Status in_parts(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
+                      const std::vector<int64_t>& sizes, Tensor* parts) {
   *parts = whole;
   if (view.outer <= 1) return absl::OkStatus();
   TF_RETURN_IF_ERROR(allocate(ctx, whole, parts));
   const char* from = data_of(whole);
   char* to = data_of(*parts);
-  for_each_run(whole, view, sizes, [&](int64_t w, int64_t p, size_t n) { std::memcpy(to + p, from + w, n); });
+  for_each_run(whole, view, sizes,
+               [&](int64_t w, int64_t p, size_t n) { std::memcpy(to + p, from + w, n); });
   return absl::OkStatus();
 }
 
-absl::Status for_parts(OpKernelContext* ctx, const Tensor& whole, const AxisView& view, const std::vector<int64_t>& sizes,
-                       Tensor* parts, std::function<void()>* finish) {
+absl::Status for_parts(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
+                       const std::vector<int64_t>& sizes, Tensor* parts,
+                       std::function<void()>* finish) {
   *parts = whole;
   if (view.outer <= 1) return absl::OkStatus();
   TF_RETURN_IF_ERROR(allocate(ctx, whole, parts));
   *finish = [whole, parts = *parts, view, sizes] {
     const char* from = data_of(parts);
     char* to = data_of(whole);
-    for_each_run(whole, view, sizes, [&](int64_t w, int64_t p, size_t n) { std::memcpy(to + w, from + p, n); });
+    for_each_run(whole, view, sizes,
+                 [&](int64_t w, int64_t p, size_t n) { std::memcpy(to + w, from + p, n); });
   };
   return absl::OkStatus();
 }

@@ -1,4 +1,5 @@
-// Tensors in parts along a dimension, a part for each rank: their sizes, and copies between a tensor and its parts.
+// Tensors in parts along a dimension, a part for each rank: their sizes, and copies between a
+// tensor and its parts.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@ inline char* data_of(const tensorflow::Tensor& tensor) {
   return const_cast<char*>(static_cast<const char*>(tensor.data()));
 }
 
-// A tensor seen as [outer, axis, inner] around one dimension. Its parts are [outer, sizes[r], inner], one behind the other:
-// where `outer` is 1, that is how they lie in the tensor.
+// A tensor seen as [outer, axis, inner] around one dimension. Its parts are [outer, sizes[r],
+// inner], one behind the other: where `outer` is 1, that is how they lie in the tensor.
 struct AxisView {
   AxisView(const tensorflow::TensorShape& shape, int axis);
   // Elements of each part.
@@ -30,11 +31,14 @@ struct AxisView {
 };
 
 // What is sent of `whole`: itself, or a copy in parts.
-absl::Status in_parts(tensorflow::OpKernelContext* ctx, const tensorflow::Tensor& whole, const AxisView& view,
-                      const std::vector<int64_t>& sizes, tensorflow::Tensor* parts);
+absl::Status in_parts(tensorflow::OpKernelContext* ctx, const tensorflow::Tensor& whole,
+                      const AxisView& view, const std::vector<int64_t>& sizes,
+                      tensorflow::Tensor* parts);
 
-// Into what the parts of `whole` are received: itself, or memory from which `finish` copies them (null: nothing is to be done).
-absl::Status for_parts(tensorflow::OpKernelContext* ctx, const tensorflow::Tensor& whole, const AxisView& view,
-                       const std::vector<int64_t>& sizes, tensorflow::Tensor* parts, std::function<void()>* finish);
+// Into what the parts of `whole` are received: itself, or memory from which `finish` copies them
+// (null: nothing is to be done).
+absl::Status for_parts(tensorflow::OpKernelContext* ctx, const tensorflow::Tensor& whole,
+                       const AxisView& view, const std::vector<int64_t>& sizes,
+                       tensorflow::Tensor* parts, std::function<void()>* finish);
 
 }  // namespace whale_ops

@@ -24,17 +24,20 @@ class AllReduceOp : public CommunicationOp {
     std::vector<const char*> sources(n);
     std::vector<Tensor> outputs(n);
     for (int i = 0; i < n; ++i) {
-      const Tensor& input = ctx->input(i + 1);  // not kept: a second reference would keep its memory from being taken over below
+      // Not kept: a second reference would keep its memory from being taken over below.
+      const Tensor& input = ctx->input(i + 1);
       elements += input.NumElements();
       sources[i] = data_of(input);
     }
     for (int i = 0; i < n; ++i) {
       Tensor* output = nullptr;
       const TensorShape shape = ctx->input(i + 1).shape();
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->forward_input_or_allocate_output({i + 1}, i, shape, &output), done);
+      OP_REQUIRES_OK_ASYNC(ctx, ctx->forward_input_or_allocate_output({i + 1}, i, shape, &output),
+                           done);
       outputs[i] = *output;
     }
-    whale::Request request = make_request(whale::OpKind::kAllReduce, reducing_.wire_dtype, std::move(text));
+    whale::Request request =
+        make_request(whale::OpKind::kAllReduce, reducing_.wire_dtype, std::move(text));
     request.reduction = reducing_.reduction;
     request.counts = {elements};
     if (reducing_.wire_dtype == reducing_.dtype) {
@@ -46,7 +49,8 @@ class AllReduceOp : public CommunicationOp {
       request.owner = owner_of(std::move(outputs));
       return launch_last(ctx, group, std::move(request), std::move(done));
     }
-    // What goes out in another dtype than the tensors have goes through a buffer that is reused from step to step.
+    // What goes out in another dtype than the tensors have goes through a buffer that is reused
+    // from step to step.
     const int64_t bytes = elements * static_cast<int64_t>(request.element_bytes);
     Tensor staging;
     OP_REQUIRES_OK_ASYNC(ctx, take_staging(ctx, bytes, &staging), done);
@@ -54,7 +58,8 @@ class AllReduceOp : public CommunicationOp {
     for (int i = 0; i < n; ++i) position += pack(sources[i], outputs[i], position);
     request.input = request.output = data_of(staging);
     request.owner = owner_of(staging);
-    std::function<void()> finish = [this, staging = std::move(staging), outputs = std::move(outputs)] {
+    std::function<void()> finish = [this, staging = std::move(staging),
+                                    outputs = std::move(outputs)] {
       const char* from = data_of(staging);
       for (const Tensor& output : outputs) from += unpack(from, output);
       give_staging(staging);
@@ -66,12 +71,14 @@ class AllReduceOp : public CommunicationOp {
   // Bytes of the tensor on the wire, which are at `wire` afterwards.
   size_t pack(const char* source, const Tensor& like, char* wire) const {
     const auto elements = static_cast<size_t>(like.NumElements());
-    whale::narrow_floats(to_core(reducing_.wire_dtype), reinterpret_cast<const float*>(source), wire, elements);
+    whale::narrow_floats(to_core(reducing_.wire_dtype), reinterpret_cast<const float*>(source),
+                         wire, elements);
     return elements * static_cast<size_t>(tensorflow::DataTypeSize(reducing_.wire_dtype));
   }
   size_t unpack(const char* wire, const Tensor& output) const {
     const auto elements = static_cast<size_t>(output.NumElements());
-    whale::widen_floats(to_core(reducing_.wire_dtype), wire, reinterpret_cast<float*>(data_of(output)), elements);
+    whale::widen_floats(to_core(reducing_.wire_dtype), wire,
+                        reinterpret_cast<float*>(data_of(output)), elements);
     return elements * static_cast<size_t>(tensorflow::DataTypeSize(reducing_.wire_dtype));
   }
   absl::Status take_staging(OpKernelContext* ctx, int64_t bytes, Tensor* staging) {
@@ -106,20 +113,23 @@ class ReduceScatterOp : public TensorOp {
  protected:
   void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
     const Tensor& input = ctx->input(1);
-    OP_REQUIRES_ASYNC(ctx,
-                      axis_ >= 0 && axis_ < input.dims() && sizes_.size() == group.size && input.dim_size(axis_) == total(sizes_),
-                      absl::InvalidArgumentError(absl::StrCat(
-                          "ReduceScatter '", key(), "' on rank ", group.endpoint->rank(), ": input of shape ", input.shape().DebugString(),
-                          ", axis ", axis_, ", sizes ", join_sizes(sizes_), " for ", group.size,
-                          " ranks; expected one size per rank that add up to the input's dimension")),
-                      done);
+    OP_REQUIRES_ASYNC(
+        ctx,
+        axis_ >= 0 && axis_ < input.dims() && sizes_.size() == group.size &&
+            input.dim_size(axis_) == total(sizes_),
+        absl::InvalidArgumentError(absl::StrCat(
+            "ReduceScatter '", key(), "' on rank ", group.endpoint->rank(), ": input of shape ",
+            input.shape().DebugString(), ", axis ", axis_, ", sizes ", join_sizes(sizes_), " for ",
+            group.size, " ranks; expected one size per rank that add up to the input's dimension")),
+        done);
     TensorShape shape = input.shape();
     shape.set_dim(axis_, sizes_[group.index]);
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(0, shape, &output), done);
     const AxisView view(input.shape(), axis_);
-    whale::Request request = request_of(whale::OpKind::kReduceScatter,
-                                        absl::StrCat(input.shape().DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_)));
+    whale::Request request = request_of(
+        whale::OpKind::kReduceScatter,
+        absl::StrCat(input.shape().DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_)));
     request.reduction = reduction_;
     request.counts = view.counts(sizes_);
     Tensor parts;

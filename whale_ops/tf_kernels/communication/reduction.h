@@ -9,7 +9,8 @@
 
 namespace whale_ops {
 
-// All shapes of a kernel's inputs in words; of the last call where they are the same, since a hundred of them take long to write.
+// All shapes of a kernel's inputs in words; of the last call where they are the same, since a
+// hundred of them take long to write.
 class ShapeText {
  public:
   // `first`: index of the first of `n` inputs.
@@ -27,7 +28,8 @@ class ShapeText {
       text_ += (i > 0 ? " " : "") + shapes_.back().DebugString();
     }
     if (text_.size() > 200) {
-      text_ = absl::StrCat(n, " tensors ", text_.substr(0, 160), "..., ", elements, " elements, shapes ", whale::hash64(text_));
+      text_ = absl::StrCat(n, " tensors ", text_.substr(0, 160), "..., ", elements,
+                           " elements, shapes ", whale::hash64(text_));
     }
     return text_;
   }
@@ -38,16 +40,20 @@ class ShapeText {
   std::string text_;
 };
 
-// What kernels that add up tensors are told: how, of which dtype, and of which one while they travel.
+// What kernels that add up tensors are told: how, of which dtype, and of which one while they
+// travel.
 struct Reducing {
   explicit Reducing(tensorflow::OpKernelConstruction* ctx) {
     std::string wire, key;
     read_reduction(ctx, &reduction);
     read(ctx, "T", &dtype, "wire_dtype", &wire, "key", &key);
     OP_REQUIRES(ctx, wire.empty() || dtype == tensorflow::DT_FLOAT,
-                absl::InvalidArgumentError(absl::StrCat("AllReduce '", key, "': wire_dtype is ", wire, " and the tensors are ",
-                                                        tensorflow::DataTypeString(dtype), "; expected float32 tensors")));
-    wire_dtype = wire.empty() ? dtype : wire == "float16" ? tensorflow::DT_HALF : tensorflow::DT_BFLOAT16;
+                absl::InvalidArgumentError(absl::StrCat(
+                    "AllReduce '", key, "': wire_dtype is ", wire, " and the tensors are ",
+                    tensorflow::DataTypeString(dtype), "; expected float32 tensors")));
+    wire_dtype = wire.empty()        ? dtype
+                 : wire == "float16" ? tensorflow::DT_HALF
+                                     : tensorflow::DT_BFLOAT16;
   }
 
   whale::Reduction reduction = whale::Reduction::kSum;

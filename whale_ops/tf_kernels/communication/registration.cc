@@ -1,6 +1,7 @@
-// Names, attributes and shape functions of the ops. All are stateful; those that communicate take the communicator's handle first.
-// They are marked as distributed communication, and so is what calls them: of any other op TensorFlow makes the error "unavailable" an
-// internal one, and drops its payload (see exchange_error).
+// Names, attributes and shape functions of the ops. All are stateful; those that communicate take
+// the communicator's handle first. They are marked as distributed communication, and so is what
+// calls them: of any other op TensorFlow makes the error "unavailable" an internal one, and drops
+// its payload (see exchange_error).
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "whale_ops/tf_kernels/communication/shapes.h"
@@ -10,7 +11,8 @@ namespace {
 
 constexpr char kReduction[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
 constexpr char kReducible[] =
-    "T: {half, bfloat16, float, double, int8, int16, int32, int64, uint8, uint16, uint32, uint64, bool, complex64, complex128}";
+    "T: {half, bfloat16, float, double, int8, int16, int32, int64, uint8, uint16, uint32, uint64, "
+    "bool, complex64, complex128}";
 
 }  // namespace
 
@@ -21,7 +23,9 @@ REGISTER_OP("WhaleCommunicator")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
-    .Doc("Handle of the communicator that the host program made under this name; rank -1: the only rank in this process.");
+    .Doc(
+        "Handle of the communicator that the host program made under this name; rank -1: the only "
+        "rank in this process.");
 
 REGISTER_OP("WhaleAllReduce")
     .Input("comm: resource")
@@ -36,8 +40,10 @@ REGISTER_OP("WhaleAllReduce")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(same_shapes)
-    .Doc("Element-wise reduction over the ranks; several inputs travel as one message, in order. wire_dtype: float32 inputs are "
-         "rounded to it before they are sent, added in float32, and the result is rounded to it once more.");
+    .Doc(
+        "Element-wise reduction over the ranks; several inputs travel as one message, in order. "
+        "wire_dtype: float32 inputs are rounded to it before they are sent, added in float32, and "
+        "the result is rounded to it once more.");
 
 REGISTER_OP("WhaleAllGather")
     .Input("comm: resource")
@@ -51,7 +57,9 @@ REGISTER_OP("WhaleAllGather")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(all_gather_shape)
-    .Doc("Concatenation of the ranks' inputs along an axis; sizes: each rank's size along it, exchanged first when not given.");
+    .Doc(
+        "Concatenation of the ranks' inputs along an axis; sizes: each rank's size along it, "
+        "exchanged first when not given.");
 
 REGISTER_OP("WhaleReduceScatter")
     .Input("comm: resource")
@@ -66,7 +74,8 @@ REGISTER_OP("WhaleReduceScatter")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(reduce_scatter_shape)
-    .Doc("Element-wise reduction over the ranks, of which each rank keeps its share along an axis.");
+    .Doc(
+        "Element-wise reduction over the ranks, of which each rank keeps its share along an axis.");
 
 REGISTER_OP("WhaleAllToAll")
     .Input("comm: resource")
@@ -82,7 +91,9 @@ REGISTER_OP("WhaleAllToAll")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(all_to_all_shape)
-    .Doc("From a share of concat_axis with all of split_axis to all of concat_axis with a share of split_axis.");
+    .Doc(
+        "From a share of concat_axis with all of split_axis to all of concat_axis with a share of "
+        "split_axis.");
 
 REGISTER_OP("WhaleBroadcast")
     .Input("comm: resource")
@@ -97,7 +108,9 @@ REGISTER_OP("WhaleBroadcast")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(broadcast_shape)
-    .Doc("The root's inputs on every rank; the inputs of the other ranks are ignored. Unknown shapes are sent first.");
+    .Doc(
+        "The root's inputs on every rank; the inputs of the other ranks are ignored. Unknown "
+        "shapes are sent first.");
 
 REGISTER_OP("WhaleSend")
     .Input("comm: resource")
@@ -142,7 +155,9 @@ REGISTER_OP("WhaleCheck")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc("Compares the fingerprint over the ranks; a difference aborts the communicator on all of them.");
+    .Doc(
+        "Compares the fingerprint over the ranks; a difference aborts the communicator on all of "
+        "them.");
 
 REGISTER_OP("WhaleCall")
     .Input("args: Tin")
@@ -156,10 +171,12 @@ REGISTER_OP("WhaleCall")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(call_shapes)
-    .Doc("What the function makes of the arguments, in the shapes that are given. The function is never copied into its caller. bodies: "
-         "functions that the graph is to hold; one of its nodes names f there, and TensorFlow's graph passes read it once. "
-         "cancelled_alone: an error in the function ends what runs in it, and the caller's other nodes after it has been reported: it "
-         "is the first that the caller hears of.");
+    .Doc(
+        "What the function makes of the arguments, in the shapes that are given. The function is "
+        "never copied into its caller. bodies: functions that the graph is to hold; one of its "
+        "nodes names f there, and TensorFlow's graph passes read it once. cancelled_alone: an "
+        "error in the function ends what runs in it, and the caller's other nodes after it has "
+        "been reported: it is the first that the caller hears of.");
 
 REGISTER_OP("WhaleHold")
     .Input("input: T")
@@ -167,7 +184,9 @@ REGISTER_OP("WhaleHold")
     .Attr("T: type")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
-    .Doc("The input, as something that is known only when the step runs: nothing behind it is computed while TensorFlow optimises.");
+    .Doc(
+        "The input, as something that is known only when the step runs: nothing behind it is "
+        "computed while TensorFlow optimises.");
 
 REGISTER_OP("WhaleOffload")
     .Input("input: T")
@@ -176,6 +195,8 @@ REGISTER_OP("WhaleOffload")
     .Attr("T: type")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
-    .Doc("The input. Counts its bytes, as those that come to the host's memory from another device, or go from there to one.");
+    .Doc(
+        "The input. Counts its bytes, as those that come to the host's memory from another device, "
+        "or go from there to one.");
 
 }  // namespace whale_ops

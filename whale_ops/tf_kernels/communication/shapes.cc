@@ -28,12 +28,14 @@ struct Division {
     TF_RETURN_IF_ERROR(c->GetAttr(sizes_name, &sizes));
     const int32_t rank = c->Rank(tensor_of(c));
     if (axis < 0 || (rank != InferenceContext::kUnknownRank && axis >= rank)) {
-      return absl::InvalidArgumentError(absl::StrCat(axis_name, " is ", axis, " for an input of shape ", c->DebugString(tensor_of(c)),
-                                                     "; expected a dimension of the input, counted from 0"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          axis_name, " is ", axis, " for an input of shape ", c->DebugString(tensor_of(c)),
+          "; expected a dimension of the input, counted from 0"));
     }
     for (const int64_t size : sizes) {
       if (size < 0) {
-        return absl::InvalidArgumentError(absl::StrCat(sizes_name, " contains ", size, "; expected one size >= 0 per rank"));
+        return absl::InvalidArgumentError(
+            absl::StrCat(sizes_name, " contains ", size, "; expected one size >= 0 per rank"));
       }
     }
     return absl::OkStatus();
@@ -51,9 +53,10 @@ struct Division {
   absl::Status check_whole(InferenceContext* c) const {
     const DimensionHandle dim = of_input(c);
     if (c->ValueKnown(dim) && c->Value(dim) != total(sizes)) {
-      return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
-                                                     " has ", c->Value(dim), " elements, ", sizes_name, " add up to ", total(sizes),
-                                                     "; give sizes that add up to the input's dimension"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
+                       " has ", c->Value(dim), " elements, ", sizes_name, " add up to ",
+                       total(sizes), "; give sizes that add up to the input's dimension"));
     }
     return absl::OkStatus();
   }
@@ -62,13 +65,16 @@ struct Division {
   absl::Status check_part(InferenceContext* c) const {
     const DimensionHandle dim = of_input(c);
     if (sizes.empty() || !c->ValueKnown(dim)) return absl::OkStatus();
-    if (std::find(sizes.begin(), sizes.end(), c->Value(dim)) != sizes.end()) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
-                                                   " is none of ", sizes_name, "; give each rank's own size"));
+    if (std::find(sizes.begin(), sizes.end(), c->Value(dim)) != sizes.end())
+      return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ",
+                                                   c->DebugString(tensor_of(c)), " is none of ",
+                                                   sizes_name, "; give each rank's own size"));
   }
 
   // The shape with another dimension in its place.
-  absl::Status replace(InferenceContext* c, ShapeHandle shape, DimensionHandle dim, ShapeHandle* out) const {
+  absl::Status replace(InferenceContext* c, ShapeHandle shape, DimensionHandle dim,
+                       ShapeHandle* out) const {
     if (c->RankKnown(shape)) return c->ReplaceDim(shape, axis, dim, out);
     *out = c->UnknownShape();
     return absl::OkStatus();
@@ -80,15 +86,16 @@ struct Division {
   }
 };
 
-// The outputs' shapes, one by one from the attribute `shapes`; not known where that is empty and may be. `outputs`, `advice`: words
-// of the error about another number of them.
-absl::Status given_shapes(InferenceContext* c, bool may_be_empty, const char* outputs, const char* advice) {
+// The outputs' shapes, one by one from the attribute `shapes`; not known where that is empty and
+// may be. `outputs`, `advice`: words of the error about another number of them.
+absl::Status given_shapes(InferenceContext* c, bool may_be_empty, const char* outputs,
+                          const char* advice) {
   std::vector<tensorflow::PartialTensorShape> shapes;
   TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
   if (shapes.empty() && may_be_empty) return tensorflow::shape_inference::UnknownShape(c);
   if (static_cast<int>(shapes.size()) != c->num_outputs()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("shapes has ", shapes.size(), " entries for ", c->num_outputs(), " ", outputs, "; ", advice));
+    return absl::InvalidArgumentError(absl::StrCat("shapes has ", shapes.size(), " entries for ",
+                                                   c->num_outputs(), " ", outputs, "; ", advice));
   }
   for (int i = 0; i < c->num_outputs(); ++i) {
     ShapeHandle out;
@@ -111,7 +118,8 @@ absl::Status all_gather_shape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(division.read(c));
   TF_RETURN_IF_ERROR(division.check_part(c));
   ShapeHandle out;
-  const DimensionHandle dim = division.sizes.empty() ? c->UnknownDim() : c->MakeDim(total(division.sizes));
+  const DimensionHandle dim =
+      division.sizes.empty() ? c->UnknownDim() : c->MakeDim(total(division.sizes));
   TF_RETURN_IF_ERROR(division.replace(c, tensor_of(c), dim, &out));
   c->set_output(0, out);
   return absl::OkStatus();
@@ -132,9 +140,10 @@ absl::Status all_to_all_shape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(split.read(c));
   TF_RETURN_IF_ERROR(concat.read(c));
   if (split.axis == concat.axis || split.sizes.size() != concat.sizes.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("split_axis is ", split.axis, " with ", split.sizes.size(), " sizes, concat_axis is ",
-                                                   concat.axis, " with ", concat.sizes.size(),
-                                                   "; expected two different dimensions and one size per rank for both"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("split_axis is ", split.axis, " with ", split.sizes.size(),
+                     " sizes, concat_axis is ", concat.axis, " with ", concat.sizes.size(),
+                     "; expected two different dimensions and one size per rank for both"));
   }
   TF_RETURN_IF_ERROR(split.check_whole(c));
   TF_RETURN_IF_ERROR(concat.check_part(c));
@@ -145,9 +154,13 @@ absl::Status all_to_all_shape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-absl::Status broadcast_shape(InferenceContext* c) { return given_shapes(c, true, "inputs", "give one shape per input, or none"); }
+absl::Status broadcast_shape(InferenceContext* c) {
+  return given_shapes(c, true, "inputs", "give one shape per input, or none");
+}
 
-absl::Status call_shapes(InferenceContext* c) { return given_shapes(c, false, "results", "give one shape per result"); }
+absl::Status call_shapes(InferenceContext* c) {
+  return given_shapes(c, false, "results", "give one shape per result");
+}
 
 absl::Status recv_shape(InferenceContext* c) {
   tensorflow::PartialTensorShape shape;

@@ -1,4 +1,5 @@
-// Shape functions of the ops. Those of a device's memory take the same tensors without the communicator's handle before them.
+// Shape functions of the ops. Those of a device's memory take the same tensors without the
+// communicator's handle before them.
 #pragma once
 
 #include "tensorflow/core/framework/shape_inference.h"

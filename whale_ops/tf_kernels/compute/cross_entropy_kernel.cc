@@ -1,4 +1,5 @@
-// The loss of a softmax of logits against the numbers of classes, and its gradient, in three passes over each row.
+// The loss of a softmax of logits against the numbers of classes, and its gradient, in three passes
+// over each row.
 
 #include <string>
 
@@ -28,24 +29,28 @@ class CrossEntropyOp : public tensorflow::OpKernel {
     const Tensor& features = ctx->input(0);
     const Tensor& labels = ctx->input(1);
     OP_REQUIRES(ctx, features.dims() == 2 && labels.shape() == TensorShape({features.dim_size(0)}),
-                absl::InvalidArgumentError(absl::StrCat("logits of shape ", features.shape().DebugString(), " and labels of shape ",
-                                                        labels.shape().DebugString(), "; expected [rows, classes] and [rows]")));
+                absl::InvalidArgumentError(absl::StrCat(
+                    "logits of shape ", features.shape().DebugString(), " and labels of shape ",
+                    labels.shape().DebugString(), "; expected [rows, classes] and [rows]")));
     const int64_t rows = features.dim_size(0), classes = features.dim_size(1);
     const auto numbers = labels.flat<Label>();
     for (int64_t row = 0; row < rows; ++row) {
       OP_REQUIRES(ctx, numbers(row) >= 0 && numbers(row) < classes,
-                  absl::InvalidArgumentError(absl::StrCat("Received a label value of ", numbers(row),
-                                                          " which is outside the valid range of [0, ", classes, ").")));
+                  absl::InvalidArgumentError(
+                      absl::StrCat("Received a label value of ", numbers(row),
+                                   " which is outside the valid range of [0, ", classes, ").")));
     }
     Tensor *loss = nullptr, *gradient = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {rows}, &loss));
     OP_REQUIRES_OK(ctx, ctx->forward_input_or_allocate_output({0}, 1, features.shape(), &gradient));
     const float* logits = features.flat<float>().data();
     float *losses = loss->flat<float>().data(), *to = gradient->flat<float>().data();
-    const Eigen::TensorOpCost cost(sizeof(float) * classes, sizeof(float) * classes, kCycles * classes);
+    const Eigen::TensorOpCost cost(sizeof(float) * classes, sizeof(float) * classes,
+                                   kCycles * classes);
     ctx->eigen_cpu_device().parallelFor(rows, cost, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        losses[row] = whale::cross_entropy(logits + row * classes, classes, numbers(row), to + row * classes);
+        losses[row] =
+            whale::cross_entropy(logits + row * classes, classes, numbers(row), to + row * classes);
       }
     });
   }
@@ -67,12 +72,15 @@ REGISTER_OP("WhaleSparseCrossEntropy")
       c->set_output(1, features);
       return absl::OkStatus();
     })
-    .Doc("What SparseSoftmaxCrossEntropyWithLogits gives of [rows, classes] logits and [rows] labels.");
+    .Doc(
+        "What SparseSoftmaxCrossEntropyWithLogits gives of [rows, classes] logits and [rows] "
+        "labels.");
 
-#define REGISTER_CROSS_ENTROPY(type)                                                                             \
-  REGISTER_KERNEL_BUILDER(                                                                                       \
-      Name("WhaleSparseCrossEntropy").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("Tlabels"), \
-      CrossEntropyOp<type>)
+#define REGISTER_CROSS_ENTROPY(type)                            \
+  REGISTER_KERNEL_BUILDER(Name("WhaleSparseCrossEntropy")       \
+                              .Device(tensorflow::DEVICE_CPU)   \
+                              .TypeConstraint<type>("Tlabels"), \
+                          CrossEntropyOp<type>)
 REGISTER_CROSS_ENTROPY(int32_t);
 REGISTER_CROSS_ENTROPY(int64_t);
 #undef REGISTER_CROSS_ENTROPY

@@ -22,10 +22,14 @@ using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 using whale::DepthwiseSizes;
 
-constexpr int64_t kLeastPart = 1 << 19;      // products: some 35 us, several times what it takes to wake a thread
-constexpr int64_t kLeastPixels = 256;        // of a part of the rows: to add up sums is little beside it
-constexpr int64_t kLeastChannels = 32;       // of a part of the channels: what memory sends at a time is for one thread
-constexpr double kWorthAThreadCycles = 1e7;  // Eigen's threshold is higher than ours: parts claim to cost this
+// Products: some 35 us, several times what it takes to wake a thread.
+constexpr int64_t kLeastPart = 1 << 19;
+// Of a part of the rows: to add up sums is little beside it.
+constexpr int64_t kLeastPixels = 256;
+// Of a part of the channels: what memory sends at a time is for one thread.
+constexpr int64_t kLeastChannels = 32;
+// Eigen's threshold is higher than ours: parts claim to cost this.
+constexpr double kWorthAThreadCycles = 1e7;
 
 // How an image's height, or its width, is gone over.
 struct Window {
@@ -36,23 +40,29 @@ template <typename T>
 class DepthwiseFilterGradientOp : public tensorflow::OpKernel {
  public:
   explicit DepthwiseFilterGradientOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    read(ctx, "filter_shape", &filter_, "strides", &strides_, "padding", &padding_, "explicit_paddings", &paddings_);
+    read(ctx, "filter_shape", &filter_, "strides", &strides_, "padding", &padding_,
+         "explicit_paddings", &paddings_);
     if (!ctx->status().ok()) return;
     OP_REQUIRES(ctx, filter_.dims() == 4 && filter_.num_elements() > 0,
                 error("filter_shape is ", filter_.DebugString(),
                       "; expected [height, width, channels, multiplier], each at least 1"));
-    OP_REQUIRES(ctx, strides_.size() == 4 && strides_[0] == 1 && strides_[3] == 1 && strides_[1] > 0 && strides_[2] > 0,
-                error("strides are ", shown(strides_), "; expected [1, height, width, 1], each at least 1"));
+    OP_REQUIRES(ctx,
+                strides_.size() == 4 && strides_[0] == 1 && strides_[3] == 1 && strides_[1] > 0 &&
+                    strides_[2] > 0,
+                error("strides are ", shown(strides_),
+                      "; expected [1, height, width, 1], each at least 1"));
     OP_REQUIRES(ctx, paddings_fit(),
                 error("explicit_paddings are ", shown(paddings_), " with padding ", padding_,
-                      "; expected [0, 0, top, bottom, left, right, 0, 0], none negative, with EXPLICIT, else none"));
+                      "; expected [0, 0, top, bottom, left, right, 0, 0], none negative, with "
+                      "EXPLICIT, else none"));
   }
 
   void Compute(OpKernelContext* ctx) override {
     const Tensor &input = ctx->input(0), &out_backprop = ctx->input(1);
-    OP_REQUIRES(ctx, input.dims() == 4 && input.dim_size(3) == filter_.dim_size(2),
-                error("input has the shape ", input.shape().DebugString(), "; expected 4 dimensions, and ",
-                      filter_.dim_size(2), " channels, as the filter ", filter_.DebugString(), " has"));
+    OP_REQUIRES(
+        ctx, input.dims() == 4 && input.dim_size(3) == filter_.dim_size(2),
+        error("input has the shape ", input.shape().DebugString(), "; expected 4 dimensions, and ",
+              filter_.dim_size(2), " channels, as the filter ", filter_.DebugString(), " has"));
     Window down{input.dim_size(1), filter_.dim_size(0), strides_[1], 0, 0};
     Window across{input.dim_size(2), filter_.dim_size(1), strides_[2], 0, 0};
     if (padding_ == "EXPLICIT") {
@@ -62,11 +72,13 @@ class DepthwiseFilterGradientOp : public tensorflow::OpKernel {
       across.after = paddings_[5];
     }
     const int64_t rows = steps(&down), columns = steps(&across);
-    const TensorShape expected({input.dim_size(0), rows, columns, filter_.dim_size(2) * filter_.dim_size(3)});
+    const TensorShape expected(
+        {input.dim_size(0), rows, columns, filter_.dim_size(2) * filter_.dim_size(3)});
     OP_REQUIRES(ctx, out_backprop.shape() == expected,
-                error("out_backprop has the shape ", out_backprop.shape().DebugString(), "; expected ",
-                      expected.DebugString(), " of the input ", input.shape().DebugString(), ", the filter ",
-                      filter_.DebugString(), ", strides ", shown(strides_), " and padding ", padding_));
+                error("out_backprop has the shape ", out_backprop.shape().DebugString(),
+                      "; expected ", expected.DebugString(), " of the input ",
+                      input.shape().DebugString(), ", the filter ", filter_.DebugString(),
+                      ", strides ", shown(strides_), " and padding ", padding_));
     Tensor* gradient = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, filter_, &gradient));
     T* sums = gradient->flat<T>().data();
@@ -101,15 +113,19 @@ class DepthwiseFilterGradientOp : public tensorflow::OpKernel {
 
   bool paddings_fit() const {
     if (padding_ != "EXPLICIT") return paddings_.empty();
-    if (paddings_.size() != 8 || *std::min_element(paddings_.begin(), paddings_.end()) < 0) return false;
+    if (paddings_.size() != 8 || *std::min_element(paddings_.begin(), paddings_.end()) < 0)
+      return false;
     return paddings_[0] == 0 && paddings_[1] == 0 && paddings_[6] == 0 && paddings_[7] == 0;
   }
 
-  // Divided by rows, which lie one after the other in memory, and, where these are few, by channels, too. Sums of parts
-  // of the rows are added up in the order of the parts: with as many threads, a gradient has the same bits.
-  static void run(OpKernelContext* ctx, const DepthwiseSizes& sizes, const T* input, const T* out_backprop, T* sums) {
+  // Divided by rows, which lie one after the other in memory, and, where these are few, by
+  // channels, too. Sums of parts of the rows are added up in the order of the parts: with as many
+  // threads, a gradient has the same bits.
+  static void run(OpKernelContext* ctx, const DepthwiseSizes& sizes, const T* input,
+                  const T* out_backprop, T* sums) {
     const Eigen::ThreadPoolDevice& device = ctx->eigen_cpu_device();
-    const int64_t channels = sizes.out_channels(), rows = sizes.rows(), pixels = rows * sizes.out_width;
+    const int64_t channels = sizes.out_channels(), rows = sizes.rows(),
+                  pixels = rows * sizes.out_width;
     const int64_t filter = sizes.filter_height * sizes.filter_width * channels;
     const int64_t parts = std::clamp<int64_t>(pixels * filter / kLeastPart, 1, device.numThreads());
     const int64_t by_rows = std::clamp<int64_t>(pixels / kLeastPixels, 1, std::min(parts, rows));
@@ -121,7 +137,8 @@ class DepthwiseFilterGradientOp : public tensorflow::OpKernel {
     std::vector<T> others((by_rows - 1) * filter);  // sums of the first rows are in the result
     const auto part_of = [&](int64_t part) {
       const int64_t row = part / by_channels, channel = part % by_channels;
-      whale::add_filter_gradient<T>(sizes, input, out_backprop, {rows * row / by_rows, rows * (row + 1) / by_rows},
+      whale::add_filter_gradient<T>(sizes, input, out_backprop,
+                                    {rows * row / by_rows, rows * (row + 1) / by_rows},
                                     {channel_of(channel), channel_of(channel + 1)},
                                     row == 0 ? sums : others.data() + (row - 1) * filter);
     };
@@ -138,7 +155,8 @@ class DepthwiseFilterGradientOp : public tensorflow::OpKernel {
   int64_t steps(Window* window) const {
     if (padding_ == "SAME") {
       const int64_t steps = (window->size + window->stride - 1) / window->stride;
-      window->before = std::max<int64_t>(0, (steps - 1) * window->stride + window->filter - window->size) / 2;
+      window->before =
+          std::max<int64_t>(0, (steps - 1) * window->stride + window->filter - window->size) / 2;
       return steps;
     }
     const int64_t room = window->before + window->size + window->after - window->filter;
@@ -170,14 +188,16 @@ REGISTER_OP("WhaleDepthwiseFilterGradient")
       return absl::OkStatus();
     })
     .Doc(
-        "The gradient of a depthwise convolution with respect to its filter of shape filter_shape: [height, width, "
-        "channels, multiplier]. input: [images, height, width, channels]. out_backprop: [images, height, width, "
-        "channels * multiplier]. strides, padding and explicit_paddings are the convolution's, which is not dilated.");
+        "The gradient of a depthwise convolution with respect to its filter of shape filter_shape: "
+        "[height, width, channels, multiplier]. input: [images, height, width, channels]. "
+        "out_backprop: [images, height, width, channels * multiplier]. strides, padding and "
+        "explicit_paddings are the convolution's, which is not dilated.");
 
-#define REGISTER_DEPTHWISE(type)                                                                                  \
-  REGISTER_KERNEL_BUILDER(                                                                                        \
-      Name("WhaleDepthwiseFilterGradient").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"),              \
-      DepthwiseFilterGradientOp<type>)
+#define REGISTER_DEPTHWISE(type)                               \
+  REGISTER_KERNEL_BUILDER(Name("WhaleDepthwiseFilterGradient") \
+                              .Device(tensorflow::DEVICE_CPU)  \
+                              .TypeConstraint<type>("T"),      \
+                          DepthwiseFilterGradientOp<type>)
 REGISTER_DEPTHWISE(float);
 REGISTER_DEPTHWISE(double);
 #undef REGISTER_DEPTHWISE

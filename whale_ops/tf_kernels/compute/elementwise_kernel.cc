@@ -1,4 +1,5 @@
-// One op for arithmetic on the elements of tensors of one shape: a little program (core/compute) goes over them once.
+// One op for arithmetic on the elements of tensors of one shape: a little program (core/compute)
+// goes over them once.
 
 #include <algorithm>
 #include <string>
@@ -22,7 +23,8 @@ using tensorflow::shape_inference::ShapeHandle;
 using whale::OperandKind;
 
 constexpr int64_t kLeastElements = 1 << 15;  // elements, of which a sum is made on one thread
-constexpr OperandKind kRead[] = {OperandKind::kTensor, OperandKind::kScalar, OperandKind::kRow, OperandKind::kColumn};
+constexpr OperandKind kRead[] = {OperandKind::kTensor, OperandKind::kScalar, OperandKind::kRow,
+                                 OperandKind::kColumn};
 
 template <typename T>
 class ElementwiseOp : public tensorflow::OpKernel {
@@ -36,21 +38,27 @@ class ElementwiseOp : public tensorflow::OpKernel {
     for (const OperandKind kind : kRead) inputs += program_.count(kind);
     results_ = program_.count(OperandKind::kResult);
     const int sums = program_.count(OperandKind::kSum), outputs = results_ + sums;
-    OP_REQUIRES(ctx, program_.count(OperandKind::kOld) == 0, absl::InvalidArgumentError("variables are read; expected tensors"));
-    OP_REQUIRES(ctx, inputs == ctx->num_inputs() && outputs == ctx->num_outputs() && sums == static_cast<int>(sum_shapes_.size()),
-                absl::InvalidArgumentError(absl::StrCat(ctx->num_inputs(), " values, ", ctx->num_outputs(), " results and ",
-                                                        sum_shapes_.size(), " shapes of sums; expected ", inputs, ", ", outputs, " and ",
-                                                        sums)));
+    OP_REQUIRES(ctx, program_.count(OperandKind::kOld) == 0,
+                absl::InvalidArgumentError("variables are read; expected tensors"));
+    OP_REQUIRES(
+        ctx,
+        inputs == ctx->num_inputs() && outputs == ctx->num_outputs() &&
+            sums == static_cast<int>(sum_shapes_.size()),
+        absl::InvalidArgumentError(absl::StrCat(
+            ctx->num_inputs(), " values, ", ctx->num_outputs(), " results and ", sum_shapes_.size(),
+            " shapes of sums; expected ", inputs, ", ", outputs, " and ", sums)));
     for (const TensorShape& shape : sum_shapes_) {
       OP_REQUIRES(ctx, shape.num_elements() > 0 && fits(OperandKind::kRow, shape),
-                  absl::InvalidArgumentError(absl::StrCat("a sum of shape ", shape.DebugString(), "; expected the last sizes of ",
+                  absl::InvalidArgumentError(absl::StrCat("a sum of shape ", shape.DebugString(),
+                                                          "; expected the last sizes of ",
                                                           shape_.DebugString())));
     }
     for (const whale::Instruction& one : program_.instructions) {
       if (is_sum(one.op)) means_.push_back({one.to.index, one.op == whale::UpdateOp::kMean});
     }
     find_reusable();
-    cost_ = Eigen::TensorOpCost(sizeof(T) * program_.count(OperandKind::kTensor), sizeof(T) * program_.count(OperandKind::kResult),
+    cost_ = Eigen::TensorOpCost(sizeof(T) * program_.count(OperandKind::kTensor),
+                                sizeof(T) * program_.count(OperandKind::kResult),
                                 program_.instructions.size());
   }
 
@@ -60,42 +68,50 @@ class ElementwiseOp : public tensorflow::OpKernel {
     for (const OperandKind kind : kRead) {
       for (int k = 0; k < program_.count(kind); ++k, ++i) {
         const Tensor& value = ctx->input(i);
-        buffers.places[static_cast<int>(kind)].push_back(const_cast<char*>(value.tensor_data().data()));
+        buffers.places[static_cast<int>(kind)].push_back(
+            const_cast<char*>(value.tensor_data().data()));
         const int64_t elements = value.NumElements();
         OP_REQUIRES(ctx, fits(kind, value.shape()),
-                    absl::InvalidArgumentError(absl::StrCat("value ", i, " has the shape ", value.shape().DebugString(),
-                                                            ", which is no ", kind_name(kind), " of ", shape_.DebugString())));
+                    absl::InvalidArgumentError(absl::StrCat(
+                        "value ", i, " has the shape ", value.shape().DebugString(),
+                        ", which is no ", kind_name(kind), " of ", shape_.DebugString())));
         if (kind == OperandKind::kRow) buffers.row_elements.push_back(elements);
-        if (kind == OperandKind::kColumn) buffers.column_runs.push_back(elements > 0 ? shape_.num_elements() / elements : 1);
+        if (kind == OperandKind::kColumn)
+          buffers.column_runs.push_back(elements > 0 ? shape_.num_elements() / elements : 1);
       }
     }
     for (int k = 0; k < results_; ++k) {
       Tensor* result = nullptr;
       OP_REQUIRES_OK(ctx, ctx->forward_input_or_allocate_output(reusable_[k], k, shape_, &result));
-      buffers.places[static_cast<int>(OperandKind::kResult)].push_back(const_cast<char*>(result->tensor_data().data()));
+      buffers.places[static_cast<int>(OperandKind::kResult)].push_back(
+          const_cast<char*>(result->tensor_data().data()));
     }
     if (!sum_shapes_.empty()) return run_with_sums(ctx, buffers);
-    ctx->eigen_cpu_device().parallelFor(shape_.num_elements(), cost_, [&](int64_t begin, int64_t end) {
-      whale::run_update<T>(program_, buffers, begin, end);
-    });
+    ctx->eigen_cpu_device().parallelFor(
+        shape_.num_elements(), cost_,
+        [&](int64_t begin, int64_t end) { whale::run_update<T>(program_, buffers, begin, end); });
   }
 
  private:
-  // Sums of parts, which are added up in the order of the parts: with as many threads, a sum has the same bits.
+  // Sums of parts, which are added up in the order of the parts: with as many threads, a sum has
+  // the same bits.
   void run_with_sums(OpKernelContext* ctx, const whale::UpdateBuffers& buffers) {
     const int64_t elements = shape_.num_elements();
     const Eigen::ThreadPoolDevice& device = ctx->eigen_cpu_device();
     const int64_t parts = std::clamp<int64_t>(elements / kLeastElements, 1, device.numThreads());
     const auto begin_of = [&](int64_t part) { return elements * part / parts; };
     std::vector<std::vector<T>> places;
-    for (const TensorShape& shape : sum_shapes_) places.emplace_back(parts * whale::sum_width<T>(shape.num_elements()));
-    const Eigen::TensorOpCost cost_of_part = cost_ * static_cast<double>(std::max(elements / parts, kLeastElements));
+    for (const TensorShape& shape : sum_shapes_)
+      places.emplace_back(parts * whale::sum_width<T>(shape.num_elements()));
+    const Eigen::TensorOpCost cost_of_part =
+        cost_ * static_cast<double>(std::max(elements / parts, kLeastElements));
     device.parallelFor(parts, cost_of_part, [&](int64_t first, int64_t last) {
       for (int64_t part = first; part < last; ++part) {
         whale::UpdateBuffers own = buffers;
         for (size_t k = 0; k < places.size(); ++k) {
           own.sum_elements.push_back(sum_shapes_[k].num_elements());
-          own.places[static_cast<int>(OperandKind::kSum)].push_back(places[k].data() + part * (places[k].size() / parts));
+          own.places[static_cast<int>(OperandKind::kSum)].push_back(
+              places[k].data() + part * (places[k].size() / parts));
         }
         whale::run_update<T>(program_, own, begin_of(part), begin_of(part + 1));
       }
@@ -104,12 +120,16 @@ class ElementwiseOp : public tensorflow::OpKernel {
       Tensor* sum = nullptr;
       OP_REQUIRES_OK(ctx, ctx->allocate_output(results_ + k, sum_shapes_[k], &sum));
       const int64_t own = sum_shapes_[k].num_elements();
-      whale::fold_sum<T>(places[k].data(), parts, own, mean ? T(elements / own) : T(1), sum->flat<T>().data());
+      whale::fold_sum<T>(places[k].data(), parts, own, mean ? T(elements / own) : T(1),
+                         sum->flat<T>().data());
     }
   }
 
   static const char* kind_name(OperandKind kind) {
-    return kind == OperandKind::kTensor ? "tensor" : kind == OperandKind::kScalar ? "scalar" : kind == OperandKind::kRow ? "row" : "column";
+    return kind == OperandKind::kTensor   ? "tensor"
+           : kind == OperandKind::kScalar ? "scalar"
+           : kind == OperandKind::kRow    ? "row"
+                                          : "column";
   }
 
   // A row has a shape's last sizes, a column its first ones and ones after them.
@@ -130,16 +150,19 @@ class ElementwiseOp : public tensorflow::OpKernel {
     return true;
   }
 
-  // Which tensors' memory a result may have: those that nobody reads once its first element is written.
+  // Which tensors' memory a result may have: those that nobody reads once its first element is
+  // written.
   void find_reusable() {
-    const int tensors = program_.count(OperandKind::kTensor), results = program_.count(OperandKind::kResult);
+    const int tensors = program_.count(OperandKind::kTensor),
+              results = program_.count(OperandKind::kResult);
     std::vector<int> last_read(tensors, -1), first_write(results, -1);
     const int count = program_.instructions.size();
     for (int i = 0; i < count; ++i) {
       const whale::Instruction& one = program_.instructions[i];
       if (one.a.kind == OperandKind::kTensor) last_read[one.a.index] = i;
       if (is_binary(one.op) && one.b.kind == OperandKind::kTensor) last_read[one.b.index] = i;
-      if (one.to.kind == OperandKind::kResult && first_write[one.to.index] < 0) first_write[one.to.index] = i;
+      if (one.to.kind == OperandKind::kResult && first_write[one.to.index] < 0)
+        first_write[one.to.index] = i;
     }
     reusable_.resize(results);
     for (int k = 0; k < results; ++k) {
@@ -152,10 +175,10 @@ class ElementwiseOp : public tensorflow::OpKernel {
   whale::UpdateProgram program_;
   TensorShape shape_;
   std::vector<TensorShape> sum_shapes_;
-  int results_ = 0;                         // of all elements
+  int results_ = 0;                          // of all elements
   std::vector<std::pair<int, bool>> means_;  // each sum, and whether it is a mean
-  std::vector<std::vector<int>> reusable_;  // of each result
-  Eigen::TensorOpCost cost_{0, 0, 0};       // of an element
+  std::vector<std::vector<int>> reusable_;   // of each result
+  Eigen::TensorOpCost cost_{0, 0, 0};        // of an element
 };
 
 }  // namespace
@@ -180,17 +203,23 @@ REGISTER_OP("WhaleElementwise")
       TF_RETURN_IF_ERROR(c->GetAttr("sum_shapes", &sums));
       const int results = c->num_outputs() - static_cast<int>(sums.size());
       for (int i = 0; i < c->num_outputs(); ++i) {
-        if (i >= results) TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(sums[std::max(i - results, 0)], &shape));
+        if (i >= results)
+          TF_RETURN_IF_ERROR(
+              c->MakeShapeFromPartialTensorShape(sums[std::max(i - results, 0)], &shape));
         c->set_output(i, shape);
       }
       return absl::OkStatus();
     })
-    .Doc("Arithmetic on the elements of tensors. program: its instructions, an operation each, with what is written and what is read: v "
-         "tensors of the shape, s scalars, r rows (of its last sizes), c columns (of its first sizes, ones after them), t temporary elements, y "
-         "results, z sums over the first sizes. values: tensors, scalars, rows, columns.");
+    .Doc(
+        "Arithmetic on the elements of tensors. program: its instructions, an operation each, with "
+        "what is written and what is read: v tensors of the shape, s scalars, r rows (of its last "
+        "sizes), c columns (of its first sizes, ones after them), t temporary elements, y results, "
+        "z sums over the first sizes. values: tensors, scalars, rows, columns.");
 
-#define REGISTER_ELEMENTWISE(type) \
-  REGISTER_KERNEL_BUILDER(Name("WhaleElementwise").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), ElementwiseOp<type>)
+#define REGISTER_ELEMENTWISE(type)                                                       \
+  REGISTER_KERNEL_BUILDER(                                                               \
+      Name("WhaleElementwise").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
+      ElementwiseOp<type>)
 REGISTER_ELEMENTWISE(float);
 REGISTER_ELEMENTWISE(double);
 #undef REGISTER_ELEMENTWISE

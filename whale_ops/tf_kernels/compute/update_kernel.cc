@@ -1,4 +1,5 @@
-// One op for the update of many variables: each one's elements go through the same little program (core/compute).
+// One op for the update of many variables: each one's elements go through the same little program
+// (core/compute).
 
 #include <algorithm>
 #include <optional>
@@ -53,20 +54,32 @@ class UpdateOp : public tensorflow::OpKernel {
     read(ctx, "program", &lines, "operands", &operands_, "shapes", &shapes_);
     if (!ctx->status().ok()) return;
     OP_REQUIRES_OK(ctx, to_tensorflow(whale::parse_update(lines, &program_)));
-    OP_REQUIRES(ctx, program_.count(OperandKind::kColumn) == 0 && program_.count(OperandKind::kSum) == 0,
-                absl::InvalidArgumentError("columns and sums are for arithmetic without variables; expected tensors, scalars and rows"));
-    const auto all = [&](OperandKind kind) { return static_cast<int64_t>(shapes_.size()) * program_.count(kind); };
-    const int64_t handles = std::count(ctx->input_types().begin(), ctx->input_types().end(), tensorflow::DT_RESOURCE);
+    OP_REQUIRES(ctx,
+                program_.count(OperandKind::kColumn) == 0 && program_.count(OperandKind::kSum) == 0,
+                absl::InvalidArgumentError("columns and sums are for arithmetic without variables; "
+                                           "expected tensors, scalars and rows"));
+    const auto all = [&](OperandKind kind) {
+      return static_cast<int64_t>(shapes_.size()) * program_.count(kind);
+    };
+    const int64_t handles =
+        std::count(ctx->input_types().begin(), ctx->input_types().end(), tensorflow::DT_RESOURCE);
     values_ = ctx->num_inputs() - handles;
-    const bool inside = std::all_of(operands_.begin(), operands_.end(), [&](int64_t i) { return 0 <= i && i < values_; });
-    OP_REQUIRES(ctx, inside && static_cast<int64_t>(operands_.size()) ==
-                                  all(OperandKind::kTensor) + all(OperandKind::kScalar) + all(OperandKind::kRow),
-                absl::InvalidArgumentError(absl::StrCat("operands are ", operands_.size(), " numbers of ", values_,
-                                                        " values; expected each variable's tensors, its scalars, then its rows")));
-    OP_REQUIRES(ctx, handles == all(OperandKind::kOld) && ctx->num_outputs() == all(OperandKind::kResult),
-                absl::InvalidArgumentError(absl::StrCat(handles, " variables and ", ctx->num_outputs(), " results; expected ",
-                                                        all(OperandKind::kOld), " and ", all(OperandKind::kResult))));
-    for (const TensorShape& shape : shapes_) ends_.push_back((ends_.empty() ? 0 : ends_.back()) + shape.num_elements());
+    const bool inside = std::all_of(operands_.begin(), operands_.end(),
+                                    [&](int64_t i) { return 0 <= i && i < values_; });
+    OP_REQUIRES(ctx,
+                inside && static_cast<int64_t>(operands_.size()) == all(OperandKind::kTensor) +
+                                                                        all(OperandKind::kScalar) +
+                                                                        all(OperandKind::kRow),
+                absl::InvalidArgumentError(absl::StrCat(
+                    "operands are ", operands_.size(), " numbers of ", values_,
+                    " values; expected each variable's tensors, its scalars, then its rows")));
+    OP_REQUIRES(
+        ctx, handles == all(OperandKind::kOld) && ctx->num_outputs() == all(OperandKind::kResult),
+        absl::InvalidArgumentError(absl::StrCat(handles, " variables and ", ctx->num_outputs(),
+                                                " results; expected ", all(OperandKind::kOld),
+                                                " and ", all(OperandKind::kResult))));
+    for (const TensorShape& shape : shapes_)
+      ends_.push_back((ends_.empty() ? 0 : ends_.back()) + shape.num_elements());
     reads_old_.resize(program_.count(OperandKind::kOld));
     for (const whale::Instruction& one : program_.instructions) {
       if (one.a.kind == OperandKind::kOld) reads_old_[one.a.index] = true;
@@ -74,7 +87,8 @@ class UpdateOp : public tensorflow::OpKernel {
     }
     const int read = program_.count(OperandKind::kTensor) + program_.count(OperandKind::kOld);
     const int written = program_.count(OperandKind::kNew) + program_.count(OperandKind::kResult);
-    cost_ = Eigen::TensorOpCost(sizeof(T) * read, sizeof(T) * written, program_.instructions.size());
+    cost_ =
+        Eigen::TensorOpCost(sizeof(T) * read, sizeof(T) * written, program_.instructions.size());
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -89,7 +103,8 @@ class UpdateOp : public tensorflow::OpKernel {
     for (size_t unit = 0; unit < shapes_.size(); ++unit) {
       OP_REQUIRES_OK(ctx, find(ctx, unit, variables, &fresh, &buffers[unit]));
     }
-    ctx->eigen_cpu_device().parallelFor(ends_.back(), cost_, [&](int64_t begin, int64_t end) { run(buffers, begin, end); });
+    ctx->eigen_cpu_device().parallelFor(
+        ends_.back(), cost_, [&](int64_t begin, int64_t end) { run(buffers, begin, end); });
     for (int i = 0; i < handles; ++i) {
       if (!fresh[i].has_value()) continue;
       *variables[i]->tensor() = *std::move(fresh[i]);
@@ -99,7 +114,8 @@ class UpdateOp : public tensorflow::OpKernel {
 
  private:
   // A variable that is only assigned may get its first value here.
-  absl::Status variable(OpKernelContext* ctx, int i, tensorflow::core::RefCountPtr<Var>* found) const {
+  absl::Status variable(OpKernelContext* ctx, int i,
+                        tensorflow::core::RefCountPtr<Var>* found) const {
     const tensorflow::ResourceHandle& handle = tensorflow::HandleFromInput(ctx, i);
     if (reads_old_[i % reads_old_.size()]) return tensorflow::LookupResource(ctx, handle, found);
     return tensorflow::LookupOrCreateResource<Var>(ctx, handle, found, [](Var** made) {
@@ -120,12 +136,18 @@ class UpdateOp : public tensorflow::OpKernel {
     return before >= 0 && elements == row.num_elements() && elements > 0;
   }
 
-  static void* data_of(const Tensor& tensor) { return const_cast<char*>(tensor.tensor_data().data()); }
+  static void* data_of(const Tensor& tensor) {
+    return const_cast<char*>(tensor.tensor_data().data());
+  }
 
-  // Where the operands of one variable's update lie. `fresh`: what variables get whose memory somebody else reads still.
-  absl::Status find(OpKernelContext* ctx, size_t unit, const std::vector<tensorflow::core::RefCountPtr<Var>>& variables,
+  // Where the operands of one variable's update lie. `fresh`: what variables get whose memory
+  // somebody else reads still.
+  absl::Status find(OpKernelContext* ctx, size_t unit,
+                    const std::vector<tensorflow::core::RefCountPtr<Var>>& variables,
                     std::vector<std::optional<Tensor>>* fresh, whale::UpdateBuffers* found) {
-    const auto places = [&](OperandKind kind) -> std::vector<void*>& { return found->places[static_cast<int>(kind)]; };
+    const auto places = [&](OperandKind kind) -> std::vector<void*>& {
+      return found->places[static_cast<int>(kind)];
+    };
     const TensorShape& shape = shapes_[unit];
     const int handles = ctx->num_inputs() - values_, tensors = program_.count(OperandKind::kTensor);
     const int one_by_one = tensors + program_.count(OperandKind::kScalar);
@@ -134,8 +156,9 @@ class UpdateOp : public tensorflow::OpKernel {
       const Tensor& value = ctx->input(handles + operands_[unit * each + i]);
       if (i >= one_by_one) {
         if (!is_row(value.shape(), shape)) {
-          return absl::InvalidArgumentError(absl::StrCat("a row of shape ", value.shape().DebugString(), " in the update of a ",
-                                                         "variable of shape ", shape.DebugString(), "; expected its last sizes"));
+          return absl::InvalidArgumentError(
+              absl::StrCat("a row of shape ", value.shape().DebugString(), " in the update of a ",
+                           "variable of shape ", shape.DebugString(), "; expected its last sizes"));
         }
         places(OperandKind::kRow).push_back(data_of(value));
         found->row_elements.push_back(value.NumElements());
@@ -143,9 +166,10 @@ class UpdateOp : public tensorflow::OpKernel {
       }
       const bool scalar = i >= tensors;
       if (scalar ? value.NumElements() != 1 : value.shape() != shape) {
-        return absl::InvalidArgumentError(absl::StrCat("an operand of shape ", value.shape().DebugString(), " in the update of a ",
-                                                       "variable of shape ", shape.DebugString(), "; expected ",
-                                                       scalar ? "one element" : "the variable's shape"));
+        return absl::InvalidArgumentError(
+            absl::StrCat("an operand of shape ", value.shape().DebugString(),
+                         " in the update of a ", "variable of shape ", shape.DebugString(),
+                         "; expected ", scalar ? "one element" : "the variable's shape"));
       }
       places(scalar ? OperandKind::kScalar : OperandKind::kTensor).push_back(data_of(value));
     }
@@ -154,11 +178,13 @@ class UpdateOp : public tensorflow::OpKernel {
     for (int i = unit * held; i < static_cast<int>(unit + 1) * held; ++i) {
       Var* variable = variables[i].get();
       Tensor* tensor = variable->tensor();
-      const bool fits = variable->is_initialized && tensor->shape() == shape && tensor->dtype() == type;
+      const bool fits =
+          variable->is_initialized && tensor->shape() == shape && tensor->dtype() == type;
       if (!fits && reads_old_[i - unit * held]) {
         return absl::FailedPreconditionError(absl::StrCat(
             "the variable of '", ctx->op_kernel().requested_input(i), "' ",
-            variable->is_initialized ? absl::StrCat("has the shape ", tensor->shape().DebugString()) : "has no value yet",
+            variable->is_initialized ? absl::StrCat("has the shape ", tensor->shape().DebugString())
+                                     : "has no value yet",
             "; expected ", tensorflow::DataTypeString(type), " of shape ", shape.DebugString()));
       }
       places(OperandKind::kOld).push_back(fits ? data_of(*tensor) : nullptr);
@@ -195,9 +221,10 @@ class UpdateOp : public tensorflow::OpKernel {
   whale::UpdateProgram program_;
   std::vector<int64_t> operands_;
   std::vector<TensorShape> shapes_;
-  std::vector<int64_t> ends_;  // of each variable's elements, counted one variable after the other
+  // Of each variable's elements, counted one variable after the other.
+  std::vector<int64_t> ends_;
   int values_ = 0;
-  std::vector<bool> reads_old_;  // of each variable of an update
+  std::vector<bool> reads_old_;        // of each variable of an update
   Eigen::TensorOpCost cost_{0, 0, 0};  // of an element
 };
 
@@ -221,17 +248,23 @@ REGISTER_OP("WhaleUpdate")
       const int results = c->num_outputs();
       for (int i = 0; i < results; ++i) {
         ShapeHandle shape;
-        TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i / std::max<int>(1, results / shapes.size())], &shape));
+        TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(
+            shapes[i / std::max<int>(1, results / shapes.size())], &shape));
         c->set_output(i, shape);
       }
       return absl::OkStatus();
     })
-    .Doc("Updates many variables by the same arithmetic. program: its instructions, an operation each, with what is written and what is "
-         "read: v tensors, s scalars, r rows (of the last sizes), o variables before, n variables after, t temporary elements, y results. "
-         "shapes: of each update. variables, results: each update's, one after the other; operands: which of the values its tensors, its scalars and its rows are.");
+    .Doc(
+        "Updates many variables by the same arithmetic. program: its instructions, an operation "
+        "each, with what is written and what is read: v tensors, s scalars, r rows (of the last "
+        "sizes), o variables before, n variables after, t temporary elements, y results. shapes: "
+        "of each update. variables, results: each update's, one after the other; operands: which "
+        "of the values its tensors, its scalars and its rows are.");
 
-#define REGISTER_UPDATE(type) \
-  REGISTER_KERNEL_BUILDER(Name("WhaleUpdate").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), UpdateOp<type>)
+#define REGISTER_UPDATE(type)                                                       \
+  REGISTER_KERNEL_BUILDER(                                                          \
+      Name("WhaleUpdate").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
+      UpdateOp<type>)
 REGISTER_UPDATE(float);
 REGISTER_UPDATE(double);
 #undef REGISTER_UPDATE

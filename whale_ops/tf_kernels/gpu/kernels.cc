@@ -1,4 +1,5 @@
-// Exchanges of what lies in a device's memory, in which a kernel takes part by its rank's DeviceRank.
+// Exchanges of what lies in a device's memory, in which a kernel takes part by its rank's
+// DeviceRank.
 #include <algorithm>
 #include <numeric>
 
@@ -22,9 +23,11 @@ using tensorflow::TensorShape;
 using whale::DeviceOperation;
 using whale::OpKind;
 
-constexpr int kMostDims = 8;  // of tensors whose shape travels with them; TensorFlow's kernels for GPUs know no more
+// Of tensors whose shape travels with them; TensorFlow's kernels for GPUs know no more.
+constexpr int kMostDims = 8;
 
-// What kernels say of an operation, beside its tensors. What `call` names of `held` lives until the operation has ended.
+// What kernels say of an operation, beside its tensors. What `call` names of `held` lives until the
+// operation has ended.
 struct Started {
   whale::DeviceCall call;
   std::vector<Tensor> held;
@@ -33,11 +36,13 @@ struct Started {
 // Base of the kernels: attributes `communicator`, `rank` and `key`.
 class DeviceOp : public tensorflow::AsyncOpKernel {
  public:
-  DeviceOp(OpKernelConstruction* ctx, const char* name) : AsyncOpKernel(ctx), name_(name), placed_on_(ctx->device_type().type_string()) {
+  DeviceOp(OpKernelConstruction* ctx, const char* name)
+      : AsyncOpKernel(ctx), name_(name), placed_on_(ctx->device_type().type_string()) {
     read(ctx, "communicator", &communicator_, "rank", &rank_, "key", &key_, "T", &dtype_);
     OP_REQUIRES(ctx, tensorflow::DataTypeSize(dtype_) > 0,
-                absl::InvalidArgumentError(absl::StrCat("tensors of dtype ", tensorflow::DataTypeString(dtype_),
-                                                        " have no fixed element size and cannot be sent; keep them on one rank")));
+                absl::InvalidArgumentError(absl::StrCat(
+                    "tensors of dtype ", tensorflow::DataTypeString(dtype_),
+                    " have no fixed element size and cannot be sent; keep them on one rank")));
   }
   bool IsExpensive() override { return false; }  // as CommunicationOp
 
@@ -45,32 +50,42 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     whale::Status status;
     const auto device = whale::DeviceRank::find(communicator_, rank_, &status);
     OP_REQUIRES_ASYNC(ctx, device != nullptr, exchange_error(status), done);
-    OP_REQUIRES_ASYNC(ctx, placed_on_ == device->device().kind(),
-                      absl::InvalidArgumentError(absl::StrCat(
-                          "the tensors of ", name_, " '", key_, "' lie on a ", placed_on_, ", and communication.backend exchanges what lies on a ",
-                          device->device().kind(), "; compute the step there (remove tf.device), or leave communication.backend out")),
-                      done);
+    OP_REQUIRES_ASYNC(
+        ctx, placed_on_ == device->device().kind(),
+        absl::InvalidArgumentError(absl::StrCat(
+            "the tensors of ", name_, " '", key_, "' lie on a ", placed_on_,
+            ", and communication.backend exchanges what lies on a ", device->device().kind(),
+            "; compute the step there (remove tf.device), or leave communication.backend out")),
+        done);
     auto started = std::make_shared<Started>();
     whale::DeviceCall& call = started->call;
     call.what.dtype = call.what.wire = to_core(dtype_);
     call.what.element_bytes = static_cast<size_t>(tensorflow::DataTypeSize(dtype_));
     call.what.group = group_of(device->endpoint()->size());
     const auto own = std::find(call.what.group.begin(), call.what.group.end(), rank_);
-    OP_REQUIRES_ASYNC(ctx, own != call.what.group.end(),
-                      absl::InvalidArgumentError(absl::StrCat(name_, " '", key_, "': rank ", rank_, " is not one of the ranks ",
-                                                              whale::join_ranks(call.what.group), "; build this op on those ranks only")),
-                      done);
+    OP_REQUIRES_ASYNC(
+        ctx, own != call.what.group.end(),
+        absl::InvalidArgumentError(absl::StrCat(
+            name_, " '", key_, "': rank ", rank_, " is not one of the ranks ",
+            whale::join_ranks(call.what.group), "; build this op on those ranks only")),
+        done);
     call.what.index = static_cast<int>(own - call.what.group.begin());
     call.what.key = key_for(call.what.group);
     OP_REQUIRES_OK_ASYNC(ctx, prepare(ctx, started.get()), done);
     call.text = absl::StrCat(name_, " of ", tensorflow::DataTypeString(dtype_), ": ", call.text);
-    // The mark is behind whatever used the outputs' memory before. TensorFlow queues what reads them only after `done`, which comes
-    // when they are written: what does not depend on them is computed meanwhile.
+    // The mark is behind whatever used the outputs' memory before. TensorFlow queues what reads
+    // them only after `done`, which comes when they are written: what does not depend on them is
+    // computed meanwhile.
     const auto* context = ctx->op_device_context();
-    call.stream = context == nullptr || context->stream() == nullptr ? nullptr : context->stream()->platform_specific_handle().stream;
+    call.stream = context == nullptr || context->stream() == nullptr
+                      ? nullptr
+                      : context->stream()->platform_specific_handle().stream;
     const Cancellation cancellation(ctx);
-    const auto cancelled = whale::Status::Error(whale::Code::kCancelled, absl::StrCat("TensorFlow cancelled the step in ", name_, " '", key_, "'"));
-    const bool attached = cancellation.attach([endpoint = device->endpoint(), cancelled] { endpoint->abort(cancelled); });
+    const auto cancelled = whale::Status::Error(
+        whale::Code::kCancelled,
+        absl::StrCat("TensorFlow cancelled the step in ", name_, " '", key_, "'"));
+    const bool attached = cancellation.attach(
+        [endpoint = device->endpoint(), cancelled] { endpoint->abort(cancelled); });
     OP_REQUIRES_ASYNC(ctx, attached, exchange_error(cancelled), done);
     auto held = std::make_shared<std::vector<Tensor>>(std::move(started->held));
     call.done = [ctx, cancellation, held, done](const whale::Status& outcome) {
@@ -92,7 +107,9 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
   int rank() const { return rank_; }
   const std::string& key() const { return key_; }
   absl::Status refused(const Tensor& input, const std::string& what) const {
-    return absl::InvalidArgumentError(absl::StrCat(name_, " '", key_, "' on rank ", rank_, ": input of shape ", input.shape().DebugString(), ", ", what));
+    return absl::InvalidArgumentError(absl::StrCat(name_, " '", key_, "' on rank ", rank_,
+                                                   ": input of shape ", input.shape().DebugString(),
+                                                   ", ", what));
   }
 
  private:
@@ -105,7 +122,9 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
 // Of those of a group: attribute `ranks`.
 class DeviceGroupOp : public DeviceOp {
  public:
-  DeviceGroupOp(OpKernelConstruction* ctx, const char* name) : DeviceOp(ctx, name) { read(ctx, "ranks", &ranks_); }
+  DeviceGroupOp(OpKernelConstruction* ctx, const char* name) : DeviceOp(ctx, name) {
+    read(ctx, "ranks", &ranks_);
+  }
 
  protected:
   std::vector<int> group_of(int size) const override {
@@ -121,7 +140,8 @@ class DeviceGroupOp : public DeviceOp {
 
 class DeviceAllReduceOp : public DeviceGroupOp {
  public:
-  explicit DeviceAllReduceOp(OpKernelConstruction* ctx) : DeviceGroupOp(ctx, "AllReduce"), reducing_(ctx) {}
+  explicit DeviceAllReduceOp(OpKernelConstruction* ctx)
+      : DeviceGroupOp(ctx, "AllReduce"), reducing_(ctx) {}
 
  protected:
   absl::Status prepare(OpKernelContext* ctx, Started* started) override {
@@ -130,10 +150,12 @@ class DeviceAllReduceOp : public DeviceGroupOp {
     what.kind = OpKind::kAllReduce;
     what.reduction = reducing_.reduction;
     what.wire = to_core(reducing_.wire_dtype);
-    started->call.text = absl::StrCat(whale::name_of(reducing_.reduction), " as ", tensorflow::DataTypeString(reducing_.wire_dtype), " of ",
+    started->call.text = absl::StrCat(whale::name_of(reducing_.reduction), " as ",
+                                      tensorflow::DataTypeString(reducing_.wire_dtype), " of ",
                                       shapes_.of(ctx, 0, n));
     for (int i = 0; i < n; ++i) {
-      const Tensor& input = ctx->input(i);  // not kept: a second reference would keep its memory from being taken over below
+      // Not kept: a second reference would keep its memory from being taken over below.
+      const Tensor& input = ctx->input(i);
       const TensorShape shape = input.shape();
       const char* source = data_of(input);
       Tensor* output = nullptr;
@@ -148,12 +170,15 @@ class DeviceAllReduceOp : public DeviceGroupOp {
   ShapeText shapes_;
 };
 
-// A copy for each part between a tensor and its parts, which lie one behind the other in memory of their own.
-std::vector<whale::DeviceCopy> copies_of_parts(const Tensor& whole, const Tensor& parts, const AxisView& view, const std::vector<int64_t>& sizes,
-                                               bool apart) {
+// A copy for each part between a tensor and its parts, which lie one behind the other in memory of
+// their own.
+std::vector<whale::DeviceCopy> copies_of_parts(const Tensor& whole, const Tensor& parts,
+                                               const AxisView& view,
+                                               const std::vector<int64_t>& sizes, bool apart) {
   std::vector<whale::DeviceCopy> copies;
   const auto element_bytes = static_cast<size_t>(tensorflow::DataTypeSize(whole.dtype()));
-  const size_t inner_bytes = static_cast<size_t>(view.inner) * element_bytes, row_bytes = static_cast<size_t>(total(sizes)) * inner_bytes;
+  const size_t inner_bytes = static_cast<size_t>(view.inner) * element_bytes,
+               row_bytes = static_cast<size_t>(total(sizes)) * inner_bytes;
   const auto rows = static_cast<size_t>(view.outer);
   char *in_whole = data_of(whole), *in_parts = data_of(parts);
   for (const int64_t size : sizes) {
@@ -166,9 +191,11 @@ std::vector<whale::DeviceCopy> copies_of_parts(const Tensor& whole, const Tensor
   return copies;
 }
 
-// Where the parts of `whole` lie side by side: in itself, or in memory from or to which `copies` copies them.
-absl::Status side_by_side(OpKernelContext* ctx, const Tensor& whole, const AxisView& view, const std::vector<int64_t>& sizes, bool apart,
-                          Started* started, std::vector<whale::DeviceCopy>* copies, char** data) {
+// Where the parts of `whole` lie side by side: in itself, or in memory from or to which `copies`
+// copies them.
+absl::Status side_by_side(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
+                          const std::vector<int64_t>& sizes, bool apart, Started* started,
+                          std::vector<whale::DeviceCopy>* copies, char** data) {
   *data = data_of(whole);
   if (view.outer <= 1) return absl::OkStatus();
   Tensor parts;
@@ -181,14 +208,19 @@ absl::Status side_by_side(OpKernelContext* ctx, const Tensor& whole, const AxisV
 
 class DeviceAllGatherOp : public DeviceGroupOp {
  public:
-  explicit DeviceAllGatherOp(OpKernelConstruction* ctx) : DeviceGroupOp(ctx, "AllGather") { read(ctx, "axis", &axis_, "sizes", &sizes_); }
+  explicit DeviceAllGatherOp(OpKernelConstruction* ctx) : DeviceGroupOp(ctx, "AllGather") {
+    read(ctx, "axis", &axis_, "sizes", &sizes_);
+  }
 
  protected:
   absl::Status prepare(OpKernelContext* ctx, Started* started) override {
     const Tensor& input = ctx->input(0);
     DeviceOperation& what = started->call.what;
-    const bool fits = axis_ >= 0 && axis_ < input.dims() && sizes_.size() == what.size() && input.dim_size(axis_) == sizes_[what.index];
-    if (!fits) return refused(input, absl::StrCat("axis ", axis_, ", sizes ", join_sizes(sizes_), "; expected this rank's own at index ", what.index));
+    const bool fits = axis_ >= 0 && axis_ < input.dims() && sizes_.size() == what.size() &&
+                      input.dim_size(axis_) == sizes_[what.index];
+    if (!fits)
+      return refused(input, absl::StrCat("axis ", axis_, ", sizes ", join_sizes(sizes_),
+                                         "; expected this rank's own at index ", what.index));
     TensorShape shape = input.shape();
     shape.set_dim(axis_, total(sizes_));
     Tensor* output = nullptr;
@@ -196,9 +228,11 @@ class DeviceAllGatherOp : public DeviceGroupOp {
     const AxisView view(shape, axis_);
     what.kind = OpKind::kAllGather;
     what.counts = view.counts(sizes_);
-    started->call.text = absl::StrCat(shape.DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_));
+    started->call.text =
+        absl::StrCat(shape.DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_));
     char* data = nullptr;
-    TF_RETURN_IF_ERROR(side_by_side(ctx, *output, view, sizes_, false, started, &what.after, &data));
+    TF_RETURN_IF_ERROR(
+        side_by_side(ctx, *output, view, sizes_, false, started, &what.after, &data));
     what.tensors = {{data_of(input), data, input.NumElements()}};
     return absl::OkStatus();
   }
@@ -219,8 +253,11 @@ class DeviceReduceScatterOp : public DeviceGroupOp {
   absl::Status prepare(OpKernelContext* ctx, Started* started) override {
     const Tensor& input = ctx->input(0);
     DeviceOperation& what = started->call.what;
-    const bool fits = axis_ >= 0 && axis_ < input.dims() && sizes_.size() == what.size() && input.dim_size(axis_) == total(sizes_);
-    if (!fits) return refused(input, absl::StrCat("axis ", axis_, ", sizes ", join_sizes(sizes_), "; expected sizes that add up to its dimension"));
+    const bool fits = axis_ >= 0 && axis_ < input.dims() && sizes_.size() == what.size() &&
+                      input.dim_size(axis_) == total(sizes_);
+    if (!fits)
+      return refused(input, absl::StrCat("axis ", axis_, ", sizes ", join_sizes(sizes_),
+                                         "; expected sizes that add up to its dimension"));
     TensorShape shape = input.shape();
     shape.set_dim(axis_, sizes_[what.index]);
     Tensor* output = nullptr;
@@ -229,7 +266,9 @@ class DeviceReduceScatterOp : public DeviceGroupOp {
     what.kind = OpKind::kReduceScatter;
     what.reduction = reduction_;
     what.counts = view.counts(sizes_);
-    started->call.text = absl::StrCat(whale::name_of(reduction_), " of ", input.shape().DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_));
+    started->call.text =
+        absl::StrCat(whale::name_of(reduction_), " of ", input.shape().DebugString(), " axis ",
+                     axis_, " sizes ", join_sizes(sizes_));
     char* data = nullptr;
     TF_RETURN_IF_ERROR(side_by_side(ctx, input, view, sizes_, true, started, &what.before, &data));
     what.tensors = {{data, data_of(*output), input.NumElements()}};
@@ -245,19 +284,26 @@ class DeviceReduceScatterOp : public DeviceGroupOp {
 class DeviceAllToAllOp : public DeviceGroupOp {
  public:
   explicit DeviceAllToAllOp(OpKernelConstruction* ctx) : DeviceGroupOp(ctx, "AllToAll") {
-    read(ctx, "split_axis", &split_axis_, "split_sizes", &split_sizes_, "concat_axis", &concat_axis_, "concat_sizes", &concat_sizes_);
+    read(ctx, "split_axis", &split_axis_, "split_sizes", &split_sizes_, "concat_axis",
+         &concat_axis_, "concat_sizes", &concat_sizes_);
   }
 
  protected:
   absl::Status prepare(OpKernelContext* ctx, Started* started) override {
     const Tensor& input = ctx->input(0);
     DeviceOperation& what = started->call.what;
-    const std::string divided = absl::StrCat("split axis ", split_axis_, " sizes ", join_sizes(split_sizes_), ", concat axis ", concat_axis_, " sizes ",
-                                             join_sizes(concat_sizes_));
-    const bool axes = split_axis_ >= 0 && split_axis_ < input.dims() && concat_axis_ >= 0 && concat_axis_ < input.dims() && split_axis_ != concat_axis_;
-    if (!axes || split_sizes_.size() != what.size() || concat_sizes_.size() != what.size() || input.dim_size(split_axis_) != total(split_sizes_) ||
+    const std::string divided =
+        absl::StrCat("split axis ", split_axis_, " sizes ", join_sizes(split_sizes_),
+                     ", concat axis ", concat_axis_, " sizes ", join_sizes(concat_sizes_));
+    const bool axes = split_axis_ >= 0 && split_axis_ < input.dims() && concat_axis_ >= 0 &&
+                      concat_axis_ < input.dims() && split_axis_ != concat_axis_;
+    if (!axes || split_sizes_.size() != what.size() || concat_sizes_.size() != what.size() ||
+        input.dim_size(split_axis_) != total(split_sizes_) ||
         input.dim_size(concat_axis_) != concat_sizes_[what.index]) {
-      return refused(input, absl::StrCat(divided, "; expected all of the split axis and this rank's share of the concat axis"));
+      return refused(
+          input, absl::StrCat(
+                     divided,
+                     "; expected all of the split axis and this rank's share of the concat axis"));
     }
     TensorShape whole = input.shape(), shape = input.shape();
     whole.set_dim(concat_axis_, total(concat_sizes_));
@@ -269,12 +315,16 @@ class DeviceAllToAllOp : public DeviceGroupOp {
     what.kind = OpKind::kAllToAll;
     what.counts = from.counts(split_sizes_);
     what.recv_counts = to.counts(concat_sizes_);
-    what.largest = *std::max_element(split_sizes_.begin(), split_sizes_.end()) * *std::max_element(concat_sizes_.begin(), concat_sizes_.end());
-    for (int d = 0; d < input.dims(); ++d) what.largest *= d == split_axis_ || d == concat_axis_ ? 1 : input.dim_size(d);
+    what.largest = *std::max_element(split_sizes_.begin(), split_sizes_.end()) *
+                   *std::max_element(concat_sizes_.begin(), concat_sizes_.end());
+    for (int d = 0; d < input.dims(); ++d)
+      what.largest *= d == split_axis_ || d == concat_axis_ ? 1 : input.dim_size(d);
     started->call.text = absl::StrCat(whole.DebugString(), " ", divided);
     char *sent = nullptr, *received = nullptr;
-    TF_RETURN_IF_ERROR(side_by_side(ctx, input, from, split_sizes_, true, started, &what.before, &sent));
-    TF_RETURN_IF_ERROR(side_by_side(ctx, *output, to, concat_sizes_, false, started, &what.after, &received));
+    TF_RETURN_IF_ERROR(
+        side_by_side(ctx, input, from, split_sizes_, true, started, &what.before, &sent));
+    TF_RETURN_IF_ERROR(
+        side_by_side(ctx, *output, to, concat_sizes_, false, started, &what.after, &received));
     what.tensors = {{sent, received, input.NumElements()}};
     return absl::OkStatus();
   }
@@ -292,8 +342,9 @@ class DeviceBroadcastOp : public DeviceGroupOp {
     for (const PartialTensorShape& shape : declared) {
       TensorShape full;
       OP_REQUIRES(ctx, shape.AsTensorShape(&full),
-                  absl::InvalidArgumentError(absl::StrCat("Broadcast '", key(), "' has an unknown shape ", shape.DebugString(),
-                                                          "; give whole shapes, or use the op without Device in its name")));
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "Broadcast '", key(), "' has an unknown shape ", shape.DebugString(),
+                      "; give whole shapes, or use the op without Device in its name")));
       shapes_.push_back(full);
     }
   }
@@ -301,7 +352,9 @@ class DeviceBroadcastOp : public DeviceGroupOp {
  protected:
   absl::Status prepare(OpKernelContext* ctx, Started* started) override {
     DeviceOperation& what = started->call.what;
-    if (root_ < 0 || root_ >= static_cast<int>(what.size())) return refused(ctx->input(0), absl::StrCat("root ", root_, "; expected an index into the group"));
+    if (root_ < 0 || root_ >= static_cast<int>(what.size()))
+      return refused(ctx->input(0),
+                     absl::StrCat("root ", root_, "; expected an index into the group"));
     what.kind = OpKind::kBroadcast;
     what.root = root_;
     for (size_t i = 0; i < shapes_.size(); ++i) {
@@ -310,7 +363,9 @@ class DeviceBroadcastOp : public DeviceGroupOp {
       Tensor* output = nullptr;
       if (what.index == root_) {
         const Tensor& input = ctx->input(number);
-        if (input.shape() != shapes_[i]) return refused(input, absl::StrCat("declared is ", shapes_[i].DebugString(), "; correct the attribute 'shapes'"));
+        if (input.shape() != shapes_[i])
+          return refused(input, absl::StrCat("declared is ", shapes_[i].DebugString(),
+                                             "; correct the attribute 'shapes'"));
         ctx->set_output(number, input);
         what.tensors.push_back({data_of(input), data_of(input), input.NumElements()});
         continue;
@@ -329,14 +384,19 @@ class DeviceBroadcastOp : public DeviceGroupOp {
 // Both ends tell each other a shape: the sender's, and one that the receiver has no use for.
 class DeviceSendOp : public DeviceOp {
  public:
-  explicit DeviceSendOp(OpKernelConstruction* ctx) : DeviceOp(ctx, "Send") { read(ctx, "peer", &peer_); }
+  explicit DeviceSendOp(OpKernelConstruction* ctx) : DeviceOp(ctx, "Send") {
+    read(ctx, "peer", &peer_);
+  }
 
  protected:
   std::vector<int> group_of(int) const override { return {rank(), peer_}; }
-  std::string key_for(const std::vector<int>& group) const override { return absl::StrCat(key(), "/", group[0], "to", group[1]); }
+  std::string key_for(const std::vector<int>& group) const override {
+    return absl::StrCat(key(), "/", group[0], "to", group[1]);
+  }
   absl::Status prepare(OpKernelContext* ctx, Started* started) override {
     const Tensor& input = ctx->input(0);
-    if (input.dims() > kMostDims) return refused(input, absl::StrCat("more than ", kMostDims, " dimensions; reshape it"));
+    if (input.dims() > kMostDims)
+      return refused(input, absl::StrCat("more than ", kMostDims, " dimensions; reshape it"));
     started->call.what.kind = OpKind::kSend;
     started->call.what.tensors = {{data_of(input), nullptr, input.NumElements()}};
     started->call.tells.assign(1 + kMostDims, 0);
@@ -351,25 +411,32 @@ class DeviceSendOp : public DeviceOp {
 
 class DeviceRecvOp : public DeviceOp {
  public:
-  explicit DeviceRecvOp(OpKernelConstruction* ctx) : DeviceOp(ctx, "Send") { read(ctx, "peer", &peer_, "shape", &shape_); }
+  explicit DeviceRecvOp(OpKernelConstruction* ctx) : DeviceOp(ctx, "Send") {
+    read(ctx, "peer", &peer_, "shape", &shape_);
+  }
 
  protected:
   std::vector<int> group_of(int) const override { return {peer_, rank()}; }
-  std::string key_for(const std::vector<int>& group) const override { return absl::StrCat(key(), "/", group[0], "to", group[1]); }
+  std::string key_for(const std::vector<int>& group) const override {
+    return absl::StrCat(key(), "/", group[0], "to", group[1]);
+  }
   absl::Status prepare(OpKernelContext* ctx, Started* started) override {
     started->call.what.kind = OpKind::kRecv;
     started->call.tells.assign(1 + kMostDims, 0);
-    started->call.complete = [this, ctx](const whale::LaunchOrder::Told& told, DeviceOperation* what) {
+    started->call.complete = [this, ctx](const whale::LaunchOrder::Told& told,
+                                         DeviceOperation* what) {
       TensorShape sent;
       for (int64_t d = 0; d < told[0]; ++d) sent.AddDim(told[1 + d]);
       if (!shape_.IsCompatibleWith(sent)) {
-        return whale::Status::Error(whale::Code::kInvalidArgument,
-                                    absl::StrCat("Recv '", key(), "': rank ", peer_, " sends shape ", sent.DebugString(), ", expected ",
-                                                 shape_.DebugString(), "; give both ends the same shape"));
+        return whale::Status::Error(
+            whale::Code::kInvalidArgument,
+            absl::StrCat("Recv '", key(), "': rank ", peer_, " sends shape ", sent.DebugString(),
+                         ", expected ", shape_.DebugString(), "; give both ends the same shape"));
       }
       Tensor* output = nullptr;
       const absl::Status status = ctx->allocate_output(0, sent, &output);
-      if (!status.ok()) return whale::Status::Error(whale::Code::kInternal, std::string(status.message()));
+      if (!status.ok())
+        return whale::Status::Error(whale::Code::kInternal, std::string(status.message()));
       what->tensors = {{nullptr, data_of(*output), output->NumElements()}};
       return whale::Status::Ok();
     };
@@ -383,8 +450,9 @@ class DeviceRecvOp : public DeviceOp {
 
 }  // namespace
 
-// On the CPU: where somebody has placed it there, to be told what is wrong; and with the devices of the tests, whose memory is the host's.
-#define WHALE_REGISTER(name, kernel)                                             \
+// On the CPU: where somebody has placed it there, to be told what is wrong; and with the devices of
+// the tests, whose memory is the host's.
+#define WHALE_REGISTER(name, kernel)                                          \
   REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU), kernel); \
   REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), kernel)
 

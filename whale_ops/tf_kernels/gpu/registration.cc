@@ -1,6 +1,7 @@
-// Names and attributes of the ops that exchange what lies in a device's memory, which the rank has opened. They name the communicator
-// and take no handle: TensorFlow would place the handle, and all ops that take it, on that device. All else is as of the op without
-// "Device" in its name (communication/registration.cc).
+// Names and attributes of the ops that exchange what lies in a device's memory, which the rank has
+// opened. They name the communicator and take no handle: TensorFlow would place the handle, and all
+// ops that take it, on that device. All else is as of the op without "Device" in its name
+// (communication/registration.cc).
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "whale_ops/tf_kernels/communication/shapes.h"
@@ -32,8 +33,9 @@ REGISTER_OP("WhaleDeviceAllReduce")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(same_shapes)
-    .Doc("Element-wise reduction over the ranks. wire_dtype: float32 inputs are rounded to it before they are sent, and added in it where "
-         "the device does so.");
+    .Doc(
+        "Element-wise reduction over the ranks. wire_dtype: float32 inputs are rounded to it "
+        "before they are sent, and added in it where the device does so.");
 
 REGISTER_OP("WhaleDeviceAllGather")
     .Input("input: T")
@@ -64,7 +66,8 @@ REGISTER_OP("WhaleDeviceReduceScatter")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(reduce_scatter_shape)
-    .Doc("Element-wise reduction over the ranks, of which each rank keeps its share along an axis.");
+    .Doc(
+        "Element-wise reduction over the ranks, of which each rank keeps its share along an axis.");
 
 REGISTER_OP("WhaleDeviceAllToAll")
     .Input("input: T")
@@ -81,7 +84,9 @@ REGISTER_OP("WhaleDeviceAllToAll")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(all_to_all_shape)
-    .Doc("From a share of concat_axis with all of split_axis to all of concat_axis with a share of split_axis.");
+    .Doc(
+        "From a share of concat_axis with all of split_axis to all of concat_axis with a share of "
+        "split_axis.");
 
 REGISTER_OP("WhaleDeviceBroadcast")
     .Input("inputs: N * T")
@@ -97,7 +102,9 @@ REGISTER_OP("WhaleDeviceBroadcast")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(broadcast_shape)
-    .Doc("The root's inputs, of the given shapes, on every rank; the inputs of the other ranks are ignored.");
+    .Doc(
+        "The root's inputs, of the given shapes, on every rank; the inputs of the other ranks are "
+        "ignored.");
 
 REGISTER_OP("WhaleDeviceSend")
     .Input("input: T")

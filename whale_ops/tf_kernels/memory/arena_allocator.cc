@@ -1,4 +1,5 @@
-// TensorFlow's allocator of host memory with large tensors in memory that the other ranks of the machine map.
+// TensorFlow's allocator of host memory with large tensors in memory that the other ranks of the
+// machine map.
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,7 +18,8 @@ using tensorflow::Allocator;
 using tensorflow::AllocatorFactoryRegistry;
 using whale::Arena;
 
-// As in TensorFlow's own allocator (mkl_cpu_allocator.h), with which this one shares its sizes and its figures.
+// As in TensorFlow's own allocator (mkl_cpu_allocator.h), with which this one shares its sizes and
+// its figures.
 constexpr size_t kLargeBytes = 256 << 10;
 constexpr int kPriority = 300;  // above all of TensorFlow's
 
@@ -35,7 +37,9 @@ class ArenaSubAllocator : public tensorflow::SubAllocator {
 size_t limit_bytes() {
   const char* wanted = std::getenv("TF_MKL_ALLOC_MAX_BYTES");
   const size_t given = wanted == nullptr ? 0 : std::strtoull(wanted, nullptr, 10);
-  return given != 0 ? given : static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return given != 0 ? given
+                    : static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) *
+                          static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
 class ArenaAllocator : public Allocator {
@@ -46,9 +50,12 @@ class ArenaAllocator : public Allocator {
   void* AllocateRaw(size_t alignment, size_t bytes) override {
     if (bytes >= kLargeBytes) return large_.AllocateRaw(alignment, bytes);
     void* memory = nullptr;
-    return posix_memalign(&memory, std::max(alignment, sizeof(void*)), bytes) == 0 ? memory : nullptr;
+    return posix_memalign(&memory, std::max(alignment, sizeof(void*)), bytes) == 0 ? memory
+                                                                                   : nullptr;
   }
-  void DeallocateRaw(void* memory) override { Arena::instance()->holds(memory) ? large_.DeallocateRaw(memory) : std::free(memory); }
+  void DeallocateRaw(void* memory) override {
+    Arena::instance()->holds(memory) ? large_.DeallocateRaw(memory) : std::free(memory);
+  }
   decltype(std::declval<Allocator>().GetStats()) GetStats() override { return large_.GetStats(); }
   bool ClearStats() override { return large_.ClearStats(); }
 
@@ -59,11 +66,13 @@ class ArenaAllocator : public Allocator {
 class ArenaFactory : public tensorflow::AllocatorFactory {
  public:
   Allocator* CreateAllocator() override { return new ArenaAllocator(); }
-  tensorflow::SubAllocator* CreateSubAllocator(int /* numa_node */) override { return new ArenaSubAllocator(); }
+  tensorflow::SubAllocator* CreateSubAllocator(int /* numa_node */) override {
+    return new ArenaSubAllocator();
+  }
 };
 
-// Registering after the first use of an allocator ends the process, and nothing public tells whether there was one: the private
-// member does.
+// Registering after the first use of an allocator ends the process, and nothing public tells
+// whether there was one: the private member does.
 bool AllocatorFactoryRegistry::* first_alloc_made();
 template <bool AllocatorFactoryRegistry::* member>
 struct Reveal {
@@ -73,7 +82,8 @@ template struct Reveal<&AllocatorFactoryRegistry::first_alloc_made_>;
 
 }  // namespace
 
-// From now on TensorFlow's large tensors lie in shared memory. 0, -1 when it has made tensors already, or errno.
+// From now on TensorFlow's large tensors lie in shared memory. 0, -1 when it has made tensors
+// already, or errno.
 extern "C" __attribute__((visibility("default"))) int whale_share_tensors() {
   if (Arena::instance() != nullptr) return 0;
   AllocatorFactoryRegistry* registry = AllocatorFactoryRegistry::singleton();

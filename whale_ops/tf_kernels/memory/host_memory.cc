@@ -6,8 +6,8 @@
 
 extern "C" {
 
-// values: bytes in use, largest number of them since the last reset, allocations since then, largest of these.
-// 0 where the allocator keeps no statistics.
+// values: bytes in use, largest number of them since the last reset, allocations since then,
+// largest of these. 0 where the allocator keeps no statistics.
 __attribute__((visibility("default"))) int whale_host_memory(int64_t* values) {
   const auto stats = tensorflow::cpu_allocator()->GetStats();
   if (!stats.has_value()) return 0;

@@ -1,4 +1,5 @@
-// Values: what variables hold, by one op. Lend: tensors as peers of the machine read them where they lie (core/transport/arena.h).
+// Values: what variables hold, by one op. Lend: tensors as peers of the machine read them where
+// they lie (core/transport/arena.h).
 #include <cstring>
 #include <vector>
 
@@ -18,17 +19,20 @@ using whale::Arena;
 
 absl::Status copy(OpKernelContext* ctx, const Tensor& from, Tensor* made) {
   if (!tensorflow::DataTypeCanUseMemcpy(from.dtype())) {
-    return absl::InvalidArgumentError(absl::StrCat("values of ", tensorflow::DataTypeString(from.dtype()),
-                                                   " are not copied byte by byte; expected numbers"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("values of ", tensorflow::DataTypeString(from.dtype()),
+                     " are not copied byte by byte; expected numbers"));
   }
   const absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), made);
   if (!status.ok()) return status;
   const auto data = from.tensor_data();
-  if (!data.empty()) std::memcpy(const_cast<char*>(made->tensor_data().data()), data.data(), data.size());
+  if (!data.empty())
+    std::memcpy(const_cast<char*>(made->tensor_data().data()), data.data(), data.size());
   return absl::OkStatus();
 }
 
-// As TensorFlow's ReadVariableOp, for many variables: the executor needs longer for each node than for what it does here.
+// As TensorFlow's ReadVariableOp, for many variables: the executor needs longer for each node than
+// for what it does here.
 class ValuesOp : public tensorflow::OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -40,10 +44,12 @@ class ValuesOp : public tensorflow::OpKernel {
       tensorflow::tf_shared_lock lock(*variable->mu());
       Tensor value = *variable->tensor();
       OP_REQUIRES(ctx, variable->is_initialized && value.dtype() == output_type(i),
-                  absl::FailedPreconditionError(absl::StrCat("variable ", i, " of those that are read ",
-                                                             variable->is_initialized ? "has another type" : "has no value")));
+                  absl::FailedPreconditionError(absl::StrCat(
+                      "variable ", i, " of those that are read ",
+                      variable->is_initialized ? "has another type" : "has no value")));
       // What is written row by row is written where it lies, whoever reads it.
-      if (variable->copy_on_read_mode.load()) OP_REQUIRES_OK(ctx, copy(ctx, *variable->tensor(), &value));
+      if (variable->copy_on_read_mode.load())
+        OP_REQUIRES_OK(ctx, copy(ctx, *variable->tensor(), &value));
       ctx->set_output(i, value);
     }
   }
@@ -56,17 +62,20 @@ class LendOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     const Arena* arena = Arena::instance();
-    OP_REQUIRES(ctx, arena != nullptr, absl::FailedPreconditionError("this process shares no tensors with others"));
+    OP_REQUIRES(ctx, arena != nullptr,
+                absl::FailedPreconditionError("this process shares no tensors with others"));
     const int count = ctx->num_inputs();
     Tensor* places = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(count, tensorflow::TensorShape({count}), &places));
     for (int i = 0; i < count; ++i) {
       Tensor lent = ctx->input(i);
-      if (!arena->holds(lent.tensor_data().data())) OP_REQUIRES_OK(ctx, copy(ctx, ctx->input(i), &lent));
+      if (!arena->holds(lent.tensor_data().data()))
+        OP_REQUIRES_OK(ctx, copy(ctx, ctx->input(i), &lent));
       const char* data = lent.tensor_data().data();
       OP_REQUIRES(ctx, arena->holds(data),
-                  absl::InvalidArgumentError(absl::StrCat("a tensor of ", lent.TotalBytes(), " bytes is not made where peers read it; "
-                                                          "expected at least 256 KiB")));
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "a tensor of ", lent.TotalBytes(),
+                      " bytes is not made where peers read it; expected at least 256 KiB")));
       places->vec<int64_t>()(i) = static_cast<int64_t>(arena->offset_of(data));
       ctx->set_output(i, lent);
     }
@@ -95,7 +104,9 @@ REGISTER_OP("WhaleLend")
       c->set_output(c->num_inputs(), c->Vector(c->num_inputs()));
       return absl::OkStatus();
     })
-    .Doc("The inputs, of 256 KiB or more each, in memory that peers of the machine have mapped, and where they lie in it.");
+    .Doc(
+        "The inputs, of 256 KiB or more each, in memory that peers of the machine have mapped, and "
+        "where they lie in it.");
 
 REGISTER_KERNEL_BUILDER(Name("WhaleValues").Device(tensorflow::DEVICE_CPU), ValuesOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleLend").Device(tensorflow::DEVICE_CPU), LendOp);

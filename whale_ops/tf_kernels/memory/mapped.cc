@@ -1,5 +1,6 @@
-// MappedTensor and MappedCopy: tensors in files that have no name. What is used of them is in memory as long as there is room, and
-// what was changed is written back by the system, so that a variable may be larger than a rank's memory.
+// MappedTensor and MappedCopy: tensors in files that have no name. What is used of them is in
+// memory as long as there is room, and what was changed is written back by the system, so that a
+// variable may be larger than a rank's memory.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -35,12 +36,14 @@ class Mapping : public tensorflow::TensorBuffer {
 };
 
 absl::Status failed(const std::string& folder, size_t bytes, int error) {
-  return absl::ResourceExhaustedError(
-      absl::StrCat("no file of ", bytes, " bytes can be made in ", folder, ": ", std::strerror(error)));
+  return absl::ResourceExhaustedError(absl::StrCat("no file of ", bytes, " bytes can be made in ",
+                                                   folder, ": ", std::strerror(error)));
 }
 
-// Zeros in a new file of `folder`. Its space is taken at once: a disk that is full is an error here, not a signal later.
-absl::Status map(const std::string& folder, tensorflow::DataType dtype, const TensorShape& shape, Tensor* made) {
+// Zeros in a new file of `folder`. Its space is taken at once: a disk that is full is an error
+// here, not a signal later.
+absl::Status map(const std::string& folder, tensorflow::DataType dtype, const TensorShape& shape,
+                 Tensor* made) {
   const size_t bytes = static_cast<size_t>(shape.num_elements()) * tensorflow::DataTypeSize(dtype);
   if (bytes == 0) {
     *made = Tensor(dtype, shape);
@@ -51,7 +54,8 @@ absl::Status map(const std::string& folder, tensorflow::DataType dtype, const Te
   if (file < 0) return failed(folder, bytes, errno);
   unlink(path.c_str());
   const int error = posix_fallocate(file, 0, static_cast<off_t>(bytes));
-  void* memory = error != 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  void* memory =
+      error != 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   const int reason = error != 0 ? error : errno;
   close(file);
   if (memory == MAP_FAILED) return failed(folder, bytes, reason);
@@ -84,7 +88,9 @@ class MappedTensorOp : public tensorflow::OpKernel {
 
 class MappedCopyOp : public tensorflow::OpKernel {
  public:
-  explicit MappedCopyOp(OpKernelConstruction* ctx) : OpKernel(ctx) { OP_REQUIRES_OK(ctx, ctx->GetAttr("folder", &folder_)); }
+  explicit MappedCopyOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("folder", &folder_));
+  }
 
   void Compute(OpKernelContext* ctx) override {
     tensorflow::core::RefCountPtr<tensorflow::Var> variable;
@@ -94,7 +100,8 @@ class MappedCopyOp : public tensorflow::OpKernel {
     Tensor made;
     OP_REQUIRES_OK(ctx, map(folder_, now.dtype(), now.shape(), &made));
     const auto from = now.tensor_data();
-    if (!from.empty()) std::memcpy(const_cast<char*>(made.tensor_data().data()), from.data(), from.size());
+    if (!from.empty())
+      std::memcpy(const_cast<char*>(made.tensor_data().data()), from.data(), from.size());
     ctx->set_output(0, made);
   }
 

@@ -1,4 +1,5 @@
-// What lies in the host's memory and is computed with on another device passes through here: its bytes are counted.
+// What lies in the host's memory and is computed with on another device passes through here: its
+// bytes are counted.
 
 #include <atomic>
 #include <cstdint>
@@ -11,7 +12,8 @@ namespace {
 std::atomic<int64_t> bytes_to_host{0};
 std::atomic<int64_t> bytes_to_device{0};
 
-// Beside the host's memory: TensorFlow's runtime copies its input, or its output, between the devices.
+// Beside the host's memory: TensorFlow's runtime copies its input, or its output, between the
+// devices.
 class OffloadOp : public tensorflow::OpKernel {
  public:
   explicit OffloadOp(tensorflow::OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -19,7 +21,8 @@ class OffloadOp : public tensorflow::OpKernel {
   }
 
   void Compute(tensorflow::OpKernelContext* ctx) override {
-    (to_host_ ? bytes_to_host : bytes_to_device) += static_cast<int64_t>(ctx->input(0).TotalBytes());
+    (to_host_ ? bytes_to_host : bytes_to_device) +=
+        static_cast<int64_t>(ctx->input(0).TotalBytes());
     ctx->set_output(0, ctx->input(0));
   }
 
@@ -36,7 +39,8 @@ REGISTER_KERNEL_BUILDER(Name("WhaleOffload").Device(tensorflow::DEVICE_CPU), Off
 
 extern "C" {
 
-// values: bytes that have come to the host's memory since the process began, and bytes that have left it.
+// values: bytes that have come to the host's memory since the process began, and bytes that have
+// left it.
 __attribute__((visibility("default"))) void whale_offloaded(int64_t* values) {
   values[0] = whale_ops::bytes_to_host.load();
   values[1] = whale_ops::bytes_to_device.load();

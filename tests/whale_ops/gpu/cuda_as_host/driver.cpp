@@ -1,6 +1,7 @@
-// A driver (libcuda) without GPUs, for whale_ops/gpu_driver.py and whale_ops/gpu: memory is the host's, other processes map it as CUDA IPC does, and
-// all is done when a call returns. FAKE_GPUS: their memory in bytes, "4096,8192"; the first two reach each other. FAKE_CUDA_ERROR: what
-// cuInit says. Machine code is the text "HOST:" and the path of kernels.cpp's library.
+// A driver (libcuda) without GPUs, for whale_ops/gpu_driver.py and whale_ops/gpu: memory is the
+// host's, other processes map it as CUDA IPC does, and all is done when a call returns. FAKE_GPUS:
+// their memory in bytes, "4096,8192"; the first two reach each other. FAKE_CUDA_ERROR: what cuInit
+// says. Machine code is the text "HOST:" and the path of kernels.cpp's library.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -16,12 +17,14 @@
 
 namespace {
 
-constexpr int kInvalidValue = 1, kInvalidImage = 200, kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500;
+constexpr int kInvalidValue = 1, kInvalidImage = 200, kInvalidContext = 201, kInvalidHandle = 400,
+              kNotFound = 500;
 
 std::vector<size_t> gpus() {
   std::vector<size_t> found;
   const char* listed = std::getenv("FAKE_GPUS");
-  for (const char* at = listed; at != nullptr && *at != '\0'; at = std::strchr(at, ',') == nullptr ? nullptr : std::strchr(at, ',') + 1) {
+  for (const char* at = listed; at != nullptr && *at != '\0';
+       at = std::strchr(at, ',') == nullptr ? nullptr : std::strchr(at, ',') + 1) {
     found.push_back(std::strtoull(at, nullptr, 10));
   }
   return found;
@@ -92,16 +95,26 @@ int cuGetErrorName(int code, const char** text) {
 int cuGetErrorString(int, const char**) { return 1; }
 int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
 int cuDeviceGetCount(int* count) { return *count = static_cast<int>(gpus().size()), 0; }
-int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal < static_cast<int>(gpus().size()) ? 0 : 101; }
-int cuDeviceGetName(char* name, int bytes, int) { return std::snprintf(name, static_cast<size_t>(bytes), "NVIDIA Something"), 0; }
-int cuDeviceTotalMem_v2(size_t* bytes, int device) { return *bytes = gpus()[static_cast<size_t>(device)], 0; }
+int cuDeviceGet(int* device, int ordinal) {
+  return *device = ordinal, ordinal < static_cast<int>(gpus().size()) ? 0 : 101;
+}
+int cuDeviceGetName(char* name, int bytes, int) {
+  return std::snprintf(name, static_cast<size_t>(bytes), "NVIDIA Something"), 0;
+}
+int cuDeviceTotalMem_v2(size_t* bytes, int device) {
+  return *bytes = gpus()[static_cast<size_t>(device)], 0;
+}
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == 75 ? 8 : attribute == 76 ? 6 : 0;
   return *value == 0;
 }
-int cuDeviceCanAccessPeer(int* can, int device, int peer) { return *can = device < 2 && peer < 2, 0; }
+int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  return *can = device < 2 && peer < 2, 0;
+}
 
-int cuDevicePrimaryCtxRetain(void** context, int device) { return *context = reinterpret_cast<void*>(0x1000L + device), 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  return *context = reinterpret_cast<void*>(0x1000L + device), 0;
+}
 int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(context), 0; }
 int cuCtxPopCurrent_v2(void** context) {
   if (contexts.empty()) return kInvalidContext;
@@ -109,7 +122,9 @@ int cuCtxPopCurrent_v2(void** context) {
   contexts.pop_back();
   return 0;
 }
-int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = 0, *greatest = -5, contexts.empty() ? kInvalidContext : 0; }
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  return *least = 0, *greatest = -5, contexts.empty() ? kInvalidContext : 0;
+}
 
 int cuModuleLoadData(void** loaded, const void* image) {
   const std::string text = static_cast<const char*>(image);
@@ -118,10 +133,14 @@ int cuModuleLoadData(void** loaded, const void* image) {
   if (module == nullptr) std::fprintf(stderr, "%s\n", dlerror());
   return module == nullptr ? kInvalidImage : contexts.empty() ? kInvalidContext : 0;
 }
-int cuModuleGetFunction(void** function, void* from, const char* name) { return *function = dlsym(from, name), *function == nullptr ? kNotFound : 0; }
-int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z, unsigned,
-                   void* stream, void** parameters, void**) {
-  if (stream == nullptr || grid_x * grid_y * grid_z * block_x * block_y * block_z == 0) return kInvalidValue;
+int cuModuleGetFunction(void** function, void* from, const char* name) {
+  return *function = dlsym(from, name), *function == nullptr ? kNotFound : 0;
+}
+int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void* stream,
+                   void** parameters, void**) {
+  if (stream == nullptr || grid_x * grid_y * grid_z * block_x * block_y * block_z == 0)
+    return kInvalidValue;
   if (contexts.empty()) return kInvalidContext;
   const std::lock_guard<std::mutex> lock(mutex);  // the places of threads are the library's
   const auto at = [](const char* name) { return static_cast<Dim3*>(dlsym(module, name)); };
@@ -147,34 +166,48 @@ int cuMemAlloc_v2(unsigned long long* memory, size_t bytes) {
   return code;
 }
 int cuMemFree_v2(unsigned long long memory) { return unmap(memory); }
-int cuMemHostAlloc(void** memory, size_t bytes, unsigned) { return *memory = std::malloc(bytes), contexts.empty() ? kInvalidContext : 0; }
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  return *memory = std::malloc(bytes), contexts.empty() ? kInvalidContext : 0;
+}
 int cuMemFreeHost(void* memory) { return std::free(memory), 0; }
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t bytes, void* stream) {
   std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
   return stream == nullptr ? kInvalidHandle : 0;
 }
 int cuMemcpy2DAsync_v2(const Copy2D* copy, void* stream) {
-  if (stream == nullptr || copy->from_type != 4 || copy->to_type != 4 || copy->width > copy->from_pitch || copy->width > copy->to_pitch) return kInvalidValue;
+  if (stream == nullptr || copy->from_type != 4 || copy->to_type != 4 ||
+      copy->width > copy->from_pitch || copy->width > copy->to_pitch)
+    return kInvalidValue;
   for (size_t row = 0; row < copy->height; ++row) {
-    std::memmove(reinterpret_cast<char*>(copy->to) + row * copy->to_pitch, reinterpret_cast<char*>(copy->from) + row * copy->from_pitch, copy->width);
+    std::memmove(reinterpret_cast<char*>(copy->to) + row * copy->to_pitch,
+                 reinterpret_cast<char*>(copy->from) + row * copy->from_pitch, copy->width);
   }
   return 0;
 }
 
-int cuStreamCreateWithPriority(void** stream, unsigned, int) { return *stream = new int(0), contexts.empty() ? kInvalidContext : 0; }
+int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  return *stream = new int(0), contexts.empty() ? kInvalidContext : 0;
+}
 int cuStreamDestroy_v2(void* stream) { return delete static_cast<int*>(stream), 0; }
 int cuStreamSynchronize(void* stream) { return stream == nullptr ? kInvalidHandle : 0; }
-int cuStreamWaitEvent(void* stream, void* event, unsigned) { return stream == nullptr || event == nullptr ? kInvalidHandle : 0; }
-int cuEventCreate(void** event, unsigned) { return *event = new int(0), contexts.empty() ? kInvalidContext : 0; }
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  return stream == nullptr || event == nullptr ? kInvalidHandle : 0;
+}
+int cuEventCreate(void** event, unsigned) {
+  return *event = new int(0), contexts.empty() ? kInvalidContext : 0;
+}
 int cuEventDestroy_v2(void* event) { return delete static_cast<int*>(event), 0; }
-int cuEventRecord(void* event, void* stream) { return stream == nullptr || event == nullptr ? kInvalidHandle : 0; }
+int cuEventRecord(void* event, void* stream) {
+  return stream == nullptr || event == nullptr ? kInvalidHandle : 0;
+}
 int cuEventQuery(void* event) { return event == nullptr ? kInvalidHandle : 0; }
 
 int cuIpcGetMemHandle(Handle* handle, unsigned long long memory) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = memories.find(memory);
   if (found == memories.end()) return kInvalidValue;
-  std::snprintf(handle->reserved, sizeof(handle->reserved), "%zu /proc/%d/fd/%d", found->second.bytes, getpid(), found->second.file);
+  std::snprintf(handle->reserved, sizeof(handle->reserved), "%zu /proc/%d/fd/%d",
+                found->second.bytes, getpid(), found->second.file);
   return 0;
 }
 int cuIpcOpenMemHandle_v2(unsigned long long* memory, Handle handle, unsigned) {
@@ -188,7 +221,9 @@ int cuIpcOpenMemHandle_v2(unsigned long long* memory, Handle handle, unsigned) {
   return code;
 }
 int cuIpcCloseMemHandle(unsigned long long memory) { return unmap(memory); }
-int cuIpcGetEventHandle(Handle* handle, void*) { return std::memset(handle, 1, sizeof(*handle)), 0; }
+int cuIpcGetEventHandle(Handle* handle, void*) {
+  return std::memset(handle, 1, sizeof(*handle)), 0;
+}
 int cuIpcOpenEventHandle(void** event, Handle) { return *event = new int(0), 0; }
 
 }  // extern "C"

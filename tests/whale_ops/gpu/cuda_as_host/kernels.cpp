@@ -1,4 +1,5 @@
-// The kernels of whale_ops/gpu as host code, which the driver beside this launches: no part of the core's test.
+// The kernels of whale_ops/gpu as host code, which the driver beside this launches: no part of the
+// core's test.
 #include <cstring>
 
 #include "whale_ops/core/collective/reduce.h"
