@@ -102,7 +102,7 @@ MUTANTS = (
     ),
     Mutant(
         "completion_while_posting_lost",  # a step whose messages are all there at once is not gone on with
-        "whale_ops/core/operation/operation.cc",
+        "whale_ops/core/operation/schedule_run.cc",
         "    if (lanes_[lane].pending == 0) run_lane(link, static_cast<int>(lane));\n",
         "",
         "exchange",

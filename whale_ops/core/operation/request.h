@@ -59,6 +59,10 @@ struct Request {
 uint64_t operation_tag(const Request& request, int rank, uint64_t call);
 // Name under which invocations are counted on one rank.
 std::string counter_name(const Request& request);
+// "AllReduce 'key'"
+std::string title_of(const Request& request);
+// What it is for, where that was told, else the title.
+std::string purpose_of(const Request& request);
 // An error about what was asked for.
 Status invalid(const Request& request, const std::string& what);
 

@@ -1,179 +1,176 @@
-// All-reduces of tensors that all ranks have mapped (arena.h): every rank tells where its own lie,
-// adds up its share of them where they lie, writes the sums to all ranks' outputs, and says when it
-// is through. Nothing is copied on the way.
+#include "whale_ops/core/operation/zero_copy_reduce.h"
+
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "whale_ops/core/collective/reduce.h"
-#include "whale_ops/core/operation/operation.h"
+#include "whale_ops/core/operation/buffers.h"
 #include "whale_ops/core/transport/arena.h"
 
 namespace whale {
 namespace {
 
-// What is smaller lies in no arena (tf_kernels/memory/arena_allocator.cc).
-constexpr int64_t kLargeBytes = 256 << 10;
+constexpr int64_t kLargeBytes =
+    256 << 10;  // what is smaller lies in no arena (tf_kernels/memory/arena_allocator.cc)
 constexpr size_t kMaxPlaces = 200;  // that travel with a message's head
-// Of one rank's sums, then other operations have their turn: half a millisecond.
-constexpr int64_t kTurnBytes = 4 << 20;
-// Shares are multiples of it, so that no two ranks write one line of the cache.
-constexpr int64_t kShareElements = 64;
-constexpr char kSharedName[] = "shared";
+constexpr int64_t kTurnBytes =
+    4 << 20;  // of one rank's sums, then other operations have their turn: half a millisecond
+constexpr int64_t kShareElements =
+    64;  // shares are multiples of it, so that no two ranks write one line of the cache
+constexpr uint32_t kMessageId = 0xffffffff;  // no message of a schedule has it
 
 }  // namespace
 
-// What all ranks answer alike, before they have spoken.
-bool Operation::lends() {
-  if (!request.tensors_shared || problem_.algorithm != Algorithm::kAuto || problem_.size < 2)
-    return false;
-  whole_ = request.pieces.empty();
-  if (whole_) request.pieces.push_back({request.input, request.output, request.counts[0]});
+std::unique_ptr<ZeroCopyReduce> ZeroCopyReduce::create(const Request* request,
+                                                       const Problem& problem, Messages* messages) {
+  if (!request->tensors_shared || problem.algorithm != Algorithm::kAuto || problem.size < 2)
+    return nullptr;
+  std::vector<Piece> pieces = request->pieces;
+  if (pieces.empty()) pieces.push_back({request->input, request->output, request->counts[0]});
+  std::vector<size_t> lent;
   int64_t large = 0;
-  for (size_t i = 0; i < request.pieces.size() && lent_.size() < kMaxPlaces; ++i) {
-    const int64_t count = request.pieces[i].count;
-    if (count * problem_.element_bytes < kLargeBytes) continue;
-    lent_.push_back(i);
+  for (size_t i = 0; i < pieces.size() && lent.size() < kMaxPlaces; ++i) {
+    const int64_t count = pieces[i].count;
+    if (count * problem.element_bytes < kLargeBytes) continue;
+    lent.push_back(i);
     large += count;
   }
   // Small tensors take their own way afterwards, which is one more wait.
-  if (2 * large < request.counts[0]) lent_.clear();
-  if (lent_.empty() && whole_) request.pieces.clear();
-  return !lent_.empty();
+  if (lent.empty() || 2 * large < request->counts[0]) return nullptr;
+  return std::unique_ptr<ZeroCopyReduce>(
+      new ZeroCopyReduce(request, problem, messages, std::move(pieces), std::move(lent)));
 }
 
-void Operation::lend(MessageLink* link) {
+ZeroCopyReduce::ZeroCopyReduce(const Request* request, const Problem& problem, Messages* messages,
+                               std::vector<Piece> pieces, std::vector<size_t> lent)
+    : request_(request),
+      messages_(messages),
+      rank_(problem.rank),
+      size_(problem.size),
+      element_bytes_(problem.element_bytes),
+      pieces_(std::move(pieces)),
+      lent_(std::move(lent)),
+      borrowed_(static_cast<size_t>(problem.size)),
+      missing_(problem.size - 1),
+      away_(problem.size - 1) {}
+
+void ZeroCopyReduce::start(MessageLink* link) {
   const Arena* arena = Arena::instance();
   for (const size_t index : lent_) {
-    const Piece& piece = request.pieces[index];
+    const Piece& piece = pieces_[index];
     Place place;
-    if (request.lends && arena->holds(piece.input) && arena->holds(piece.output)) {
+    if (request_->lends && arena->holds(piece.input) && arena->holds(piece.output)) {
       place = {arena->offset_of(piece.input), arena->offset_of(piece.output)};
     }
     places_.push_back(place);
   }
-  MessageHeader header;
-  header.tag = tag_;
-  header.descriptor = descriptor_hash_;
-  header.bytes = places_.size() * sizeof(Place);
-  header.id = kLendId;
-  header.kind = MessageKind::kLend;
-  borrowed_.resize(static_cast<size_t>(problem_.size));
-  away_ = missing_ = problem_.size - 1;
-  ++busy_;
-  for (int index = 0; index < problem_.size && failure_.ok(); ++index) {
-    if (index == problem_.rank) continue;
-    const int peer = to_rank(index);
-    const auto it = std::find_if(early_.begin(), early_.end(), [&](const Arrival& arrival) {
-      return arrival.source == peer && arrival.header.id == kLendId;
-    });
-    if (it != early_.end()) {
-      const Arrival arrival = std::move(*it);
-      early_.erase(it);
-      borrow(link, arrival);
-    } else if (link->has_left(peer)) {
-      failure_ = Status::Error(Code::kUnavailable, left_message(peer));
+  const Messages::Busy busy(messages_);
+  for (int index = 0; index < size_ && messages_->ok(); ++index) {
+    if (index == rank_) continue;
+    const int peer = messages_->rank_of(index);
+    const std::optional<Arrival> arrival = messages_->await(link, {kLane, peer, kMessageId, {}});
+    if (arrival.has_value()) {
+      arrived(link, *arrival);
+    } else if (!messages_->ok()) {
       break;
-    } else {
-      expected_.push_back({kLendLane, peer, kLendId, {}});
     }
-    greeted_[peer] = true;
-    link->post_send(this, kLendLane, peer, header, note_, places_.data());
+    messages_->send(link, kLane, peer, MessageKind::kLend, kMessageId,
+                    places_.size() * sizeof(Place), places_.data());
   }
-  --busy_;
 }
 
-void Operation::borrow(MessageLink* link, const Arrival& arrival) {
-  if (first_ns_ == 0) first_ns_ = now_ns();
+void ZeroCopyReduce::arrived(MessageLink* link, const Arrival& arrival) {
+  messages_->note_first();
   int source = 0;
-  while (to_rank(source) != arrival.source) ++source;
+  while (messages_->rank_of(source) != arrival.source) ++source;
   borrowed_[source] = arrival;
   if (--missing_ > 0) return;
-  through_.assign(request.pieces.size(), false);
+  find_shared(link);
+  if (messages_->ok()) messages_->request_work(link);
+}
+
+void ZeroCopyReduce::find_shared(MessageLink* link) {
+  through_.assign(pieces_.size(), false);
   for (size_t i = 0; i < lent_.size(); ++i) {
-    const Piece& mine = request.pieces[lent_[i]];
-    const auto bytes = static_cast<uint64_t>(mine.count * problem_.element_bytes);
+    const Piece& mine = pieces_[lent_[i]];
+    const auto bytes = static_cast<uint64_t>(mine.count * element_bytes_);
     Shared piece;
     piece.count = mine.count;
-    for (int rank = 0; rank < problem_.size; ++rank) {
+    for (int index = 0; index < size_; ++index) {
       Place place = places_[i];
-      const bool own = rank == problem_.rank;
+      const bool own = index == rank_;
+      const int rank = messages_->rank_of(index);
       if (!own)
-        std::memcpy(&place, borrowed_[rank].payload.data() + i * sizeof(Place), sizeof(Place));
+        std::memcpy(&place, borrowed_[index].payload.data() + i * sizeof(Place), sizeof(Place));
       if (place.input == Place::kNowhere) break;
       piece.inputs.push_back(own ? static_cast<const char*>(mine.input)
-                                 : link->at(to_rank(rank), place.input, bytes));
+                                 : link->at(rank, place.input, bytes));
       piece.outputs.push_back(own ? static_cast<char*>(mine.output)
-                                  : link->at(to_rank(rank), place.output, bytes));
+                                  : link->at(rank, place.output, bytes));
       if (piece.inputs.back() == nullptr || piece.outputs.back() == nullptr) {
-        failure_ = Status::Error(Code::kInternal,
-                                 title() + ": rank " + std::to_string(to_rank(rank)) +
-                                     " tells of memory outside what it shares; report this");
+        messages_->fail(Status::Error(Code::kInternal,
+                                      title_of(*request_) + ": rank " + std::to_string(rank) +
+                                          " tells of memory outside what it shares; report this"));
         return;
       }
     }
-    if (piece.inputs.size() < static_cast<size_t>(problem_.size)) continue;
+    if (piece.inputs.size() < static_cast<size_t>(size_)) continue;
     through_[lent_[i]] = true;
     shared_.push_back(std::move(piece));
   }
   shares_ = !shared_.empty();
-  link->work_on(this);
 }
 
-// One turn of this rank's sums.
-void Operation::work(MessageLink* link) {
-  const int64_t bytes = problem_.element_bytes;
+void ZeroCopyReduce::work(MessageLink* link) {
+  const int64_t bytes = element_bytes_;
   std::vector<Term> terms;
   for (int64_t left = kTurnBytes / bytes; left > 0 && !shared_.empty();) {
     Shared& piece = shared_.back();
-    const int64_t share = piece.count / problem_.size / kShareElements * kShareElements;
-    const int64_t begin = share * problem_.rank,
-                  end = problem_.rank + 1 == problem_.size ? piece.count : begin + share;
+    const int64_t share = piece.count / size_ / kShareElements * kShareElements;
+    const int64_t begin = share * rank_, end = rank_ + 1 == size_ ? piece.count : begin + share;
     for (int64_t i = begin + piece.done; i < end && left > 0; i = begin + piece.done) {
       const int64_t n = std::min(kPieceElements, end - i);
       terms.clear();
       for (const char* input : piece.inputs) terms.push_back({input + i * bytes, false});
-      char* sum = piece.outputs[problem_.rank] + i * bytes;
-      reduce(request.dtype, request.reduction, sum, false, terms, static_cast<size_t>(n));
-      for (int rank = 0; rank < problem_.size; ++rank) {
-        if (rank != problem_.rank)
+      char* sum = piece.outputs[rank_] + i * bytes;
+      reduce(request_->dtype, request_->reduction, sum, false, terms, static_cast<size_t>(n));
+      for (int rank = 0; rank < size_; ++rank) {
+        if (rank != rank_)
           std::memcpy(piece.outputs[rank] + i * bytes, sum, static_cast<size_t>(n * bytes));
       }
       piece.done += n;
       left -= n;
-      wire_bytes_ += 2 * (problem_.size - 1) * n * bytes;
+      messages_->count_wire_bytes(2 * (size_ - 1) * n * bytes);
     }
     if (piece.done >= end - begin) shared_.pop_back();
   }
-  if (!shared_.empty()) return link->work_on(this);
-  ++busy_;
-  for (int rank = 0; rank < problem_.size; ++rank) {
-    if (rank != problem_.rank) link->give_back(borrowed_[rank]);
-  }
-  borrowed_.clear();
-  run_rest(link);
-  worked_ = true;
-  if (away_ == 0) --open_lanes_;
-  --busy_;
+  if (!shared_.empty()) messages_->request_work(link);
 }
 
-// Small tensors, and those that lie in no arena on some rank.
-void Operation::run_rest(MessageLink* link) {
+void ZeroCopyReduce::give_back(MessageLink* link) {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank != rank_) link->give_back(borrowed_[rank]);
+  }
+  borrowed_.clear();
+  given_back_ = true;
+}
+
+std::vector<Piece> ZeroCopyReduce::rest() const {
   std::vector<Piece> rest;
-  problem_.counts = {0};
-  for (size_t i = 0; i < request.pieces.size(); ++i) {
-    if (through_[i]) continue;
-    rest.push_back(request.pieces[i]);
-    problem_.counts[0] += rest.back().count;
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    if (!through_[i]) rest.push_back(pieces_[i]);
   }
-  if (rest.empty()) {
-    schedule_.algorithm = kSharedName;
-    return;
+  return rest;
+}
+
+std::vector<Arrival> ZeroCopyReduce::take_borrowed() {
+  std::vector<Arrival> arrivals;
+  for (Arrival& arrival : borrowed_) {
+    if (arrival.header.kind == MessageKind::kLend) arrivals.push_back(std::move(arrival));
   }
-  request.pieces = std::move(rest);
-  if (whole_) request.pieces.clear();  // it lies at request.input
-  prepare();
-  if (shares_) schedule_.algorithm = kSharedName;
-  start_lanes(link);
+  borrowed_.clear();
+  return arrivals;
 }
 
 }  // namespace whale
