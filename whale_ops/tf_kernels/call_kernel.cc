@@ -1,6 +1,6 @@
-// A call of a function that stays a function. The passes over TensorFlow's own call op read the
-// whole body anew at every call, also where it is to stay as it is; a step calls the same few
-// bodies very often.
+// Call: of a function that stays a function. Hold: of a value until the step runs. The passes over
+// TensorFlow's own call op read the whole body anew at every call, also where it is to stay as it
+// is; a step calls the same few bodies very often.
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -13,10 +13,11 @@
 #include "tensorflow/core/common_runtime/device_mgr.h"
 #include "tensorflow/core/common_runtime/input_colocation_exemption_registry.h"
 #include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/function.h"
-#include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/grappler/optimizers/meta_optimizer.h"
 #include "tensorflow/core/platform/env.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
@@ -24,7 +25,6 @@ namespace {
 using tensorflow::CancellationManager;
 using tensorflow::Env;
 using tensorflow::FunctionLibraryRuntime;
-using tensorflow::Tensor;
 
 // What another function of the caller has to name the cause of an error in.
 constexpr int64_t kCauseUs = 1'000'000;
@@ -35,7 +35,7 @@ bool is_echo(const absl::Status& status) {
 }
 
 // Calls `done`, on another thread, when the caller has been cancelled, or when the time is over.
-void await_cause(CancellationManager* caller, std::function<void()> done) {
+void await_cause(CancellationManager* caller, const std::function<void()>& done) {
   const auto over = std::make_shared<std::atomic<bool>>(false);
   const auto token = caller->get_cancellation_token();
   const bool attached = caller->RegisterCallback(token, [over, done] {
@@ -59,9 +59,8 @@ void await_cause(CancellationManager* caller, std::function<void()> done) {
 // cancellation and statistics.
 class CallOp : public tensorflow::AsyncOpKernel {
  public:
-  explicit CallOp(tensorflow::OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("f", &function_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("cancelled_alone", &cancelled_alone_));
+  explicit CallOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    read(ctx, "f", &function_, "cancelled_alone", &cancelled_alone_);
   }
 
   ~CallOp() override {
@@ -71,7 +70,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
     }
   }
 
-  void ComputeAsync(tensorflow::OpKernelContext* ctx, DoneCallback done) override {
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     FunctionLibraryRuntime* library = ctx->function_library();
     OP_REQUIRES_ASYNC(ctx, library != nullptr,
                       absl::InternalError("WhaleCall runs where TensorFlow has no functions"),
@@ -125,7 +124,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
   }
 
  private:
-  absl::Status instantiated(tensorflow::OpKernelContext* ctx, FunctionLibraryRuntime* library,
+  absl::Status instantiated(OpKernelContext* ctx, FunctionLibraryRuntime* library,
                             const std::vector<Tensor>& arguments,
                             FunctionLibraryRuntime::Handle* handle) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -177,8 +176,49 @@ class CallOp : public tensorflow::AsyncOpKernel {
 const tensorflow::input_colocation_exemption_registration::InputColocationExemptionRegistration
     passes_resources_on("WhaleCall");
 
-REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_CPU), CallOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_GPU), CallOp);
+class HoldOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* ctx) override { ctx->set_output(0, ctx->input(0)); }
+  bool IsExpensive() override { return false; }
+};
 
 }  // namespace
+
+REGISTER_OP("WhaleCall")
+    .Input("args: Tin")
+    .Output("output: Tout")
+    .Attr("Tin: list(type) >= 0")
+    .Attr("Tout: list(type) >= 0")
+    .Attr("f: string")
+    .Attr("bodies: list(func) = []")
+    .Attr("shapes: list(shape)")
+    .Attr("cancelled_alone: bool = false")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn([](InferenceContext* c) {
+      return set_shapes(c, "results", "give one shape per result");
+    })
+    .Doc(
+        "What the function makes of the arguments, in the shapes that are given. The function is "
+        "never copied into its caller. bodies: functions that the graph is to hold; one of its "
+        "nodes names f there, and TensorFlow's graph passes read it once. cancelled_alone: an "
+        "error in the function ends what runs in it, and the caller's other nodes after it has "
+        "been reported: it is the first that the caller hears of.");
+
+WHALE_CPU_KERNEL("WhaleCall", CallOp);
+REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_GPU), CallOp);
+
+REGISTER_OP("WhaleHold")
+    .Input("input: T")
+    .Output("output: T")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
+    .Doc(
+        "The input, as something that is known only when the step runs: nothing behind it is "
+        "computed while TensorFlow optimises.");
+
+WHALE_CPU_KERNEL("WhaleHold", HoldOp);
+
 }  // namespace whale_ops

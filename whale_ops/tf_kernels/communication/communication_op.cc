@@ -9,10 +9,6 @@
 
 namespace whale_ops {
 
-using tensorflow::DataType;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-
 namespace {
 
 // As EXCHANGE_PAYLOAD of whale_ops/__init__.py.
@@ -22,56 +18,35 @@ constexpr int64_t kWorthAnotherThreadBytes = 1 << 20;
 
 }  // namespace
 
-absl::Status to_tensorflow(const whale::Status& status) {
-  switch (status.code) {
-    case whale::Code::kOk: return absl::OkStatus();
-    case whale::Code::kInvalidArgument: return absl::InvalidArgumentError(status.message);
-    case whale::Code::kAborted: return absl::AbortedError(status.message);
-    case whale::Code::kCancelled: return absl::CancelledError(status.message);
-    case whale::Code::kUnavailable: return absl::UnavailableError(status.message);
-    case whale::Code::kDeadlineExceeded: return absl::DeadlineExceededError(status.message);
-    case whale::Code::kInternal: return absl::InternalError(status.message);
-  }
-  return absl::InternalError(status.message);
-}
-
 absl::Status exchange_error(absl::Status status) {
   if (!status.ok()) status.SetPayload(kExchange, absl::Cord("1"));
   return status;
 }
 
-whale::DType to_core(DataType dtype) {
-  switch (dtype) {
-    case tensorflow::DT_HALF: return whale::DType::kFloat16;
-    case tensorflow::DT_BFLOAT16: return whale::DType::kBFloat16;
-    case tensorflow::DT_FLOAT: return whale::DType::kFloat32;
-    case tensorflow::DT_DOUBLE: return whale::DType::kFloat64;
-    case tensorflow::DT_INT8: return whale::DType::kInt8;
-    case tensorflow::DT_INT16: return whale::DType::kInt16;
-    case tensorflow::DT_INT32: return whale::DType::kInt32;
-    case tensorflow::DT_INT64: return whale::DType::kInt64;
-    case tensorflow::DT_UINT8: return whale::DType::kUInt8;
-    case tensorflow::DT_UINT16: return whale::DType::kUInt16;
-    case tensorflow::DT_UINT32: return whale::DType::kUInt32;
-    case tensorflow::DT_UINT64: return whale::DType::kUInt64;
-    case tensorflow::DT_BOOL: return whale::DType::kBool;
-    case tensorflow::DT_COMPLEX64: return whale::DType::kComplex64;
-    case tensorflow::DT_COMPLEX128: return whale::DType::kComplex128;
-    default: return whale::DType::kRaw;
-  }
+absl::Status refused(const std::string& name, const std::string& key, int rank, const Tensor& input,
+                     const std::string& why) {
+  return invalid(name, " '", key, "' on rank ", rank, ": input of shape ",
+                 input.shape().DebugString(), ", ", why);
 }
 
-void read_reduction(OpKernelConstruction* ctx, whale::Reduction* reduction) {
-  std::string name;
-  read(ctx, "reduction", &name);
-  for (const auto candidate : {whale::Reduction::kSum, whale::Reduction::kMin,
-                               whale::Reduction::kMax, whale::Reduction::kProd}) {
-    if (name != whale::name_of(candidate)) continue;
-    *reduction = candidate;
-    return;
-  }
-  ctx->SetStatus(absl::InvalidArgumentError(
-      absl::StrCat("reduction is '", name, "'; expected sum, min, max or prod")));
+absl::Status refused_rank(const std::string& what, int rank, const std::vector<int>& ranks) {
+  return invalid(what, ": rank ", rank, " is not one of the ranks ", whale::join_ranks(ranks),
+                 "; build this op on those ranks only");
+}
+
+absl::Status check_fixed_size(DataType dtype) {
+  if (tensorflow::DataTypeSize(dtype) > 0) return absl::OkStatus();
+  return invalid("tensors of dtype ", tensorflow::DataTypeString(dtype),
+                 " have no fixed element size and cannot be sent; keep them on one rank");
+}
+
+whale::Status check_sent(const std::string& key, int peer, const TensorShape& sent,
+                         const PartialTensorShape& expected) {
+  if (expected.IsCompatibleWith(sent)) return whale::Status::Ok();
+  return whale::Status::Error(
+      whale::Code::kInvalidArgument,
+      absl::StrCat("Recv '", key, "': rank ", peer, " sends shape ", sent.DebugString(),
+                   ", expected ", expected.DebugString(), "; give both ends the same shape"));
 }
 
 void end(OpKernelContext* ctx, const whale::Status& status,
@@ -109,11 +84,10 @@ void CommunicationOp::ComputeAsync(OpKernelContext* ctx, DoneCallback done) {
           ? rank
           : static_cast<int>(std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin());
   OP_REQUIRES_ASYNC(ctx, ranks_.empty() || group.index < static_cast<int>(ranks_.size()),
-                    absl::InvalidArgumentError(absl::StrCat(
-                        "operation '", key_, "': rank ", rank, " is not one of the ranks ",
-                        whale::join_ranks(ranks_), "; build this op on those ranks only")),
-                    done);
-  start(ctx, group, std::move(done));
+                    refused_rank(absl::StrCat("operation '", key_, "'"), rank, ranks_), done);
+  const absl::Status status = start(ctx, group, &done);
+  // Where it has started, kernel and context may be gone.
+  OP_REQUIRES_OK_ASYNC(ctx, status, done);
 }
 
 whale::Request CommunicationOp::make_request(whale::OpKind kind, DataType dtype,
@@ -130,7 +104,7 @@ whale::Request CommunicationOp::make_request(whale::OpKind kind, DataType dtype,
 }
 
 void CommunicationOp::launch_with(OpKernelContext* ctx, const Group& group,
-                                  std::function<void(uint64_t, whale::BytesCallback)> submit,
+                                  const std::function<void(uint64_t, whale::BytesCallback)>& submit,
                                   whale::BytesCallback then) const {
   const uint64_t id = group.endpoint->reserve();
   const Cancellation cancellation(ctx);
@@ -164,14 +138,15 @@ void CommunicationOp::launch(OpKernelContext* ctx, const Group& group, whale::Re
         };
         endpoint->submit(id, std::move(*shared));
       },
-      [then = std::move(then)](const whale::Status& status, std::vector<std::string>) {
+      [then = std::move(then)](const whale::Status& status, const std::vector<std::string>&) {
         then(status);
       });
 }
 
-void CommunicationOp::launch_last(OpKernelContext* ctx, const Group& group, whale::Request request,
-                                  DoneCallback done, int64_t finish_bytes,
-                                  std::function<void()> finish) const {
+absl::Status CommunicationOp::launch_last(OpKernelContext* ctx, const Group& group,
+                                          whale::Request request, DoneCallback done,
+                                          int64_t finish_bytes,
+                                          std::function<void()> finish) const {
   // What `finish` holds is given back before the kernel ends: what follows may start at once, on
   // another thread.
   auto last = std::make_shared<std::function<void()>>(std::move(finish));
@@ -191,14 +166,12 @@ void CommunicationOp::launch_last(OpKernelContext* ctx, const Group& group, whal
            }
            finish_and_end();
          });
+  return absl::OkStatus();
 }
 
 TensorOp::TensorOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
   read(ctx, "T", &dtype_);
-  OP_REQUIRES(ctx, tensorflow::DataTypeSize(dtype_) > 0,
-              absl::InvalidArgumentError(absl::StrCat(
-                  "tensors of dtype ", tensorflow::DataTypeString(dtype_),
-                  " have no fixed element size and cannot be sent; keep them on one rank")));
+  OP_REQUIRES_OK(ctx, check_fixed_size(dtype_));
 }
 
 }  // namespace whale_ops

@@ -15,11 +15,6 @@ namespace whale_ops {
 namespace {
 
 using tensorflow::OpInputList;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::OpOutputList;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
 
 // How many rows of each table go to, or come from, each rank: [table][rank].
 using Counts = std::vector<std::vector<int64_t>>;
@@ -84,9 +79,8 @@ class RowsOp : public TensorOp {
     TF_RETURN_IF_ERROR(ctx->input_list(name, &list));
     for (const Tensor& one : list) {
       if (one.NumElements() != static_cast<int64_t>(size)) {
-        return absl::InvalidArgumentError(absl::StrCat("'", key(), "': ", name, " is of shape ",
-                                                       one.shape().DebugString(), " for ", size,
-                                                       " ranks; expected one number per rank"));
+        return invalid("'", key(), "': ", name, " is of shape ", one.shape().DebugString(), " for ",
+                       size, " ranks; expected one number per rank");
       }
       const auto values = one.flat<int64_t>();
       counts->emplace_back(values.data(), values.data() + size);
@@ -94,18 +88,35 @@ class RowsOp : public TensorOp {
     return absl::OkStatus();
   }
 
-  // The operation that sends `sent` and receives into `received`; both hold the tables' runs rank
-  // by rank.
-  whale::Request all_to_all(const Counts& out, const Counts& in, const std::vector<int64_t>& widths,
-                            const Tensor& sent, const Tensor& received, std::string text) const {
-    whale::Request request = request_of(whale::OpKind::kAllToAll, std::move(text));
+  // An operation that sends each rank its rows of some tables and receives theirs into others, and
+  // what is to be done afterwards with what was received, of so many bytes (null: nothing).
+  struct Exchange {
+    whale::Request request;
+    std::function<void()> deal;
+    int64_t bytes = 0;
+  };
+
+  // `widths`: elements of a row of each table.
+  absl::Status all_to_all(OpKernelContext* ctx, const Counts& out, const Counts& in,
+                          const std::vector<int64_t>& widths, const std::vector<Tensor>& from,
+                          const std::vector<Tensor>& to, const char* what,
+                          Exchange* exchange) const {
+    Tensor sent, received;
+    TF_RETURN_IF_ERROR(sent_from(ctx, out, widths, from, &sent));
+    TF_RETURN_IF_ERROR(received_into(ctx, in, widths, to, &received, &exchange->deal));
+    whale::Request& request = exchange->request;
+    request =
+        request_of(whale::OpKind::kAllToAll, absl::StrCat(what, " of ", from.size(), " tables"));
     request.counts = by_rank(out, widths);
     request.recv_counts = by_rank(in, widths);
     request.input = data_of(sent);
     request.output = data_of(received);
-    return request;
+    exchange->bytes = static_cast<int64_t>(received.TotalBytes());
+    request.owner = owner_of(std::move(sent), std::move(received));
+    return absl::OkStatus();
   }
 
+ private:
   // What is received is one table's rows as they are to lie, or is dealt to several.
   absl::Status received_into(OpKernelContext* ctx, const Counts& in,
                              const std::vector<int64_t>& widths, const std::vector<Tensor>& tables,
@@ -140,7 +151,6 @@ class RowsOp : public TensorOp {
     return absl::OkStatus();
   }
 
- private:
   int tables_ = 1;
 };
 
@@ -163,19 +173,18 @@ class RouteIdsOp : public RowsOp {
   explicit RouteIdsOp(OpKernelConstruction* ctx) : RowsOp(ctx) { read(ctx, "starts", &starts_); }
 
  protected:
-  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
-    OP_REQUIRES_ASYNC(
-        ctx, starts_.size() == tables() * (group.size + 1),
-        absl::InvalidArgumentError(absl::StrCat(
-            "RouteIds '", key(), "': ", starts_.size(), " starts for ", tables(), " tables and ",
-            group.size,
-            " ranks; expected each rank's first row and the number of rows, table by table")),
-        done);
+  absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
+    if (starts_.size() != tables() * (group.size + 1)) {
+      return invalid("RouteIds '", key(), "': ", starts_.size(), " starts for ", tables(),
+                     " tables and ", group.size,
+                     " ranks; expected each rank's first row and the number of rows, table by "
+                     "table");
+    }
     auto route = std::make_shared<Route>();
     route->out.assign(tables(), std::vector<int64_t>(group.size, 0));
     route->in = route->out;
     for (int table = 0; table < tables(); ++table) {
-      OP_REQUIRES_OK_ASYNC(ctx, sort(ctx, group, table, route.get()), done);
+      TF_RETURN_IF_ERROR(sort(ctx, group, table, route.get()));
     }
     const size_t each = tables();
     route->numbers.resize(2 * each * group.size);
@@ -192,9 +201,11 @@ class RouteIdsOp : public RowsOp {
     request.output = route->numbers.data() + each * group.size;
     request.owner = route;
     launch(ctx, group, std::move(request),
-           [this, ctx, group, route, done = std::move(done)](const whale::Status& status) {
-             status.ok() ? exchange(ctx, group, route, done) : end(ctx, status, done);
+           [this, ctx, group, route, done = std::move(*done)](const whale::Status& status) {
+             proceed(ctx, status, done,
+                     [&](DoneCallback* own) { return exchange(ctx, group, route, own); });
            });
+    return absl::OkStatus();
   }
 
  private:
@@ -220,9 +231,8 @@ class RouteIdsOp : public RowsOp {
     const int64_t rows = first[group.size];
     for (const auto* end : {count ? &order.front() : nullptr, count ? &order.back() : nullptr}) {
       if (end != nullptr && (end->first < 0 || static_cast<int64_t>(end->first) >= rows)) {
-        return absl::InvalidArgumentError(absl::StrCat("indices[", end->second, "] = ", end->first,
-                                                       " is not in [0, ", rows, ") (RouteIds '",
-                                                       key(), "')"));
+        return invalid("indices[", end->second, "] = ", end->first, " is not in [0, ", rows,
+                       ") (RouteIds '", key(), "')");
       }
     }
     Tensor* back = nullptr;
@@ -248,8 +258,8 @@ class RouteIdsOp : public RowsOp {
     return absl::OkStatus();
   }
 
-  void exchange(OpKernelContext* ctx, const Group& group, const std::shared_ptr<Route>& route,
-                DoneCallback done) {
+  absl::Status exchange(OpKernelContext* ctx, const Group& group,
+                        const std::shared_ptr<Route>& route, DoneCallback* done) {
     const size_t each = tables();
     for (size_t rank = 0; rank < group.size; ++rank) {
       for (size_t table = 0; table < each; ++table)
@@ -258,38 +268,33 @@ class RouteIdsOp : public RowsOp {
     std::vector<Tensor> asked;
     for (size_t table = 0; table < each; ++table) {
       Tensor* output = nullptr;
-      OP_REQUIRES_OK_ASYNC(
-          ctx, ctx->allocate_output(table, TensorShape({sum(route->in[table])}), &output), done);
+      TF_RETURN_IF_ERROR(
+          ctx->allocate_output(table, TensorShape({sum(route->in[table])}), &output));
       asked.push_back(*output);
       const std::pair<size_t, const Counts*> numbers[] = {{2, &route->out}, {3, &route->in}};
       for (const auto& [list, counts] : numbers) {
         Tensor* sizes = nullptr;
         const TensorShape shape({static_cast<int64_t>(group.size)});
-        OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(list * each + table, shape, &sizes), done);
+        TF_RETURN_IF_ERROR(ctx->allocate_output(list * each + table, shape, &sizes));
         std::copy((*counts)[table].begin(), (*counts)[table].end(), sizes->flat<int64_t>().data());
       }
     }
     const std::vector<int64_t> one(each, 1);
-    Tensor sent, received;
-    std::function<void()> dealt;
-    OP_REQUIRES_OK_ASYNC(ctx, sent_from(ctx, route->out, one, route->once, &sent), done);
-    OP_REQUIRES_OK_ASYNC(ctx, received_into(ctx, route->in, one, asked, &received, &dealt), done);
-    whale::Request request = all_to_all(route->out, route->in, one, sent, received,
-                                        absl::StrCat("ids of ", each, " tables"));
-    const auto bytes = static_cast<int64_t>(received.TotalBytes());
-    request.owner = owner_of(std::move(sent), std::move(received));
+    Exchange found;
+    TF_RETURN_IF_ERROR(
+        all_to_all(ctx, route->out, route->in, one, route->once, asked, "ids", &found));
     std::vector<int64_t> mine;
     for (size_t table = 0; table < each; ++table) mine.push_back(starts(group, table)[group.index]);
-    launch_last(ctx, group, std::move(request), std::move(done), bytes,
-                [asked, mine, dealt = std::move(dealt)] {
-                  if (dealt != nullptr) dealt();
-                  for (size_t table = 0; table < asked.size(); ++table) {
-                    Tensor ids = asked[table];
-                    auto values = ids.flat<Id>();
-                    for (int64_t i = 0; i < values.size(); ++i)
-                      values(i) -= static_cast<Id>(mine[table]);
-                  }
-                });
+    return launch_last(ctx, group, std::move(found.request), std::move(*done), found.bytes,
+                       [asked, mine, deal = std::move(found.deal)] {
+                         if (deal != nullptr) deal();
+                         for (size_t table = 0; table < asked.size(); ++table) {
+                           Tensor ids = asked[table];
+                           auto values = ids.flat<Id>();
+                           for (int64_t i = 0; i < values.size(); ++i)
+                             values(i) -= static_cast<Id>(mine[table]);
+                         }
+                       });
   }
 
   std::vector<int64_t> starts_;
@@ -300,53 +305,47 @@ class ReturnRowsOp : public RowsOp {
   using RowsOp::RowsOp;
 
  protected:
-  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
+  absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
     Routed routed;
-    OP_REQUIRES_OK_ASYNC(ctx, read_routed(ctx, group.size, &routed), done);
+    TF_RETURN_IF_ERROR(read_routed(ctx, group.size, &routed));
     const auto& [rows, back, sent_ids, came_ids] = routed;
     std::vector<Tensor> held, once, results, places;
     std::vector<int64_t> widths;
     for (int table = 0; table < tables(); ++table) {
-      OP_REQUIRES_ASYNC(
-          ctx, rows[table].dims() >= 1 && rows[table].dim_size(0) == sum(came_ids[table]),
-          absl::InvalidArgumentError(absl::StrCat(
-              "ReturnRows '", key(), "': rows of shape ", rows[table].shape().DebugString(),
-              "; expected the ", sum(came_ids[table]), " rows that were asked for")),
-          done);
+      if (rows[table].dims() < 1 || rows[table].dim_size(0) != sum(came_ids[table])) {
+        return invalid("ReturnRows '", key(), "': rows of shape ",
+                       rows[table].shape().DebugString(), "; expected the ", sum(came_ids[table]),
+                       " rows that were asked for");
+      }
       held.push_back(rows[table]);
       places.push_back(back[table]);
       widths.push_back(width_of(rows[table].shape(), 1));
       Tensor kept;
       const TensorShape shape =
           with_rows(TensorShape({sum(sent_ids[table])}), rows[table].shape(), 1);
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_temp(dtype(), shape, &kept), done);
+      TF_RETURN_IF_ERROR(ctx->allocate_temp(dtype(), shape, &kept));
       once.push_back(std::move(kept));
       Tensor* output = nullptr;
       const TensorShape spread = with_rows(back[table].shape(), rows[table].shape(), 1);
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(table, spread, &output), done);
+      TF_RETURN_IF_ERROR(ctx->allocate_output(table, spread, &output));
       results.push_back(*output);
     }
-    Tensor sent, received;
-    std::function<void()> dealt;
-    OP_REQUIRES_OK_ASYNC(ctx, sent_from(ctx, came_ids, widths, held, &sent), done);
-    OP_REQUIRES_OK_ASYNC(ctx, received_into(ctx, sent_ids, widths, once, &received, &dealt), done);
-    whale::Request request = all_to_all(came_ids, sent_ids, widths, sent, received,
-                                        absl::StrCat("rows of ", tables(), " tables"));
+    Exchange found;
+    TF_RETURN_IF_ERROR(all_to_all(ctx, came_ids, sent_ids, widths, held, once, "rows", &found));
     int64_t bytes = 0;
     for (const Tensor& result : results) bytes += static_cast<int64_t>(result.TotalBytes());
-    request.owner = owner_of(std::move(sent), std::move(received));
     const int64_t bytes_each = tensorflow::DataTypeSize(dtype());
-    launch_last(ctx, group, std::move(request), std::move(done), bytes,
-                [once, results, places, widths, bytes_each, dealt = std::move(dealt)] {
-                  if (dealt != nullptr) dealt();
-                  for (size_t table = 0; table < once.size(); ++table) {
-                    const int64_t row = widths[table] * bytes_each;
-                    const auto place = places[table].flat<int32_t>();
-                    char* to = data_of(results[table]);
-                    for (int64_t i = 0; i < place.size(); ++i)
-                      std::memcpy(to + i * row, data_of(once[table]) + place(i) * row, row);
-                  }
-                });
+    return launch_last(ctx, group, std::move(found.request), std::move(*done), bytes,
+                       [once, results, places, widths, bytes_each, deal = std::move(found.deal)] {
+                         if (deal != nullptr) deal();
+                         for (size_t table = 0; table < once.size(); ++table) {
+                           const int64_t row = widths[table] * bytes_each;
+                           const auto place = places[table].flat<int32_t>();
+                           char* to = data_of(results[table]);
+                           for (int64_t i = 0; i < place.size(); ++i)
+                             std::memcpy(to + i * row, data_of(once[table]) + place(i) * row, row);
+                         }
+                       });
   }
 };
 
@@ -356,9 +355,9 @@ class SendRowsOp : public RowsOp {
   using RowsOp::RowsOp;
 
  protected:
-  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
+  absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
     Routed routed;
-    OP_REQUIRES_OK_ASYNC(ctx, read_routed(ctx, group.size, &routed), done);
+    TF_RETURN_IF_ERROR(read_routed(ctx, group.size, &routed));
     const auto& [rows, back, sent_ids, came_ids] = routed;
     std::vector<Tensor> added, results;
     std::vector<int64_t> widths;
@@ -368,39 +367,27 @@ class SendRowsOp : public RowsOp {
       bool fits = shape.dims() >= ids_dims;
       for (int i = 0; fits && i < ids_dims; ++i)
         fits = shape.dim_size(i) == back[table].dim_size(i);
-      OP_REQUIRES_ASYNC(
-          ctx, fits,
-          absl::InvalidArgumentError(absl::StrCat(
-              "SendRows '", key(), "': rows of shape ", shape.DebugString(), " for ids of shape ",
-              back[table].shape().DebugString(), "; expected a row for each id")),
-          done);
+      if (!fits) {
+        return invalid("SendRows '", key(), "': rows of shape ", shape.DebugString(),
+                       " for ids of shape ", back[table].shape().DebugString(),
+                       "; expected a row for each id");
+      }
       widths.push_back(width_of(shape, ids_dims));
       Tensor sums;
-      OP_REQUIRES_OK_ASYNC(
-          ctx,
-          ctx->allocate_temp(
-              dtype(), with_rows(TensorShape({sum(sent_ids[table])}), shape, ids_dims), &sums),
-          done);
+      TF_RETURN_IF_ERROR(ctx->allocate_temp(
+          dtype(), with_rows(TensorShape({sum(sent_ids[table])}), shape, ids_dims), &sums));
       add(rows[table], back[table], widths.back(), &sums);
       added.push_back(std::move(sums));
       Tensor* output = nullptr;
-      OP_REQUIRES_OK_ASYNC(
-          ctx,
-          ctx->allocate_output(
-              table, with_rows(TensorShape({sum(came_ids[table])}), shape, ids_dims), &output),
-          done);
+      TF_RETURN_IF_ERROR(ctx->allocate_output(
+          table, with_rows(TensorShape({sum(came_ids[table])}), shape, ids_dims), &output));
       results.push_back(*output);
     }
-    Tensor sent, received;
-    std::function<void()> dealt;
-    OP_REQUIRES_OK_ASYNC(ctx, sent_from(ctx, sent_ids, widths, added, &sent), done);
-    OP_REQUIRES_OK_ASYNC(ctx, received_into(ctx, came_ids, widths, results, &received, &dealt),
-                         done);
-    whale::Request request = all_to_all(sent_ids, came_ids, widths, sent, received,
-                                        absl::StrCat("sums of ", tables(), " tables"));
-    const int64_t bytes = dealt == nullptr ? 0 : static_cast<int64_t>(received.TotalBytes());
-    request.owner = owner_of(std::move(sent), std::move(received));
-    launch_last(ctx, group, std::move(request), std::move(done), bytes, std::move(dealt));
+    Exchange found;
+    TF_RETURN_IF_ERROR(all_to_all(ctx, sent_ids, came_ids, widths, added, results, "sums", &found));
+    const int64_t bytes = found.deal == nullptr ? 0 : found.bytes;
+    return launch_last(ctx, group, std::move(found.request), std::move(*done), bytes,
+                       std::move(found.deal));
   }
 
  private:
@@ -419,24 +406,14 @@ class SendRowsOp : public RowsOp {
 
 }  // namespace
 
-#define REGISTER_ROUTE(type)                                                          \
-  REGISTER_KERNEL_BUILDER(                                                            \
-      Name("WhaleRouteIds").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
-      RouteIdsOp<type>)
-REGISTER_ROUTE(int32_t);
-REGISTER_ROUTE(int64_t);
-#undef REGISTER_ROUTE
+WHALE_CPU_KERNEL_FOR("WhaleRouteIds", "T", int32_t, RouteIdsOp);
+WHALE_CPU_KERNEL_FOR("WhaleRouteIds", "T", int64_t, RouteIdsOp);
 
-REGISTER_KERNEL_BUILDER(Name("WhaleReturnRows").Device(tensorflow::DEVICE_CPU), ReturnRowsOp);
+WHALE_CPU_KERNEL("WhaleReturnRows", ReturnRowsOp);
 
-#define REGISTER_SEND(type)                                                           \
-  REGISTER_KERNEL_BUILDER(                                                            \
-      Name("WhaleSendRows").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
-      SendRowsOp<type>)
-REGISTER_SEND(Eigen::half);
-REGISTER_SEND(tensorflow::bfloat16);
-REGISTER_SEND(float);
-REGISTER_SEND(double);
-#undef REGISTER_SEND
+WHALE_CPU_KERNEL_FOR("WhaleSendRows", "T", Eigen::half, SendRowsOp);
+WHALE_CPU_KERNEL_FOR("WhaleSendRows", "T", tensorflow::bfloat16, SendRowsOp);
+WHALE_CPU_KERNEL_FOR("WhaleSendRows", "T", float, SendRowsOp);
+WHALE_CPU_KERNEL_FOR("WhaleSendRows", "T", double, SendRowsOp);
 
 }  // namespace whale_ops

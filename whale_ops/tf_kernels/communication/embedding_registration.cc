@@ -1,30 +1,19 @@
 // Attributes and shape functions of the ops by which rows of tables are exchanged; of the others in
 // registration.cc.
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/shape_inference.h"
+#include "whale_ops/tf_kernels/communication/shapes.h"
 
 namespace whale_ops {
-namespace {
+namespace {}  // namespace
 
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
-
-}  // namespace
-
-REGISTER_OP("WhaleRouteIds")
-    .Input("comm: resource")
+WHALE_EXCHANGE_OP("WhaleRouteIds")
     .Input("ids: N * T")
     .Output("asked: N * T")
     .Output("back: N * int32")
     .Output("sent: N * int64")
     .Output("came: N * int64")
-    .Attr("key: string")
     .Attr("starts: list(int)")
-    .Attr("ranks: list(int) = []")
     .Attr("N: int >= 1")
     .Attr("T: {int32, int64}")
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       const int tables = c->num_inputs() - 1;
       for (int i = 0; i < tables; ++i) {
@@ -41,19 +30,14 @@ REGISTER_OP("WhaleRouteIds")
         "ranks want of this one, counted from its first row, rank by rank; back: which of the ids "
         "that were sent an id is; sent, came: how many ids went to, and came from, each rank.");
 
-REGISTER_OP("WhaleReturnRows")
-    .Input("comm: resource")
+WHALE_EXCHANGE_OP("WhaleReturnRows")
     .Input("rows: N * T")
     .Input("back: N * int32")
     .Input("sent: N * int64")
     .Input("came: N * int64")
     .Output("found: N * T")
-    .Attr("key: string")
-    .Attr("ranks: list(int) = []")
     .Attr("N: int >= 1")
     .Attr("T: type")
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       const int tables = c->num_outputs();
       for (int i = 0; i < tables; ++i) {
@@ -68,19 +52,14 @@ REGISTER_OP("WhaleReturnRows")
     })
     .Doc("Rows that RouteIds' `asked` names go back to who asked for them, and lie as its ids do.");
 
-REGISTER_OP("WhaleSendRows")
-    .Input("comm: resource")
+WHALE_EXCHANGE_OP("WhaleSendRows")
     .Input("rows: N * T")
     .Input("back: N * int32")
     .Input("sent: N * int64")
     .Input("came: N * int64")
     .Output("added: N * T")
-    .Attr("key: string")
-    .Attr("ranks: list(int) = []")
     .Attr("N: int >= 1")
     .Attr("T: {half, bfloat16, float, double}")
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       const int tables = c->num_outputs();
       for (int i = 0; i < tables; ++i) {

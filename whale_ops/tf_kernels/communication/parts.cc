@@ -5,9 +5,6 @@
 
 namespace whale_ops {
 
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-
 namespace {
 
 // `copy`: called with (offset in the whole, offset in the parts, bytes) for every contiguous run.
@@ -27,7 +24,7 @@ void for_each_run(const Tensor& whole, const AxisView& view, const std::vector<i
 }
 
 absl::Status allocate(OpKernelContext* ctx, const Tensor& like, Tensor* parts) {
-  return ctx->allocate_temp(like.dtype(), tensorflow::TensorShape({like.NumElements()}), parts);
+  return ctx->allocate_temp(like.dtype(), TensorShape({like.NumElements()}), parts);
 }
 
 }  // namespace
@@ -42,7 +39,7 @@ std::string join_sizes(const std::vector<int64_t>& sizes) {
   return out + "]";
 }
 
-AxisView::AxisView(const tensorflow::TensorShape& shape, int axis) {
+AxisView::AxisView(const TensorShape& shape, int axis) {
   for (int d = 0; d < axis; ++d) outer *= shape.dim_size(d);
   for (int d = axis + 1; d < shape.dims(); ++d) inner *= shape.dim_size(d);
 }

@@ -7,17 +7,12 @@
 namespace whale_ops {
 namespace {
 
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-
 class AllReduceOp : public CommunicationOp {
  public:
-  explicit AllReduceOp(OpKernelConstruction* ctx) : CommunicationOp(ctx), reducing_(ctx) {}
+  explicit AllReduceOp(OpKernelConstruction* ctx) : CommunicationOp(ctx), attributes_(ctx) {}
 
  protected:
-  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
+  absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
     const int n = ctx->num_inputs() - 1;
     int64_t elements = 0;
     std::string text = shapes_.of(ctx, 1, n);
@@ -32,28 +27,27 @@ class AllReduceOp : public CommunicationOp {
     for (int i = 0; i < n; ++i) {
       Tensor* output = nullptr;
       const TensorShape shape = ctx->input(i + 1).shape();
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->forward_input_or_allocate_output({i + 1}, i, shape, &output),
-                           done);
+      TF_RETURN_IF_ERROR(ctx->forward_input_or_allocate_output({i + 1}, i, shape, &output));
       outputs[i] = *output;
     }
     whale::Request request =
-        make_request(whale::OpKind::kAllReduce, reducing_.wire_dtype, std::move(text));
-    request.reduction = reducing_.reduction;
+        make_request(whale::OpKind::kAllReduce, attributes_.wire_dtype, std::move(text));
+    request.reduction = attributes_.reduction;
     request.counts = {elements};
-    if (reducing_.wire_dtype == reducing_.dtype) {
+    if (attributes_.wire_dtype == attributes_.dtype) {
       for (int i = 0; i < n; ++i) {
         if (outputs[i].NumElements() == 0) continue;
         request.pieces.push_back({sources[i], data_of(outputs[i]), outputs[i].NumElements()});
         if (sources[i] != data_of(outputs[i])) outputs.push_back(ctx->input(i + 1));
       }
       request.owner = owner_of(std::move(outputs));
-      return launch_last(ctx, group, std::move(request), std::move(done));
+      return launch_last(ctx, group, std::move(request), std::move(*done));
     }
     // What goes out in another dtype than the tensors have goes through a buffer that is reused
     // from step to step.
     const int64_t bytes = elements * static_cast<int64_t>(request.element_bytes);
     Tensor staging;
-    OP_REQUIRES_OK_ASYNC(ctx, take_staging(ctx, bytes, &staging), done);
+    TF_RETURN_IF_ERROR(take_staging(ctx, bytes, &staging));
     char* position = data_of(staging);
     for (int i = 0; i < n; ++i) position += pack(sources[i], outputs[i], position);
     request.input = request.output = data_of(staging);
@@ -64,22 +58,22 @@ class AllReduceOp : public CommunicationOp {
       for (const Tensor& output : outputs) from += unpack(from, output);
       give_staging(staging);
     };
-    launch_last(ctx, group, std::move(request), std::move(done), bytes, std::move(finish));
+    return launch_last(ctx, group, std::move(request), std::move(*done), bytes, std::move(finish));
   }
 
  private:
   // Bytes of the tensor on the wire, which are at `wire` afterwards.
   size_t pack(const char* source, const Tensor& like, char* wire) const {
     const auto elements = static_cast<size_t>(like.NumElements());
-    whale::narrow_floats(to_core(reducing_.wire_dtype), reinterpret_cast<const float*>(source),
+    whale::narrow_floats(to_core(attributes_.wire_dtype), reinterpret_cast<const float*>(source),
                          wire, elements);
-    return elements * static_cast<size_t>(tensorflow::DataTypeSize(reducing_.wire_dtype));
+    return elements * static_cast<size_t>(tensorflow::DataTypeSize(attributes_.wire_dtype));
   }
   size_t unpack(const char* wire, const Tensor& output) const {
     const auto elements = static_cast<size_t>(output.NumElements());
-    whale::widen_floats(to_core(reducing_.wire_dtype), wire,
+    whale::widen_floats(to_core(attributes_.wire_dtype), wire,
                         reinterpret_cast<float*>(data_of(output)), elements);
-    return elements * static_cast<size_t>(tensorflow::DataTypeSize(reducing_.wire_dtype));
+    return elements * static_cast<size_t>(tensorflow::DataTypeSize(attributes_.wire_dtype));
   }
   absl::Status take_staging(OpKernelContext* ctx, int64_t bytes, Tensor* staging) {
     {
@@ -97,7 +91,7 @@ class AllReduceOp : public CommunicationOp {
     free_.push_back(staging);
   }
 
-  const Reducing reducing_;
+  const ReduceAttributes attributes_;
   ShapeText shapes_;
   std::mutex mutex_;  // guards what follows
   std::vector<Tensor> free_;
@@ -105,50 +99,45 @@ class AllReduceOp : public CommunicationOp {
 
 class ReduceScatterOp : public TensorOp {
  public:
-  explicit ReduceScatterOp(OpKernelConstruction* ctx) : TensorOp(ctx) {
+  explicit ReduceScatterOp(OpKernelConstruction* ctx)
+      : TensorOp(ctx), division_(ctx, "axis", "sizes") {
     read_reduction(ctx, &reduction_);
-    read(ctx, "axis", &axis_, "sizes", &sizes_);
   }
 
  protected:
-  void start(OpKernelContext* ctx, const Group& group, DoneCallback done) override {
+  absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
     const Tensor& input = ctx->input(1);
-    OP_REQUIRES_ASYNC(
-        ctx,
-        axis_ >= 0 && axis_ < input.dims() && sizes_.size() == group.size &&
-            input.dim_size(axis_) == total(sizes_),
-        absl::InvalidArgumentError(absl::StrCat(
-            "ReduceScatter '", key(), "' on rank ", group.endpoint->rank(), ": input of shape ",
-            input.shape().DebugString(), ", axis ", axis_, ", sizes ", join_sizes(sizes_), " for ",
-            group.size, " ranks; expected one size per rank that add up to the input's dimension")),
-        done);
-    TensorShape shape = input.shape();
-    shape.set_dim(axis_, sizes_[group.index]);
+    if (!division_.fits_whole(input.shape(), group.size)) {
+      return refused(
+          whale::OpKind::kReduceScatter, group, input,
+          absl::StrCat(division_.text(), " for ", group.size,
+                       " ranks; expected one size per rank that add up to the input's dimension"));
+    }
     Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(0, shape, &output), done);
-    const AxisView view(input.shape(), axis_);
-    whale::Request request = request_of(
-        whale::OpKind::kReduceScatter,
-        absl::StrCat(input.shape().DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_)));
+    TF_RETURN_IF_ERROR(
+        ctx->allocate_output(0, division_.part(input.shape(), group.index), &output));
+    const AxisView view(input.shape(), division_.axis);
+    whale::Request request =
+        request_of(whale::OpKind::kReduceScatter,
+                   absl::StrCat(input.shape().DebugString(), " ", division_.text()));
     request.reduction = reduction_;
-    request.counts = view.counts(sizes_);
+    request.counts = view.counts(division_.sizes);
     Tensor parts;
-    OP_REQUIRES_OK_ASYNC(ctx, in_parts(ctx, input, view, sizes_, &parts), done);
+    TF_RETURN_IF_ERROR(in_parts(ctx, input, view, division_.sizes, &parts));
     request.input = data_of(parts);
     request.output = data_of(*output);
     request.owner = owner_of(*output, std::move(parts));
-    launch_last(ctx, group, std::move(request), std::move(done));
+    return launch_last(ctx, group, std::move(request), std::move(*done));
   }
 
  private:
-  int axis_ = 0;
-  std::vector<int64_t> sizes_;
+  const Division division_;
   whale::Reduction reduction_ = whale::Reduction::kSum;
 };
 
 }  // namespace
 
-REGISTER_KERNEL_BUILDER(Name("WhaleAllReduce").Device(tensorflow::DEVICE_CPU), AllReduceOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleReduceScatter").Device(tensorflow::DEVICE_CPU), ReduceScatterOp);
+WHALE_CPU_KERNEL("WhaleAllReduce", AllReduceOp);
+WHALE_CPU_KERNEL("WhaleReduceScatter", ReduceScatterOp);
 
 }  // namespace whale_ops

@@ -14,7 +14,7 @@ namespace whale_ops {
 class ShapeText {
  public:
   // `first`: index of the first of `n` inputs.
-  std::string of(tensorflow::OpKernelContext* ctx, int first, int n) {
+  std::string of(OpKernelContext* ctx, int first, int n) {
     const std::lock_guard<std::mutex> lock(mutex_);
     bool same = shapes_.size() == static_cast<size_t>(n);
     for (int i = 0; i < n && same; ++i) same = ctx->input(first + i).shape() == shapes_[i];
@@ -36,29 +36,41 @@ class ShapeText {
 
  private:
   std::mutex mutex_;  // guards what follows
-  std::vector<tensorflow::TensorShape> shapes_;
+  std::vector<TensorShape> shapes_;
   std::string text_;
 };
 
+// The attribute `reduction`.
+inline void read_reduction(OpKernelConstruction* ctx, whale::Reduction* reduction) {
+  std::string name;
+  read(ctx, "reduction", &name);
+  for (const auto candidate : {whale::Reduction::kSum, whale::Reduction::kMin,
+                               whale::Reduction::kMax, whale::Reduction::kProd}) {
+    if (name != whale::name_of(candidate)) continue;
+    *reduction = candidate;
+    return;
+  }
+  ctx->SetStatus(invalid("reduction is '", name, "'; expected sum, min, max or prod"));
+}
+
 // What kernels that add up tensors are told: how, of which dtype, and of which one while they
 // travel.
-struct Reducing {
-  explicit Reducing(tensorflow::OpKernelConstruction* ctx) {
+struct ReduceAttributes {
+  explicit ReduceAttributes(OpKernelConstruction* ctx) {
     std::string wire, key;
     read_reduction(ctx, &reduction);
     read(ctx, "T", &dtype, "wire_dtype", &wire, "key", &key);
     OP_REQUIRES(ctx, wire.empty() || dtype == tensorflow::DT_FLOAT,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "AllReduce '", key, "': wire_dtype is ", wire, " and the tensors are ",
-                    tensorflow::DataTypeString(dtype), "; expected float32 tensors")));
+                invalid("AllReduce '", key, "': wire_dtype is ", wire, " and the tensors are ",
+                        tensorflow::DataTypeString(dtype), "; expected float32 tensors"));
     wire_dtype = wire.empty()        ? dtype
                  : wire == "float16" ? tensorflow::DT_HALF
                                      : tensorflow::DT_BFLOAT16;
   }
 
   whale::Reduction reduction = whale::Reduction::kSum;
-  tensorflow::DataType dtype = tensorflow::DT_INVALID;
-  tensorflow::DataType wire_dtype = tensorflow::DT_INVALID;
+  DataType dtype = tensorflow::DT_INVALID;
+  DataType wire_dtype = tensorflow::DT_INVALID;
 };
 
 }  // namespace whale_ops

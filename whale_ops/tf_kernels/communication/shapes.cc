@@ -9,15 +9,11 @@
 namespace whale_ops {
 namespace {
 
-using tensorflow::shape_inference::DimensionHandle;
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
-
 // The tensor of an op for one: behind the communicator's handle, or alone.
 ShapeHandle tensor_of(InferenceContext* c) { return c->input(c->num_inputs() - 1); }
 
 // A dimension of the input and its division among the ranks, as two attributes say.
-struct Division {
+struct InferredDivision {
   const char* axis_name;
   const char* sizes_name;
   int64_t axis = 0;
@@ -28,14 +24,13 @@ struct Division {
     TF_RETURN_IF_ERROR(c->GetAttr(sizes_name, &sizes));
     const int32_t rank = c->Rank(tensor_of(c));
     if (axis < 0 || (rank != InferenceContext::kUnknownRank && axis >= rank)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          axis_name, " is ", axis, " for an input of shape ", c->DebugString(tensor_of(c)),
-          "; expected a dimension of the input, counted from 0"));
+      return invalid(axis_name, " is ", axis, " for an input of shape ",
+                     c->DebugString(tensor_of(c)),
+                     "; expected a dimension of the input, counted from 0");
     }
     for (const int64_t size : sizes) {
       if (size < 0) {
-        return absl::InvalidArgumentError(
-            absl::StrCat(sizes_name, " contains ", size, "; expected one size >= 0 per rank"));
+        return invalid(sizes_name, " contains ", size, "; expected one size >= 0 per rank");
       }
     }
     return absl::OkStatus();
@@ -53,10 +48,9 @@ struct Division {
   absl::Status check_whole(InferenceContext* c) const {
     const DimensionHandle dim = of_input(c);
     if (c->ValueKnown(dim) && c->Value(dim) != total(sizes)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
-                       " has ", c->Value(dim), " elements, ", sizes_name, " add up to ",
-                       total(sizes), "; give sizes that add up to the input's dimension"));
+      return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
+                     " has ", c->Value(dim), " elements, ", sizes_name, " add up to ", total(sizes),
+                     "; give sizes that add up to the input's dimension");
     }
     return absl::OkStatus();
   }
@@ -67,9 +61,8 @@ struct Division {
     if (sizes.empty() || !c->ValueKnown(dim)) return absl::OkStatus();
     if (std::find(sizes.begin(), sizes.end(), c->Value(dim)) != sizes.end())
       return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat("dimension ", axis, " of the input of shape ",
-                                                   c->DebugString(tensor_of(c)), " is none of ",
-                                                   sizes_name, "; give each rank's own size"));
+    return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
+                   " is none of ", sizes_name, "; give each rank's own size");
   }
 
   // The shape with another dimension in its place.
@@ -86,25 +79,6 @@ struct Division {
   }
 };
 
-// The outputs' shapes, one by one from the attribute `shapes`; not known where that is empty and
-// may be. `outputs`, `advice`: words of the error about another number of them.
-absl::Status given_shapes(InferenceContext* c, bool may_be_empty, const char* outputs,
-                          const char* advice) {
-  std::vector<tensorflow::PartialTensorShape> shapes;
-  TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
-  if (shapes.empty() && may_be_empty) return tensorflow::shape_inference::UnknownShape(c);
-  if (static_cast<int>(shapes.size()) != c->num_outputs()) {
-    return absl::InvalidArgumentError(absl::StrCat("shapes has ", shapes.size(), " entries for ",
-                                                   c->num_outputs(), " ", outputs, "; ", advice));
-  }
-  for (int i = 0; i < c->num_outputs(); ++i) {
-    ShapeHandle out;
-    TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &out));
-    c->set_output(i, out);
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::Status same_shapes(InferenceContext* c) {
@@ -114,7 +88,7 @@ absl::Status same_shapes(InferenceContext* c) {
 }
 
 absl::Status all_gather_shape(InferenceContext* c) {
-  Division division{"axis", "sizes"};
+  InferredDivision division{"axis", "sizes"};
   TF_RETURN_IF_ERROR(division.read(c));
   TF_RETURN_IF_ERROR(division.check_part(c));
   ShapeHandle out;
@@ -126,7 +100,7 @@ absl::Status all_gather_shape(InferenceContext* c) {
 }
 
 absl::Status reduce_scatter_shape(InferenceContext* c) {
-  Division division{"axis", "sizes"};
+  InferredDivision division{"axis", "sizes"};
   TF_RETURN_IF_ERROR(division.read(c));
   TF_RETURN_IF_ERROR(division.check_whole(c));
   ShapeHandle out;
@@ -136,14 +110,13 @@ absl::Status reduce_scatter_shape(InferenceContext* c) {
 }
 
 absl::Status all_to_all_shape(InferenceContext* c) {
-  Division split{"split_axis", "split_sizes"}, concat{"concat_axis", "concat_sizes"};
+  InferredDivision split{"split_axis", "split_sizes"}, concat{"concat_axis", "concat_sizes"};
   TF_RETURN_IF_ERROR(split.read(c));
   TF_RETURN_IF_ERROR(concat.read(c));
   if (split.axis == concat.axis || split.sizes.size() != concat.sizes.size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("split_axis is ", split.axis, " with ", split.sizes.size(),
-                     " sizes, concat_axis is ", concat.axis, " with ", concat.sizes.size(),
-                     "; expected two different dimensions and one size per rank for both"));
+    return invalid("split_axis is ", split.axis, " with ", split.sizes.size(),
+                   " sizes, concat_axis is ", concat.axis, " with ", concat.sizes.size(),
+                   "; expected two different dimensions and one size per rank for both");
   }
   TF_RETURN_IF_ERROR(split.check_whole(c));
   TF_RETURN_IF_ERROR(concat.check_part(c));
@@ -155,20 +128,10 @@ absl::Status all_to_all_shape(InferenceContext* c) {
 }
 
 absl::Status broadcast_shape(InferenceContext* c) {
-  return given_shapes(c, true, "inputs", "give one shape per input, or none");
-}
-
-absl::Status call_shapes(InferenceContext* c) {
-  return given_shapes(c, false, "results", "give one shape per result");
-}
-
-absl::Status recv_shape(InferenceContext* c) {
-  tensorflow::PartialTensorShape shape;
-  TF_RETURN_IF_ERROR(c->GetAttr("shape", &shape));
-  ShapeHandle out;
-  TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shape, &out));
-  c->set_output(0, out);
-  return absl::OkStatus();
+  std::vector<PartialTensorShape> shapes;
+  TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
+  if (shapes.empty()) return tensorflow::shape_inference::UnknownShape(c);
+  return set_shapes(c, "inputs", "give one shape per input, or none");
 }
 
 }  // namespace whale_ops

@@ -3,25 +3,16 @@
 
 #include <string>
 
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "whale_ops/core/compute/cross_entropy.h"
-#include "whale_ops/tf_kernels/communication/communication_op.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
 
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
-
 constexpr double kCycles = 4;  // of an element
 
 template <typename Label>
-class CrossEntropyOp : public tensorflow::OpKernel {
+class CrossEntropyOp : public OpKernel {
  public:
   explicit CrossEntropyOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
 
@@ -29,16 +20,14 @@ class CrossEntropyOp : public tensorflow::OpKernel {
     const Tensor& features = ctx->input(0);
     const Tensor& labels = ctx->input(1);
     OP_REQUIRES(ctx, features.dims() == 2 && labels.shape() == TensorShape({features.dim_size(0)}),
-                absl::InvalidArgumentError(absl::StrCat(
-                    "logits of shape ", features.shape().DebugString(), " and labels of shape ",
-                    labels.shape().DebugString(), "; expected [rows, classes] and [rows]")));
+                invalid("logits of shape ", features.shape().DebugString(), " and labels of shape ",
+                        labels.shape().DebugString(), "; expected [rows, classes] and [rows]"));
     const int64_t rows = features.dim_size(0), classes = features.dim_size(1);
     const auto numbers = labels.flat<Label>();
     for (int64_t row = 0; row < rows; ++row) {
       OP_REQUIRES(ctx, numbers(row) >= 0 && numbers(row) < classes,
-                  absl::InvalidArgumentError(
-                      absl::StrCat("Received a label value of ", numbers(row),
-                                   " which is outside the valid range of [0, ", classes, ").")));
+                  invalid("Received a label value of ", numbers(row),
+                          " which is outside the valid range of [0, ", classes, ")."));
     }
     Tensor *loss = nullptr, *gradient = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {rows}, &loss));
@@ -76,13 +65,7 @@ REGISTER_OP("WhaleSparseCrossEntropy")
         "What SparseSoftmaxCrossEntropyWithLogits gives of [rows, classes] logits and [rows] "
         "labels.");
 
-#define REGISTER_CROSS_ENTROPY(type)                            \
-  REGISTER_KERNEL_BUILDER(Name("WhaleSparseCrossEntropy")       \
-                              .Device(tensorflow::DEVICE_CPU)   \
-                              .TypeConstraint<type>("Tlabels"), \
-                          CrossEntropyOp<type>)
-REGISTER_CROSS_ENTROPY(int32_t);
-REGISTER_CROSS_ENTROPY(int64_t);
-#undef REGISTER_CROSS_ENTROPY
+WHALE_CPU_KERNEL_FOR("WhaleSparseCrossEntropy", "Tlabels", int32_t, CrossEntropyOp);
+WHALE_CPU_KERNEL_FOR("WhaleSparseCrossEntropy", "Tlabels", int64_t, CrossEntropyOp);
 
 }  // namespace whale_ops

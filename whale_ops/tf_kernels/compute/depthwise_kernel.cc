@@ -4,22 +4,13 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "whale_ops/core/compute/depthwise.h"
-#include "whale_ops/tf_kernels/communication/communication_op.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
 
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 using whale::DepthwiseSizes;
 
 // Products: some 35 us, several times what it takes to wake a thread.
@@ -37,7 +28,7 @@ struct Window {
 };
 
 template <typename T>
-class DepthwiseFilterGradientOp : public tensorflow::OpKernel {
+class DepthwiseFilterGradientOp : public OpKernel {
  public:
   explicit DepthwiseFilterGradientOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     read(ctx, "filter_shape", &filter_, "strides", &strides_, "padding", &padding_,
@@ -104,7 +95,7 @@ class DepthwiseFilterGradientOp : public tensorflow::OpKernel {
  private:
   template <typename... Words>
   static absl::Status error(const Words&... words) {
-    return absl::InvalidArgumentError(absl::StrCat(words...));
+    return invalid(words...);
   }
 
   static std::string shown(const std::vector<int64_t>& numbers) {
@@ -179,27 +170,14 @@ REGISTER_OP("WhaleDepthwiseFilterGradient")
     .Attr("padding: {'SAME', 'VALID', 'EXPLICIT'}")
     .Attr("explicit_paddings: list(int) = []")
     .Attr("T: {float, double}")
-    .SetShapeFn([](InferenceContext* c) {
-      tensorflow::PartialTensorShape given;
-      TF_RETURN_IF_ERROR(c->GetAttr("filter_shape", &given));
-      ShapeHandle shape;
-      TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(given, &shape));
-      c->set_output(0, shape);
-      return absl::OkStatus();
-    })
+    .SetShapeFn([](InferenceContext* c) { return set_shape(c, "filter_shape"); })
     .Doc(
         "The gradient of a depthwise convolution with respect to its filter of shape filter_shape: "
         "[height, width, channels, multiplier]. input: [images, height, width, channels]. "
         "out_backprop: [images, height, width, channels * multiplier]. strides, padding and "
         "explicit_paddings are the convolution's, which is not dilated.");
 
-#define REGISTER_DEPTHWISE(type)                               \
-  REGISTER_KERNEL_BUILDER(Name("WhaleDepthwiseFilterGradient") \
-                              .Device(tensorflow::DEVICE_CPU)  \
-                              .TypeConstraint<type>("T"),      \
-                          DepthwiseFilterGradientOp<type>)
-REGISTER_DEPTHWISE(float);
-REGISTER_DEPTHWISE(double);
-#undef REGISTER_DEPTHWISE
+WHALE_CPU_KERNEL_FOR("WhaleDepthwiseFilterGradient", "T", float, DepthwiseFilterGradientOp);
+WHALE_CPU_KERNEL_FOR("WhaleDepthwiseFilterGradient", "T", double, DepthwiseFilterGradientOp);
 
 }  // namespace whale_ops

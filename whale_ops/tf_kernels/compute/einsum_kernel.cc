@@ -8,22 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "whale_ops/core/compute/small_products.h"
-#include "whale_ops/tf_kernels/communication/communication_op.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
 
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::shape_inference::DimensionHandle;
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 using whale::ProductDim;
 
 constexpr double kFlopsPerCycle = 16;
@@ -41,10 +31,10 @@ struct Equation {
   static absl::Status read(const std::string& text, Equation* found) {
     const size_t comma = text.find(','), arrow = text.find("->");
     const auto refused = [&](const char* why) {
-      return absl::InvalidArgumentError(absl::StrCat(
+      return invalid(
           "equation '", text, "': ", why,
           "; expected one like 'abc,abd->acd', with one letter of the left operand and the result, "
-          "one, their last, of the right one and the result, and one of both operands"));
+          "one, their last, of the right one and the result, and one of both operands");
     };
     if (comma == std::string::npos || arrow == std::string::npos || arrow < comma)
       return refused("no two operands");
@@ -105,11 +95,12 @@ int64_t stride_of(char letter, const std::string& term, const TensorShape& shape
 }
 
 template <typename T>
-class EinsumOp : public tensorflow::OpKernel {
+class EinsumOp : public OpKernel {
  public:
   explicit EinsumOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     std::string text;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("equation", &text));
+    read(ctx, "equation", &text);
+    if (!ctx->status().ok()) return;
     OP_REQUIRES_OK(ctx, Equation::read(text, &equation_));
   }
 
@@ -121,10 +112,9 @@ class EinsumOp : public tensorflow::OpKernel {
     for (size_t i = 0; fits && i < e.right.size(); ++i)
       fits = e.size_of(e.right[i], left, right) == right.dim_size(i);
     OP_REQUIRES(ctx, fits,
-                absl::InvalidArgumentError(
-                    absl::StrCat("operands of the shapes ", left.shape().DebugString(), " and ",
-                                 right.shape().DebugString(), "; expected sizes as in ", e.left,
-                                 ",", e.right, "->", e.out)));
+                invalid("operands of the shapes ", left.shape().DebugString(), " and ",
+                        right.shape().DebugString(), "; expected sizes as in ", e.left, ",",
+                        e.right, "->", e.out));
     TensorShape shape;
     for (const char letter : e.out) shape.AddDim(e.size_of(letter, left, right));
     Tensor* out = nullptr;
@@ -208,12 +198,7 @@ REGISTER_OP("WhaleEinsum")
         "one of left and output, one of right and output, with which output ends, and one of left "
         "and right: many products of small matrices, computed where these lie.");
 
-#define REGISTER_EINSUM(type)                                                       \
-  REGISTER_KERNEL_BUILDER(                                                          \
-      Name("WhaleEinsum").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
-      EinsumOp<type>)
-REGISTER_EINSUM(float);
-REGISTER_EINSUM(double);
-#undef REGISTER_EINSUM
+WHALE_CPU_KERNEL_FOR("WhaleEinsum", "T", float, EinsumOp);
+WHALE_CPU_KERNEL_FOR("WhaleEinsum", "T", double, EinsumOp);
 
 }  // namespace whale_ops

@@ -6,20 +6,12 @@
 #include <utility>
 #include <vector>
 
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "whale_ops/core/compute/run_update.h"
-#include "whale_ops/tf_kernels/communication/communication_op.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
 
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 using whale::OperandKind;
 
 constexpr int64_t kLeastElements = 1 << 15;  // elements, of which a sum is made on one thread
@@ -27,7 +19,7 @@ constexpr OperandKind kRead[] = {OperandKind::kTensor, OperandKind::kScalar, Ope
                                  OperandKind::kColumn};
 
 template <typename T>
-class ElementwiseOp : public tensorflow::OpKernel {
+class ElementwiseOp : public OpKernel {
  public:
   explicit ElementwiseOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     std::vector<std::string> lines;
@@ -39,19 +31,17 @@ class ElementwiseOp : public tensorflow::OpKernel {
     results_ = program_.count(OperandKind::kResult);
     const int sums = program_.count(OperandKind::kSum), outputs = results_ + sums;
     OP_REQUIRES(ctx, program_.count(OperandKind::kOld) == 0,
-                absl::InvalidArgumentError("variables are read; expected tensors"));
-    OP_REQUIRES(
-        ctx,
-        inputs == ctx->num_inputs() && outputs == ctx->num_outputs() &&
-            sums == static_cast<int>(sum_shapes_.size()),
-        absl::InvalidArgumentError(absl::StrCat(
-            ctx->num_inputs(), " values, ", ctx->num_outputs(), " results and ", sum_shapes_.size(),
-            " shapes of sums; expected ", inputs, ", ", outputs, " and ", sums)));
+                invalid("variables are read; expected tensors"));
+    OP_REQUIRES(ctx,
+                inputs == ctx->num_inputs() && outputs == ctx->num_outputs() &&
+                    sums == static_cast<int>(sum_shapes_.size()),
+                invalid(ctx->num_inputs(), " values, ", ctx->num_outputs(), " results and ",
+                        sum_shapes_.size(), " shapes of sums; expected ", inputs, ", ", outputs,
+                        " and ", sums));
     for (const TensorShape& shape : sum_shapes_) {
       OP_REQUIRES(ctx, shape.num_elements() > 0 && fits(OperandKind::kRow, shape),
-                  absl::InvalidArgumentError(absl::StrCat("a sum of shape ", shape.DebugString(),
-                                                          "; expected the last sizes of ",
-                                                          shape_.DebugString())));
+                  invalid("a sum of shape ", shape.DebugString(), "; expected the last sizes of ",
+                          shape_.DebugString()));
     }
     for (const whale::Instruction& one : program_.instructions) {
       if (is_sum(one.op)) means_.push_back({one.to.index, one.op == whale::UpdateOp::kMean});
@@ -68,13 +58,11 @@ class ElementwiseOp : public tensorflow::OpKernel {
     for (const OperandKind kind : kRead) {
       for (int k = 0; k < program_.count(kind); ++k, ++i) {
         const Tensor& value = ctx->input(i);
-        buffers.places[static_cast<int>(kind)].push_back(
-            const_cast<char*>(value.tensor_data().data()));
+        buffers.places[static_cast<int>(kind)].push_back(data_of(value));
         const int64_t elements = value.NumElements();
         OP_REQUIRES(ctx, fits(kind, value.shape()),
-                    absl::InvalidArgumentError(absl::StrCat(
-                        "value ", i, " has the shape ", value.shape().DebugString(),
-                        ", which is no ", kind_name(kind), " of ", shape_.DebugString())));
+                    invalid("value ", i, " has the shape ", value.shape().DebugString(),
+                            ", which is no ", kind_name(kind), " of ", shape_.DebugString()));
         if (kind == OperandKind::kRow) buffers.row_elements.push_back(elements);
         if (kind == OperandKind::kColumn)
           buffers.column_runs.push_back(elements > 0 ? shape_.num_elements() / elements : 1);
@@ -83,8 +71,7 @@ class ElementwiseOp : public tensorflow::OpKernel {
     for (int k = 0; k < results_; ++k) {
       Tensor* result = nullptr;
       OP_REQUIRES_OK(ctx, ctx->forward_input_or_allocate_output(reusable_[k], k, shape_, &result));
-      buffers.places[static_cast<int>(OperandKind::kResult)].push_back(
-          const_cast<char*>(result->tensor_data().data()));
+      buffers.places[static_cast<int>(OperandKind::kResult)].push_back(data_of(*result));
     }
     if (!sum_shapes_.empty()) return run_with_sums(ctx, buffers);
     ctx->eigen_cpu_device().parallelFor(
@@ -119,9 +106,8 @@ class ElementwiseOp : public tensorflow::OpKernel {
     for (const auto& [k, mean] : means_) {
       Tensor* sum = nullptr;
       OP_REQUIRES_OK(ctx, ctx->allocate_output(results_ + k, sum_shapes_[k], &sum));
-      const int64_t own = sum_shapes_[k].num_elements();
-      whale::fold_sum<T>(places[k].data(), parts, own, mean ? T(elements / own) : T(1),
-                         sum->flat<T>().data());
+      const int64_t own = sum_shapes_[k].num_elements(), added = mean ? elements / own : 1;
+      whale::fold_sum<T>(places[k].data(), parts, own, T(added), sum->flat<T>().data());
     }
   }
 
@@ -195,11 +181,9 @@ REGISTER_OP("WhaleElementwise")
     .Attr("S: int >= 0 = 0")
     .Attr("T: {float, double}")
     .SetShapeFn([](InferenceContext* c) {
-      tensorflow::PartialTensorShape given;
-      TF_RETURN_IF_ERROR(c->GetAttr("shape", &given));
       ShapeHandle shape;
-      TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(given, &shape));
-      std::vector<tensorflow::PartialTensorShape> sums;
+      TF_RETURN_IF_ERROR(read_shape(c, "shape", &shape));
+      std::vector<PartialTensorShape> sums;
       TF_RETURN_IF_ERROR(c->GetAttr("sum_shapes", &sums));
       const int results = c->num_outputs() - static_cast<int>(sums.size());
       for (int i = 0; i < c->num_outputs(); ++i) {
@@ -216,12 +200,7 @@ REGISTER_OP("WhaleElementwise")
         "sizes), c columns (of its first sizes, ones after them), t temporary elements, y results, "
         "z sums over the first sizes. values: tensors, scalars, rows, columns.");
 
-#define REGISTER_ELEMENTWISE(type)                                                       \
-  REGISTER_KERNEL_BUILDER(                                                               \
-      Name("WhaleElementwise").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
-      ElementwiseOp<type>)
-REGISTER_ELEMENTWISE(float);
-REGISTER_ELEMENTWISE(double);
-#undef REGISTER_ELEMENTWISE
+WHALE_CPU_KERNEL_FOR("WhaleElementwise", "T", float, ElementwiseOp);
+WHALE_CPU_KERNEL_FOR("WhaleElementwise", "T", double, ElementwiseOp);
 
 }  // namespace whale_ops

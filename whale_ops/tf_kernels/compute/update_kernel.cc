@@ -7,22 +7,13 @@
 #include <utility>
 #include <vector>
 
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/resource_var.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "whale_ops/core/compute/run_update.h"
-#include "whale_ops/tf_kernels/communication/communication_op.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
 
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
 using tensorflow::Var;
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 using whale::OperandKind;
 
 using Mutex = decltype(std::declval<Var>().mu());
@@ -30,7 +21,7 @@ using Mutex = decltype(std::declval<Var>().mu());
 // The exclusive locks of variables, taken in the order that TensorFlow's own kernels keep to.
 class Locks {
  public:
-  explicit Locks(const std::vector<tensorflow::core::RefCountPtr<Var>>& variables) {
+  explicit Locks(const std::vector<VariablePtr>& variables) {
     for (const auto& variable : variables) held_.push_back(variable->mu());
     std::sort(held_.begin(), held_.end());
     held_.erase(std::unique(held_.begin(), held_.end()), held_.end());
@@ -47,7 +38,7 @@ class Locks {
 };
 
 template <typename T>
-class UpdateOp : public tensorflow::OpKernel {
+class UpdateOp : public OpKernel {
  public:
   explicit UpdateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     std::vector<std::string> lines;
@@ -56,8 +47,8 @@ class UpdateOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(ctx, to_tensorflow(whale::parse_update(lines, &program_)));
     OP_REQUIRES(ctx,
                 program_.count(OperandKind::kColumn) == 0 && program_.count(OperandKind::kSum) == 0,
-                absl::InvalidArgumentError("columns and sums are for arithmetic without variables; "
-                                           "expected tensors, scalars and rows"));
+                invalid("columns and sums are for arithmetic without variables; "
+                        "expected tensors, scalars and rows"));
     const auto all = [&](OperandKind kind) {
       return static_cast<int64_t>(shapes_.size()) * program_.count(kind);
     };
@@ -70,14 +61,12 @@ class UpdateOp : public tensorflow::OpKernel {
                 inside && static_cast<int64_t>(operands_.size()) == all(OperandKind::kTensor) +
                                                                         all(OperandKind::kScalar) +
                                                                         all(OperandKind::kRow),
-                absl::InvalidArgumentError(absl::StrCat(
-                    "operands are ", operands_.size(), " numbers of ", values_,
-                    " values; expected each variable's tensors, its scalars, then its rows")));
+                invalid("operands are ", operands_.size(), " numbers of ", values_,
+                        " values; expected each variable's tensors, its scalars, then its rows"));
     OP_REQUIRES(
         ctx, handles == all(OperandKind::kOld) && ctx->num_outputs() == all(OperandKind::kResult),
-        absl::InvalidArgumentError(absl::StrCat(handles, " variables and ", ctx->num_outputs(),
-                                                " results; expected ", all(OperandKind::kOld),
-                                                " and ", all(OperandKind::kResult))));
+        invalid(handles, " variables and ", ctx->num_outputs(), " results; expected ",
+                all(OperandKind::kOld), " and ", all(OperandKind::kResult)));
     for (const TensorShape& shape : shapes_)
       ends_.push_back((ends_.empty() ? 0 : ends_.back()) + shape.num_elements());
     reads_old_.resize(program_.count(OperandKind::kOld));
@@ -93,7 +82,7 @@ class UpdateOp : public tensorflow::OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     const int handles = ctx->num_inputs() - values_;
-    std::vector<tensorflow::core::RefCountPtr<Var>> variables(handles);
+    std::vector<VariablePtr> variables(handles);
     for (int i = 0; i < handles; ++i) {
       OP_REQUIRES_OK(ctx, variable(ctx, i, &variables[i]));
     }
@@ -114,8 +103,7 @@ class UpdateOp : public tensorflow::OpKernel {
 
  private:
   // A variable that is only assigned may get its first value here.
-  absl::Status variable(OpKernelContext* ctx, int i,
-                        tensorflow::core::RefCountPtr<Var>* found) const {
+  absl::Status variable(OpKernelContext* ctx, int i, VariablePtr* found) const {
     const tensorflow::ResourceHandle& handle = tensorflow::HandleFromInput(ctx, i);
     if (reads_old_[i % reads_old_.size()]) return tensorflow::LookupResource(ctx, handle, found);
     return tensorflow::LookupOrCreateResource<Var>(ctx, handle, found, [](Var** made) {
@@ -136,14 +124,9 @@ class UpdateOp : public tensorflow::OpKernel {
     return before >= 0 && elements == row.num_elements() && elements > 0;
   }
 
-  static void* data_of(const Tensor& tensor) {
-    return const_cast<char*>(tensor.tensor_data().data());
-  }
-
   // Where the operands of one variable's update lie. `fresh`: what variables get whose memory
   // somebody else reads still.
-  absl::Status find(OpKernelContext* ctx, size_t unit,
-                    const std::vector<tensorflow::core::RefCountPtr<Var>>& variables,
+  absl::Status find(OpKernelContext* ctx, size_t unit, const std::vector<VariablePtr>& variables,
                     std::vector<std::optional<Tensor>>* fresh, whale::UpdateBuffers* found) {
     const auto places = [&](OperandKind kind) -> std::vector<void*>& {
       return found->places[static_cast<int>(kind)];
@@ -156,9 +139,8 @@ class UpdateOp : public tensorflow::OpKernel {
       const Tensor& value = ctx->input(handles + operands_[unit * each + i]);
       if (i >= one_by_one) {
         if (!is_row(value.shape(), shape)) {
-          return absl::InvalidArgumentError(
-              absl::StrCat("a row of shape ", value.shape().DebugString(), " in the update of a ",
-                           "variable of shape ", shape.DebugString(), "; expected its last sizes"));
+          return invalid("a row of shape ", value.shape().DebugString(), " in the update of a ",
+                         "variable of shape ", shape.DebugString(), "; expected its last sizes");
         }
         places(OperandKind::kRow).push_back(data_of(value));
         found->row_elements.push_back(value.NumElements());
@@ -166,15 +148,14 @@ class UpdateOp : public tensorflow::OpKernel {
       }
       const bool scalar = i >= tensors;
       if (scalar ? value.NumElements() != 1 : value.shape() != shape) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("an operand of shape ", value.shape().DebugString(),
-                         " in the update of a ", "variable of shape ", shape.DebugString(),
-                         "; expected ", scalar ? "one element" : "the variable's shape"));
+        return invalid("an operand of shape ", value.shape().DebugString(), " in the update of a ",
+                       "variable of shape ", shape.DebugString(), "; expected ",
+                       scalar ? "one element" : "the variable's shape");
       }
       places(scalar ? OperandKind::kScalar : OperandKind::kTensor).push_back(data_of(value));
     }
     const int held = program_.count(OperandKind::kOld);
-    const tensorflow::DataType type = tensorflow::DataTypeToEnum<T>::v();
+    const DataType type = tensorflow::DataTypeToEnum<T>::v();
     for (int i = unit * held; i < static_cast<int>(unit + 1) * held; ++i) {
       Var* variable = variables[i].get();
       Tensor* tensor = variable->tensor();
@@ -243,7 +224,7 @@ REGISTER_OP("WhaleUpdate")
     .Attr("T: {float, double}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      std::vector<tensorflow::PartialTensorShape> shapes;
+      std::vector<PartialTensorShape> shapes;
       TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
       const int results = c->num_outputs();
       for (int i = 0; i < results; ++i) {
@@ -261,12 +242,7 @@ REGISTER_OP("WhaleUpdate")
         "of each update. variables, results: each update's, one after the other; operands: which "
         "of the values its tensors, its scalars and its rows are.");
 
-#define REGISTER_UPDATE(type)                                                       \
-  REGISTER_KERNEL_BUILDER(                                                          \
-      Name("WhaleUpdate").Device(tensorflow::DEVICE_CPU).TypeConstraint<type>("T"), \
-      UpdateOp<type>)
-REGISTER_UPDATE(float);
-REGISTER_UPDATE(double);
-#undef REGISTER_UPDATE
+WHALE_CPU_KERNEL_FOR("WhaleUpdate", "T", float, UpdateOp);
+WHALE_CPU_KERNEL_FOR("WhaleUpdate", "T", double, UpdateOp);
 
 }  // namespace whale_ops

@@ -14,12 +14,6 @@
 namespace whale_ops {
 namespace {
 
-using tensorflow::DataType;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::PartialTensorShape;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
 using whale::DeviceOperation;
 using whale::OpKind;
 
@@ -28,7 +22,7 @@ constexpr int kMostDims = 8;
 
 // What kernels say of an operation, beside its tensors. What `call` names of `held` lives until the
 // operation has ended.
-struct Started {
+struct PreparedCall {
   whale::DeviceCall call;
   std::vector<Tensor> held;
 };
@@ -39,10 +33,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
   DeviceOp(OpKernelConstruction* ctx, const char* name)
       : AsyncOpKernel(ctx), name_(name), placed_on_(ctx->device_type().type_string()) {
     read(ctx, "communicator", &communicator_, "rank", &rank_, "key", &key_, "T", &dtype_);
-    OP_REQUIRES(ctx, tensorflow::DataTypeSize(dtype_) > 0,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "tensors of dtype ", tensorflow::DataTypeString(dtype_),
-                    " have no fixed element size and cannot be sent; keep them on one rank")));
+    OP_REQUIRES_OK(ctx, check_fixed_size(dtype_));
   }
   bool IsExpensive() override { return false; }  // as CommunicationOp
 
@@ -52,26 +43,22 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     OP_REQUIRES_ASYNC(ctx, device != nullptr, exchange_error(status), done);
     OP_REQUIRES_ASYNC(
         ctx, placed_on_ == device->device().kind(),
-        absl::InvalidArgumentError(absl::StrCat(
-            "the tensors of ", name_, " '", key_, "' lie on a ", placed_on_,
-            ", and communication.backend exchanges what lies on a ", device->device().kind(),
-            "; compute the step there (remove tf.device), or leave communication.backend out")),
+        invalid("the tensors of ", name_, " '", key_, "' lie on a ", placed_on_,
+                ", and communication.backend exchanges what lies on a ", device->device().kind(),
+                "; compute the step there (remove tf.device), or leave communication.backend out"),
         done);
-    auto started = std::make_shared<Started>();
-    whale::DeviceCall& call = started->call;
+    auto prepared = std::make_shared<PreparedCall>();
+    whale::DeviceCall& call = prepared->call;
     call.what.dtype = call.what.wire = to_core(dtype_);
     call.what.element_bytes = static_cast<size_t>(tensorflow::DataTypeSize(dtype_));
     call.what.group = group_of(device->endpoint()->size());
     const auto own = std::find(call.what.group.begin(), call.what.group.end(), rank_);
-    OP_REQUIRES_ASYNC(
-        ctx, own != call.what.group.end(),
-        absl::InvalidArgumentError(absl::StrCat(
-            name_, " '", key_, "': rank ", rank_, " is not one of the ranks ",
-            whale::join_ranks(call.what.group), "; build this op on those ranks only")),
-        done);
+    OP_REQUIRES_ASYNC(ctx, own != call.what.group.end(),
+                      refused_rank(absl::StrCat(name_, " '", key_, "'"), rank_, call.what.group),
+                      done);
     call.what.index = static_cast<int>(own - call.what.group.begin());
     call.what.key = key_for(call.what.group);
-    OP_REQUIRES_OK_ASYNC(ctx, prepare(ctx, started.get()), done);
+    OP_REQUIRES_OK_ASYNC(ctx, prepare(ctx, prepared.get()), done);
     call.text = absl::StrCat(name_, " of ", tensorflow::DataTypeString(dtype_), ": ", call.text);
     // The mark is behind whatever used the outputs' memory before. TensorFlow queues what reads
     // them only after `done`, which comes when they are written: what does not depend on them is
@@ -87,7 +74,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     const bool attached = cancellation.attach(
         [endpoint = device->endpoint(), cancelled] { endpoint->abort(cancelled); });
     OP_REQUIRES_ASYNC(ctx, attached, exchange_error(cancelled), done);
-    auto held = std::make_shared<std::vector<Tensor>>(std::move(started->held));
+    auto held = std::make_shared<std::vector<Tensor>>(std::move(prepared->held));
     call.done = [ctx, cancellation, held, done](const whale::Status& outcome) {
       cancellation.detach();
       held->clear();  // what follows may take over their memory at once
@@ -101,15 +88,13 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
   virtual std::vector<int> group_of(int size) const = 0;
   virtual std::string key_for(const std::vector<int>& group) const { return key_; }
   // Completes `call.what`, `call.text` and what else there is.
-  virtual absl::Status prepare(OpKernelContext* ctx, Started* started) = 0;
+  virtual absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) = 0;
 
   DataType dtype() const { return dtype_; }
   int rank() const { return rank_; }
   const std::string& key() const { return key_; }
-  absl::Status refused(const Tensor& input, const std::string& what) const {
-    return absl::InvalidArgumentError(absl::StrCat(name_, " '", key_, "' on rank ", rank_,
-                                                   ": input of shape ", input.shape().DebugString(),
-                                                   ", ", what));
+  absl::Status refused(const Tensor& input, const std::string& why) const {
+    return whale_ops::refused(name_, key_, rank_, input, why);
   }
 
  private:
@@ -141,18 +126,18 @@ class DeviceGroupOp : public DeviceOp {
 class DeviceAllReduceOp : public DeviceGroupOp {
  public:
   explicit DeviceAllReduceOp(OpKernelConstruction* ctx)
-      : DeviceGroupOp(ctx, "AllReduce"), reducing_(ctx) {}
+      : DeviceGroupOp(ctx, "AllReduce"), attributes_(ctx) {}
 
  protected:
-  absl::Status prepare(OpKernelContext* ctx, Started* started) override {
-    DeviceOperation& what = started->call.what;
+  absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) override {
+    DeviceOperation& what = prepared->call.what;
     const int n = ctx->num_inputs();
     what.kind = OpKind::kAllReduce;
-    what.reduction = reducing_.reduction;
-    what.wire = to_core(reducing_.wire_dtype);
-    started->call.text = absl::StrCat(whale::name_of(reducing_.reduction), " as ",
-                                      tensorflow::DataTypeString(reducing_.wire_dtype), " of ",
-                                      shapes_.of(ctx, 0, n));
+    what.reduction = attributes_.reduction;
+    what.wire = to_core(attributes_.wire_dtype);
+    prepared->call.text = absl::StrCat(whale::name_of(attributes_.reduction), " as ",
+                                       tensorflow::DataTypeString(attributes_.wire_dtype), " of ",
+                                       shapes_.of(ctx, 0, n));
     for (int i = 0; i < n; ++i) {
       // Not kept: a second reference would keep its memory from being taken over below.
       const Tensor& input = ctx->input(i);
@@ -166,7 +151,7 @@ class DeviceAllReduceOp : public DeviceGroupOp {
   }
 
  private:
-  const Reducing reducing_;
+  const ReduceAttributes attributes_;
   ShapeText shapes_;
 };
 
@@ -194,7 +179,7 @@ std::vector<whale::DeviceCopy> copies_of_parts(const Tensor& whole, const Tensor
 // Where the parts of `whole` lie side by side: in itself, or in memory from or to which `copies`
 // copies them.
 absl::Status side_by_side(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
-                          const std::vector<int64_t>& sizes, bool apart, Started* started,
+                          const std::vector<int64_t>& sizes, bool apart, PreparedCall* prepared,
                           std::vector<whale::DeviceCopy>* copies, char** data) {
   *data = data_of(whole);
   if (view.outer <= 1) return absl::OkStatus();
@@ -202,136 +187,114 @@ absl::Status side_by_side(OpKernelContext* ctx, const Tensor& whole, const AxisV
   TF_RETURN_IF_ERROR(ctx->allocate_temp(whole.dtype(), TensorShape({whole.NumElements()}), &parts));
   *copies = copies_of_parts(whole, parts, view, sizes, apart);
   *data = data_of(parts);
-  started->held.push_back(std::move(parts));
+  prepared->held.push_back(std::move(parts));
   return absl::OkStatus();
 }
 
 class DeviceAllGatherOp : public DeviceGroupOp {
  public:
-  explicit DeviceAllGatherOp(OpKernelConstruction* ctx) : DeviceGroupOp(ctx, "AllGather") {
-    read(ctx, "axis", &axis_, "sizes", &sizes_);
-  }
+  explicit DeviceAllGatherOp(OpKernelConstruction* ctx)
+      : DeviceGroupOp(ctx, "AllGather"), division_(ctx, "axis", "sizes") {}
 
  protected:
-  absl::Status prepare(OpKernelContext* ctx, Started* started) override {
+  absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) override {
     const Tensor& input = ctx->input(0);
-    DeviceOperation& what = started->call.what;
-    const bool fits = axis_ >= 0 && axis_ < input.dims() && sizes_.size() == what.size() &&
-                      input.dim_size(axis_) == sizes_[what.index];
-    if (!fits)
-      return refused(input, absl::StrCat("axis ", axis_, ", sizes ", join_sizes(sizes_),
-                                         "; expected this rank's own at index ", what.index));
-    TensorShape shape = input.shape();
-    shape.set_dim(axis_, total(sizes_));
+    DeviceOperation& what = prepared->call.what;
+    if (!division_.fits_part(input.shape(), what.size(), what.index)) {
+      return refused(input, absl::StrCat(division_.text(), "; expected this rank's own at index ",
+                                         what.index));
+    }
+    const TensorShape shape = division_.whole(input.shape());
     Tensor* output = nullptr;
     TF_RETURN_IF_ERROR(ctx->allocate_output(0, shape, &output));
-    const AxisView view(shape, axis_);
+    const AxisView view(shape, division_.axis);
     what.kind = OpKind::kAllGather;
-    what.counts = view.counts(sizes_);
-    started->call.text =
-        absl::StrCat(shape.DebugString(), " axis ", axis_, " sizes ", join_sizes(sizes_));
+    what.counts = view.counts(division_.sizes);
+    prepared->call.text = absl::StrCat(shape.DebugString(), " ", division_.text());
     char* data = nullptr;
     TF_RETURN_IF_ERROR(
-        side_by_side(ctx, *output, view, sizes_, false, started, &what.after, &data));
+        side_by_side(ctx, *output, view, division_.sizes, false, prepared, &what.after, &data));
     what.tensors = {{data_of(input), data, input.NumElements()}};
     return absl::OkStatus();
   }
 
  private:
-  int axis_ = 0;
-  std::vector<int64_t> sizes_;
+  const Division division_;
 };
 
 class DeviceReduceScatterOp : public DeviceGroupOp {
  public:
-  explicit DeviceReduceScatterOp(OpKernelConstruction* ctx) : DeviceGroupOp(ctx, "ReduceScatter") {
+  explicit DeviceReduceScatterOp(OpKernelConstruction* ctx)
+      : DeviceGroupOp(ctx, "ReduceScatter"), division_(ctx, "axis", "sizes") {
     read_reduction(ctx, &reduction_);
-    read(ctx, "axis", &axis_, "sizes", &sizes_);
   }
 
  protected:
-  absl::Status prepare(OpKernelContext* ctx, Started* started) override {
+  absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) override {
     const Tensor& input = ctx->input(0);
-    DeviceOperation& what = started->call.what;
-    const bool fits = axis_ >= 0 && axis_ < input.dims() && sizes_.size() == what.size() &&
-                      input.dim_size(axis_) == total(sizes_);
-    if (!fits)
-      return refused(input, absl::StrCat("axis ", axis_, ", sizes ", join_sizes(sizes_),
-                                         "; expected sizes that add up to its dimension"));
-    TensorShape shape = input.shape();
-    shape.set_dim(axis_, sizes_[what.index]);
+    DeviceOperation& what = prepared->call.what;
+    if (!division_.fits_whole(input.shape(), what.size())) {
+      return refused(
+          input, absl::StrCat(division_.text(), "; expected sizes that add up to its dimension"));
+    }
     Tensor* output = nullptr;
-    TF_RETURN_IF_ERROR(ctx->allocate_output(0, shape, &output));
-    const AxisView view(input.shape(), axis_);
+    TF_RETURN_IF_ERROR(ctx->allocate_output(0, division_.part(input.shape(), what.index), &output));
+    const AxisView view(input.shape(), division_.axis);
     what.kind = OpKind::kReduceScatter;
     what.reduction = reduction_;
-    what.counts = view.counts(sizes_);
-    started->call.text =
-        absl::StrCat(whale::name_of(reduction_), " of ", input.shape().DebugString(), " axis ",
-                     axis_, " sizes ", join_sizes(sizes_));
+    what.counts = view.counts(division_.sizes);
+    prepared->call.text = absl::StrCat(whale::name_of(reduction_), " of ",
+                                       input.shape().DebugString(), " ", division_.text());
     char* data = nullptr;
-    TF_RETURN_IF_ERROR(side_by_side(ctx, input, view, sizes_, true, started, &what.before, &data));
+    TF_RETURN_IF_ERROR(
+        side_by_side(ctx, input, view, division_.sizes, true, prepared, &what.before, &data));
     what.tensors = {{data, data_of(*output), input.NumElements()}};
     return absl::OkStatus();
   }
 
  private:
-  int axis_ = 0;
-  std::vector<int64_t> sizes_;
+  const Division division_;
   whale::Reduction reduction_ = whale::Reduction::kSum;
 };
 
 class DeviceAllToAllOp : public DeviceGroupOp {
  public:
-  explicit DeviceAllToAllOp(OpKernelConstruction* ctx) : DeviceGroupOp(ctx, "AllToAll") {
-    read(ctx, "split_axis", &split_axis_, "split_sizes", &split_sizes_, "concat_axis",
-         &concat_axis_, "concat_sizes", &concat_sizes_);
-  }
+  explicit DeviceAllToAllOp(OpKernelConstruction* ctx)
+      : DeviceGroupOp(ctx, "AllToAll"), redivision_(ctx) {}
 
  protected:
-  absl::Status prepare(OpKernelContext* ctx, Started* started) override {
+  absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) override {
     const Tensor& input = ctx->input(0);
-    DeviceOperation& what = started->call.what;
-    const std::string divided =
-        absl::StrCat("split axis ", split_axis_, " sizes ", join_sizes(split_sizes_),
-                     ", concat axis ", concat_axis_, " sizes ", join_sizes(concat_sizes_));
-    const bool axes = split_axis_ >= 0 && split_axis_ < input.dims() && concat_axis_ >= 0 &&
-                      concat_axis_ < input.dims() && split_axis_ != concat_axis_;
-    if (!axes || split_sizes_.size() != what.size() || concat_sizes_.size() != what.size() ||
-        input.dim_size(split_axis_) != total(split_sizes_) ||
-        input.dim_size(concat_axis_) != concat_sizes_[what.index]) {
-      return refused(
-          input, absl::StrCat(
-                     divided,
-                     "; expected all of the split axis and this rank's share of the concat axis"));
+    const auto& [split, concat] = redivision_;
+    DeviceOperation& what = prepared->call.what;
+    if (!redivision_.fits(input.shape(), what.size(), what.index)) {
+      return refused(input, absl::StrCat(redivision_.text(), "; ", Redivision::kExpected));
     }
-    TensorShape whole = input.shape(), shape = input.shape();
-    whole.set_dim(concat_axis_, total(concat_sizes_));
-    shape.set_dim(split_axis_, split_sizes_[what.index]);
-    shape.set_dim(concat_axis_, total(concat_sizes_));
+    const TensorShape whole = concat.whole(input.shape());
+    const TensorShape shape = split.part(whole, what.index);
     Tensor* output = nullptr;
     TF_RETURN_IF_ERROR(ctx->allocate_output(0, shape, &output));
-    const AxisView from(input.shape(), split_axis_), to(shape, concat_axis_);
+    const AxisView from(input.shape(), split.axis), to(shape, concat.axis);
     what.kind = OpKind::kAllToAll;
-    what.counts = from.counts(split_sizes_);
-    what.recv_counts = to.counts(concat_sizes_);
-    what.largest = *std::max_element(split_sizes_.begin(), split_sizes_.end()) *
-                   *std::max_element(concat_sizes_.begin(), concat_sizes_.end());
-    for (int d = 0; d < input.dims(); ++d)
-      what.largest *= d == split_axis_ || d == concat_axis_ ? 1 : input.dim_size(d);
-    started->call.text = absl::StrCat(whole.DebugString(), " ", divided);
+    what.counts = from.counts(split.sizes);
+    what.recv_counts = to.counts(concat.sizes);
+    what.largest = *std::max_element(split.sizes.begin(), split.sizes.end()) *
+                   *std::max_element(concat.sizes.begin(), concat.sizes.end());
+    for (int d = 0; d < input.dims(); ++d) {
+      what.largest *= d == split.axis || d == concat.axis ? 1 : input.dim_size(d);
+    }
+    prepared->call.text = absl::StrCat(whole.DebugString(), " ", redivision_.text());
     char *sent = nullptr, *received = nullptr;
     TF_RETURN_IF_ERROR(
-        side_by_side(ctx, input, from, split_sizes_, true, started, &what.before, &sent));
+        side_by_side(ctx, input, from, split.sizes, true, prepared, &what.before, &sent));
     TF_RETURN_IF_ERROR(
-        side_by_side(ctx, *output, to, concat_sizes_, false, started, &what.after, &received));
+        side_by_side(ctx, *output, to, concat.sizes, false, prepared, &what.after, &received));
     what.tensors = {{sent, received, input.NumElements()}};
     return absl::OkStatus();
   }
 
  private:
-  int split_axis_ = 0, concat_axis_ = 0;
-  std::vector<int64_t> split_sizes_, concat_sizes_;
+  const Redivision redivision_;
 };
 
 class DeviceBroadcastOp : public DeviceGroupOp {
@@ -342,16 +305,15 @@ class DeviceBroadcastOp : public DeviceGroupOp {
     for (const PartialTensorShape& shape : declared) {
       TensorShape full;
       OP_REQUIRES(ctx, shape.AsTensorShape(&full),
-                  absl::InvalidArgumentError(absl::StrCat(
-                      "Broadcast '", key(), "' has an unknown shape ", shape.DebugString(),
-                      "; give whole shapes, or use the op without Device in its name")));
+                  invalid("Broadcast '", key(), "' has an unknown shape ", shape.DebugString(),
+                          "; give whole shapes, or use the op without Device in its name"));
       shapes_.push_back(full);
     }
   }
 
  protected:
-  absl::Status prepare(OpKernelContext* ctx, Started* started) override {
-    DeviceOperation& what = started->call.what;
+  absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) override {
+    DeviceOperation& what = prepared->call.what;
     if (root_ < 0 || root_ >= static_cast<int>(what.size()))
       return refused(ctx->input(0),
                      absl::StrCat("root ", root_, "; expected an index into the group"));
@@ -359,7 +321,7 @@ class DeviceBroadcastOp : public DeviceGroupOp {
     what.root = root_;
     for (size_t i = 0; i < shapes_.size(); ++i) {
       const int number = static_cast<int>(i);
-      absl::StrAppend(&started->call.text, shapes_[i].DebugString(), " ");
+      absl::StrAppend(&prepared->call.text, shapes_[i].DebugString(), " ");
       Tensor* output = nullptr;
       if (what.index == root_) {
         const Tensor& input = ctx->input(number);
@@ -393,15 +355,15 @@ class DeviceSendOp : public DeviceOp {
   std::string key_for(const std::vector<int>& group) const override {
     return absl::StrCat(key(), "/", group[0], "to", group[1]);
   }
-  absl::Status prepare(OpKernelContext* ctx, Started* started) override {
+  absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) override {
     const Tensor& input = ctx->input(0);
     if (input.dims() > kMostDims)
       return refused(input, absl::StrCat("more than ", kMostDims, " dimensions; reshape it"));
-    started->call.what.kind = OpKind::kSend;
-    started->call.what.tensors = {{data_of(input), nullptr, input.NumElements()}};
-    started->call.tells.assign(1 + kMostDims, 0);
-    started->call.tells[0] = input.dims();
-    for (int d = 0; d < input.dims(); ++d) started->call.tells[1 + d] = input.dim_size(d);
+    prepared->call.what.kind = OpKind::kSend;
+    prepared->call.what.tensors = {{data_of(input), nullptr, input.NumElements()}};
+    prepared->call.tells.assign(1 + kMostDims, 0);
+    prepared->call.tells[0] = input.dims();
+    for (int d = 0; d < input.dims(); ++d) prepared->call.tells[1 + d] = input.dim_size(d);
     return absl::OkStatus();
   }
 
@@ -420,19 +382,15 @@ class DeviceRecvOp : public DeviceOp {
   std::string key_for(const std::vector<int>& group) const override {
     return absl::StrCat(key(), "/", group[0], "to", group[1]);
   }
-  absl::Status prepare(OpKernelContext* ctx, Started* started) override {
-    started->call.what.kind = OpKind::kRecv;
-    started->call.tells.assign(1 + kMostDims, 0);
-    started->call.complete = [this, ctx](const whale::LaunchOrder::Told& told,
-                                         DeviceOperation* what) {
+  absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) override {
+    prepared->call.what.kind = OpKind::kRecv;
+    prepared->call.tells.assign(1 + kMostDims, 0);
+    prepared->call.complete = [this, ctx](const whale::LaunchOrder::Told& told,
+                                          DeviceOperation* what) {
       TensorShape sent;
       for (int64_t d = 0; d < told[0]; ++d) sent.AddDim(told[1 + d]);
-      if (!shape_.IsCompatibleWith(sent)) {
-        return whale::Status::Error(
-            whale::Code::kInvalidArgument,
-            absl::StrCat("Recv '", key(), "': rank ", peer_, " sends shape ", sent.DebugString(),
-                         ", expected ", shape_.DebugString(), "; give both ends the same shape"));
-      }
+      const whale::Status fits = check_sent(key(), peer_, sent, shape_);
+      if (!fits.ok()) return fits;
       Tensor* output = nullptr;
       const absl::Status status = ctx->allocate_output(0, sent, &output);
       if (!status.ok())
@@ -452,16 +410,16 @@ class DeviceRecvOp : public DeviceOp {
 
 // On the CPU: where somebody has placed it there, to be told what is wrong; and with the devices of
 // the tests, whose memory is the host's.
-#define WHALE_REGISTER(name, kernel)                                          \
+#define WHALE_DEVICE_KERNEL(name, kernel)                                     \
   REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU), kernel); \
-  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), kernel)
+  WHALE_CPU_KERNEL(name, kernel)
 
-WHALE_REGISTER("WhaleDeviceAllReduce", DeviceAllReduceOp);
-WHALE_REGISTER("WhaleDeviceAllGather", DeviceAllGatherOp);
-WHALE_REGISTER("WhaleDeviceReduceScatter", DeviceReduceScatterOp);
-WHALE_REGISTER("WhaleDeviceAllToAll", DeviceAllToAllOp);
-WHALE_REGISTER("WhaleDeviceBroadcast", DeviceBroadcastOp);
-WHALE_REGISTER("WhaleDeviceSend", DeviceSendOp);
-WHALE_REGISTER("WhaleDeviceRecv", DeviceRecvOp);
+WHALE_DEVICE_KERNEL("WhaleDeviceAllReduce", DeviceAllReduceOp);
+WHALE_DEVICE_KERNEL("WhaleDeviceAllGather", DeviceAllGatherOp);
+WHALE_DEVICE_KERNEL("WhaleDeviceReduceScatter", DeviceReduceScatterOp);
+WHALE_DEVICE_KERNEL("WhaleDeviceAllToAll", DeviceAllToAllOp);
+WHALE_DEVICE_KERNEL("WhaleDeviceBroadcast", DeviceBroadcastOp);
+WHALE_DEVICE_KERNEL("WhaleDeviceSend", DeviceSendOp);
+WHALE_DEVICE_KERNEL("WhaleDeviceRecv", DeviceRecvOp);
 
 }  // namespace whale_ops

@@ -3,15 +3,20 @@
 // ops that take it, on that device. All else is as of the op without "Device" in its name
 // (communication/registration.cc).
 #include "tensorflow/core/framework/common_shape_fns.h"
-#include "tensorflow/core/framework/op.h"
 #include "whale_ops/tf_kernels/communication/shapes.h"
+
+// What all these ops have.
+#define WHALE_DEVICE_OP(name)       \
+  REGISTER_OP(name)                 \
+      .Attr("communicator: string") \
+      .Attr("rank: int")            \
+      .Attr("key: string")          \
+      .SetIsStateful()              \
+      .SetIsDistributedCommunication()
 
 namespace whale_ops {
 namespace {
 
-constexpr char kCommunicator[] = "communicator: string";
-constexpr char kRank[] = "rank: int";
-constexpr char kKey[] = "key: string";
 constexpr char kRanks[] = "ranks: list(int) = []";
 constexpr char kReductionOfDevices[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
 constexpr char kFloats[] = "T: {half, bfloat16, float, double}";
@@ -19,116 +24,81 @@ constexpr char kAny[] = "T: type";
 
 }  // namespace
 
-REGISTER_OP("WhaleDeviceAllReduce")
+WHALE_DEVICE_OP("WhaleDeviceAllReduce")
     .Input("inputs: N * T")
     .Output("outputs: N * T")
-    .Attr(kCommunicator)
-    .Attr(kRank)
-    .Attr(kKey)
     .Attr(kRanks)
     .Attr(kReductionOfDevices)
     .Attr("N: int >= 1")
     .Attr(kFloats)
     .Attr("wire_dtype: {'', 'float16', 'bfloat16'} = ''")
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn(same_shapes)
     .Doc(
         "Element-wise reduction over the ranks. wire_dtype: float32 inputs are rounded to it "
         "before they are sent, and added in it where the device does so.");
 
-REGISTER_OP("WhaleDeviceAllGather")
+WHALE_DEVICE_OP("WhaleDeviceAllGather")
     .Input("input: T")
     .Output("output: T")
-    .Attr(kCommunicator)
-    .Attr(kRank)
-    .Attr(kKey)
     .Attr(kRanks)
     .Attr("axis: int = 0")
     .Attr("sizes: list(int) >= 1")
     .Attr(kAny)
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn(all_gather_shape)
     .Doc("Concatenation of the ranks' inputs along an axis; sizes: each rank's size along it.");
 
-REGISTER_OP("WhaleDeviceReduceScatter")
+WHALE_DEVICE_OP("WhaleDeviceReduceScatter")
     .Input("input: T")
     .Output("output: T")
-    .Attr(kCommunicator)
-    .Attr(kRank)
-    .Attr(kKey)
     .Attr(kRanks)
     .Attr(kReductionOfDevices)
     .Attr("axis: int = 0")
     .Attr("sizes: list(int)")
     .Attr(kFloats)
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn(reduce_scatter_shape)
     .Doc(
         "Element-wise reduction over the ranks, of which each rank keeps its share along an axis.");
 
-REGISTER_OP("WhaleDeviceAllToAll")
+WHALE_DEVICE_OP("WhaleDeviceAllToAll")
     .Input("input: T")
     .Output("output: T")
-    .Attr(kCommunicator)
-    .Attr(kRank)
-    .Attr(kKey)
     .Attr(kRanks)
     .Attr("split_axis: int")
     .Attr("split_sizes: list(int)")
     .Attr("concat_axis: int")
     .Attr("concat_sizes: list(int)")
     .Attr(kAny)
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn(all_to_all_shape)
     .Doc(
         "From a share of concat_axis with all of split_axis to all of concat_axis with a share of "
         "split_axis.");
 
-REGISTER_OP("WhaleDeviceBroadcast")
+WHALE_DEVICE_OP("WhaleDeviceBroadcast")
     .Input("inputs: N * T")
     .Output("outputs: N * T")
-    .Attr(kCommunicator)
-    .Attr(kRank)
-    .Attr(kKey)
     .Attr(kRanks)
     .Attr("root: int = 0")
     .Attr("shapes: list(shape) >= 1")
     .Attr("N: int >= 1")
     .Attr(kAny)
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn(broadcast_shape)
     .Doc(
         "The root's inputs, of the given shapes, on every rank; the inputs of the other ranks are "
         "ignored.");
 
-REGISTER_OP("WhaleDeviceSend")
+WHALE_DEVICE_OP("WhaleDeviceSend")
     .Input("input: T")
-    .Attr(kCommunicator)
-    .Attr(kRank)
-    .Attr(kKey)
     .Attr("peer: int")
     .Attr(kAny)
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Sends a tensor to the rank `peer` of the communicator.");
 
-REGISTER_OP("WhaleDeviceRecv")
+WHALE_DEVICE_OP("WhaleDeviceRecv")
     .Output("output: T")
-    .Attr(kCommunicator)
-    .Attr(kRank)
-    .Attr(kKey)
     .Attr("peer: int")
     .Attr("shape: shape = {unknown_rank: true}")
     .Attr(kAny)
-    .SetIsStateful()
-    .SetIsDistributedCommunication()
-    .SetShapeFn(recv_shape)
+    .SetShapeFn([](InferenceContext* c) { return set_shape(c, "shape"); })
     .Doc("Receives a tensor from the rank `peer` of the communicator.");
 
 }  // namespace whale_ops

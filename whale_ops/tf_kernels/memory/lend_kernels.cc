@@ -1,46 +1,33 @@
 // Values: what variables hold, by one op. Lend: tensors as peers of the machine read them where
 // they lie (core/transport/arena.h).
-#include <cstring>
-#include <vector>
-
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "whale_ops/core/transport/arena.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
 
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
 using whale::Arena;
 
 absl::Status copy(OpKernelContext* ctx, const Tensor& from, Tensor* made) {
   if (!tensorflow::DataTypeCanUseMemcpy(from.dtype())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("values of ", tensorflow::DataTypeString(from.dtype()),
-                     " are not copied byte by byte; expected numbers"));
+    return invalid("values of ", tensorflow::DataTypeString(from.dtype()),
+                   " are not copied byte by byte; expected numbers");
   }
-  const absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), made);
-  if (!status.ok()) return status;
-  const auto data = from.tensor_data();
-  if (!data.empty())
-    std::memcpy(const_cast<char*>(made->tensor_data().data()), data.data(), data.size());
+  TF_RETURN_IF_ERROR(ctx->allocate_temp(from.dtype(), from.shape(), made));
+  copy_elements(from, made);
   return absl::OkStatus();
 }
 
 // As TensorFlow's ReadVariableOp, for many variables: the executor needs longer for each node than
 // for what it does here.
-class ValuesOp : public tensorflow::OpKernel {
+class ValuesOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* ctx) override {
     for (int i = 0; i < ctx->num_inputs(); ++i) {
-      tensorflow::core::RefCountPtr<tensorflow::Var> variable;
-      OP_REQUIRES_OK(ctx, LookupResource(ctx, tensorflow::HandleFromInput(ctx, i), &variable));
+      VariablePtr variable;
+      OP_REQUIRES_OK(ctx, find_variable(ctx, i, &variable));
       tensorflow::tf_shared_lock lock(*variable->mu());
       Tensor value = *variable->tensor();
       OP_REQUIRES(ctx, variable->is_initialized && value.dtype() == output_type(i),
@@ -56,7 +43,7 @@ class ValuesOp : public tensorflow::OpKernel {
 };
 
 // For as long as the outputs live, peers may read them at `places`.
-class LendOp : public tensorflow::OpKernel {
+class LendOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
@@ -66,16 +53,14 @@ class LendOp : public tensorflow::OpKernel {
                 absl::FailedPreconditionError("this process shares no tensors with others"));
     const int count = ctx->num_inputs();
     Tensor* places = nullptr;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(count, tensorflow::TensorShape({count}), &places));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(count, TensorShape({count}), &places));
     for (int i = 0; i < count; ++i) {
       Tensor lent = ctx->input(i);
-      if (!arena->holds(lent.tensor_data().data()))
-        OP_REQUIRES_OK(ctx, copy(ctx, ctx->input(i), &lent));
-      const char* data = lent.tensor_data().data();
+      if (!arena->holds(data_of(lent))) OP_REQUIRES_OK(ctx, copy(ctx, ctx->input(i), &lent));
+      const char* data = data_of(lent);
       OP_REQUIRES(ctx, arena->holds(data),
-                  absl::InvalidArgumentError(absl::StrCat(
-                      "a tensor of ", lent.TotalBytes(),
-                      " bytes is not made where peers read it; expected at least 256 KiB")));
+                  invalid("a tensor of ", lent.TotalBytes(),
+                          " bytes is not made where peers read it; expected at least 256 KiB"));
       places->vec<int64_t>()(i) = static_cast<int64_t>(arena->offset_of(data));
       ctx->set_output(i, lent);
     }
@@ -99,7 +84,7 @@ REGISTER_OP("WhaleLend")
     .Output("places: int64")
     .Attr("T: list(type) >= 1")
     .SetIsStateful()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+    .SetShapeFn([](InferenceContext* c) {
       for (int i = 0; i < c->num_inputs(); ++i) c->set_output(i, c->input(i));
       c->set_output(c->num_inputs(), c->Vector(c->num_inputs()));
       return absl::OkStatus();
@@ -108,7 +93,7 @@ REGISTER_OP("WhaleLend")
         "The inputs, of 256 KiB or more each, in memory that peers of the machine have mapped, and "
         "where they lie in it.");
 
-REGISTER_KERNEL_BUILDER(Name("WhaleValues").Device(tensorflow::DEVICE_CPU), ValuesOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleLend").Device(tensorflow::DEVICE_CPU), LendOp);
+WHALE_CPU_KERNEL("WhaleValues", ValuesOp);
+WHALE_CPU_KERNEL("WhaleLend", LendOp);
 
 }  // namespace whale_ops

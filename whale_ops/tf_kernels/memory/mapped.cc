@@ -10,18 +10,10 @@
 #include <string>
 
 #include "tensorflow/core/framework/common_shape_fns.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
-
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
 
 class Mapping : public tensorflow::TensorBuffer {
  public:
@@ -42,7 +34,7 @@ absl::Status failed(const std::string& folder, size_t bytes, int error) {
 
 // Zeros in a new file of `folder`. Its space is taken at once: a disk that is full is an error
 // here, not a signal later.
-absl::Status map(const std::string& folder, tensorflow::DataType dtype, const TensorShape& shape,
+absl::Status map(const std::string& folder, DataType dtype, const TensorShape& shape,
                  Tensor* made) {
   const size_t bytes = static_cast<size_t>(shape.num_elements()) * tensorflow::DataTypeSize(dtype);
   if (bytes == 0) {
@@ -66,12 +58,10 @@ absl::Status map(const std::string& folder, tensorflow::DataType dtype, const Te
   return absl::OkStatus();
 }
 
-class MappedTensorOp : public tensorflow::OpKernel {
+class MappedTensorOp : public OpKernel {
  public:
   explicit MappedTensorOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("folder", &folder_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("shape", &shape_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
+    read(ctx, "folder", &folder_, "shape", &shape_, "T", &dtype_);
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -83,25 +73,23 @@ class MappedTensorOp : public tensorflow::OpKernel {
  private:
   std::string folder_;
   TensorShape shape_;
-  tensorflow::DataType dtype_ = tensorflow::DT_INVALID;
+  DataType dtype_ = tensorflow::DT_INVALID;
 };
 
-class MappedCopyOp : public tensorflow::OpKernel {
+class MappedCopyOp : public OpKernel {
  public:
   explicit MappedCopyOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("folder", &folder_));
+    read(ctx, "folder", &folder_);
   }
 
   void Compute(OpKernelContext* ctx) override {
-    tensorflow::core::RefCountPtr<tensorflow::Var> variable;
-    OP_REQUIRES_OK(ctx, LookupResource(ctx, tensorflow::HandleFromInput(ctx, 0), &variable));
+    VariablePtr variable;
+    OP_REQUIRES_OK(ctx, find_variable(ctx, 0, &variable));
     tensorflow::tf_shared_lock lock(*variable->mu());
     const Tensor& now = *variable->tensor();
     Tensor made;
     OP_REQUIRES_OK(ctx, map(folder_, now.dtype(), now.shape(), &made));
-    const auto from = now.tensor_data();
-    if (!from.empty())
-      std::memcpy(const_cast<char*>(made.tensor_data().data()), from.data(), from.size());
+    copy_elements(now, &made);
     ctx->set_output(0, made);
   }
 
@@ -129,7 +117,7 @@ REGISTER_OP("WhaleMappedCopy")
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc("A variable's value now, in a new file of the folder.");
 
-REGISTER_KERNEL_BUILDER(Name("WhaleMappedTensor").Device(tensorflow::DEVICE_CPU), MappedTensorOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleMappedCopy").Device(tensorflow::DEVICE_CPU), MappedCopyOp);
+WHALE_CPU_KERNEL("WhaleMappedTensor", MappedTensorOp);
+WHALE_CPU_KERNEL("WhaleMappedCopy", MappedCopyOp);
 
 }  // namespace whale_ops

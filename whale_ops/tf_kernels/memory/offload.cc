@@ -4,7 +4,8 @@
 #include <atomic>
 #include <cstdint>
 
-#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
@@ -14,13 +15,11 @@ std::atomic<int64_t> bytes_to_device{0};
 
 // Beside the host's memory: TensorFlow's runtime copies its input, or its output, between the
 // devices.
-class OffloadOp : public tensorflow::OpKernel {
+class OffloadOp : public OpKernel {
  public:
-  explicit OffloadOp(tensorflow::OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("to_host", &to_host_));
-  }
+  explicit OffloadOp(OpKernelConstruction* ctx) : OpKernel(ctx) { read(ctx, "to_host", &to_host_); }
 
-  void Compute(tensorflow::OpKernelContext* ctx) override {
+  void Compute(OpKernelContext* ctx) override {
     (to_host_ ? bytes_to_host : bytes_to_device) +=
         static_cast<int64_t>(ctx->input(0).TotalBytes());
     ctx->set_output(0, ctx->input(0));
@@ -32,9 +31,21 @@ class OffloadOp : public tensorflow::OpKernel {
   bool to_host_ = false;
 };
 
-REGISTER_KERNEL_BUILDER(Name("WhaleOffload").Device(tensorflow::DEVICE_CPU), OffloadOp);
-
 }  // namespace
+
+REGISTER_OP("WhaleOffload")
+    .Input("input: T")
+    .Output("output: T")
+    .Attr("to_host: bool")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
+    .Doc(
+        "The input. Counts its bytes, as those that come to the host's memory from another device, "
+        "or go from there to one.");
+
+WHALE_CPU_KERNEL("WhaleOffload", OffloadOp);
+
 }  // namespace whale_ops
 
 extern "C" {
