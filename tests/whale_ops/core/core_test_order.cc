@@ -40,7 +40,7 @@ class Devices {
   // `then`: called when it has started.
   void ready(
       int rank, const std::string& key, const std::string& text,
-      std::function<void()> then = [] {}) {
+      const std::function<void()>& then = [] {}) {
     std::vector<int> all(devices_.size());
     std::iota(all.begin(), all.end(), 0);
     devices_[rank].order->ready(

@@ -71,7 +71,8 @@ void sums(int size) {
       }
       for (int index = 0; index < kOperations; ++index) {
         require(whale_wait(pending[index], kTimeoutS) == 0, whale_last_error());
-        const float expected = static_cast<float>(size * (size - 1) / 2 + size * index);
+        const int sum_of_ranks = size * (size - 1) / 2;
+        const auto expected = static_cast<float>(sum_of_ranks + size * index);
         for (const float value : values[index])
           require(value == expected, "the sum over the ranks");
       }

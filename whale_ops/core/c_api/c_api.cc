@@ -404,7 +404,7 @@ WHALE_EXPORT void* whale_waits(void* handle) {
     std::string missing;
     for (const int rank : wait.missing)
       missing += (missing.empty() ? "" : ",") + std::to_string(rank);
-    for (auto part :
+    for (const auto& part :
          {wait.title, std::to_string(static_cast<double>(now - wait.ready_ns) * 1e-9), missing})
       bytes->parts.push_back(part);
   }
