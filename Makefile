@@ -17,7 +17,7 @@
 # make sanitize        the core under the thread and the address sanitizer
 # make docs            the pages as a site in build/docs, every link checked
 # make wheels          a wheel for each of WHEEL_TFS, in dist/tf<version>
-# make lint            ruff and mypy                  make clean            removes everything that make made
+# make lint            ruff, mypy, clang-format, clang-tidy    make clean            removes everything that make made
 # make bazel           bazel build //... and bazel test //... in the same environment
 #
 # Everything is installed into .venv (.venv-<version> for another TensorFlow); nothing outside this folder changes.
@@ -156,6 +156,7 @@ wheel: $(VENV)/.tensorflow
 lint: $(VENV)/.lint
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m tests.whale_ops.lint
 	@$(RUN) -m mypy
 
 bazel: $(VENV)/.installed check-bazel

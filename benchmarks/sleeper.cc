@@ -1,4 +1,5 @@
-// An op that passes its input on after some time, as a layer of known length: for benchmarks of schedules only.
+// An op that passes its input on after some time, as a layer of known length: for benchmarks of
+// schedules only.
 
 #include <chrono>
 #include <cstdio>
@@ -40,7 +41,8 @@ class Sleep : public tensorflow::OpKernel {
     static const char* path = std::getenv("BENCHMARK_SLEEP_LOG");
     if (path == nullptr || what_.empty()) return;
     static std::mutex lock;
-    static std::FILE* file = std::fopen((std::string(path) + std::to_string(getpid())).c_str(), "a");
+    static std::FILE* file =
+        std::fopen((std::string(path) + std::to_string(getpid())).c_str(), "a");
     const double end = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
     const double begin = std::chrono::duration<double>(start.time_since_epoch()).count();
     std::lock_guard<std::mutex> guard(lock);

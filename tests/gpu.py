@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- measured: python -m tests.gpu -->", "<!-- end -->"
 WAITING = "waiting for a GPU"
-_DEVICE = "tests/whale_ops/device"
+_DEVICE = "tests/whale_ops/gpu"
 _HEAD = ("| through | where | what | bytes | us | GB/s |", "|---|---|---|---|---|---|")
 # PERFORMANCE.md of NVIDIA/nccl-tests: what a link carries, comparable for all numbers of ranks.
 _BANDWIDTH = (
@@ -121,7 +121,7 @@ def rates(machine: Machine) -> str:
     Raises:
       Failed: a rank says something else.
     """
-    from tests.whale_ops.device.test_cuda import Ranks
+    from tests.whale_ops.gpu.test_cuda import Ranks
 
     assert machine.library is not None and machine.image is not None
     gpus = len(machine.gpus)

@@ -2,7 +2,7 @@
 
 Parts that stand alone: each is a process or several, with a limit of its own, and prints one line with what was seen;
 one that cannot run says why. Without TensorFlow all run but the last ones. WORDS select parts whose name has one of
-them. ``--host`` tries the parts themselves on a machine without a GPU, with the stand-ins of tests/whale_ops/device.
+them. ``--host`` tries the parts themselves on a machine without a GPU, with the stand-ins of tests/whale_ops/gpu.
 Ends with 1 where a part fails.
 """
 
@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.whale_ops.device.host_cuda import build_host_cuda
-from tests.whale_ops.device.test_cuda import Ranks
+from tests.whale_ops.gpu.host_cuda import build_host_cuda
+from tests.whale_ops.gpu.test_cuda import Ranks
 from whale.errors import CommError
 from whale_ops import device_code, device_library, gpu_driver
 
@@ -146,12 +146,12 @@ def code(machine: Machine) -> str:
 
 def other_code(machine: Machine, path: Path) -> str:
     """The kernels in machine code that was compiled elsewhere, as by an older NVRTC."""
-    command = [sys.executable, "-m", "tests.whale_ops.device.cuda_kernels", str(LIBRARY), str(path), "short"]
+    command = [sys.executable, "-m", "tests.whale_ops.gpu.cuda_kernels", str(LIBRARY), str(path), "short"]
     return f"{path.name}: {ran(machine, command, 120)}"
 
 
 def _kernels(machine: Machine, *mode: str) -> list[str]:
-    return [sys.executable, "-m", "tests.whale_ops.device.cuda_kernels", str(LIBRARY), str(machine.code()), *mode]
+    return [sys.executable, "-m", "tests.whale_ops.gpu.cuda_kernels", str(LIBRARY), str(machine.code()), *mode]
 
 
 def kernels(machine: Machine) -> str:

@@ -4,7 +4,7 @@
     comms = whale_ops.in_process("test", 4)  # this process holds four ranks
 
     comm.allgather_bytes("plan", data)       # host side, without TensorFlow
-    ops = whale_ops.ops()                    # TensorFlow ops, see ops/registration.cc
+    ops = whale_ops.ops()                    # TensorFlow ops, see tf_kernels/communication/registration.cc
     handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
     total = ops.whale_all_reduce(handle, [gradient], key="gradient")
 
@@ -30,7 +30,8 @@ __all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops", "ove
 
 FINISH_S = 60.0  # that MPI may take to end
 
-EXCHANGE_PAYLOAD = b"whale_ops.exchange"  # of the status of an exchange that failed; as kExchange of ops/common.cc
+# Of the status of an exchange that failed; as kExchange of tf_kernels/communication/communication_op.cc.
+EXCHANGE_PAYLOAD = b"whale_ops.exchange"
 
 COMMUNICATING_OPS = (
     "WhaleAllReduce",

@@ -51,9 +51,9 @@ _PREFIX_MAP = "-ffile-prefix-map={}/="
 # GCC collects its garbage again and again while it reads large headers, a tenth of its time; up to 4 GB it need not.
 # What it makes is the same.
 _GCC_FLAGS = ("--param", "ggc-min-heapsize=4000000")
-# Of the ops, what goes over elements by itself, in one unit with all optimisation. The rest is registration, shapes and
-# calls of the core, without a loop over elements: more optimisation would only take the compiler longer.
-_OPS_WITH_LOOPS = ("computing/*.cc", "elementwise_kernel.cc", "rows_kernels.cc", "update_kernel.cc")
+# Of TensorFlow's kernels, what goes over elements by itself, in one unit with all optimisation. The rest is
+# registration, shapes and calls of the core, without a loop over elements: more optimisation would only take longer.
+_KERNELS_WITH_LOOPS = ("compute/*.cc", "communication/embedding_kernels.cc")
 _GLUE_FLAGS = ("-O1",)
 _MOST_COMPILERS = 8  # at once; each takes up to 1.3 GB
 _LOG_INTERVAL_S = 10.0
@@ -219,7 +219,7 @@ def _targets() -> Iterable[Target]:
     folder, library = _tensorflow_folder()
     yield Target(
         ops_name(version),
-        units("ops"),
+        units("tf_kernels"),
         # Found by its name when the library is loaded, since TensorFlow has been imported by then.
         (f"-L{folder}", f"-l:{library}"),
         f"TensorFlow {version}",
@@ -232,7 +232,7 @@ def _targets() -> Iterable[Target]:
     )
     # Programs that it is loaded into may have no C++ library, so it takes none.
     yield Target(LOOPBACK_NAME, units("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
-    yield Target(CUDA_NAME, units("cuda"), ("-ldl",), "", {}, (f"-DWHALE_CORE_DIGEST={core_digest()}",))
+    yield Target(CUDA_NAME, units("gpu"), ("-ldl",), "", {}, (f"-DWHALE_CORE_DIGEST={core_digest()}",))
     mpi = _mpi_flags()
     if mpi is None:
         print(
@@ -251,15 +251,16 @@ def _targets() -> Iterable[Target]:
 
 
 def sources(part: str) -> tuple[Path, ...]:
-    """Returns what the library of a part (core, ops, loopback, cuda, mpi) is compiled from."""
+    """Returns what the library of a part (core, tf_kernels, loopback, gpu, mpi) is compiled from."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 
 def units(part: str) -> tuple[Unit, ...]:
-    """Groups a part's sources in units: one for each folder, but two for all ops, whose headers take six seconds."""
+    """Groups a part's sources in units: one for each folder, but two for tf_kernels, where headers take seconds."""
     files = sources(part)
-    if part == "ops":
-        loops = tuple(file for file in files if any(file.match(f"ops/{pattern}") for pattern in _OPS_WITH_LOOPS))
+    if part == "tf_kernels":
+        patterns = [f"tf_kernels/{pattern}" for pattern in _KERNELS_WITH_LOOPS]
+        loops = tuple(file for file in files if any(file.match(pattern) for pattern in patterns))
         glue = tuple(file for file in files if file not in loops)
         # In this order: of an inline function that both have, the linker takes the first, which is optimised.
         return Unit("loops", loops), Unit("glue", glue, _GLUE_FLAGS)

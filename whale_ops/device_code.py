@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs (cuda/kernels.cu) to machine code of one GPU, by NVRTC; without nvcc and headers.
+"""Compiles the kernels for GPUs (gpu/kernels.cu) to machine code of one GPU, by NVRTC; without nvcc and headers.
 
 NVRTC is the compiler that ``tensorflow[and-cuda]`` brings as the package ``nvidia-cuda-nvrtc-cu12``. It is looked for
 among the libraries that this process has loaded, in NVIDIA's packages of this environment, and where the loader looks.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from whale.errors import CommError
 
-FOLDER = Path(__file__).absolute().parent / "cuda"
+FOLDER = Path(__file__).absolute().parent / "gpu"
 SOURCE, HEADER = FOLDER / "kernels.cu", FOLDER / "kernel_arguments.h"
 _MAJORS = (13, 12)  # of the libraries that the loader is asked for
 _LIBRARY = re.compile(r"libnvrtc\.so(\.\d+)*")
@@ -156,9 +156,9 @@ def compile_kernels(nvrtc: Nvrtc, architecture: int) -> bytes:
         )
 
     header = (ctypes.c_char_p * 1)(HEADER.read_bytes())
-    name = (ctypes.c_char_p * 1)(b"whale_ops/cuda/kernel_arguments.h")
+    name = (ctypes.c_char_p * 1)(b"whale_ops/gpu/kernel_arguments.h")
     created = library.nvrtcCreateProgram(
-        ctypes.byref(program), SOURCE.read_bytes(), b"whale_ops/cuda/kernels.cu", 1, header, name
+        ctypes.byref(program), SOURCE.read_bytes(), b"whale_ops/gpu/kernels.cu", 1, header, name
     )
     check(created, "nvrtcCreateProgram")
     try:

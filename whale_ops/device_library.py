@@ -1,4 +1,4 @@
-"""Prepares the library for GPUs, libwhale_cuda.so (``cuda/``), at run time: finds NCCL, and loads machine code.
+"""Prepares the library for GPUs, libwhale_cuda.so (``gpu/``), at run time: finds NCCL, and loads machine code.
 
 It is built with the other libraries (build.py) by the C++ compiler alone, and finds NVIDIA's driver when it is asked
 for a GPU. Kernels are compiled for the GPU that is there (device_code.py).

@@ -1,9 +1,11 @@
-// The memory traffic that no all-reduce within a machine can do without: thread r reads its share of every rank's tensor and
-// writes the sum into that share of every rank's tensor. Nothing is copied twice, nobody waits but for the last one.
+// The memory traffic that no all-reduce within a machine can do without: thread r reads its share
+// of every rank's tensor and writes the sum into that share of every rank's tensor. Nothing is
+// copied twice, nobody waits but for the last one.
 //
-// And the traffic of an all-reduce between processes, whose tensors lie where only their own process reaches them: what goes to
-// another rank is copied into a slot that both reach, and out of it. The slots stay in the caches; a thread waits for nothing but
-// for a slot's content. (Here they are threads of one process, which keep to that by themselves.)
+// And the traffic of an all-reduce between processes, whose tensors lie where only their own
+// process reaches them: what goes to another rank is copied into a slot that both reach, and out of
+// it. The slots stay in the caches; a thread waits for nothing but for a slot's content. (Here they
+// are threads of one process, which keep to that by themselves.)
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -27,7 +29,8 @@ struct Memory {
     tensors.clear();
     elements = wanted;
     for (int r = 0; r < ranks; ++r) {
-      tensors.push_back(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>((wanted * 4 + 63) / 64 * 64))));
+      tensors.push_back(static_cast<float*>(
+          std::aligned_alloc(64, static_cast<size_t>((wanted * 4 + 63) / 64 * 64))));
       for (int64_t i = 0; i < wanted; ++i) tensors.back()[i] = 0;
     }
   }
@@ -48,9 +51,11 @@ void reduce(const std::vector<float*>& tensors, int64_t begin, int64_t end) {
   }
 }
 
-constexpr int64_t kPart = 8192;         // elements of a slot: of those tried (8,192 to 65,536) the fastest
-constexpr int kAhead = 2;               // parts between what a rank publishes, adds up and takes
-constexpr int kSlots = 2 * kAhead + 1;  // who publishes a part has taken the sum that lay in its slot
+// Elements of a slot: of those tried (8,192 to 65,536) the fastest.
+constexpr int64_t kPart = 8192;
+constexpr int kAhead = 2;  // parts between what a rank publishes, adds up and takes
+// Who publishes a part has taken the sum that lay in its slot.
+constexpr int kSlots = 2 * kAhead + 1;
 
 // What one rank shows to the others.
 struct Shelf {
@@ -64,7 +69,8 @@ void wait_for(const std::atomic<int64_t>& count, int64_t least) {
   while (count.load(std::memory_order_acquire) < least) std::this_thread::yield();
 }
 
-void exchange(float* tensor, int rank, int64_t elements, std::vector<Shelf>& shelves, int64_t before) {
+void exchange(float* tensor, int rank, int64_t elements, std::vector<Shelf>& shelves,
+              int64_t before) {
   const int ranks = static_cast<int>(shelves.size());
   const int64_t share = elements / ranks, parts = (share + kPart - 1) / kPart;
   const auto begin = [&](int owner, int64_t part) { return tensor + owner * share + part * kPart; };
@@ -73,9 +79,12 @@ void exchange(float* tensor, int rank, int64_t elements, std::vector<Shelf>& she
   for (int64_t step = 0; step < parts + 2 * kAhead; ++step) {
     if (const int64_t part = step; part < parts) {
       // Who has summed a later part has read what this slot held.
-      for (int r = 0; r < ranks && part >= kSlots; ++r) wait_for(shelves[r].summed, before + part - kSlots + 1);
+      for (int r = 0; r < ranks && part >= kSlots; ++r)
+        wait_for(shelves[r].summed, before + part - kSlots + 1);
       for (int r = 0; r < ranks; ++r) {
-        if (r != rank) std::memcpy(&mine.inputs[part % kSlots][r * kPart], begin(r, part), count(part) * sizeof(float));
+        if (r != rank)
+          std::memcpy(&mine.inputs[part % kSlots][r * kPart], begin(r, part),
+                      count(part) * sizeof(float));
       }
       mine.published.store(before + part + 1, std::memory_order_release);
     }
@@ -94,7 +103,8 @@ void exchange(float* tensor, int rank, int64_t elements, std::vector<Shelf>& she
       for (int r = 0; r < ranks; ++r) {
         if (r == rank) continue;
         wait_for(shelves[r].summed, before + part + 1);
-        std::memcpy(begin(r, part), shelves[r].sums[part % kSlots].data(), count(part) * sizeof(float));
+        std::memcpy(begin(r, part), shelves[r].sums[part % kSlots].data(),
+                    count(part) * sizeof(float));
       }
     }
   }
@@ -123,8 +133,9 @@ void run(int ranks, int64_t elements, int times, const Body& body) {
 }  // namespace
 
 extern "C" void all_reduce_limit(int ranks, int64_t elements, int times) {
-  run(ranks, elements, times,
-      [&](int r, int) { reduce(memory.tensors, elements * r / ranks, elements * (r + 1) / ranks); });
+  run(ranks, elements, times, [&](int r, int) {
+    reduce(memory.tensors, elements * r / ranks, elements * (r + 1) / ranks);
+  });
 }
 
 extern "C" void exchange_limit(int ranks, int64_t elements, int times) {
@@ -134,5 +145,7 @@ extern "C" void exchange_limit(int ranks, int64_t elements, int times) {
     for (auto& slot : shelf.sums) slot.resize(kPart);
   }
   const int64_t parts = (elements / ranks + kPart - 1) / kPart;
-  run(ranks, elements, times, [&](int r, int round) { exchange(memory.tensors[r], r, elements, shelves, (round - 1) * parts); });
+  run(ranks, elements, times, [&](int r, int round) {
+    exchange(memory.tensors[r], r, elements, shelves, (round - 1) * parts);
+  });
 }

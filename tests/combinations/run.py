@@ -19,7 +19,7 @@ import tensorflow as tf
 import whale as wh
 from tests.combinations.features import RANKS, Feature, limit_of, mesh_of
 from tests.combinations.program import OF_PROGRAM, Net, batches, rows_of, scopes_of
-from tests.whale_ops.device.host_device import build_host_device, host_devices
+from tests.whale_ops.gpu.host_device import build_host_device, host_devices
 from whale.capture.sharded import ShardedTensor
 from whale.errors import WhaleError
 from whale.passes.analysis.batch import rows_of_ranks

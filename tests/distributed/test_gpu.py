@@ -3,7 +3,7 @@
 On GPUs: only where there is a GPU, and for NCCL one for each rank.
 
 pip install nvidia-nccl-cu12
-python -m pytest -rs tests/whale_ops/device/test_cuda.py tests/distributed/test_gpu.py
+python -m pytest -rs tests/whale_ops/gpu/test_cuda.py tests/distributed/test_gpu.py
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tests.distributed.against_one_device import check_processes
 from tests.gpu import variables_of
 from tests.launcher.helpers import ROOT, Launcher
 from tests.oracle.pool import Pool
-from tests.whale_ops.device.host_device import build_host_device
+from tests.whale_ops.gpu.host_device import build_host_device
 from whale_ops import build, device_library
 
-ON_HOST_DEVICE = str(ROOT / "tests/whale_ops/device/on_host_device.py")
+ON_HOST_DEVICE = str(ROOT / "tests/whale_ops/gpu/on_host_device.py")
 
 
 @dataclass(frozen=True)

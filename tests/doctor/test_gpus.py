@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.whale_ops.device.host_cuda import build_driver
+from tests.whale_ops.gpu.host_cuda import build_driver
 from whale.config import Config
 from whale.doctor import gpus
 from whale.runtime.compile import memory_plan

@@ -27,7 +27,7 @@ class Steps:
         import tensorflow as tf
 
         import whale as wh
-        from tests.whale_ops.device.on_host_device import take_host_device
+        from tests.whale_ops.gpu.on_host_device import take_host_device
 
         if library:
             take_host_device(library)

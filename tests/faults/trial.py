@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launcher.helpers import PATIENT, ROOT, Launcher
-from tests.whale_ops.device.host_device import build_host_device
+from tests.whale_ops.gpu.host_device import build_host_device
 
 # Seconds from the fault to the error on every other rank, on a machine that does nothing else.
 LIMITS_S = {"kill": 1.0, "freeze": 5.0, "raise": 1.0, "shape": 2.0, "dtype": 2.0, "op": 2.0}

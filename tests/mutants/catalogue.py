@@ -102,7 +102,7 @@ MUTANTS = (
     ),
     Mutant(
         "completion_while_posting_lost",  # a step whose messages are all there at once is not gone on with
-        "whale_ops/core/operation/operation.cc",
+        "whale_ops/core/operation/schedule_run.cc",
         "    if (lanes_[lane].pending == 0) run_lane(link, static_cast<int>(lane));\n",
         "",
         "exchange",
@@ -150,11 +150,11 @@ MUTANTS = (
     ),
     Mutant(
         "padding_rounded_down",  # of images whose stride does not divide the padding
-        "whale_ops/core/convolution/depthwise.cc",
+        "whale_ops/core/compute/depthwise.cc",
         "before > 0 ? (before + stride - 1) / stride : 0",
         "before > 0 ? before / stride : 0",
         "share",
-        ("tests/whale_ops/ops/test_depthwise.py::test_sizes_of_all_kinds",),
+        ("tests/whale_ops/tf_kernels/compute/test_depthwise.py::test_sizes_of_all_kinds",),
     ),
     Mutant(
         "rows_not_divided_again",  # of a batch that was read before the ranks' shares changed

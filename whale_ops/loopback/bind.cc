@@ -1,7 +1,9 @@
-// Preloaded into mpirun where all ranks are on one host: what it would listen to on all addresses, it listens to on the
-// loopback address. PRRTE 3, which Open MPI 5.0 brings, has no parameter for that.
+// Preloaded into mpirun where all ranks are on one host: what it would listen to on all addresses,
+// it listens to on the loopback address. PRRTE 3, which Open MPI 5.0 brings, has no parameter for
+// that.
 //
-// Nothing happens without WHALE_LOOPBACK in the environment, which workers take out of theirs (whale/launcher/worker.py).
+// Nothing happens without WHALE_LOOPBACK in the environment, which workers take out of theirs
+// (whale/launcher/worker.py).
 
 #include <dlfcn.h>
 #include <netinet/in.h>
@@ -20,7 +22,8 @@ int bind_v6(Bind original, int socket, sockaddr_in6 address) {
   address.sin6_addr = in6addr_loopback;
   const int result = original(socket, any, sizeof address);
   if (result == 0 || errno != EADDRNOTAVAIL) return result;
-  // The host has IPv6 sockets and no ::1: ::ffff:127.0.0.1, which only a socket of both families takes.
+  // The host has IPv6 sockets and no ::1: ::ffff:127.0.0.1, which only a socket of both families
+  // takes.
   const int off = 0;
   setsockopt(socket, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
   const uint32_t mapped[4] = {0, 0, htonl(0xffff), htonl(INADDR_LOOPBACK)};
@@ -32,9 +35,11 @@ int bind_v6(Bind original, int socket, sockaddr_in6 address) {
 
 extern "C" __attribute__((visibility("default"))) int bind(int socket, const sockaddr* address,
                                                            socklen_t size) noexcept {
-  // Looked up each time: a static local would need the C++ library, in every program that this is loaded into.
+  // Looked up each time: a static local would need the C++ library, in every program that this is
+  // loaded into.
   const auto original = reinterpret_cast<Bind>(dlsym(RTLD_NEXT, "bind"));
-  if (std::getenv("WHALE_LOOPBACK") == nullptr || address == nullptr) return original(socket, address, size);
+  if (std::getenv("WHALE_LOOPBACK") == nullptr || address == nullptr)
+    return original(socket, address, size);
   if (address->sa_family == AF_INET && size >= sizeof(sockaddr_in)) {
     sockaddr_in own;
     std::memcpy(&own, address, sizeof own);

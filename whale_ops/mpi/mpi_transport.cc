@@ -1,7 +1,8 @@
 // MPI between processes, as a library of its own that the core loads when it is asked for.
 //
-// Every message is announced on one MPI tag; small payloads travel with the announcement, others follow under a tag that
-// the announcement names. So any number of operations may be in flight, in any order, without MPI's matching seeing them.
+// Every message is announced on one MPI tag; small payloads travel with the announcement, others
+// follow under a tag that the announcement names. So any number of operations may be in flight, in
+// any order, without MPI's matching seeing them.
 #include <mpi.h>
 #include <sched.h>
 
@@ -20,12 +21,15 @@ namespace {
 
 constexpr int kAnnouncementTag = 1;
 constexpr int kFirstPayloadTag = 16;
-constexpr int kPayloadTags = 16384;               // in flight to one rank before a number comes again; below MPI's least tag limit
-constexpr size_t kMaxMessageBytes = 1u << 29;     // MPI counts are ints
+// In flight to one rank before a number comes again; below MPI's least tag limit.
+constexpr int kPayloadTags = 16384;
+constexpr size_t kMaxMessageBytes = 1u << 29;  // MPI counts are ints
 constexpr int kAnnouncementReceives = 32;
-constexpr int kTagsEach = kFirstPayloadTag + kPayloadTags;  // of the transports that share a communicator
+// Of the transports that share a communicator.
+constexpr int kTagsEach = kFirstPayloadTag + kPayloadTags;
 constexpr int kGatherTag = 2;
-constexpr double kGatherS = 10.0;  // that a rank may take to say where its memory lies; it has come so far by then
+// That a rank may take to say where its memory lies; it has come so far by then.
+constexpr double kGatherS = 10.0;
 
 struct Announcement {
   MessageHeader header;
@@ -33,12 +37,14 @@ struct Announcement {
   uint32_t note_bytes;
 };
 
-constexpr size_t kAnnouncementBytes = sizeof(Announcement) + Transport::kMaxNoteBytes + Transport::kInlineBytes;
+constexpr size_t kAnnouncementBytes =
+    sizeof(Announcement) + Transport::kMaxNoteBytes + Transport::kInlineBytes;
 
 bool started_here = false;
 bool finalized_here = false;
 int open_transports = 0;
-// Made while all ranks are there, for those that will be left when others are gone: to make one then would take them all.
+// Made while all ranks are there, for those that will be left when others are gone: to make one
+// then would take them all.
 MPI_Comm of_survivors = MPI_COMM_NULL;
 bool left_out = false;  // whether ranks of MPI_COMM_WORLD were: MPI_Finalize would wait for them
 
@@ -51,9 +57,13 @@ std::string error_text(const char* call, int code) {
 
 class MpiTransport final : public Transport {
  public:
-  // `members`: the ranks of the communicator that take part; all: it is this transport's own. `number`: tells it from others.
+  // `members`: the ranks of the communicator that take part; all: it is this transport's own.
+  // `number`: tells it from others.
   MpiTransport(MPI_Comm communicator, std::vector<int> members, int number)
-      : communicator_(communicator), members_(std::move(members)), own_(number == 0), first_tag_(number * kTagsEach) {
+      : communicator_(communicator),
+        members_(std::move(members)),
+        own_(number == 0),
+        first_tag_(number * kTagsEach) {
     int mine = 0, all = 0;
     MPI_Comm_rank(communicator_, &mine);
     MPI_Comm_size(communicator_, &all);
@@ -85,58 +95,77 @@ class MpiTransport final : public Transport {
   bool between_processes() const override { return size_ > 1; }
   bool drained() const override { return requests_.empty(); }
 
-  void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
-            TransportSink* sink) override {
+  void send(int peer, const MessageHeader& header, const std::string& note, const void* payload,
+            uint64_t cookie, TransportSink* sink) override {
     const bool inlined = header.bytes <= kInlineBytes;
     Announcement announcement{header, 0, static_cast<uint32_t>(note.size())};
-    if (!inlined) announcement.payload_tag = first_tag_ + kFirstPayloadTag + next_payload_[peer]++ % kPayloadTags;
+    if (!inlined)
+      announcement.payload_tag =
+          first_tag_ + kFirstPayloadTag + next_payload_[peer]++ % kPayloadTags;
     std::vector<char> message(sizeof(announcement) + note.size() + (inlined ? header.bytes : 0));
     std::memcpy(message.data(), &announcement, sizeof(announcement));
     if (!note.empty()) std::memcpy(message.data() + sizeof(announcement), note.data(), note.size());
     if (inlined && header.bytes > 0) {
       std::memcpy(message.data() + sizeof(announcement) + note.size(), payload, header.bytes);
     }
-    start([&](MPI_Request* request) {
-      return MPI_Isend(message.data(), static_cast<int>(message.size()), MPI_BYTE, members_[peer],
-                       first_tag_ + kAnnouncementTag, communicator_, request);
-    }, 0, &message, sink, "MPI_Isend");
+    start(
+        [&](MPI_Request* request) {
+          return MPI_Isend(message.data(), static_cast<int>(message.size()), MPI_BYTE,
+                           members_[peer], first_tag_ + kAnnouncementTag, communicator_, request);
+        },
+        0, &message, sink, "MPI_Isend");
     if (inlined) {
       if (cookie != 0) sink->transferred(cookie);
       return;
     }
     const char* position = static_cast<const char*>(payload);
-    parts(header.bytes, cookie, [&](size_t offset, int count, MPI_Request* request) {
-      return MPI_Isend(position + offset, count, MPI_BYTE, members_[peer], static_cast<int>(announcement.payload_tag), communicator_, request);
-    }, sink, "MPI_Isend");
+    parts(
+        header.bytes, cookie,
+        [&](size_t offset, int count, MPI_Request* request) {
+          return MPI_Isend(position + offset, count, MPI_BYTE, members_[peer],
+                           static_cast<int>(announcement.payload_tag), communicator_, request);
+        },
+        sink, "MPI_Isend");
   }
 
   void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
     char* position = static_cast<char*>(dst);
-    parts(arrival.header.bytes, cookie, [&](size_t offset, int count, MPI_Request* request) {
-      return MPI_Irecv(position + offset, count, MPI_BYTE, members_[arrival.source], static_cast<int>(arrival.token), communicator_, request);
-    }, sink, "MPI_Irecv");
+    parts(
+        arrival.header.bytes, cookie,
+        [&](size_t offset, int count, MPI_Request* request) {
+          return MPI_Irecv(position + offset, count, MPI_BYTE, members_[arrival.source],
+                           static_cast<int>(arrival.token), communicator_, request);
+        },
+        sink, "MPI_Irecv");
   }
 
   void discard(const Arrival& arrival) override {
     // Kept in pieces of one message, so that dropping a large tensor does not take a large buffer.
     for (size_t offset = 0; offset < arrival.header.bytes; offset += kMaxMessageBytes) {
       std::vector<char> sink_buffer(std::min(kMaxMessageBytes, arrival.header.bytes - offset));
-      start([&](MPI_Request* request) {
-        return MPI_Irecv(sink_buffer.data(), static_cast<int>(sink_buffer.size()), MPI_BYTE, members_[arrival.source],
-                         static_cast<int>(arrival.token), communicator_, request);
-      }, 0, &sink_buffer, nullptr, "MPI_Irecv");
+      start(
+          [&](MPI_Request* request) {
+            return MPI_Irecv(sink_buffer.data(), static_cast<int>(sink_buffer.size()), MPI_BYTE,
+                             members_[arrival.source], static_cast<int>(arrival.token),
+                             communicator_, request);
+          },
+          0, &sink_buffer, nullptr, "MPI_Irecv");
     }
   }
 
-  // Fixed-size data of all ranks. Where some were left out of the communicator, MPI's own would wait for them.
+  // Fixed-size data of all ranks. Where some were left out of the communicator, MPI's own would
+  // wait for them.
   Status gather(const void* mine, size_t bytes, void* all) {
     const int count = static_cast<int>(bytes);
     if (own_) {
       const int code = MPI_Allgather(mine, count, MPI_BYTE, all, count, MPI_BYTE, communicator_);
-      return code == MPI_SUCCESS ? Status::Ok() : Status::Error(Code::kUnavailable, error_text("MPI_Allgather", code));
+      return code == MPI_SUCCESS
+                 ? Status::Ok()
+                 : Status::Error(Code::kUnavailable, error_text("MPI_Allgather", code));
     }
     // Of this rank's own: after an error it has to stay, since what was begun may go on.
-    auto* data = new std::vector<char>(static_cast<const char*>(mine), static_cast<const char*>(mine) + bytes);
+    auto* data = new std::vector<char>(static_cast<const char*>(mine),
+                                       static_cast<const char*>(mine) + bytes);
     auto* received = new std::vector<char>(bytes * static_cast<size_t>(size_));
     std::vector<MPI_Request> requests;
     for (int peer = 0; peer < size_; ++peer) {
@@ -144,25 +173,31 @@ class MpiTransport final : public Transport {
       if (peer == rank_) std::memcpy(place, mine, bytes);
       if (peer == rank_) continue;
       requests.resize(requests.size() + 2);
-      MPI_Irecv(place, count, MPI_BYTE, members_[peer], first_tag_ + kGatherTag, communicator_, &requests[requests.size() - 2]);
-      MPI_Isend(data->data(), count, MPI_BYTE, members_[peer], first_tag_ + kGatherTag, communicator_, &requests[requests.size() - 1]);
+      MPI_Irecv(place, count, MPI_BYTE, members_[peer], first_tag_ + kGatherTag, communicator_,
+                &requests[requests.size() - 2]);
+      MPI_Isend(data->data(), count, MPI_BYTE, members_[peer], first_tag_ + kGatherTag,
+                communicator_, &requests[requests.size() - 1]);
     }
     for (const double until_s = MPI_Wtime() + kGatherS; MPI_Wtime() < until_s; sched_yield()) {
       int done = 0;
-      const int code = MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, MPI_STATUSES_IGNORE);
-      if (code != MPI_SUCCESS) return Status::Error(Code::kUnavailable, error_text("MPI_Testall", code));
+      const int code = MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done,
+                                   MPI_STATUSES_IGNORE);
+      if (code != MPI_SUCCESS)
+        return Status::Error(Code::kUnavailable, error_text("MPI_Testall", code));
       if (!done) continue;
       std::memcpy(all, received->data(), received->size());
       delete data;
       delete received;
       return Status::Ok();
     }
-    return Status::Error(Code::kUnavailable, "a rank does not say where its memory lies; look at its log");
+    return Status::Error(Code::kUnavailable,
+                         "a rank does not say where its memory lies; look at its log");
   }
 
   bool progress(TransportSink* sink) override {
     bool worked = complete_requests(sink);
-    // Buffers are filled in the order in which they were posted, so only the oldest is asked for: pairs of ranks keep order.
+    // Buffers are filled in the order in which they were posted, so only the oldest is asked for:
+    // pairs of ranks keep order.
     while (!receives_.empty() && !broken_) {
       Receive& oldest = receives_[next_receive_];
       int done = 0;
@@ -192,13 +227,13 @@ class MpiTransport final : public Transport {
     MPI_Request request = MPI_REQUEST_NULL;
   };
   struct Tracked {
-    uint64_t cookie;            // 0: nobody waits
-    std::vector<char> buffer;   // what the request reads or writes, when nobody else keeps it
+    uint64_t cookie;           // 0: nobody waits
+    std::vector<char> buffer;  // what the request reads or writes, when nobody else keeps it
   };
 
   void post(Receive* receive) {
-    MPI_Irecv(receive->buffer.data(), static_cast<int>(receive->buffer.size()), MPI_BYTE, MPI_ANY_SOURCE, first_tag_ + kAnnouncementTag,
-              communicator_, &receive->request);
+    MPI_Irecv(receive->buffer.data(), static_cast<int>(receive->buffer.size()), MPI_BYTE,
+              MPI_ANY_SOURCE, first_tag_ + kAnnouncementTag, communicator_, &receive->request);
   }
 
   static Arrival parse(const char* message, size_t bytes) {
@@ -215,7 +250,8 @@ class MpiTransport final : public Transport {
   }
 
   template <typename Start>
-  void start(const Start& begin, uint64_t cookie, std::vector<char>* buffer, TransportSink* sink, const char* call) {
+  void start(const Start& begin, uint64_t cookie, std::vector<char>* buffer, TransportSink* sink,
+             const char* call) {
     MPI_Request request = MPI_REQUEST_NULL;
     const int code = begin(&request);
     if (code != MPI_SUCCESS) {
@@ -224,18 +260,21 @@ class MpiTransport final : public Transport {
     }
     requests_.push_back(request);
     tracked_.push_back({cookie, {}});
-    if (buffer != nullptr) tracked_.back().buffer = std::move(*buffer);  // moving a vector keeps its memory in place
+    // Moving a vector keeps its memory in place.
+    if (buffer != nullptr) tracked_.back().buffer = std::move(*buffer);
   }
 
-  // One payload as messages that MPI can count. They share a tag: MPI keeps their order, and the last to be posted is not
-  // always the last to complete, so every part counts down.
+  // One payload as messages that MPI can count. They share a tag: MPI keeps their order, and the
+  // last to be posted is not always the last to complete, so every part counts down.
   template <typename Begin>
-  void parts(size_t bytes, uint64_t cookie, const Begin& begin, TransportSink* sink, const char* call) {
+  void parts(size_t bytes, uint64_t cookie, const Begin& begin, TransportSink* sink,
+             const char* call) {
     const size_t count = (bytes + kMaxMessageBytes - 1) / kMaxMessageBytes;
     if (count > 1) outstanding_parts_.push_back({cookie, count});
     for (size_t offset = 0; offset < bytes; offset += kMaxMessageBytes) {
       const int size = static_cast<int>(std::min(kMaxMessageBytes, bytes - offset));
-      start([&](MPI_Request* request) { return begin(offset, size, request); }, cookie, nullptr, sink, call);
+      start([&](MPI_Request* request) { return begin(offset, size, request); }, cookie, nullptr,
+            sink, call);
     }
   }
 
@@ -243,19 +282,22 @@ class MpiTransport final : public Transport {
     if (requests_.empty() || broken_) return false;
     finished_.resize(requests_.size());
     int count = 0;
-    const int code = MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count, finished_.data(), MPI_STATUSES_IGNORE);
+    const int code = MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count,
+                                  finished_.data(), MPI_STATUSES_IGNORE);
     if (code != MPI_SUCCESS) {
       broken_ = true;
       sink->failed(error_text("transferring", code));
       return false;
     }
     if (count == MPI_UNDEFINED || count <= 0) return false;
-    // From the back, so that filling a hole with the last request moves none that is still to be looked at.
+    // From the back, so that filling a hole with the last request moves none that is still to be
+    // looked at.
     std::sort(finished_.begin(), finished_.begin() + count, std::greater<int>());
     std::vector<uint64_t> cookies;
     for (int i = 0; i < count; ++i) {
       const auto index = static_cast<size_t>(finished_[i]);
-      if (tracked_[index].cookie != 0 && last_part(tracked_[index].cookie)) cookies.push_back(tracked_[index].cookie);
+      if (tracked_[index].cookie != 0 && last_part(tracked_[index].cookie))
+        cookies.push_back(tracked_[index].cookie);
       requests_[index] = requests_.back();
       if (index + 1 != tracked_.size()) tracked_[index] = std::move(tracked_.back());
       requests_.pop_back();
@@ -303,7 +345,8 @@ Status initialize() {
   int provided = MPI_THREAD_SINGLE;
   if (!flag) {
     const int code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided);
-    if (code != MPI_SUCCESS) return Status::Error(Code::kUnavailable, error_text("MPI_Init_thread", code));
+    if (code != MPI_SUCCESS)
+      return Status::Error(Code::kUnavailable, error_text("MPI_Init_thread", code));
     started_here = true;
   } else {
     MPI_Query_thread(&provided);
@@ -312,7 +355,8 @@ Status initialize() {
   const int needed = started_here ? MPI_THREAD_SERIALIZED : MPI_THREAD_MULTIPLE;
   if (provided < needed) {
     return Status::Error(Code::kUnavailable,
-                         "MPI gives thread level " + std::to_string(provided) + ", expected at least " + std::to_string(needed) +
+                         "MPI gives thread level " + std::to_string(provided) +
+                             ", expected at least " + std::to_string(needed) +
                              "; initialise MPI with MPI_THREAD_MULTIPLE or let wh.init do it");
   }
   return Status::Ok();
@@ -320,7 +364,8 @@ Status initialize() {
 
 Status duplicate(MPI_Comm* communicator) {
   const int code = MPI_Comm_dup(MPI_COMM_WORLD, communicator);
-  if (code != MPI_SUCCESS) return Status::Error(Code::kUnavailable, error_text("MPI_Comm_dup", code));
+  if (code != MPI_SUCCESS)
+    return Status::Error(Code::kUnavailable, error_text("MPI_Comm_dup", code));
   MPI_Comm_set_errhandler(*communicator, MPI_ERRORS_RETURN);
   return Status::Ok();
 }
@@ -341,8 +386,10 @@ Status open(const std::vector<int>& members, int number, std::unique_ptr<Transpo
   int *largest = nullptr, known = 0;
   MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &largest, &known);
   if (!known || number > *largest / kTagsEach - 1) {
-    return Status::Error(Code::kUnavailable, "MPI tells no more than " + std::to_string(known ? *largest / kTagsEach - 1 : 0) +
-                                                 " groups of ranks apart; start the run again");
+    return Status::Error(Code::kUnavailable,
+                         "MPI tells no more than " +
+                             std::to_string(known ? *largest / kTagsEach - 1 : 0) +
+                             " groups of ranks apart; start the run again");
   }
   left_out = true;
   *transport = std::make_unique<MpiTransport>(of_survivors, members, number);
@@ -357,10 +404,12 @@ Status finalize_if_last() {
   if (!started_here || finalized_here || open_transports > 0 || left_out) return Status::Ok();
   finalized_here = true;
   const int code = MPI_Finalize();
-  return code == MPI_SUCCESS ? Status::Ok() : Status::Error(Code::kUnavailable, "MPI_Finalize failed");
+  return code == MPI_SUCCESS ? Status::Ok()
+                             : Status::Error(Code::kUnavailable, "MPI_Finalize failed");
 }
 
 }  // namespace
 }  // namespace whale
 
-extern "C" WHALE_EXPORT const whale::MpiPlugin whale_mpi_plugin = {whale::initialize, whale::open, whale::gather, whale::finalize_if_last};
+extern "C" WHALE_EXPORT const whale::MpiPlugin whale_mpi_plugin = {
+    whale::initialize, whale::open, whale::gather, whale::finalize_if_last};

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 
 from tests.launcher.helpers import Launcher
-from tests.whale_ops.device.host_device import build_host_device
+from tests.whale_ops.gpu.host_device import build_host_device
 from whale.runtime.measure.links import Links
 
 _FEW = """
 import sys
-from tests.whale_ops.device.on_host_device import take_host_device
+from tests.whale_ops.gpu.on_host_device import take_host_device
 from whale.runtime.measure import links
 
 take_host_device(sys.argv[2], [1])

@@ -1,6 +1,6 @@
 """communication.backend "nccl" and "cuda-ipc": programs whose exchanges the ranks' devices carry out, and refusals.
 
-The device is the host's memory (tests/whale_ops/device/host_device.cc); tests/distributed/test_gpu.py has GPUs.
+The device is the host's memory (tests/whale_ops/gpu/host_device.cc); tests/distributed/test_gpu.py has GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tensorflow as tf
 import whale as wh
 import whale_ops
 from cost_model.graph.machine import Link
-from tests.whale_ops.device.host_device import build_host_device, host_devices
+from tests.whale_ops.gpu.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, PlanError

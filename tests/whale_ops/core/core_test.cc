@@ -1,4 +1,5 @@
-// The core without Python. Bazel runs it, also under the thread and the address sanitizer (bazel test --config=tsan
+// The core without Python. Bazel runs it, also under the thread and the address sanitizer (bazel
+// test --config=tsan
 // //tests:core_cc_test), and tests/whale_ops/sanitize.py does.
 #include "tests/whale_ops/core/core_test.h"
 

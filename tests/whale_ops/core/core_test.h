@@ -26,7 +26,8 @@ void abort_while_waiting();
 void one_order_of_starts(int size);
 void starts_that_fail();
 
-// core_test_device.cc: ranks whose devices exchange what lies in their memory (tests/whale_ops/device/host_device.cc).
+// core_test_device.cc: ranks whose devices exchange what lies in their memory
+// (tests/whale_ops/gpu/host_device.cc).
 void overlapping_groups(int size, int orders, const char* transport);
 void devices_that_hang(int size);
 

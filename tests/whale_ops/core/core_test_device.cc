@@ -1,5 +1,6 @@
-// Exchanges between devices in groups that overlap. The devices are the host's memory: they carry out what they are given some time
-// later, and refuse orders of starts that would wait for each other.
+// Exchanges between devices in groups that overlap. The devices are the host's memory: they carry
+// out what they are given some time later, and refuse orders of starts that would wait for each
+// other.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -13,7 +14,7 @@
 
 #include "tests/whale_ops/core/core_test.h"
 #include "whale_ops/core/device/device_rank.h"
-#include "whale_ops/core/engine/engine.h"
+#include "whale_ops/core/progress/engine.h"
 #include "whale_ops/core/transport/in_process.h"
 
 extern "C" const whale::DevicePlugin whale_device_plugin;  // host_device.cc
@@ -23,19 +24,26 @@ namespace {
 using whale::DeviceOperation;
 using whale::OpKind;
 
-constexpr int kTogether = 3;     // operations of one order
-constexpr int kUnderWay = 40;    // orders, before all ranks wait for them
+constexpr int kOperations = 3;       // operations of one order
+constexpr int kUnderWay = 40;        // orders, before all ranks wait for them
 constexpr size_t kBufferBytes = 64;  // most all-reduces travel in parts
 
 // Ranks in threads, with a device each.
 class Ranks {
  public:
   Ranks(const std::string& name, int size, const char* fault) : name_(name) {
-    require(whale::Engine::instance().add(name, whale::make_in_process_transports(size), &endpoints_).ok(), name);
+    require(whale::Engine::instance()
+                .add(name, whale::make_in_process_transports(size), &endpoints_)
+                .ok(),
+            name);
     each([&](int rank) {
       // Every third rank of those whose exchanges go through the host has no device.
-      const auto* plugin = std::strcmp(fault, whale::kPinned) == 0 && rank % 3 == 1 ? nullptr : &whale_device_plugin;
-      require(whale::DeviceRank::open(endpoints_[static_cast<size_t>(rank)], plugin, fault, 0, kBufferBytes).ok(), "a device opens");
+      const auto* plugin =
+          std::strcmp(fault, whale::kPinned) == 0 && rank % 3 == 1 ? nullptr : &whale_device_plugin;
+      require(whale::DeviceRank::open(endpoints_[static_cast<size_t>(rank)], plugin, fault, 0,
+                                      kBufferBytes)
+                  .ok(),
+              "a device opens");
     });
   }
   ~Ranks() {
@@ -48,7 +56,8 @@ class Ranks {
   template <typename Body>
   void each(const Body& body) {
     std::vector<std::thread> threads;
-    for (int rank = 0; rank < static_cast<int>(endpoints_.size()); ++rank) threads.emplace_back([&body, rank] { body(rank); });
+    for (int rank = 0; rank < static_cast<int>(endpoints_.size()); ++rank)
+      threads.emplace_back([&body, rank] { body(rank); });
     for (auto& thread : threads) thread.join();
   }
   whale::Endpoint& endpoint(int rank) { return *endpoints_[static_cast<size_t>(rank)]; }
@@ -72,7 +81,9 @@ class Count {
   }
   void wait(int count, double timeout_s) {
     std::unique_lock<std::mutex> lock(mutex_);
-    require(changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return count_ >= count; }), "devices end in time");
+    require(changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                              [&] { return count_ >= count; }),
+            "devices end in time");
   }
 
  private:
@@ -81,14 +92,17 @@ class Count {
   int count_ = 0;
 };
 
-// An exchange of random kind, group and sizes: the same on every rank that makes it of the same seed.
+// An exchange of random kind, group and sizes: the same on every rank that makes it of the same
+// seed.
 struct Exchange {
   OpKind kind = OpKind::kAllReduce;
   std::vector<int> group;
   int count = 0, root = 0, seed = 0, number = 0;  // of its order among those under way
 
   static Exchange make(std::mt19937* draw, int size) {
-    const auto below = [draw](int end) { return static_cast<int>((*draw)() % static_cast<unsigned>(end)); };
+    const auto below = [draw](int end) {
+      return static_cast<int>((*draw)() % static_cast<unsigned>(end));
+    };
     Exchange made;
     made.kind = static_cast<OpKind>(below(6));
     made.group.resize(static_cast<size_t>(size));
@@ -101,18 +115,23 @@ struct Exchange {
     return made;
   }
   int size() const { return static_cast<int>(group.size()); }
-  int index_of(int rank) const { return static_cast<int>(std::find(group.begin(), group.end(), rank) - group.begin()); }
+  int index_of(int rank) const {
+    return static_cast<int>(std::find(group.begin(), group.end(), rank) - group.begin());
+  }
   int64_t part(int of) const { return count + of; }
   int64_t moved(int from, int to) const { return (from * 3 + to * 2 + seed) % 4; }  // AllToAll
   // The i-th value that a member has.
-  double value(int member, int64_t i) const { return seed + 1000.0 * group[static_cast<size_t>(member)] + static_cast<double>(i); }
+  double value(int member, int64_t i) const {
+    return seed + 1000.0 * group[static_cast<size_t>(member)] + static_cast<double>(i);
+  }
   double sum(int64_t i) const {
     double total = 0;
     for (int member = 0; member < size(); ++member) total += value(member, i);
     return total;
   }
   std::string key() const {
-    return "exchange " + std::to_string(static_cast<int>(kind)) + " of order " + std::to_string(number) + ", " + whale::join_ranks(group);
+    return "exchange " + std::to_string(static_cast<int>(kind)) + " of order " +
+           std::to_string(number) + ", " + whale::join_ranks(group);
   }
 };
 
@@ -131,12 +150,14 @@ struct Side {
     what.element_bytes = sizeof(double);
     int64_t inputs = x.count;
     const auto want = [&](int member, int64_t begin, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) wanted.push_back(member < 0 ? x.sum(begin + i) : x.value(member, begin + i));
+      for (int64_t i = 0; i < count; ++i)
+        wanted.push_back(member < 0 ? x.sum(begin + i) : x.value(member, begin + i));
     };
     for (int member = 0; member < x.size(); ++member) {
       if (x.kind == OpKind::kAllToAll) what.counts.push_back(x.moved(own, member));
       if (x.kind == OpKind::kAllToAll) what.recv_counts.push_back(x.moved(member, own));
-      if (x.kind == OpKind::kAllGather || x.kind == OpKind::kReduceScatter) what.counts.push_back(x.part(member));
+      if (x.kind == OpKind::kAllGather || x.kind == OpKind::kReduceScatter)
+        what.counts.push_back(x.part(member));
     }
     what.largest = 3;
     switch (x.kind) {
@@ -171,12 +192,14 @@ struct Side {
 
 }  // namespace
 
-// Every rank has the operations of each order ready in an order of its own, and some only after others have ended; orders overlap.
-// Other ranks may do the same in any order that is possible at all: by their numbers.
+// Every rank has the operations of each order ready in an order of its own, and some only after
+// others have ended; orders overlap. Other ranks may do the same in any order that is possible at
+// all: by their numbers.
 void overlapping_groups(int size, int orders, const char* transport) {
   Ranks ranks("overlapping groups " + std::to_string(size) + transport, size, transport);
   ranks.each([&](int rank) {
-    std::mt19937 shared(1), own(static_cast<unsigned>(rank));  // what is exchanged, and when it is ready
+    // What is exchanged, and when it is ready.
+    std::mt19937 shared(1), own(static_cast<unsigned>(rank));
     const auto device = ranks.device(rank);
     for (int done = 0; done < orders; done += kUnderWay) {
       struct Mine {
@@ -185,7 +208,8 @@ void overlapping_groups(int size, int orders, const char* transport) {
         Mine* next = nullptr;  // ready when this has ended
         bool waits = false;
       };
-      std::vector<std::vector<Mine>> rounds(static_cast<size_t>(std::min(kUnderWay, orders - done)));
+      std::vector<std::vector<Mine>> rounds(
+          static_cast<size_t>(std::min(kUnderWay, orders - done)));
       Count ended;
       int expected = 0;
       std::function<void(Mine*)> start = [&](Mine* mine) {
@@ -203,11 +227,14 @@ void overlapping_groups(int size, int orders, const char* transport) {
       int number = 0;
       for (auto& round : rounds) {
         ++number;
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kOperations; ++i) {
           Exchange made = Exchange::make(&shared, size);
           made.number = number;
-          const bool again = std::any_of(round.begin(), round.end(), [&](const Mine& other) { return other.exchange.key() == made.key(); });
-          if (made.index_of(rank) == made.size() || again) continue;  // under one key the first that is ready is the first everywhere
+          const bool again = std::any_of(round.begin(), round.end(), [&](const Mine& other) {
+            return other.exchange.key() == made.key();
+          });
+          // Under one key the first that is ready is the first everywhere.
+          if (made.index_of(rank) == made.size() || again) continue;
           round.push_back({made, std::make_unique<Side>(made, rank)});
         }
         for (size_t i = 0; i + 1 < round.size(); ++i) {
@@ -227,7 +254,9 @@ void overlapping_groups(int size, int orders, const char* transport) {
       }
       ended.wait(expected, kTimeoutS);
       for (const auto& round : rounds) {
-        for (const Mine& mine : round) require(mine.side->output == mine.side->wanted, "devices exchange what they should: " + mine.exchange.key());
+        for (const Mine& mine : round)
+          require(mine.side->output == mine.side->wanted,
+                  "devices exchange what they should: " + mine.exchange.key());
       }
     }
   });
@@ -236,7 +265,8 @@ void overlapping_groups(int size, int orders, const char* transport) {
 // Nothing that is under way on any rank outlives the loss of one, whoever waits for whom.
 void devices_that_hang(int size) {
   for (const bool lost : {false, true}) {
-    Ranks ranks(lost ? "devices that hang, a rank is lost" : "devices that hang, a rank gives up", size, "hang");
+    Ranks ranks(lost ? "devices that hang, a rank is lost" : "devices that hang, a rank gives up",
+                size, "hang");
     Count failed;
     std::vector<double> values(static_cast<size_t>(size), 1.0);
     for (int rank = 0; rank < size; ++rank) {

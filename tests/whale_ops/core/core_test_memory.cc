@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "tests/whale_ops/core/core_test.h"
-#include "whale_ops/core/engine/endpoint.h"
+#include "whale_ops/core/progress/endpoint.h"
 #include "whale_ops/core/transport/arena.h"
 #include "whale_ops/core/transport/host_transport.h"
 
@@ -23,7 +23,10 @@ class NoNetwork final : public whale::Transport {
   NoNetwork(int rank, int size) : rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  void send(int, const whale::MessageHeader&, const std::string&, const void*, uint64_t, whale::TransportSink*) override { used(); }
+  void send(int, const whale::MessageHeader&, const std::string&, const void*, uint64_t,
+            whale::TransportSink*) override {
+    used();
+  }
   void receive(const whale::Arrival&, void*, uint64_t, whale::TransportSink*) override { used(); }
   void discard(const whale::Arrival&) override { used(); }
   bool progress(whale::TransportSink*) override {
@@ -78,9 +81,10 @@ int Table::size_ = 0, Table::waiting_ = 0, Table::round_ = 0;
 
 }  // namespace
 
-// Ranks that share memory, each with a thread of its own that does what the engine does: rings, slots (and reading the others'
-// memory, where there are too few of them or the payload is large), in another order on every rank. Where the process has an
-// arena, most tensors lie there, and some on some ranks only.
+// Ranks that share memory, each with a thread of its own that does what the engine does: rings,
+// slots (and reading the others' memory, where there are too few of them or the payload is large),
+// in another order on every rank. Where the process has an arena, most tensors lie there, and some
+// on some ranks only.
 void shared_memory(int size) {
   constexpr int kOperations = 32;
   const auto count = [](int index) { return int64_t{400} * index * index; };
@@ -93,16 +97,20 @@ void shared_memory(int size) {
       std::unique_ptr<whale::Transport> transport;
       std::vector<std::string> notes;
       const whale::Status status =
-          whale::share_memory(std::make_unique<NoNetwork>(rank, size), true, {}, &Table::gather, bell, &transport, &notes);
-      require(status.ok() && notes.empty(), "the ranks share memory " + (notes.empty() ? "" : notes[0]));
-      whale::Endpoint endpoint("shared memory", std::move(transport), [&bell] { bell.bell()->ring(); });
+          whale::share_memory(std::make_unique<NoNetwork>(rank, size), true, {}, &Table::gather,
+                              bell, &transport, &notes);
+      require(status.ok() && notes.empty(),
+              "the ranks share memory " + (notes.empty() ? "" : notes[0]));
+      whale::Endpoint endpoint("shared memory", std::move(transport),
+                               [&bell] { bell.bell()->ring(); });
       std::vector<std::vector<float>> own(kOperations);
       std::vector<float*> values(kOperations);
       whale::Arena* arena = whale::Arena::instance();
       for (int index = 0; index < kOperations; ++index) {
         own[index].resize(count(index));
         const bool inside = arena != nullptr && index % 5 != rank;
-        values[index] = inside ? static_cast<float*>(arena->take(count(index) * sizeof(float))) : own[index].data();
+        values[index] = inside ? static_cast<float*>(arena->take(count(index) * sizeof(float)))
+                               : own[index].data();
       }
       int open = 0;
       const auto until = [&](auto over) {
@@ -133,7 +141,8 @@ void shared_memory(int size) {
         for (int index = 0; index < kOperations; ++index) {
           const int expected = index % 4 == 3 ? index : size * (size - 1) / 2 + size * index;
           for (int64_t i = 0; i < count(index); ++i) {
-            require(values[index][i] == static_cast<float>(expected), "the result over shared memory");
+            require(values[index][i] == static_cast<float>(expected),
+                    "the result over shared memory");
           }
         }
       }

@@ -12,8 +12,8 @@
 
 #include "tests/whale_ops/core/core_test.h"
 #include "whale_ops/core/device/launch_order.h"
-#include "whale_ops/core/engine/endpoint.h"
-#include "whale_ops/core/engine/engine.h"
+#include "whale_ops/core/progress/endpoint.h"
+#include "whale_ops/core/progress/engine.h"
 #include "whale_ops/core/transport/in_process.h"
 
 namespace {
@@ -24,8 +24,12 @@ using whale::Code;
 class Devices {
  public:
   Devices(const char* name, int size) : devices_(size) {
-    require(whale::Engine::instance().add(name, whale::make_in_process_transports(size), &endpoints_).ok(), name);
-    for (int rank = 0; rank < size; ++rank) devices_[rank].order = std::make_shared<whale::LaunchOrder>(endpoints_[rank], "device");
+    require(whale::Engine::instance()
+                .add(name, whale::make_in_process_transports(size), &endpoints_)
+                .ok(),
+            name);
+    for (int rank = 0; rank < size; ++rank)
+      devices_[rank].order = std::make_shared<whale::LaunchOrder>(endpoints_[rank], "device");
   }
   ~Devices() {
     for (const auto& endpoint : endpoints_) {
@@ -34,16 +38,19 @@ class Devices {
     }
   }
   // `then`: called when it has started.
-  void ready(int rank, const std::string& key, const std::string& text, std::function<void()> then = [] {}) {
+  void ready(
+      int rank, const std::string& key, const std::string& text,
+      const std::function<void()>& then = [] {}) {
     std::vector<int> all(devices_.size());
     std::iota(all.begin(), all.end(), 0);
-    devices_[rank].order->ready({key, text, all, {}, nullptr, [this, rank, key, then](const whale::Status& status) {
-      if (status.ok()) then();
-      const std::lock_guard<std::mutex> lock(mutex_);
-      Device& device = devices_[rank];
-      status.ok() ? device.started.push_back(key) : device.errors.push_back(status);
-      changed_.notify_all();
-    }});
+    devices_[rank].order->ready(
+        {key, text, all, {}, nullptr, [this, rank, key, then](const whale::Status& status) {
+           if (status.ok()) then();
+           const std::lock_guard<std::mutex> lock(mutex_);
+           Device& device = devices_[rank];
+           status.ok() ? device.started.push_back(key) : device.errors.push_back(status);
+           changed_.notify_all();
+         }});
   }
   const std::vector<std::string>& started(int rank, size_t count) {
     wait([&] { return devices_[rank].started.size() >= count; });
@@ -64,7 +71,8 @@ class Devices {
   template <typename Over>
   void wait(Over over) {
     std::unique_lock<std::mutex> lock(mutex_);
-    require(changed_.wait_for(lock, std::chrono::duration<double>(kTimeoutS), over), "operations start in time");
+    require(changed_.wait_for(lock, std::chrono::duration<double>(kTimeoutS), over),
+            "operations start in time");
   }
   std::vector<std::shared_ptr<whale::Endpoint>> endpoints_;
   std::mutex mutex_;
@@ -87,8 +95,9 @@ std::vector<std::vector<int>> orders_of(int rank, int operations, int rounds) {
 
 }  // namespace
 
-// Every rank is ready in an order of its own, for the same keys several times. On odd ranks each third operation needs the one
-// before it to have started, on the others it is ready at any time: an order that did not ask those would wait for ever.
+// Every rank is ready in an order of its own, for the same keys several times. On odd ranks each
+// third operation needs the one before it to have started, on the others it is ready at any time:
+// an order that did not ask those would wait for ever.
 void one_order_of_starts(int size) {
   constexpr int kOperations = 30, kRounds = 3;
   Devices devices("order", size);
@@ -98,11 +107,13 @@ void one_order_of_starts(int size) {
       const auto orders = orders_of(rank, kOperations, kRounds);
       for (int round = 0; round < kRounds; ++round) {
         for (const int index : orders[round]) {
-          const std::string key = "operation " + std::to_string(index), next = "operation " + std::to_string(index + 1);
+          const std::string key = "operation " + std::to_string(index),
+                            next = "operation " + std::to_string(index + 1);
           if (rank % 2 == 0 || index % 3 == 0) {
             devices.ready(rank, key, "float32");
           } else if (index % 3 == 1) {
-            devices.ready(rank, key, "float32", [rank, next, &devices] { devices.ready(rank, next, "float32"); });
+            devices.ready(rank, key, "float32",
+                          [rank, next, &devices] { devices.ready(rank, next, "float32"); });
           }
         }
       }
@@ -111,7 +122,8 @@ void one_order_of_starts(int size) {
   for (auto& thread : threads) thread.join();
   const std::vector<std::string> first = devices.started(0, kOperations * kRounds);
   require(first.size() == kOperations * kRounds, "every operation starts once");
-  for (int rank = 1; rank < size; ++rank) require(devices.started(rank, first.size()) == first, "all ranks start in the same order");
+  for (int rank = 1; rank < size; ++rank)
+    require(devices.started(rank, first.size()) == first, "all ranks start in the same order");
 }
 
 void starts_that_fail() {
@@ -119,7 +131,8 @@ void starts_that_fail() {
     Devices devices("order that disagrees", 3);
     for (int rank = 0; rank < 3; ++rank) devices.ready(rank, "k", rank == 1 ? "[7]" : "[8]");
     for (int rank = 0; rank < 3; ++rank) {
-      require(devices.error(rank).code == Code::kInvalidArgument, "ranks that disagree about what they start get an error");
+      require(devices.error(rank).code == Code::kInvalidArgument,
+              "ranks that disagree about what they start get an error");
       require(devices.error(rank).message.find("[7]") != std::string::npos, "which says how");
       require(devices.started(rank, 0).empty(), "and none has started it");
     }
@@ -127,5 +140,6 @@ void starts_that_fail() {
   Devices devices("order that ends", 3);
   for (int rank = 0; rank < 2; ++rank) devices.ready(rank, "k", "[8]");
   devices.endpoint(2).abort(whale::Status::Error(Code::kAborted, "enough"));
-  for (int rank = 0; rank < 2; ++rank) require(devices.error(rank).code == Code::kAborted, "an abort ends the waiting for a turn");
+  for (int rank = 0; rank < 2; ++rank)
+    require(devices.error(rank).code == Code::kAborted, "an abort ends the waiting for a turn");
 }

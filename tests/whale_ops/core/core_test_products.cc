@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "tests/whale_ops/core/core_test.h"
-#include "whale_ops/core/product/small_products.h"
+#include "whale_ops/core/compute/small_products.h"
 
 namespace {
 
@@ -14,7 +14,8 @@ using whale::ProductSizes;
 
 constexpr int64_t kOthers = 3;  // products of which this one's numbers are every third
 
-// How a matrix of so many rows and columns lies: row by row, column by column, or with those of other products between.
+// How a matrix of so many rows and columns lies: row by row, column by column, or with those of
+// other products between.
 enum class Lies { kByRows, kByColumns, kAmongOthers };
 
 void steps(Lies lies, int64_t rows, int64_t columns, int64_t* down, int64_t* across) {
@@ -23,7 +24,8 @@ void steps(Lies lies, int64_t rows, int64_t columns, int64_t* down, int64_t* acr
 }
 
 template <typename T>
-void one_product(whale::ProductCode code, int64_t rows, int64_t columns, int64_t summed, Lies left_lies, Lies right_lies) {
+void one_product(whale::ProductCode code, int64_t rows, int64_t columns, int64_t summed,
+                 Lies left_lies, Lies right_lies) {
   ProductSizes sizes{{rows, 0, 0, columns + 1}, {columns, 0, 0, 1}, {summed, 0, 0, 0}};
   steps(left_lies, rows, summed, &sizes.rows.left, &sizes.summed.left);
   steps(right_lies, summed, columns, &sizes.summed.right, &sizes.columns.right);
@@ -40,12 +42,14 @@ void one_product(whale::ProductCode code, int64_t rows, int64_t columns, int64_t
     for (int64_t j = 0; j < columns; ++j) {
       T sum = 0;  // of whole numbers, which are exact in any order
       for (int64_t k = 0; k < summed; ++k) {
-        sum += left[i * sizes.rows.left + k * sizes.summed.left] * right[k * sizes.summed.right + j * sizes.columns.right];
+        sum += left[i * sizes.rows.left + k * sizes.summed.left] *
+               right[k * sizes.summed.right + j * sizes.columns.right];
       }
       if (out[i * (columns + 1) + j] != sum) {
-        require(false, "code " + std::to_string(static_cast<int>(code)) + ": " + std::to_string(rows) + " x " +
-                           std::to_string(summed) + " by " + std::to_string(columns) + " at " + std::to_string(i) +
-                           ", " + std::to_string(j));
+        require(false, "code " + std::to_string(static_cast<int>(code)) + ": " +
+                           std::to_string(rows) + " x " + std::to_string(summed) + " by " +
+                           std::to_string(columns) + " at " + std::to_string(i) + ", " +
+                           std::to_string(j));
       }
     }
     require(out[i * (columns + 1) + columns] == T(-99), "nothing is written beside a product");

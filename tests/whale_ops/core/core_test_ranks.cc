@@ -28,7 +28,8 @@ class Ranks {
   template <typename Body>
   void each(Body body) {
     std::vector<std::thread> threads;
-    for (size_t rank = 0; rank < handles_.size(); ++rank) threads.emplace_back(body, static_cast<int>(rank), handles_[rank]);
+    for (size_t rank = 0; rank < handles_.size(); ++rank)
+      threads.emplace_back(body, static_cast<int>(rank), handles_[rank]);
     for (auto& thread : threads) thread.join();
   }
 
@@ -70,8 +71,10 @@ void sums(int size) {
       }
       for (int index = 0; index < kOperations; ++index) {
         require(whale_wait(pending[index], kTimeoutS) == 0, whale_last_error());
-        const float expected = static_cast<float>(size * (size - 1) / 2 + size * index);
-        for (const float value : values[index]) require(value == expected, "the sum over the ranks");
+        const int sum_of_ranks = size * (size - 1) / 2;
+        const auto expected = static_cast<float>(sum_of_ranks + size * index);
+        for (const float value : values[index])
+          require(value == expected, "the sum over the ranks");
       }
     }
   });
@@ -83,7 +86,8 @@ void disagreement() {
     std::vector<float> values(rank == 1 ? 7 : 8);
     const int code = whale_wait(all_reduce(handle, "k", &values), kTimeoutS);
     require(code == static_cast<int>(Code::kInvalidArgument), "ranks that disagree get an error");
-    require(std::string(whale_last_error()).find("'k'") != std::string::npos, "which names the operation");
+    require(std::string(whale_last_error()).find("'k'") != std::string::npos,
+            "which names the operation");
   });
 }
 

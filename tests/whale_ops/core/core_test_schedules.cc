@@ -12,10 +12,12 @@ namespace {
 
 using whale::OpKind;
 
-// Every message that one rank sends is received by its peer: same id, same number of elements, once.
-void messages_fit(OpKind kind, const std::vector<std::vector<int64_t>>& counts, const std::vector<std::vector<int64_t>>& recv_counts,
-                  int root, whale::Algorithm algorithm = whale::Algorithm::kAuto, const std::vector<int>& hosts = {},
-                  bool narrow_float = false) {
+// Every message that one rank sends is received by its peer: same id, same number of elements,
+// once.
+void messages_fit(OpKind kind, const std::vector<std::vector<int64_t>>& counts,
+                  const std::vector<std::vector<int64_t>>& recv_counts, int root,
+                  whale::Algorithm algorithm = whale::Algorithm::kAuto,
+                  const std::vector<int>& hosts = {}, bool narrow_float = false) {
   const int size = static_cast<int>(counts.size());
   std::map<std::tuple<int, int, uint32_t>, int64_t> sent, received;
   for (int rank = 0; rank < size; ++rank) {
@@ -33,17 +35,21 @@ void messages_fit(OpKind kind, const std::vector<std::vector<int64_t>>& counts, 
     for (const auto& lane : whale::make_schedule(problem).lanes) {
       for (const auto& step : lane) {
         for (const auto& one : step.sends) {
-          require(sent.emplace(std::make_tuple(rank, one.peer, one.id), one.slice.count).second, "an id is sent once");
+          require(sent.emplace(std::make_tuple(rank, one.peer, one.id), one.slice.count).second,
+                  "an id is sent once");
         }
         for (const auto& one : step.recvs) {
-          require(received.emplace(std::make_tuple(one.peer, rank, one.id), one.slice.count).second, "an id is received once");
+          require(received.emplace(std::make_tuple(one.peer, rank, one.id), one.slice.count).second,
+                  "an id is received once");
         }
       }
     }
   }
-  const std::string where = std::string(whale::name_of(kind)) + " of " + std::to_string(size) + " ranks: ";
+  const std::string where =
+      std::string(whale::name_of(kind)) + " of " + std::to_string(size) + " ranks: ";
   require(sent == received, where + "what is sent is what is received");
-  require(size == 1 || kind == OpKind::kAllToAll || !sent.empty(), where + "they exchange something");
+  require(size == 1 || kind == OpKind::kAllToAll || !sent.empty(),
+          where + "they exchange something");
 }
 
 }  // namespace
@@ -55,16 +61,19 @@ void schedules() {
       std::vector<int64_t> shares(size);
       for (auto& share : shares) share = draw() % (largest + 1);
       shares[0] = largest;
-      const std::vector<std::vector<int64_t>> none(size), whole(size, {largest}), parts(size, shares);
+      const std::vector<std::vector<int64_t>> none(size), whole(size, {largest}),
+          parts(size, shares);
       messages_fit(OpKind::kAllReduce, whole, none, 0);
-      for (const auto algorithm : {whale::Algorithm::kDirect, whale::Algorithm::kPairwise, whale::Algorithm::kRing,
-                                   whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree}) {
+      for (const auto algorithm :
+           {whale::Algorithm::kDirect, whale::Algorithm::kPairwise, whale::Algorithm::kRing,
+            whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree}) {
         messages_fit(OpKind::kAllReduce, whole, none, 0, algorithm);
       }
       for (int most = 2; most < size; ++most) {
         std::vector<int> hosts;  // of at most so many ranks, in a mixed order
         for (int rank = 0; rank < size; ++rank) hosts.push_back(rank % ((size + most - 1) / most));
-        for (const auto algorithm : {whale::Algorithm::kHierarchical, whale::Algorithm::kLeader, whale::Algorithm::kAuto}) {
+        for (const auto algorithm : {whale::Algorithm::kHierarchical, whale::Algorithm::kLeader,
+                                     whale::Algorithm::kAuto}) {
           messages_fit(OpKind::kAllReduce, whole, none, 0, algorithm, hosts);
           messages_fit(OpKind::kAllReduce, whole, none, 0, algorithm, hosts, true);
         }
@@ -72,7 +81,8 @@ void schedules() {
       messages_fit(OpKind::kBroadcast, whole, none, size - 1);
       messages_fit(OpKind::kAllGather, parts, none, 0);
       messages_fit(OpKind::kReduceScatter, parts, none, 0);
-      std::vector<std::vector<int64_t>> out(size, std::vector<int64_t>(size)), in(size, std::vector<int64_t>(size));
+      std::vector<std::vector<int64_t>> out(size, std::vector<int64_t>(size)),
+          in(size, std::vector<int64_t>(size));
       for (int i = 0; i < size; ++i) {
         for (int j = 0; j < size; ++j) out[i][j] = in[j][i] = draw() % (largest + 1);
       }

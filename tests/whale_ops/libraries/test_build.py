@@ -114,9 +114,8 @@ def test_bazel_compiles_what_pip_compiles() -> None:
         assert {name for name in files if not name.endswith(".h")} == sources, target.name
         assert files >= headers, target.name
     compiled = {source for target in targets for source in target.sources}
-    there = {
-        path for folder in ("core", "ops", "loopback", "cuda") for path in (ROOT / "whale_ops" / folder).rglob("*.cc")
-    }
+    parts = ("core", "tf_kernels", "loopback", "gpu")
+    there = {path for part in parts for path in (ROOT / "whale_ops" / part).rglob("*.cc")}
     assert compiled >= there
 
 
@@ -143,25 +142,25 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_units_are_all_sources_and_few_read_the_headers_of_tensorflow() -> None:
-    for part in ("core", "ops", "loopback", "mpi"):
+    for part in ("core", "tf_kernels", "loopback", "gpu", "mpi"):
         units = build.units(part)
         assert sorted(source for unit in units for source in unit.sources) == list(build.sources(part))
         assert len({unit.name for unit in units}) == len(units)
-    loops, glue = build.units("ops")
+    loops, glue = build.units("tf_kernels")
     assert loops.flags == () and all(unit.flags == () for part in ("core", "mpi") for unit in build.units(part))
-    for pattern in build._OPS_WITH_LOOPS:
-        assert any(source.match(f"ops/{pattern}") for source in loops.sources), f"{pattern} names no file"
+    for pattern in build._KERNELS_WITH_LOOPS:
+        assert any(source.match(f"tf_kernels/{pattern}") for source in loops.sources), f"{pattern} names no file"
     assert glue.flags == ("-O1",)
 
 
 def test_digests_notice_sources_headers_and_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "whale_ops"
-    for folder in ("core", "ops"):
+    for folder in ("core", "tf_kernels"):
         shutil.copytree(build.PACKAGE / folder, package / folder)
     monkeypatch.setattr(build, "PACKAGE", package)
 
     def digests(compiler: str = "g++", compile_flags: tuple[str, ...] = (), **of_unit: Any) -> dict[str, str]:
-        target = build.Target("ops", build.units("ops"), (), "TensorFlow 2", {}, compile_flags, uses_core=True)
+        target = build.Target("ops", build.units("tf_kernels"), (), "TensorFlow 2", {}, compile_flags, uses_core=True)
         return {
             unit.name: build._object_digest(dataclasses.replace(unit, **of_unit), target, [compiler])
             for unit in target.units
@@ -170,12 +169,12 @@ def test_digests_notice_sources_headers_and_flags(monkeypatch: pytest.MonkeyPatc
     before = digests()
     for changed in (digests("clang++"), digests(compile_flags=("-DX",)), digests(flags=("-O0",))):
         assert not set(changed.values()) & set(before.values())
-    for header in ("core/base/types.h", "ops/common.h"):
+    for header in ("core/base/types.h", "tf_kernels/communication/communication_op.h"):
         with open(package / header, "a") as file:
             file.write("// changed\n")
         after, before = before, digests()
         assert not set(after.values()) & set(before.values()), header
-    with open(package / "ops" / "shapes.cc", "a") as file:
+    with open(package / "tf_kernels" / "communication" / "shapes.cc", "a") as file:
         file.write("// changed\n")
     after = digests()
     assert after["loops"] == before["loops"] and after["glue"] != before["glue"]

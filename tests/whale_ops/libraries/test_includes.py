@@ -18,24 +18,22 @@ INCLUDED: dict[str, set[str]] = {
     "core/transport": {"core/base"},
     "core/collective": {"core/base"},
     "core/operation": {"core/base", "core/transport", "core/collective"},
-    "core/engine": {"core/transport", "core/collective", "core/operation"},
-    "core/device": {"core/base", "core/collective", "core/engine"},
-    "core/update": {"core/base"},
-    "core/convolution": {"core/base"},
-    "core/loss": {"core/base"},
-    "core/product": {"core/base"},
-    "core/c_api": {"core/base", "core/transport", "core/collective", "core/engine", "core/device"},
+    "core/progress": {"core/transport", "core/collective", "core/operation"},
+    "core/device": {"core/base", "core/collective", "core/progress"},
+    "core/compute": {"core/base"},
+    "core/c_api": {"core/base", "core/transport", "core/collective", "core/progress", "core/device"},
     "mpi": {"core/transport"},
     "loopback": set(),
-    "cuda": {"core/base", "core/device"},
-    "ops": {"core/collective", "core/engine", "core/update"},
-    "ops/computing": {"core/convolution", "core/loss", "core/product", "ops"},
-    "ops/device": {"core/device", "ops"},
-    "ops/memory": {"core/transport"},
+    "gpu": {"core/base", "core/device"},
+    "tf_kernels": {"core/base"},
+    "tf_kernels/communication": {"core/collective", "core/progress", "tf_kernels"},
+    "tf_kernels/compute": {"core/compute", "tf_kernels"},
+    "tf_kernels/gpu": {"core/device", "tf_kernels/communication"},
+    "tf_kernels/memory": {"core/transport", "tf_kernels"},
 }
 # Headers of others -> the only room that includes them, or one inside it. No room has those of CUDA and NCCL: what is
 # needed of them is declared.
-OTHERS = {r"tensorflow/|absl/|xla/|unsupported/|Eigen": "ops", r"mpi\.h": "mpi", r"cuda|nccl|nvrtc": "none"}
+OTHERS = {r"tensorflow/|absl/|xla/|unsupported/|Eigen": "tf_kernels", r"mpi\.h": "mpi", r"cuda|nccl|nvrtc": "none"}
 
 
 def sources() -> list[Path]:
@@ -67,7 +65,7 @@ def test_rooms_include_what_the_table_says() -> None:
                 assert quote == '"', f"{path}: {name} is ours"
                 found[room(path)].add(room(ROOT / name))
                 continue
-            assert quote == "<" or room(path).startswith("ops"), (
+            assert quote == "<" or room(path).startswith("tf_kernels"), (
                 f"{path}: {name} is not named by its place in the project"
             )
             for others, only in OTHERS.items():

@@ -1,4 +1,4 @@
-"""Writes elementwise arithmetic as text (whale_ops/core/update/program.h): instructions, and where results go."""
+"""Writes elementwise arithmetic as text (whale_ops/core/compute/update_program.h): instructions, and results."""
 
 from __future__ import annotations
 

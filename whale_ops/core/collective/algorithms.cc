@@ -13,9 +13,11 @@ constexpr int kPeersPerStep = 16;          // all-to-all: peers addressed at onc
 
 }  // namespace
 
-// The last rank of the ring to add to block r is rank r, which keeps the result. Partial sums travel through two scratch
-// slots, so the input is never written. Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
-void ring_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, int64_t output_base, Lane* lane) {
+// The last rank of the ring to add to block r is rank r, which keeps the result. Partial sums
+// travel through two scratch slots, so the input is never written. Patarasuk and Yuan, "Bandwidth
+// optimal all-reduce algorithms", JPDC 2009.
+void ring_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                         int64_t output_base, Lane* lane) {
   const int right = (p.rank + 1) % p.size;
   const int left = (p.rank + p.size - 1) % p.size;
   const int64_t scratch = lane_index * 2 * c.slot;
@@ -24,15 +26,19 @@ void ring_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index
     const int recv_block = (p.rank - k - 2 + 2 * p.size) % p.size;
     const Slice arriving{Buffer::kScratch, scratch + (k % 2) * c.slot, c.count(recv_block, chunk)};
     const Slice leaving = k == 0 ? c.global(Buffer::kInput, send_block, chunk)
-                                 : Slice{Buffer::kScratch, scratch + ((k + 1) % 2) * c.slot, c.count(send_block, chunk)};
+                                 : Slice{Buffer::kScratch, scratch + ((k + 1) % 2) * c.slot,
+                                         c.count(send_block, chunk)};
     const bool last = k + 2 == p.size;
     const Slice dst = last ? c.slice(Buffer::kOutput, output_base, recv_block, chunk) : arriving;
     const uint32_t id = message_id(lane_index, lane->size());
-    lane->push_back({{{right, id, leaving}}, {{left, id, arriving}}, {{dst, {arriving, c.global(Buffer::kInput, recv_block, chunk)}}}});
+    lane->push_back({{{right, id, leaving}},
+                     {{left, id, arriving}},
+                     {{dst, {arriving, c.global(Buffer::kInput, recv_block, chunk)}}}});
   }
 }
 
-void ring_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, Lane* lane) {
+void ring_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                     Lane* lane) {
   const int right = (p.rank + 1) % p.size;
   const int left = (p.rank + p.size - 1) % p.size;
   for (int k = 0; k + 1 < p.size; ++k) {
@@ -45,13 +51,15 @@ void ring_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, in
   }
 }
 
-void direct_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, int64_t output_base, Lane* lane) {
+void direct_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                           int64_t output_base, Lane* lane) {
   const uint32_t id = message_id(lane_index, lane->size());
   Step step;
   Local sum{c.slice(Buffer::kOutput, output_base, p.rank, chunk), {}};
   for (int i = 0; i < p.size; ++i) {
     const Slice part = i == p.rank ? c.global(Buffer::kInput, p.rank, chunk)
-                                   : Slice{Buffer::kScratch, (lane_index * p.size + i) * c.slot, c.count(p.rank, chunk)};
+                                   : Slice{Buffer::kScratch, (lane_index * p.size + i) * c.slot,
+                                           c.count(p.rank, chunk)};
     sum.sources.push_back(part);
   }
   for (int k = 1; k < p.size; ++k) {
@@ -64,7 +72,8 @@ void direct_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_ind
   lane->push_back(std::move(step));
 }
 
-void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, Lane* lane) {
+void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                       Lane* lane) {
   const uint32_t id = message_id(lane_index, lane->size());
   Step step;
   for (int k = 1; k < p.size; ++k) {
@@ -80,9 +89,13 @@ namespace {
 
 Schedule reduce_scatter(const Problem& p) {
   const Chunking c(p.counts, p.element_bytes);
-  if (p.size == 1) return {"copy", {{copy_step({Buffer::kOutput, 0, p.counts[0]}, {Buffer::kInput, 0, p.counts[0]})}}, 0};
+  if (p.size == 1)
+    return {"copy",
+            {{copy_step({Buffer::kOutput, 0, p.counts[0]}, {Buffer::kInput, 0, p.counts[0]})}},
+            0};
   const bool direct = p.narrow_float || c.offsets.back() * p.element_bytes <= kSmallBytes;
-  Schedule schedule{direct ? "direct" : "ring", std::vector<Lane>(c.lanes), c.lanes * c.slot * (direct ? p.size : 2)};
+  Schedule schedule{direct ? "direct" : "ring", std::vector<Lane>(c.lanes),
+                    c.lanes * c.slot * (direct ? p.size : 2)};
   for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
     const int64_t index = chunk % c.lanes;
     if (direct) {
@@ -101,7 +114,8 @@ Schedule all_gather(const Problem& p) {
   for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
     const int64_t index = chunk % c.lanes;
     Lane* lane = &schedule.lanes[index];
-    lane->push_back(copy_step(c.global(Buffer::kOutput, p.rank, chunk), c.slice(Buffer::kInput, 0, p.rank, chunk)));
+    lane->push_back(copy_step(c.global(Buffer::kOutput, p.rank, chunk),
+                              c.slice(Buffer::kInput, 0, p.rank, chunk)));
     if (p.size == 1) continue;
     if (direct) {
       direct_all_gather(p, c, index, chunk, lane);
@@ -122,7 +136,8 @@ Schedule all_to_all(const Problem& p) {
     const int from = (p.rank - k + p.size) % p.size;
     if ((k - 1) % kPeersPerStep == 0) lane.emplace_back();
     lane.back().sends.push_back({to, 0, {Buffer::kInput, to_offsets[to], p.counts[to]}});
-    lane.back().recvs.push_back({from, 0, {Buffer::kOutput, from_offsets[from], p.recv_counts[from]}});
+    lane.back().recvs.push_back(
+        {from, 0, {Buffer::kOutput, from_offsets[from], p.recv_counts[from]}});
   }
   return {"pairwise", {std::move(lane)}, 0};
 }
@@ -133,14 +148,16 @@ Schedule broadcast(const Problem& p) {
   const int position = (p.rank - p.root + p.size) % p.size;
   Schedule schedule{"binomial tree", std::vector<Lane>(c.lanes), 0};
   const Buffer source = position == 0 ? Buffer::kInput : Buffer::kOutput;
-  int children_below = 1;  // children are position + 1, 2, 4, ... below the position's lowest set bit
+  // Children are position + 1, 2, 4, ... below the position's lowest set bit.
+  int children_below = 1;
   while (children_below < p.size && (position & children_below) == 0) children_below *= 2;
   for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
     const int64_t index = chunk % c.lanes;
     Lane* lane = &schedule.lanes[index];
     const uint32_t id = message_id(index, static_cast<size_t>(chunk / c.lanes));
     if (position == 0) {
-      lane->push_back(copy_step(c.global(Buffer::kOutput, 0, chunk), c.global(Buffer::kInput, 0, chunk)));
+      lane->push_back(
+          copy_step(c.global(Buffer::kOutput, 0, chunk), c.global(Buffer::kInput, 0, chunk)));
     } else {
       const int parent = (position - (position & -position) + p.root) % p.size;
       lane->push_back({{}, {{parent, id, c.global(Buffer::kOutput, 0, chunk)}}, {}});
@@ -148,19 +165,23 @@ Schedule broadcast(const Problem& p) {
     Step forward;
     for (int distance = children_below / 2; distance >= 1; distance /= 2) {
       if (position + distance >= p.size) continue;
-      forward.sends.push_back({(position + distance + p.root) % p.size, id, c.global(source, 0, chunk)});
+      forward.sends.push_back(
+          {(position + distance + p.root) % p.size, id, c.global(source, 0, chunk)});
     }
     lane->push_back(std::move(forward));
   }
   return schedule;
 }
 
-// Dissemination barrier: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
+// Dissemination barrier: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization",
+// 1988.
 Schedule barrier(const Problem& p) {
   Lane lane;
   for (int distance = 1; distance < p.size; distance *= 2) {
     const uint32_t id = message_id(0, lane.size());
-    lane.push_back({{{(p.rank + distance) % p.size, id, {}}}, {{(p.rank - distance + p.size) % p.size, id, {}}}, {}});
+    lane.push_back({{{(p.rank + distance) % p.size, id, {}}},
+                    {{(p.rank - distance + p.size) % p.size, id, {}}},
+                    {}});
   }
   return {"dissemination", {std::move(lane)}, 0};
 }
@@ -188,8 +209,10 @@ Schedule make_schedule(const Problem& p) {
     case OpKind::kReduceScatter: return reduce_scatter(p);
     case OpKind::kAllToAll: return all_to_all(p);
     case OpKind::kBroadcast: return broadcast(p);
-    case OpKind::kSend: return {"point to point", {{{{{p.root, 0, {Buffer::kInput, 0, p.counts[0]}}}, {}, {}}}}, 0};
-    case OpKind::kRecv: return {"point to point", {{{{}, {{p.root, 0, {Buffer::kOutput, 0, p.counts[0]}}}, {}}}}, 0};
+    case OpKind::kSend:
+      return {"point to point", {{{{{p.root, 0, {Buffer::kInput, 0, p.counts[0]}}}, {}, {}}}}, 0};
+    case OpKind::kRecv:
+      return {"point to point", {{{{}, {{p.root, 0, {Buffer::kOutput, 0, p.counts[0]}}}, {}}}}, 0};
     case OpKind::kBarrier: return barrier(p);
   }
   return {};

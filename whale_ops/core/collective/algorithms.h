@@ -1,4 +1,5 @@
-// Collectives as data: a pure function of (operation, rank, size, counts) gives the steps that one rank performs.
+// Collectives as data: a pure function of (operation, rank, size, counts) gives the steps that one
+// rank performs.
 #pragma once
 
 #include <vector>
@@ -16,10 +17,13 @@ struct Slice {
   int64_t offset = 0;
   int64_t count = 0;
 
-  bool operator==(const Slice& other) const { return buffer == other.buffer && offset == other.offset && count == other.count; }
+  bool operator==(const Slice& other) const {
+    return buffer == other.buffer && offset == other.offset && count == other.count;
+  }
 };
 
-// One message. Sender and receiver compute the same `id` for it; (sender, receiver, id) is unique in an operation.
+// One message. Sender and receiver compute the same `id` for it; (sender, receiver, id) is unique
+// in an operation.
 struct Transfer {
   int peer = 0;
   uint32_t id = 0;
@@ -32,8 +36,9 @@ struct Local {
   std::vector<Slice> sources;
 };
 
-// All messages of a step are in flight together; `locals` run, in order, after all of them have completed. What arrives in
-// scratch memory is read by the locals of the same step only: it need not be copied there.
+// All messages of a step are in flight together; `locals` run, in order, after all of them have
+// completed. What arrives in scratch memory is read by the locals of the same step only: it need
+// not be copied there.
 struct Step {
   std::vector<Transfer> sends;
   std::vector<Transfer> recvs;
@@ -51,8 +56,16 @@ struct Schedule {
 };
 
 // How all-reduces are carried out. kAuto: the one with the least predicted time.
-enum class Algorithm : uint8_t { kAuto = 0, kDirect = 1, kPairwise = 2, kRing = 3, kHalvingDoubling = 4, kTree = 5,
-                                kHierarchical = 6, kLeader = 7};
+enum class Algorithm : uint8_t {
+  kAuto = 0,
+  kDirect = 1,
+  kPairwise = 2,
+  kRing = 3,
+  kHalvingDoubling = 4,
+  kTree = 5,
+  kHierarchical = 6,
+  kLeader = 7
+};
 
 struct Problem {
   OpKind kind = OpKind::kBarrier;
@@ -60,9 +73,11 @@ struct Problem {
   int size = 1;
   int root = 0;  // Broadcast: index of the source; Send, Recv: index of the other rank
   int64_t element_bytes = 1;
-  bool narrow_float = false;  // 16-bit float: every sum is made in one go, so that it is rounded once
+  // 16-bit float: every sum is made in one go, so that it is rounded once.
+  bool narrow_float = false;
 
-  std::vector<int> hosts;     // of each rank, numbered from 0; empty: every rank has one of its own
+  // Of each rank, numbered from 0; empty: every rank has one of its own.
+  std::vector<int> hosts;
   Algorithm algorithm = Algorithm::kAuto;
 
   // AllReduce, Broadcast, Send, Recv: {elements}. AllGather, ReduceScatter: elements per rank.
@@ -77,8 +92,9 @@ WHALE_EXPORT double all_reduce_s(const Problem& problem, Algorithm algorithm);
 
 WHALE_EXPORT Schedule make_schedule(const Problem& problem);
 
-// Bytes that this rank's part of the operation moves, by the reshard table of the design: the sum over the ranks is
-// 2(p-1)T for AllReduce, (p-1)T for AllGather, ReduceScatter and Broadcast, what changes its owner for AllToAll, T for Send.
+// Bytes that this rank's part of the operation moves, by the reshard table of the design: the sum
+// over the ranks is 2(p-1)T for AllReduce, (p-1)T for AllGather, ReduceScatter and Broadcast, what
+// changes its owner for AllToAll, T for Send.
 WHALE_EXPORT int64_t logical_bytes(const Problem& problem);
 
 }  // namespace whale

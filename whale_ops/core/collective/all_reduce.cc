@@ -10,9 +10,11 @@
 namespace whale {
 namespace {
 
-// Each step halves the part of the chunk that a rank adds up, with a partner half as far away; then the parts come together
-// again the other way. Thakur et al., "Optimization of collective communication operations in MPICH", 2005, section 4.4.
-void halving_doubling(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, Lane* lane) {
+// Each step halves the part of the chunk that a rank adds up, with a partner half as far away; then
+// the parts come together again the other way. Thakur et al., "Optimization of collective
+// communication operations in MPICH", 2005, section 4.4.
+void halving_doubling(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                      Lane* lane) {
   const int64_t base = c.begin(0, chunk), n = c.count(0, chunk);
   const auto part = [&](Buffer buffer, int first, int blocks) {
     const int64_t begin = n * first / p.size, end = n * (first + blocks) / p.size;
@@ -35,7 +37,9 @@ void halving_doubling(const Problem& p, const Chunking& c, int64_t lane_index, i
     const int partner = p.rank ^ blocks;
     const int theirs = p.rank & blocks ? first - blocks : first + blocks;
     const uint32_t id = message_id(lane_index, lane->size());
-    lane->push_back({{{partner, id, part(Buffer::kOutput, first, blocks)}}, {{partner, id, part(Buffer::kOutput, theirs, blocks)}}, {}});
+    lane->push_back({{{partner, id, part(Buffer::kOutput, first, blocks)}},
+                     {{partner, id, part(Buffer::kOutput, theirs, blocks)}},
+                     {}});
     first = std::min(first, theirs);
   }
 }
@@ -43,8 +47,10 @@ void halving_doubling(const Problem& p, const Chunking& c, int64_t lane_index, i
 // Sums go up a binomial tree to the first rank, and the result comes down again.
 void tree(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, Lane* lane) {
   const auto round = static_cast<size_t>(chunk / c.lanes);
-  const uint32_t up = message_id(lane_index, 2 * round), down = message_id(lane_index, 2 * round + 1);
-  const Slice input = c.global(Buffer::kInput, 0, chunk), output = c.global(Buffer::kOutput, 0, chunk);
+  const uint32_t up = message_id(lane_index, 2 * round),
+                 down = message_id(lane_index, 2 * round + 1);
+  const Slice input = c.global(Buffer::kInput, 0, chunk),
+              output = c.global(Buffer::kOutput, 0, chunk);
   const Slice arriving{Buffer::kScratch, lane_index * c.slot, input.count};
   Slice sum = input;
   int distance = 1;
@@ -69,7 +75,8 @@ Schedule direct_all_reduce(const Problem& p) {
   Step step;
   Local sum{{Buffer::kOutput, 0, n}, {}};
   for (int i = 0; i < p.size; ++i) {
-    sum.sources.push_back(i == p.rank ? Slice{Buffer::kInput, 0, n} : Slice{Buffer::kScratch, i * n, n});
+    sum.sources.push_back(i == p.rank ? Slice{Buffer::kInput, 0, n}
+                                      : Slice{Buffer::kScratch, i * n, n});
     if (i == p.rank) continue;
     step.sends.push_back({i, 0, {Buffer::kInput, 0, n}});
     step.recvs.push_back({i, 0, {Buffer::kScratch, i * n, n}});
@@ -79,29 +86,37 @@ Schedule direct_all_reduce(const Problem& p) {
 }
 
 // In the order in which they are preferred where they take the same time.
-constexpr Algorithm kAllReduces[] = {Algorithm::kDirect, Algorithm::kPairwise, Algorithm::kRing, Algorithm::kHalvingDoubling,
-                                     Algorithm::kTree,   Algorithm::kHierarchical, Algorithm::kLeader};
+constexpr Algorithm kAllReduces[] = {
+    Algorithm::kDirect, Algorithm::kPairwise,     Algorithm::kRing,  Algorithm::kHalvingDoubling,
+    Algorithm::kTree,   Algorithm::kHierarchical, Algorithm::kLeader};
 
 Algorithm choose(const Problem& p) {
-  if (p.algorithm != Algorithm::kAuto && std::isfinite(all_reduce_s(p, p.algorithm))) return p.algorithm;
-  return *std::min_element(std::begin(kAllReduces), std::end(kAllReduces),
-                           [&](Algorithm a, Algorithm b) { return all_reduce_s(p, a) < all_reduce_s(p, b); });
+  if (p.algorithm != Algorithm::kAuto && std::isfinite(all_reduce_s(p, p.algorithm)))
+    return p.algorithm;
+  return *std::min_element(
+      std::begin(kAllReduces), std::end(kAllReduces),
+      [&](Algorithm a, Algorithm b) { return all_reduce_s(p, a) < all_reduce_s(p, b); });
 }
 
 }  // namespace
 
 Schedule all_reduce(const Problem& p) {
   const int64_t n = p.counts[0];
-  if (p.size == 1) return {"copy", {{copy_step({Buffer::kOutput, 0, n}, {Buffer::kInput, 0, n})}}, 0};
+  if (p.size == 1)
+    return {"copy", {{copy_step({Buffer::kOutput, 0, n}, {Buffer::kInput, 0, n})}}, 0};
   const Algorithm algorithm = choose(p);
   if (algorithm == Algorithm::kDirect) return direct_all_reduce(p);
-  if (algorithm == Algorithm::kHierarchical || algorithm == Algorithm::kLeader) return hierarchical(p, algorithm);
+  if (algorithm == Algorithm::kHierarchical || algorithm == Algorithm::kLeader)
+    return hierarchical(p, algorithm);
   const bool whole = algorithm == Algorithm::kTree || algorithm == Algorithm::kHalvingDoubling;
   std::vector<int64_t> blocks(whole ? 1 : p.size, n);
   for (int i = 0; !whole && i < p.size; ++i) blocks[i] = n / p.size + (i < n % p.size ? 1 : 0);
   const Chunking c(blocks, p.element_bytes);
   Schedule schedule{name_of(algorithm), std::vector<Lane>(c.lanes), 0};
-  schedule.scratch_count = c.lanes * c.slot * (whole ? 1 : algorithm == Algorithm::kPairwise ? p.size : 2);
+  schedule.scratch_count = c.lanes * c.slot *
+                           (whole                               ? 1
+                            : algorithm == Algorithm::kPairwise ? p.size
+                                                                : 2);
   for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
     const int64_t index = chunk % c.lanes;
     Lane* lane = &schedule.lanes[index];
@@ -136,7 +151,8 @@ double leaving(const Problem& p, const Hosts& hosts, Algorithm algorithm) {
   }
   for (int rank = 0; rank < p.size; ++rank) {
     if (algorithm == Algorithm::kRing) meet(rank, (rank + 1) % p.size, 2 * (size - 1) / size);
-    for (int distance = 1; algorithm == Algorithm::kHalvingDoubling && distance < p.size; distance *= 2) {
+    for (int distance = 1; algorithm == Algorithm::kHalvingDoubling && distance < p.size;
+         distance *= 2) {
       meet(rank, rank ^ distance, 2 * distance / size);
     }
     if (algorithm == Algorithm::kTree && rank > 0) {
@@ -149,16 +165,18 @@ double leaving(const Problem& p, const Hosts& hosts, Algorithm algorithm) {
 
 }  // namespace
 
-// The alpha-beta formulas of cost_model/kernels/collectives.py, with what each message costs a rank, since one thread handles all, and
-// with one link for all ranks of a host.
+// The alpha-beta formulas of cost_model/kernels/collectives.py, with what each message costs a
+// rank, since one thread handles all, and with one link for all ranks of a host.
 double all_reduce_s(const Problem& p, Algorithm algorithm) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const bool power_of_two = (p.size & (p.size - 1)) == 0;
-  const bool chain = algorithm == Algorithm::kRing || algorithm == Algorithm::kHalvingDoubling || algorithm == Algorithm::kTree;
+  const bool chain = algorithm == Algorithm::kRing || algorithm == Algorithm::kHalvingDoubling ||
+                     algorithm == Algorithm::kTree;
   if (p.narrow_float && chain) return kNever;
   if (algorithm == Algorithm::kHalvingDoubling && !power_of_two) return kNever;
   const Hosts hosts(p);
-  if (algorithm == Algorithm::kHierarchical || algorithm == Algorithm::kLeader) return hierarchical_s(p, hosts, algorithm);
+  if (algorithm == Algorithm::kHierarchical || algorithm == Algorithm::kLeader)
+    return hierarchical_s(p, hosts, algorithm);
   const bool one_host = hosts.count() == 1;
   const Costs& costs = one_host ? kMemory : kNetwork;
   const double others = p.size - 1, rounds = std::ceil(std::log2(p.size));
@@ -167,15 +185,22 @@ double all_reduce_s(const Problem& p, Algorithm algorithm) {
   const double parts_s = one_host ? 2 * others / p.size * bytes / costs.bytes_per_s
                                   : leaving(p, hosts, algorithm) * bytes / costs.bytes_per_s;
   switch (algorithm) {
-    // Each rank adds all of it, once it has arrived; the others add their part of one block while the next one arrives.
+    // Each rank adds all of it, once it has arrived; the others add their part of one block while
+    // the next one arrives.
     case Algorithm::kDirect:
-      return costs.step_s + others * (costs.message_s + (one_host ? 2 : 1) * bytes / kMemory.bytes_per_s) + (one_host ? 0 : 2 * parts_s);
+      return costs.step_s +
+             others * (costs.message_s + (one_host ? 2 : 1) * bytes / kMemory.bytes_per_s) +
+             (one_host ? 0 : 2 * parts_s);
     case Algorithm::kPairwise:
-      // Between machines as many flows as ranks meet at each receiver: they get less of its link than one after the other.
-      return 2 * (costs.step_s + others * costs.message_s) + (one_host || p.size == 2 ? 1.0 : 1.2) * parts_s;
+      // Between machines as many flows as ranks meet at each receiver: they get less of its link
+      // than one after the other.
+      return 2 * (costs.step_s + others * costs.message_s) +
+             (one_host || p.size == 2 ? 1.0 : 1.2) * parts_s;
     case Algorithm::kRing: return 2 * others * (costs.step_s + costs.message_s) + parts_s;
-    case Algorithm::kHalvingDoubling: return 2 * rounds * (costs.step_s + costs.message_s) + parts_s;
-    case Algorithm::kTree: return 2 * rounds * (costs.step_s + costs.message_s + bytes / costs.bytes_per_s);
+    case Algorithm::kHalvingDoubling:
+      return 2 * rounds * (costs.step_s + costs.message_s) + parts_s;
+    case Algorithm::kTree:
+      return 2 * rounds * (costs.step_s + costs.message_s + bytes / costs.bytes_per_s);
     default: return kNever;
   }
 }

@@ -27,7 +27,8 @@ inline float widen(Half x) {
   if (exponent == (0x1fu << 23)) {
     bits += (128u - 16u) << 23;  // infinity and NaN keep an all-ones exponent
   } else if (exponent == 0) {
-    bits = bits_of(float_of(bits + (1u << 23)) - float_of(113u << 23));  // subnormal: renormalised by the subtraction
+    // Subnormal: renormalised by the subtraction.
+    bits = bits_of(float_of(bits + (1u << 23)) - float_of(113u << 23));
   }
   return float_of(bits | (static_cast<uint32_t>(x.bits & 0x8000u) << 16));
 }
@@ -109,12 +110,14 @@ inline T combine(T a, T b) {
   if constexpr (R == Reduction::kMax) return maximum(a, b);
 }
 
-// One block of elements at a time: the accumulator stays in the first-level cache however many sources there are.
+// One block of elements at a time: the accumulator stays in the first-level cache however many
+// sources there are.
 constexpr size_t kBlock = 1024;
 
 template <Reduction R, typename T, typename Source>
 void add_to(Accumulator<T>* accumulator, const Source* next, size_t n) {
-  for (size_t i = 0; i < n; ++i) accumulator[i] = combine<R>(accumulator[i], static_cast<Accumulator<T>>(widen(next[i])));
+  for (size_t i = 0; i < n; ++i)
+    accumulator[i] = combine<R>(accumulator[i], static_cast<Accumulator<T>>(widen(next[i])));
 }
 
 template <Reduction R, typename T>
@@ -154,7 +157,8 @@ void reduce_typed(void* dst, bool dst_wide, const std::vector<Term>& sources, si
 }
 
 template <typename T>
-void reduce_ordered(Reduction reduction, void* dst, bool dst_wide, const std::vector<Term>& sources, size_t count) {
+void reduce_ordered(Reduction reduction, void* dst, bool dst_wide, const std::vector<Term>& sources,
+                    size_t count) {
   switch (reduction) {
     case Reduction::kSum: return reduce_typed<Reduction::kSum, T>(dst, dst_wide, sources, count);
     case Reduction::kProd: return reduce_typed<Reduction::kProd, T>(dst, dst_wide, sources, count);
@@ -188,29 +192,34 @@ size_t element_bytes(DType dtype) {
 }
 
 const char* name_of(DType dtype) {
-  static const char* const names[] = {"raw",   "float16", "bfloat16", "float32", "float64", "int8",      "int16",    "int32",
-                                      "int64", "uint8",   "uint16",   "uint32",  "uint64",  "bool",      "complex64", "complex128"};
+  static const char* const names[] = {
+      "raw",   "float16", "bfloat16", "float32", "float64", "int8", "int16",     "int32",
+      "int64", "uint8",   "uint16",   "uint32",  "uint64",  "bool", "complex64", "complex128"};
   const auto index = static_cast<size_t>(dtype);
   return index < sizeof(names) / sizeof(names[0]) ? names[index] : "unknown dtype";
 }
 
 Status check_reduction(DType dtype, Reduction reduction) {
   if (dtype == DType::kRaw) {
-    return Status::Error(Code::kInvalidArgument,
-                         "this dtype has no reduction; expected float16, bfloat16, float32, float64, an integer, bool, "
-                         "complex64 or complex128; cast the tensor first");
+    return Status::Error(
+        Code::kInvalidArgument,
+        "this dtype has no reduction; expected float16, bfloat16, float32, float64, an integer, "
+        "bool, complex64 or complex128; cast the tensor first");
   }
   if ((dtype == DType::kComplex64 || dtype == DType::kComplex128) && reduction != Reduction::kSum) {
-    return Status::Error(Code::kInvalidArgument, std::string("reduction '") + name_of(reduction) + "' is not defined for " +
-                                                     name_of(dtype) + "; expected 'sum'");
+    return Status::Error(Code::kInvalidArgument, std::string("reduction '") + name_of(reduction) +
+                                                     "' is not defined for " + name_of(dtype) +
+                                                     "; expected 'sum'");
   }
   return Status::Ok();
 }
 
-void reduce(DType dtype, Reduction reduction, void* dst, bool dst_wide, const std::vector<Term>& sources, size_t count) {
+void reduce(DType dtype, Reduction reduction, void* dst, bool dst_wide,
+            const std::vector<Term>& sources, size_t count) {
   switch (dtype) {
     case DType::kFloat16: return reduce_ordered<Half>(reduction, dst, dst_wide, sources, count);
-    case DType::kBFloat16: return reduce_ordered<BFloat16>(reduction, dst, dst_wide, sources, count);
+    case DType::kBFloat16:
+      return reduce_ordered<BFloat16>(reduction, dst, dst_wide, sources, count);
     case DType::kFloat32: return reduce_ordered<float>(reduction, dst, dst_wide, sources, count);
     case DType::kFloat64: return reduce_ordered<double>(reduction, dst, dst_wide, sources, count);
     case DType::kInt8: return reduce_ordered<int8_t>(reduction, dst, dst_wide, sources, count);
@@ -224,10 +233,13 @@ void reduce(DType dtype, Reduction reduction, void* dst, bool dst_wide, const st
     case DType::kBool: {
       // Bytes 0 and 1: "or" is max, "and" is min.
       const bool is_or = reduction == Reduction::kSum || reduction == Reduction::kMax;
-      return reduce_ordered<uint8_t>(is_or ? Reduction::kMax : Reduction::kMin, dst, dst_wide, sources, count);
+      return reduce_ordered<uint8_t>(is_or ? Reduction::kMax : Reduction::kMin, dst, dst_wide,
+                                     sources, count);
     }
-    case DType::kComplex64: return reduce_typed<Reduction::kSum, float>(dst, dst_wide, sources, 2 * count);
-    case DType::kComplex128: return reduce_typed<Reduction::kSum, double>(dst, dst_wide, sources, 2 * count);
+    case DType::kComplex64:
+      return reduce_typed<Reduction::kSum, float>(dst, dst_wide, sources, 2 * count);
+    case DType::kComplex128:
+      return reduce_typed<Reduction::kSum, double>(dst, dst_wide, sources, 2 * count);
     case DType::kRaw: return;  // refused by check_reduction before an operation starts
   }
 }
@@ -247,7 +259,8 @@ void widen_all(const void* src, float* dst, size_t count) {
 }  // namespace
 
 void narrow_floats(DType to, const float* from, void* dst, size_t count) {
-  to == DType::kFloat16 ? narrow_all<Half>(from, dst, count) : narrow_all<BFloat16>(from, dst, count);
+  to == DType::kFloat16 ? narrow_all<Half>(from, dst, count)
+                        : narrow_all<BFloat16>(from, dst, count);
 }
 
 void widen_floats(DType from, const void* src, float* dst, size_t count) {

@@ -21,10 +21,11 @@ struct Term {
 };
 
 // dst[i] = sources[0][i] (op) sources[1][i] (op) ... in exactly this order, for `count` elements.
-// 16-bit floats are accumulated in float32 and rounded once (to nearest even), or not at all into a wide dst; integers wrap; NaN wins min and max;
-// bool: sum and max are "or", prod and min are "and". dst may be one of the sources.
-WHALE_EXPORT void reduce(DType dtype, Reduction reduction, void* dst, bool dst_wide, const std::vector<Term>& sources,
-                         size_t count);
+// 16-bit floats are accumulated in float32 and rounded once (to nearest even), or not at all into a
+// wide dst; integers wrap; NaN wins min and max; bool: sum and max are "or", prod and min are
+// "and". dst may be one of the sources.
+WHALE_EXPORT void reduce(DType dtype, Reduction reduction, void* dst, bool dst_wide,
+                         const std::vector<Term>& sources, size_t count);
 
 // float32 to float16 or bfloat16 (to nearest even), and back.
 WHALE_EXPORT void narrow_floats(DType to, const float* from, void* dst, size_t count);

@@ -10,10 +10,13 @@
 
 namespace whale {
 
-constexpr int64_t kChunkBytes = 256 << 10;   // fits the second-level cache, large enough to amortise a message
-constexpr int64_t kMaxLanes = 4;             // chunks in flight
+// Fits the second-level cache, large enough to amortise a message.
+constexpr int64_t kChunkBytes = 256 << 10;
+constexpr int64_t kMaxLanes = 4;  // chunks in flight
 
-inline uint32_t message_id(int64_t lane, size_t step) { return static_cast<uint32_t>(lane << 24) | static_cast<uint32_t>(step); }
+inline uint32_t message_id(int64_t lane, size_t step) {
+  return static_cast<uint32_t>(lane << 24) | static_cast<uint32_t>(step);
+}
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -23,20 +26,24 @@ inline std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
   return offsets;
 }
 
-// Divides the elements of every block into `chunks` parts; chunk c is then the same part of each block.
+// Divides the elements of every block into `chunks` parts; chunk c is then the same part of each
+// block.
 struct Chunking {
   std::vector<int64_t> offsets;  // of the blocks, one more than blocks
   int64_t chunks = 1;
   int64_t lanes = 1;
   int64_t slot = 0;  // largest chunk, elements
 
-  Chunking(const std::vector<int64_t>& counts, int64_t element_bytes) : offsets(offsets_of(counts)) {
+  Chunking(const std::vector<int64_t>& counts, int64_t element_bytes)
+      : offsets(offsets_of(counts)) {
     const int64_t largest = *std::max_element(counts.begin(), counts.end());
     chunks = std::max<int64_t>(1, ceil_div(largest * element_bytes, kChunkBytes));
     lanes = std::min(chunks, kMaxLanes);
     slot = ceil_div(largest, chunks);
   }
-  int64_t count(int block, int64_t chunk) const { return begin(block, chunk + 1) - begin(block, chunk); }
+  int64_t count(int block, int64_t chunk) const {
+    return begin(block, chunk + 1) - begin(block, chunk);
+  }
   // Position of the chunk relative to its block.
   int64_t begin(int block, int64_t chunk) const {
     const int64_t n = offsets[block + 1] - offsets[block];
@@ -45,22 +52,30 @@ struct Chunking {
   Slice slice(Buffer buffer, int64_t base, int block, int64_t chunk) const {
     return {buffer, base + begin(block, chunk), count(block, chunk)};
   }
-  Slice global(Buffer buffer, int block, int64_t chunk) const { return slice(buffer, offsets[block], block, chunk); }
+  Slice global(Buffer buffer, int block, int64_t chunk) const {
+    return slice(buffer, offsets[block], block, chunk);
+  }
 };
 
 inline Step copy_step(Slice dst, Slice src) { return {{}, {}, {{dst, {src}}}}; }
 
 // One chunk's part of a collective, appended to the lane.
-void ring_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, int64_t output_base, Lane* lane);
-void ring_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, Lane* lane);
-// Every rank receives all parts of its own block and adds them in rank order: the bytes of the ring in one step.
-void direct_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, int64_t output_base, Lane* lane);
-void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, Lane* lane);
+void ring_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                         int64_t output_base, Lane* lane);
+void ring_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                     Lane* lane);
+// Every rank receives all parts of its own block and adds them in rank order: the bytes of the ring
+// in one step.
+void direct_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                           int64_t output_base, Lane* lane);
+void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
+                       Lane* lane);
 
 Schedule all_reduce(const Problem& p);
 
-// Seconds until a message is seen, seconds of handling one, and bytes per second of one rank (between hosts: of one host):
-// estimates for ranks of one machine, and for machines on Ethernet of 10 Gbit/s. They only have to rank the algorithms.
+// Seconds until a message is seen, seconds of handling one, and bytes per second of one rank
+// (between hosts: of one host): estimates for ranks of one machine, and for machines on Ethernet of
+// 10 Gbit/s. They only have to rank the algorithms.
 struct Costs {
   double step_s, message_s, bytes_per_s;
 };
@@ -77,9 +92,10 @@ struct Hosts {
   int count() const { return static_cast<int>(members.size()); }
 };
 
-// Ranks of one host add up in memory what they have, `owners` ranks of each host then add that between the hosts, each a
-// block of its own, and the other ranks of the host get it from them. As many owners as the smallest host has ranks keep all
-// ranks at work; one owner, the host's leader, needs fewer messages.
+// Ranks of one host add up in memory what they have, `owners` ranks of each host then add that
+// between the hosts, each a block of its own, and the other ranks of the host get it from them. As
+// many owners as the smallest host has ranks keep all ranks at work; one owner, the host's leader,
+// needs fewer messages.
 Schedule hierarchical(const Problem& p, Algorithm algorithm);
 double hierarchical_s(const Problem& p, const Hosts& hosts, Algorithm algorithm);
 

@@ -1,5 +1,5 @@
-// What the core asks of a library for a device's memory (whale_ops/cuda): exchanges that are queued in one order on all ranks.
-// No CUDA here: streams are TensorFlow's handles of them.
+// What the core asks of a library for a device's memory (whale_ops/gpu): exchanges that are queued
+// in one order on all ranks. No CUDA here: streams are TensorFlow's handles of them.
 #pragma once
 
 #include <algorithm>
@@ -32,25 +32,30 @@ struct DeviceCopy {
 
 // One exchange, as one rank sees it. Elements lie one behind the other, a tensor's parts too.
 struct DeviceOperation {
-  std::string key;                   // equal on all ranks of the group; the n-th operation under a key is that of the others
+  // Equal on all ranks of the group; the n-th operation under a key is that of the others.
+  std::string key;
   OpKind kind = OpKind::kAllReduce;  // all but kBarrier
-  std::vector<int> group;            // the communicator's ranks that take part, in group order; Send, Recv: the sender, the receiver
-  int index = 0;                     // of this rank in the group
-  int root = 0;                      // Broadcast: index of who has the values
-  DType dtype = DType::kFloat32;     // kRaw: of `element_bytes`, and only moved
+  // The communicator's ranks that take part, in group order; Send, Recv: the sender, the receiver.
+  std::vector<int> group;
+  int index = 0;                  // of this rank in the group
+  int root = 0;                   // Broadcast: index of who has the values
+  DType dtype = DType::kFloat32;  // kRaw: of `element_bytes`, and only moved
   size_t element_bytes = 4;
   // AllReduce, Broadcast: any number, together. The others: one; Send has no output, Recv no input.
   std::vector<DeviceTensor> tensors;
-  // AllReduce, ReduceScatter. Elements of an all-reduce have the dtype `wire` while they travel, and results are times `scale`.
+  // AllReduce, ReduceScatter. Elements of an all-reduce have the dtype `wire` while they travel,
+  // and results are times `scale`.
   Reduction reduction = Reduction::kSum;
   DType wire = DType::kFloat32;
   float scale = 1.0f;
-  // Elements, as in core/collective/algorithms.h. AllGather, ReduceScatter: of each rank's part. AllToAll: what goes to each rank.
+  // Elements, as in core/collective/algorithms.h. AllGather, ReduceScatter: of each rank's part.
+  // AllToAll: what goes to each rank.
   std::vector<int64_t> counts;
   std::vector<int64_t> recv_counts;  // AllToAll: what comes from each rank
-  int64_t largest = 0;               // AllToAll: of what any rank of the group sends to any; equal on all
-  std::vector<DeviceCopy> before;    // they lay the parts side by side
-  std::vector<DeviceCopy> after;     // they take them apart
+  // AllToAll: of what any rank of the group sends to any; equal on all.
+  int64_t largest = 0;
+  std::vector<DeviceCopy> before;  // they lay the parts side by side
+  std::vector<DeviceCopy> after;   // they take them apart
 
   size_t size() const { return group.size(); }
 };
@@ -62,7 +67,8 @@ inline std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
   return offsets;
 }
 
-// An all-reduce as several of at most `most_elements` each, in order; tensors are cut where they have to be, empty ones left out.
+// An all-reduce as several of at most `most_elements` each, in order; tensors are cut where they
+// have to be, empty ones left out.
 inline std::vector<DeviceOperation> in_chunks(const DeviceOperation& whole, int64_t most_elements) {
   DeviceOperation empty = whole;
   empty.tensors.clear();
@@ -93,16 +99,18 @@ class Device {
   virtual ~Device() = default;
   // TensorFlow's type of the devices whose memory it is: "GPU".
   virtual const char* kind() const = 0;
-  // A mark behind what is queued on the stream so far. Any thread, the others' marks at the same time too.
+  // A mark behind what is queued on the stream so far. Any thread, the others' marks at the same
+  // time too.
   virtual Status mark(void* stream, void** mark) = 0;
   virtual void release(void* mark) = 0;
-  // Queues the operation behind the mark, and moves the mark behind the operation. One thread; what two ranks both take part in they
-  // launch in the same order. May wait for the other ranks of the group.
+  // Queues the operation behind the mark, and moves the mark behind the operation. One thread; what
+  // two ranks both take part in they launch in the same order. May wait for the other ranks of the
+  // group.
   virtual Status launch(const DeviceOperation& what, void* mark) = 0;
   // Whether the device has come to the mark; does not wait.
   virtual Status finished(void* mark, bool* yes) = 0;
-  // Ends what is under way, whose results do not count any more: when this returns the device does not use its tensors. Nothing is
-  // launched afterwards.
+  // Ends what is under way, whose results do not count any more: when this returns the device does
+  // not use its tensors. Nothing is launched afterwards.
   virtual void abandon() = 0;
 };
 
@@ -117,23 +125,29 @@ class DeviceCopies {
   virtual Status finished(void* mark, bool* yes) = 0;
   // Memory of the host that the device reads and writes by itself.
   virtual Status host_memory(size_t bytes, std::shared_ptr<void>* memory) = 0;
-  // Queues copies that start behind the mark `after` (null: at once), and puts `mark` behind them, which is made where it is null. All
-  // copies out of the device's memory follow each other, and all into it; the two do not wait for each other. One thread.
-  virtual Status copy(const std::vector<DeviceCopy>& copies, bool out, void* after, void** mark) = 0;
+  // Queues copies that start behind the mark `after` (null: at once), and puts `mark` behind them,
+  // which is made where it is null. All copies out of the device's memory follow each other, and
+  // all into it; the two do not wait for each other. One thread.
+  virtual Status copy(const std::vector<DeviceCopy>& copies, bool out, void* after,
+                      void** mark) = 0;
   // When this returns the device uses no memory that was named to it. Nothing is queued afterwards.
   virtual void drain() = 0;
 };
 
-// Every rank of the group (empty: all) gives `bytes` bytes, `all` receives those of all in group order. Collective; on the host.
-using DeviceGather = std::function<Status(const std::vector<int>& group, const void* mine, size_t bytes, void* all)>;
+// Every rank of the group (empty: all) gives `bytes` bytes, `all` receives those of all in group
+// order. Collective; on the host.
+using DeviceGather =
+    std::function<Status(const std::vector<int>& group, const void* mine, size_t bytes, void* all)>;
 
 // What a device's library offers under the name `whale_device_plugin`.
 struct DevicePlugin {
   const char* core;  // digest of the core's headers that it was built from (whale_ops/build.py)
   // How many devices there are.
   Status (*count)(int* devices);
-  // `transport`: a name that the library knows; `ordinal`: of the device; `buffer_bytes`: what it may hold packed. Collective.
-  Status (*open)(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes, DeviceGather gather, std::unique_ptr<Device>* device);
+  // `transport`: a name that the library knows; `ordinal`: of the device; `buffer_bytes`: what it
+  // may hold packed. Collective.
+  Status (*open)(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes,
+                 DeviceGather gather, std::unique_ptr<Device>* device);
   // The same device, to be staged. Not collective.
   Status (*copies)(int ordinal, std::unique_ptr<DeviceCopies>* copies);
 };

@@ -8,12 +8,13 @@
 #include <utility>
 
 #include "whale_ops/core/device/staged.h"
-#include "whale_ops/core/engine/exchange.h"
+#include "whale_ops/core/progress/exchange.h"
 
 namespace whale {
 namespace {
 
-constexpr auto kLookEvery = std::chrono::microseconds(20);  // at the device, while it reduces something
+// At the device, while it reduces something.
+constexpr auto kLookEvery = std::chrono::microseconds(20);
 
 struct Registry {
   std::mutex mutex;
@@ -33,22 +34,25 @@ DeviceRank::DeviceRank(std::shared_ptr<Endpoint> endpoint)
 
 DeviceRank::~DeviceRank() { stop(); }
 
-Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin* plugin, const char* transport, int ordinal,
-                        size_t buffer_bytes) {
+Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin* plugin,
+                        const char* transport, int ordinal, size_t buffer_bytes) {
   const std::shared_ptr<DeviceRank> made(new DeviceRank(endpoint));
   DeviceRank* self = made.get();  // the device lives as long as it
-  const DeviceGather gather = [self](const std::vector<int>& group, const void* mine, size_t bytes, void* all) {
-    return self->gather(group, mine, bytes, all);
-  };
+  const DeviceGather gather = [self](const std::vector<int>& group, const void* mine, size_t bytes,
+                                     void* all) { return self->gather(group, mine, bytes, all); };
   Status status;
   if (std::strcmp(transport, kPinned) == 0) {
     std::unique_ptr<DeviceCopies> copies = plugin == nullptr ? host_copies() : nullptr;
     if (plugin != nullptr) status = plugin->copies(ordinal, &copies);
-    if (status.ok()) status = open_staged(endpoint, std::move(copies), buffer_bytes, &made->device_);
+    if (status.ok())
+      status = open_staged(endpoint, std::move(copies), buffer_bytes, &made->device_);
   } else if (plugin == nullptr) {
-    status = Status::Error(Code::kInvalidArgument, std::string("a rank without a device takes part in exchanges by '") + kPinned + "' only");
+    status = Status::Error(
+        Code::kInvalidArgument,
+        std::string("a rank without a device takes part in exchanges by '") + kPinned + "' only");
   } else {
-    status = plugin->open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes, gather, &made->device_);
+    status = plugin->open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes,
+                          gather, &made->device_);
   }
   if (!status.ok()) return status;
   made->thread_ = std::thread([self] { self->run(); });
@@ -57,13 +61,15 @@ Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DeviceP
   return status;
 }
 
-std::shared_ptr<DeviceRank> DeviceRank::find(const std::string& communicator, int rank, Status* status) {
+std::shared_ptr<DeviceRank> DeviceRank::find(const std::string& communicator, int rank,
+                                             Status* status) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   const auto found = registry().ranks.find({communicator, rank});
   if (found != registry().ranks.end()) return found->second;
-  *status = Status::Error(Code::kUnavailable, "rank " + std::to_string(rank) + " of communicator '" + communicator +
-                                                  "' has opened no device; set communication.backend before wh.init, and run the step before "
-                                                  "wh.shutdown");
+  *status = Status::Error(Code::kUnavailable,
+                          "rank " + std::to_string(rank) + " of communicator '" + communicator +
+                              "' has opened no device; set communication.backend before wh.init, "
+                              "and run the step before wh.shutdown");
   return nullptr;
 }
 
@@ -82,8 +88,15 @@ void DeviceRank::close(const Endpoint& endpoint) {
 void DeviceRank::start(DeviceCall call) {
   auto running = std::make_shared<Running>();
   running->call = std::move(call);
-  const auto mark = [self = shared_from_this(), running] { return self->device_->mark(running->call.stream, &running->mark); };
-  LaunchOrder::Call order{running->call.what.key, running->call.text, running->call.what.group, running->call.tells, nullptr, nullptr};
+  const auto mark = [self = shared_from_this(), running] {
+    return self->device_->mark(running->call.stream, &running->mark);
+  };
+  LaunchOrder::Call order{running->call.what.key,
+                          running->call.text,
+                          running->call.what.group,
+                          running->call.tells,
+                          nullptr,
+                          nullptr};
   if (running->call.complete != nullptr) {
     order.met = [running, mark](const LaunchOrder::Told& told) {
       const Status status = running->call.complete(told, &running->call.what);
@@ -103,22 +116,31 @@ void DeviceRank::start(DeviceCall call) {
         return;
       }
     }
-    self->end(running, status.ok() ? Status::Error(Code::kUnavailable, "the device was closed before this operation began") : status);
+    self->end(running, status.ok()
+                           ? Status::Error(Code::kUnavailable,
+                                           "the device was closed before this operation began")
+                           : status);
   };
   order_->ready(std::move(order));
 }
 
-// Only the thread that opens or launches calls it, so that one gathering of a group follows the other on every rank.
-Status DeviceRank::gather(const std::vector<int>& group, const void* mine, size_t bytes, void* all) {
+// Only the thread that opens or launches calls it, so that one gathering of a group follows the
+// other on every rank.
+Status DeviceRank::gather(const std::vector<int>& group, const void* mine, size_t bytes,
+                          void* all) {
   std::promise<Status> outcome;
   const std::string key = "device/gather" + (group.empty() ? "" : " " + join_ranks(group));
-  gather_bytes(endpoint_, endpoint_->reserve(), key, "", "", group, std::string(static_cast<const char*>(mine), bytes),
+  gather_bytes(endpoint_, endpoint_->reserve(), key, "", "", group,
+               std::string(static_cast<const char*>(mine), bytes),
                [&](Status status, std::vector<std::string> parts) {
                  auto* to = static_cast<char*>(all);
                  for (const std::string& part : parts) {
-                   if (part.size() != bytes) status = Status::Error(Code::kInternal, "the ranks' devices exchange data of different sizes");
+                   if (part.size() != bytes)
+                     status = Status::Error(Code::kInternal,
+                                            "the ranks' devices exchange data of different sizes");
                  }
-                 for (size_t i = 0; status.ok() && i < parts.size(); ++i) std::copy(parts[i].begin(), parts[i].end(), to + i * bytes);
+                 for (size_t i = 0; status.ok() && i < parts.size(); ++i)
+                   std::copy(parts[i].begin(), parts[i].end(), to + i * bytes);
                  outcome.set_value(status);
                });
   return outcome.get_future().get();

@@ -1,4 +1,5 @@
-// One rank's exchanges in a device's memory: in one order on all ranks, each told when the device has done it.
+// One rank's exchanges in a device's memory: in one order on all ranks, each told when the device
+// has done it.
 #pragma once
 
 #include <condition_variable>
@@ -18,11 +19,14 @@ namespace whale {
 struct DeviceCall {
   std::string text;  // what must be equal on all ranks of the group (shapes, dtype)
   DeviceOperation what;
-  void* stream = nullptr;       // the operation starts behind what is queued there
-  std::vector<int64_t> tells;   // what the rank tells its group before the operation starts: so many numbers on all ranks
-  // Where the operation is not complete before: called when all are ready, on the engine's thread, with what they tell.
+  void* stream = nullptr;  // the operation starts behind what is queued there
+  // What the rank tells its group before the operation starts: so many numbers on all ranks.
+  std::vector<int64_t> tells;
+  // Where the operation is not complete before: called when all are ready, on the engine's thread,
+  // with what they tell.
   std::function<Status(const LaunchOrder::Told&, DeviceOperation*)> complete;
-  // Called once, on any thread, when the device has written the results, or with an error; must not block.
+  // Called once, on any thread, when the device has written the results, or with an error; must not
+  // block.
   std::function<void(const Status&)> done;
 };
 
@@ -30,19 +34,24 @@ constexpr char kPinned[] = "pinned";  // the transport through the host's memory
 
 class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> {
  public:
-  // Opens the device for the endpoint's rank; TensorFlow's ops find it from then on. Collective. `transport`: kPinned, where ranks
-  // without a device of their own (`plugin` is null) take part with the host's memory, or a name that the plugin knows.
-  static Status open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin* plugin, const char* transport, int ordinal, size_t buffer_bytes);
+  // Opens the device for the endpoint's rank; TensorFlow's ops find it from then on. Collective.
+  // `transport`: kPinned, where ranks without a device of their own (`plugin` is null) take part
+  // with the host's memory, or a name that the plugin knows.
+  static Status open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin* plugin,
+                     const char* transport, int ordinal, size_t buffer_bytes);
   // Null with a status that says so, where none is open.
-  static std::shared_ptr<DeviceRank> find(const std::string& communicator, int rank, Status* status);
-  // Waits for what is under way and gives the device back; nothing where none is open. Before the endpoint leaves.
+  static std::shared_ptr<DeviceRank> find(const std::string& communicator, int rank,
+                                          Status* status);
+  // Waits for what is under way and gives the device back; nothing where none is open. Before the
+  // endpoint leaves.
   static void close(const Endpoint& endpoint);
 
   ~DeviceRank();
   const Device& device() const { return *device_; }
   const std::shared_ptr<Endpoint>& endpoint() const { return endpoint_; }
 
-  // Starts an operation as soon as all ranks of its group are ready for it: the n-th call under a key is that of the other ranks.
+  // Starts an operation as soon as all ranks of its group are ready for it: the n-th call under a
+  // key is that of the other ranks.
   void start(DeviceCall call);
 
  private:

@@ -7,7 +7,8 @@
 namespace whale {
 namespace {
 
-// What TensorFlow's kernels on the processor write is written when they end: there is nothing to wait for.
+// What TensorFlow's kernels on the processor write is written when they end: there is nothing to
+// wait for.
 class HostCopies final : public DeviceCopies {
  public:
   const char* kind() const override { return "CPU"; }
@@ -22,13 +23,19 @@ class HostCopies final : public DeviceCopies {
   }
   Status host_memory(size_t bytes, std::shared_ptr<void>* memory) override {
     constexpr size_t kAlignmentBytes = 64;
-    memory->reset(std::aligned_alloc(kAlignmentBytes, (bytes + kAlignmentBytes - 1) / kAlignmentBytes * kAlignmentBytes), std::free);
-    return *memory != nullptr ? Status::Ok() : Status::Error(Code::kUnavailable, "no memory for the exchange: " + std::to_string(bytes) + " bytes");
+    memory->reset(std::aligned_alloc(kAlignmentBytes, (bytes + kAlignmentBytes - 1) /
+                                                          kAlignmentBytes * kAlignmentBytes),
+                  std::free);
+    return *memory != nullptr
+               ? Status::Ok()
+               : Status::Error(Code::kUnavailable,
+                               "no memory for the exchange: " + std::to_string(bytes) + " bytes");
   }
   Status copy(const std::vector<DeviceCopy>& copies, bool, void*, void** mark) override {
     for (const DeviceCopy& one : copies) {
       for (size_t row = 0; row < one.rows && one.width > 0; ++row) {
-        std::memcpy(static_cast<char*>(one.to) + row * one.to_pitch, static_cast<const char*>(one.from) + row * one.from_pitch, one.width);
+        std::memcpy(static_cast<char*>(one.to) + row * one.to_pitch,
+                    static_cast<const char*>(one.from) + row * one.from_pitch, one.width);
       }
     }
     return *mark == nullptr ? this->mark(nullptr, mark) : Status::Ok();

@@ -5,22 +5,29 @@
 
 namespace whale {
 
-LaunchOrder::LaunchOrder(std::shared_ptr<Endpoint> endpoint, std::string name) : endpoint_(std::move(endpoint)), name_(std::move(name)) {}
+LaunchOrder::LaunchOrder(std::shared_ptr<Endpoint> endpoint, std::string name)
+    : endpoint_(std::move(endpoint)), name_(std::move(name)) {}
 
 void LaunchOrder::ready(Call call) {
   auto turn = std::make_shared<Turn>();
   turn->call = std::move(call);
-  if (turn->call.tells.empty()) turn->call.tells = {0};  // a message of no bytes would be no meeting
+  // A message of no bytes would be no meeting.
+  if (turn->call.tells.empty()) turn->call.tells = {0};
   Request meeting = request("/ready", turn, turn->call.tells, &turn->told);
-  meeting.done = [self = shared_from_this(), turn](const Status& status) { self->meeting_ended(turn, status); };
-  const std::lock_guard<std::mutex> lock(mutex_);  // so that calls under a key are queued in the order in which they are counted
+  meeting.done = [self = shared_from_this(), turn](const Status& status) {
+    self->meeting_ended(turn, status);
+  };
+  // So that calls under a key are queued in the order in which they are counted.
+  const std::lock_guard<std::mutex> lock(mutex_);
   meeting_[turn->call.key].push_back(std::move(turn));
   endpoint_->submit(std::move(meeting));
 }
 
-// Of two calls under one key the second may have met first, and on other ranks another one: they go on in order, on every rank.
+// Of two calls under one key the second may have met first, and on other ranks another one: they go
+// on in order, on every rank.
 void LaunchOrder::meeting_ended(const TurnPtr& turn, const Status& status) {
-  turn->told.resize(turn->call.tells.size() * turn->call.group.size());  // without the rank's own behind them
+  // Without the rank's own behind them.
+  turn->told.resize(turn->call.tells.size() * turn->call.group.size());
   turn->status = status;
   turn->met = true;
   std::vector<TurnPtr> next;
@@ -37,7 +44,8 @@ void LaunchOrder::meeting_ended(const TurnPtr& turn, const Status& status) {
 }
 
 void LaunchOrder::propose(const TurnPtr& turn) {
-  if (!turn->status.ok() || !failure_.ok()) return fail(turn, turn->status.ok() ? failure_ : turn->status);
+  if (!turn->status.ok() || !failure_.ok())
+    return fail(turn, turn->status.ok() ? failure_ : turn->status);
   if (turn->call.met != nullptr) {
     const Status status = turn->call.met(turn->told);
     if (!status.ok()) {
@@ -45,10 +53,13 @@ void LaunchOrder::propose(const TurnPtr& turn) {
       return fail(turn, status);
     }
   }
-  turn->proposal = ++clock_ * endpoint_->size() + endpoint_->rank();  // no other rank's, and none of this one's before
+  // No other rank's, and none of this one's before.
+  turn->proposal = ++clock_ * endpoint_->size() + endpoint_->rank();
   queue_[turn->proposal] = turn;
   Request numbers = request("/turn", turn, {turn->proposal}, &turn->proposals);
-  numbers.done = [self = shared_from_this(), turn](const Status& status) { self->settle(turn, status); };
+  numbers.done = [self = shared_from_this(), turn](const Status& status) {
+    self->settle(turn, status);
+  };
   endpoint_->submit(std::move(numbers));
 }
 
@@ -77,7 +88,8 @@ void LaunchOrder::fail(const TurnPtr& turn, const Status& status) {
   for (const auto& [number, other] : std::exchange(queue_, {})) other->call.launch(failure_);
 }
 
-Request LaunchOrder::request(const std::string& key, const TurnPtr& turn, const std::vector<int64_t>& own, std::vector<int64_t>* all) const {
+Request LaunchOrder::request(const std::string& key, const TurnPtr& turn,
+                             const std::vector<int64_t>& own, std::vector<int64_t>* all) const {
   const size_t size = turn->call.group.size();
   Request made;
   made.kind = OpKind::kAllGather;

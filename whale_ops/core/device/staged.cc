@@ -39,8 +39,12 @@ struct Place {
 
 class Staged final : public Device {
  public:
-  Staged(std::shared_ptr<Endpoint> endpoint, std::unique_ptr<DeviceCopies> copies, size_t piece_bytes)
-      : endpoint_(std::move(endpoint)), copies_(std::move(copies)), piece_bytes_(piece_bytes), places_(kStagedPieces) {}
+  Staged(std::shared_ptr<Endpoint> endpoint, std::unique_ptr<DeviceCopies> copies,
+         size_t piece_bytes)
+      : endpoint_(std::move(endpoint)),
+        copies_(std::move(copies)),
+        piece_bytes_(piece_bytes),
+        places_(kStagedPieces) {}
   ~Staged() override {
     copies_->drain();
     for (Place& place : places_) {
@@ -63,7 +67,9 @@ class Staged final : public Device {
   void release(void* mark) override { copies_->release(mark); }
 
   Status launch(const DeviceOperation& what, void* mark) override {
-    if (what.scale != 1.0f) return Status::Error(Code::kInternal, "results cannot be scaled on their way through the host");
+    if (what.scale != 1.0f)
+      return Status::Error(Code::kInternal,
+                           "results cannot be scaled on their way through the host");
     auto staging = std::make_shared<Staging>();
     staging->what = what;
     staging->mark = mark;
@@ -83,9 +89,12 @@ class Staged final : public Device {
   Status finished(void* mark, bool* yes) override {
     *yes = false;
     const Status status = go_on();
-    const auto own = std::find_if(under_way_.begin(), under_way_.end(), [mark](const auto& one) { return one->mark == mark; });
+    const auto own = std::find_if(under_way_.begin(), under_way_.end(),
+                                  [mark](const auto& one) { return one->mark == mark; });
     if (!status.ok() || own == under_way_.end()) {
-      return status.ok() ? Status::Error(Code::kInternal, "an operation that is not under way was asked for") : status;
+      return status.ok() ? Status::Error(Code::kInternal,
+                                         "an operation that is not under way was asked for")
+                         : status;
     }
     if ((*own)->left > 0) return status;
     const Status there = copies_->finished(mark, yes);
@@ -102,7 +111,8 @@ class Staged final : public Device {
   }
 
  private:
-  // Takes every piece as far as it comes without waiting. Pieces travel in their order, which is equal on all ranks.
+  // Takes every piece as far as it comes without waiting. Pieces travel in their order, which is
+  // equal on all ranks.
   Status go_on() {
     Status status = free_those_in();
     bool there = true;
@@ -144,7 +154,8 @@ class Staged final : public Device {
     waiting_.pop_front();
     out_.push_back(place);
     place->since_ns = now_ns();
-    return copies_->copy(copies_of(*place, place->piece.out, true), true, place->staging->mark, &place->mark);
+    return copies_->copy(copies_of(*place, place->piece.out, true), true, place->staging->mark,
+                         &place->mark);
   }
 
   void send(Place* place) {
@@ -172,7 +183,8 @@ class Staged final : public Device {
       request.reduction = what.reduction;
     }
     if (narrows(what)) {
-      narrow_floats(what.wire, reinterpret_cast<const float*>(place->memory), place->memory + piece_bytes_, static_cast<size_t>(request.counts[0]));
+      narrow_floats(what.wire, reinterpret_cast<const float*>(place->memory),
+                    place->memory + piece_bytes_, static_cast<size_t>(request.counts[0]));
       request.dtype = what.wire;
       request.element_bytes = element_bytes(what.wire);
       request.input = request.output = place->memory + piece_bytes_;
@@ -191,27 +203,37 @@ class Staged final : public Device {
     if (!place->outcome->status.ok()) return place->outcome->status;
     const DeviceOperation& what = place->staging->what;
     if (narrows(what)) {
-      widen_floats(what.wire, place->memory + piece_bytes_, reinterpret_cast<float*>(place->memory), static_cast<size_t>(place->piece.counts[0]));
+      widen_floats(what.wire, place->memory + piece_bytes_, reinterpret_cast<float*>(place->memory),
+                   static_cast<size_t>(place->piece.counts[0]));
     }
     in_.push_back(place);
     place->since_ns = now_ns();
     // Behind what used the results' memory before, too.
-    const Status status = copies_->copy(copies_of(*place, place->piece.in, false), false, place->staging->mark, &place->mark);
+    const Status status = copies_->copy(copies_of(*place, place->piece.in, false), false,
+                                        place->staging->mark, &place->mark);
     if (!status.ok() || --place->staging->left > 0) return status;
     return all_back(place->staging.get());
   }
 
   // All of it is queued: what takes the parts apart goes behind that.
-  Status all_back(Staging* staging) { return copies_->copy(staging->what.after, false, staging->mark, &staging->mark); }
+  Status all_back(Staging* staging) {
+    return copies_->copy(staging->what.after, false, staging->mark, &staging->mark);
+  }
 
-  static bool narrows(const DeviceOperation& what) { return what.kind == OpKind::kAllReduce && what.wire != what.dtype; }
-  char* received(const Place& place) const { return place.memory + (has_two_regions(place.staging->what.kind) ? piece_bytes_ : 0); }
+  static bool narrows(const DeviceOperation& what) {
+    return what.kind == OpKind::kAllReduce && what.wire != what.dtype;
+  }
+  char* received(const Place& place) const {
+    return place.memory + (has_two_regions(place.staging->what.kind) ? piece_bytes_ : 0);
+  }
 
-  std::vector<DeviceCopy> copies_of(const Place& place, const std::vector<StagedPiece::Part>& parts, bool out) const {
+  std::vector<DeviceCopy> copies_of(const Place& place, const std::vector<StagedPiece::Part>& parts,
+                                    bool out) const {
     std::vector<DeviceCopy> found;
     for (const StagedPiece::Part& part : parts) {
       char* host = (out ? place.memory : received(place)) + part.offset;
-      found.push_back({out ? part.device : host, out ? host : part.device, part.bytes, part.bytes, part.bytes, 1});
+      found.push_back({out ? part.device : host, out ? host : part.device, part.bytes, part.bytes,
+                       part.bytes, 1});
     }
     return found;
   }
@@ -223,7 +245,8 @@ class Staged final : public Device {
     record.kind = out ? OpKind::kSend : OpKind::kRecv;
     record.algorithm = "copy";
     record.call = (out ? copied_out_ : copied_in_)++;
-    for (const StagedPiece::Part& part : parts) record.logical_bytes += static_cast<int64_t>(part.bytes);
+    for (const StagedPiece::Part& part : parts)
+      record.logical_bytes += static_cast<int64_t>(part.bytes);
     record.ready_ns = record.first_ns = place.since_ns;
     record.end_ns = now_ns();
     endpoint_->recorder().add(record);
@@ -244,12 +267,13 @@ class Staged final : public Device {
 
 }  // namespace
 
-Status open_staged(const std::shared_ptr<Endpoint>& endpoint, std::unique_ptr<DeviceCopies> copies, size_t buffer_bytes,
-                   std::unique_ptr<Device>* device) {
+Status open_staged(const std::shared_ptr<Endpoint>& endpoint, std::unique_ptr<DeviceCopies> copies,
+                   size_t buffer_bytes, std::unique_ptr<Device>* device) {
   constexpr size_t kLargestElementBytes = 16;
   // Pieces begin where any element may, and hold one of every rank.
   const size_t least_bytes = kLargestElementBytes * static_cast<size_t>(endpoint->size());
-  const size_t piece_bytes = std::max(buffer_bytes / kStagedPieces / kLargestElementBytes * kLargestElementBytes, least_bytes);
+  const size_t piece_bytes = std::max(
+      buffer_bytes / kStagedPieces / kLargestElementBytes * kLargestElementBytes, least_bytes);
   auto made = std::make_unique<Staged>(endpoint, std::move(copies), piece_bytes);
   const Status status = made->open();
   if (status.ok()) *device = std::move(made);

@@ -14,8 +14,10 @@ void Buffers::prepare(const Schedule& schedule) {
     begin += piece.count;
   }
   wide_offset_ = static_cast<size_t>(schedule.scratch_count) * request_->element_bytes;
-  wide_offset_ += (alignof(std::max_align_t) - wide_offset_ % alignof(std::max_align_t)) % alignof(std::max_align_t);
-  const size_t scratch_bytes = wide_offset_ + static_cast<size_t>(schedule.wide_count) * sizeof(float);
+  wide_offset_ += (alignof(std::max_align_t) - wide_offset_ % alignof(std::max_align_t)) %
+                  alignof(std::max_align_t);
+  const size_t scratch_bytes =
+      wide_offset_ + static_cast<size_t>(schedule.wide_count) * sizeof(float);
   if (scratch_bytes > 0) scratch_ = pool_->take(scratch_bytes);
 }
 
@@ -30,10 +32,14 @@ size_t Buffers::element_of(Buffer buffer) const {
 
 Buffers::Run Buffers::run_at(const Slice& slice, int64_t begin) const {
   const int64_t offset = slice.offset + begin, left = slice.count - begin;
-  const auto in = [&](const void* base) { return static_cast<char*>(const_cast<void*>(base)) + offset * problem_->element_bytes; };
+  const auto in = [&](const void* base) {
+    return static_cast<char*>(const_cast<void*>(base)) + offset * problem_->element_bytes;
+  };
   switch (slice.buffer) {
     case Buffer::kScratch: return {in(scratch_.data.get()), left};
-    case Buffer::kWide: return {scratch_.data.get() + wide_offset_ + static_cast<size_t>(offset) * sizeof(float), left};
+    case Buffer::kWide:
+      return {scratch_.data.get() + wide_offset_ + static_cast<size_t>(offset) * sizeof(float),
+              left};
     case Buffer::kInput:
     case Buffer::kOutput: break;
   }
@@ -44,7 +50,8 @@ Buffers::Run Buffers::run_at(const Slice& slice, int64_t begin) const {
   const Piece& piece = request_->pieces[index];
   const int64_t within = offset - piece_begins_[index];
   const void* base = input ? piece.input : piece.output;
-  return {static_cast<char*>(const_cast<void*>(base)) + within * problem_->element_bytes, std::min(left, piece.count - within)};
+  return {static_cast<char*>(const_cast<void*>(base)) + within * problem_->element_bytes,
+          std::min(left, piece.count - within)};
 }
 
 char* Buffers::address(const Slice& slice) const {
@@ -76,7 +83,8 @@ void Buffers::scatter(const void* from, const Slice& slice) const {
 
 // Input and output share it, as they may share their own memory.
 char* Buffers::mirror(const Slice& slice) {
-  if (mirror_.bytes == 0) mirror_ = pool_->take(static_cast<size_t>(problem_->counts[0] * problem_->element_bytes));
+  if (mirror_.bytes == 0)
+    mirror_ = pool_->take(static_cast<size_t>(problem_->counts[0] * problem_->element_bytes));
   return mirror_.data.get() + slice.offset * problem_->element_bytes;
 }
 

@@ -1,4 +1,5 @@
-// Where the elements of an operation's slices lie: in the caller's tensors, one or several, and in scratch memory.
+// Where the elements of an operation's slices lie: in the caller's tensors, one or several, and in
+// scratch memory.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,8 @@
 
 namespace whale {
 
-constexpr int64_t kPieceElements = 2048;  // that are copied or added at a time, so that they stay in the first-level cache
+// That are copied or added at a time, so that they stay in the first-level cache.
+constexpr int64_t kPieceElements = 2048;
 
 class Buffers {
  public:
@@ -22,14 +24,17 @@ class Buffers {
   };
 
   // What is given must live as long as this, and may change until prepare().
-  Buffers(const Request* request, const Problem* problem, ScratchPool* pool) : request_(request), problem_(problem), pool_(pool) {}
+  Buffers(const Request* request, const Problem* problem, ScratchPool* pool)
+      : request_(request), problem_(problem), pool_(pool) {}
 
   // Takes the scratch memory that the schedule needs.
   void prepare(const Schedule& schedule);
   void return_scratch();
 
   size_t element_of(Buffer buffer) const;  // bytes
-  size_t bytes_of(const Slice& slice) const { return static_cast<size_t>(slice.count) * element_of(slice.buffer); }
+  size_t bytes_of(const Slice& slice) const {
+    return static_cast<size_t>(slice.count) * element_of(slice.buffer);
+  }
   // The slice's elements from `begin` on, as far as they lie in one place.
   Run run_at(const Slice& slice, int64_t begin) const;
   // Null where the slice lies in several places.

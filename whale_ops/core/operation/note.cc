@@ -12,7 +12,9 @@ constexpr size_t kMaxKeyInNote = 1000;
 constexpr size_t kMaxTextInNote = 900;
 constexpr size_t kMaxAloneInNote = 900;
 
-bool has_reduction(OpKind kind) { return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter; }
+bool has_reduction(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter;
+}
 
 void append_text(const std::string& text, size_t limit, std::string* out) {
   const uint16_t length = static_cast<uint16_t>(std::min(text.size(), limit));
@@ -37,7 +39,8 @@ std::string make_note(const Request& request, const std::string& descriptor) {
   append_text(request.key, kMaxKeyInNote, &note);
   append_text(descriptor, kMaxTextInNote, &note);
   append_text(request.alone, kMaxAloneInNote, &note);
-  note.append(reinterpret_cast<const char*>(request.dims.data()), request.dims.size() * sizeof(int64_t));
+  note.append(reinterpret_cast<const char*>(request.dims.data()),
+              request.dims.size() * sizeof(int64_t));
   return note;
 }
 
@@ -57,13 +60,16 @@ Note parse_note(const std::string& bytes) {
 }
 
 std::string describe(const Request& request) {
-  const std::string dtype = request.dtype_name.empty() ? name_of(request.dtype) : request.dtype_name;
-  if (request.kind == OpKind::kBarrier) return request.group.empty() ? "Barrier" : "Barrier among ranks " + join_ranks(request.group);
+  const std::string dtype =
+      request.dtype_name.empty() ? name_of(request.dtype) : request.dtype_name;
+  if (request.kind == OpKind::kBarrier)
+    return request.group.empty() ? "Barrier" : "Barrier among ranks " + join_ranks(request.group);
   if (is_point_to_point(request.kind)) return "Send/Recv of " + dtype;
   std::string out = name_of(request.kind);
   if (has_reduction(request.kind)) out += std::string("(") + name_of(request.reduction) + ")";
   out += " of " + dtype + (request.text.empty() ? "" : " " + request.text);
-  if (request.kind == OpKind::kBroadcast) out += " from group index " + std::to_string(request.root);
+  if (request.kind == OpKind::kBroadcast)
+    out += " from group index " + std::to_string(request.root);
   if (request.kind == OpKind::kAllReduce && request.algorithm != Algorithm::kAuto) {
     out += std::string(" by ") + name_of(request.algorithm);
   }

@@ -8,7 +8,8 @@
 namespace whale {
 namespace {
 
-// Of names and errors in a trace: with it a line, and the one that goes out with it, fit into what a pipe takes at once.
+// Of names and errors in a trace: with it a line, and the one that goes out with it, fit into what
+// a pipe takes at once.
 constexpr size_t kMaxTextBytes = 256;
 constexpr int kFirstLane = 100;  // tracks below are the script's
 
@@ -32,7 +33,8 @@ void append_string(const std::string& text, std::string* out) {
 std::string shortened(std::string text) {
   if (text.size() <= kMaxTextBytes) return text;
   size_t end = kMaxTextBytes;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // never within a character
+  // Never within a character.
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return text.substr(0, end) + "...";
 }
 
@@ -80,8 +82,8 @@ size_t Recorder::lane_of(const Record& record, std::string* lines) {
   if (lane == lane_ends_ns_.size()) {
     lane_ends_ns_.push_back(0);
     *lines += "{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":" + std::to_string(rank_) +
-              ",\"tid\":" + std::to_string(kFirstLane + lane) + ",\"args\":{\"name\":\"communication " + std::to_string(lane) +
-              "\"}},\n";
+              ",\"tid\":" + std::to_string(kFirstLane + lane) +
+              ",\"args\":{\"name\":\"communication " + std::to_string(lane) + "\"}},\n";
   }
   lane_ends_ns_[lane] = record.end_ns;  // operations come here in the order of their ends
   return lane;
@@ -90,10 +92,11 @@ size_t Recorder::lane_of(const Record& record, std::string* lines) {
 void Recorder::trace(const Record& record, const std::string& error) {
   std::string lines;
   const size_t lane = lane_of(record, &lines);
-  const std::string track = ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(kFirstLane + lane);
+  const std::string track =
+      ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(kFirstLane + lane);
   if (lost_ > 0) {
-    lines += "{\"name\":\"" + std::to_string(lost_) + " events lost\",\"ph\":\"i\",\"s\":\"t\"" + track +
-             ",\"ts\":" + microseconds(record.end_ns) + "},\n";
+    lines += "{\"name\":\"" + std::to_string(lost_) + " events lost\",\"ph\":\"i\",\"s\":\"t\"" +
+             track + ",\"ts\":" + microseconds(record.end_ns) + "},\n";
   }
   const std::string key = shortened(record.key);
   const std::string start = ",\"ph\":\"X\"" + track + ",\"ts\":" + microseconds(record.ready_ns);
@@ -113,7 +116,8 @@ void Recorder::trace(const Record& record, const std::string& error) {
   }
   lines += "}},\n";
   // Within the event, so that a viewer shows which part of it is which.
-  if (record.first_ns > record.ready_ns) lines += "{\"name\":\"waiting\",\"cat\":\"waiting\"" + start + ",\"dur\":" + waiting + "},\n";
+  if (record.first_ns > record.ready_ns)
+    lines += "{\"name\":\"waiting\",\"cat\":\"waiting\"" + start + ",\"dur\":" + waiting + "},\n";
   // As one write, which a pipe takes as a whole or not at all.
   ssize_t written;
   do {
@@ -129,12 +133,14 @@ std::string Recorder::counters_json() const {
     if (out.size() > 1) out += ",";
     out += "{\"key\":";
     append_string(key_and_kind.first, &out);
-    out += ",\"kind\":\"" + std::string(name_of(counter.kind)) + "\",\"calls\":" + std::to_string(counter.calls) +
+    out += ",\"kind\":\"" + std::string(name_of(counter.kind)) +
+           "\",\"calls\":" + std::to_string(counter.calls) +
            ",\"logical_bytes\":" + std::to_string(counter.logical_bytes) +
            ",\"wire_bytes\":" + std::to_string(counter.wire_bytes);
     char seconds[80];
     std::snprintf(seconds, sizeof(seconds), ",\"seconds\":%.9f,\"waiting_seconds\":%.9f}",
-                  static_cast<double>(counter.duration_ns) * 1e-9, static_cast<double>(counter.waiting_ns) * 1e-9);
+                  static_cast<double>(counter.duration_ns) * 1e-9,
+                  static_cast<double>(counter.waiting_ns) * 1e-9);
     out += seconds;
   }
   return out + "]";

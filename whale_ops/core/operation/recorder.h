@@ -15,11 +15,13 @@ struct Record {
   std::string key;
   OpKind kind = OpKind::kBarrier;
   const char* algorithm = "";
-  uint64_t call = 0;  // how many operations this rank had started under the key before; equal on all ranks
+  // How many operations this rank had started under the key before; equal on all ranks.
+  uint64_t call = 0;
   int64_t logical_bytes = 0;
   int64_t wire_bytes = 0;
   int64_t ready_ns = 0;  // submitted
-  int64_t first_ns = 0;  // the first message of another rank was there; of what only sends: the first was taken
+  // The first message of another rank was there; of what only sends: the first was taken.
+  int64_t first_ns = 0;
   int64_t end_ns = 0;
 };
 
@@ -30,14 +32,15 @@ class Recorder {
   void add(const Record& record);
   // An operation has failed: it is not counted, but traced.
   void add_failed(const Record& record, const std::string& error);
-  // From now on every operation that ends is also written to the file descriptor, at once, so that nothing is lost with
-  // this process: a line for each event, Chrome's trace format, followed by a comma. `rank` is the events' process. Where
-  // the descriptor takes no more for the moment (a full pipe), events are left out, and the next one says how many.
+  // From now on every operation that ends is also written to the file descriptor, at once, so that
+  // nothing is lost with this process: a line for each event, Chrome's trace format, followed by a
+  // comma. `rank` is the events' process. Where the descriptor takes no more for the moment (a full
+  // pipe), events are left out, and the next one says how many.
   void start_trace(int descriptor, int rank);
   // When this returns nothing is written any more.
   void stop_trace();
-  // A JSON array: [{"key":..., "kind":..., "calls":..., "logical_bytes":..., "wire_bytes":..., "seconds":...,
-  // "waiting_seconds":...}, ...] in key order.
+  // A JSON array: [{"key":..., "kind":..., "calls":..., "logical_bytes":..., "wire_bytes":...,
+  // "seconds":..., "waiting_seconds":...}, ...] in key order.
   std::string counters_json() const;
 
  private:
@@ -49,7 +52,8 @@ class Recorder {
     int64_t duration_ns = 0;
     int64_t waiting_ns = 0;
   };
-  // Operations overlap, but events on one track must not: the first track on which nothing overlaps this one.
+  // Operations overlap, but events on one track must not: the first track on which nothing overlaps
+  // this one.
   size_t lane_of(const Record& record, std::string* lines);
   void trace(const Record& record, const std::string& error);
 

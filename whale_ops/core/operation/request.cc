@@ -18,8 +18,16 @@ uint64_t operation_tag(const Request& request, int rank, uint64_t call) {
   return hash64(parts, sizeof(parts), hash64(request.key));
 }
 
+std::string title_of(const Request& request) {
+  return std::string(name_of(request.kind)) + " '" + request.key + "'";
+}
+
+std::string purpose_of(const Request& request) {
+  return request.alone.empty() ? title_of(request) : request.alone;
+}
+
 Status invalid(const Request& request, const std::string& what) {
-  return Status::Error(Code::kInvalidArgument, std::string(name_of(request.kind)) + " '" + request.key + "': " + what);
+  return Status::Error(Code::kInvalidArgument, title_of(request) + ": " + what);
 }
 
 }  // namespace whale

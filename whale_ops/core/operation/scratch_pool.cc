@@ -12,7 +12,8 @@ constexpr size_t kRetainedBytes = 64 << 20;
 ScratchPool::Block ScratchPool::take(size_t bytes) {
   size_t best = free_.size();
   for (size_t i = 0; i < free_.size(); ++i) {
-    if (free_[i].bytes >= bytes && (best == free_.size() || free_[i].bytes < free_[best].bytes)) best = i;
+    if (free_[i].bytes >= bytes && (best == free_.size() || free_[i].bytes < free_[best].bytes))
+      best = i;
   }
   if (best == free_.size()) return {std::unique_ptr<char[]>(new char[bytes]), bytes};
   Block block = std::move(free_[best]);

@@ -7,7 +7,8 @@
 
 namespace whale {
 
-// Scratch memory that is handed from operation to operation instead of being mapped and faulted in anew.
+// Scratch memory that is handed from operation to operation instead of being mapped and faulted in
+// anew.
 class ScratchPool {
  public:
   struct Block {

@@ -29,7 +29,9 @@ int Arena::open(size_t bytes) {
   // What a child writes to its tensors must not be written to its parent's.
   pthread_atfork(nullptr, nullptr, [] {
     constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
-    if (mmap(arena->base_, arena->bytes_, PROT_READ | PROT_WRITE, kFlags, arena->descriptor_, 0) == MAP_FAILED) std::abort();
+    if (mmap(arena->base_, arena->bytes_, PROT_READ | PROT_WRITE, kFlags, arena->descriptor_, 0) ==
+        MAP_FAILED)
+      std::abort();
   });
   return 0;
 }

@@ -1,4 +1,5 @@
-// Memory of this process in which TensorFlow's large tensors lie, and which its peers of the machine map.
+// Memory of this process in which TensorFlow's large tensors lie, and which its peers of the
+// machine map.
 #pragma once
 
 #include <atomic>
@@ -9,9 +10,9 @@
 
 namespace whale {
 
-// A file that exists in memory only (memfd), of the largest size that may ever be wanted and mapped once: what nobody has touched
-// takes no memory, and a place in it is the same number in every process that maps it. In a child of fork it becomes a copy, as
-// all other memory does.
+// A file that exists in memory only (memfd), of the largest size that may ever be wanted and mapped
+// once: what nobody has touched takes no memory, and a place in it is the same number in every
+// process that maps it. In a child of fork it becomes a copy, as all other memory does.
 class WHALE_EXPORT Arena {
  public:
   // Null until open() has made it.
@@ -25,7 +26,9 @@ class WHALE_EXPORT Arena {
   void* take(size_t bytes);
   bool holds(const void* data) const { return offset_of(data) < bytes_; }
   // Where it lies, if the arena holds it; else some number that is not below bytes().
-  size_t offset_of(const void* data) const { return static_cast<size_t>(static_cast<const char*>(data) - base_); }
+  size_t offset_of(const void* data) const {
+    return static_cast<size_t>(static_cast<const char*>(data) - base_);
+  }
 
  private:
   char* base_ = nullptr;

@@ -31,7 +31,8 @@ Doorbell::Doorbell() {
 }
 
 void Doorbell::wait(uint32_t rings, int64_t timeout_ns) {
-  const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), static_cast<long>(timeout_ns % 1'000'000'000)};
+  const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000),
+                         static_cast<long>(timeout_ns % 1'000'000'000)};
   bell_->asleep.store(1, std::memory_order_seq_cst);
   futex(&bell_->rings, FUTEX_WAIT, rings, &timeout);
   bell_->asleep.store(0, std::memory_order_seq_cst);

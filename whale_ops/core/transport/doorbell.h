@@ -1,4 +1,5 @@
-// What the engine's thread sleeps on: a word in shared memory that threads of this process and other processes ring.
+// What the engine's thread sleeps on: a word in shared memory that threads of this process and
+// other processes ring.
 #pragma once
 
 #include <atomic>
@@ -25,7 +26,8 @@ class WHALE_EXPORT Doorbell {
   Doorbell(const Doorbell&) = delete;
 
   Bell* bell() const { return bell_; }
-  // File descriptor of the page that holds the bell, for other processes to map; -1 where the system has none.
+  // File descriptor of the page that holds the bell, for other processes to map; -1 where the
+  // system has none.
   int descriptor() const { return descriptor_; }
   // A number to give to wait(): rings from now on end that wait.
   uint32_t rings() const { return bell_->rings.load(std::memory_order_seq_cst); }

@@ -14,7 +14,8 @@
 namespace whale {
 namespace {
 
-// Who sees that a rank's process has ended tells more than that its memory is gone: it has this time to tell it.
+// Who sees that a rank's process has ended tells more than that its memory is gone: it has this
+// time to tell it.
 constexpr int64_t kEndedGraceNs = 500'000'000;
 
 enum class RecordKind : uint32_t { kMessage = 0, kTaken = 1 };
@@ -26,7 +27,8 @@ struct Record {
   uint32_t payload_bytes = 0;
   uint32_t slot = 0;     // number from 1 of the sender's slot that has the payload, or was read
   uint64_t address = 0;  // of a payload that stays with the sender
-  bool mapped = false;   // it is in what the receiver has mapped, and the address counted from there on
+  // It is in what the receiver has mapped, and the address counted from there on.
+  bool mapped = false;
   uint64_t cookie = 0;   // the sender's, of a payload that has to be, or was, taken
   bool dropped = false;  // of what was lent: it was not used to the end
   MessageHeader header;
@@ -38,13 +40,18 @@ enum Reach : char { kNothing = 0, kRings = 1, kTensors = 2 };
 class HostTransport final : public Transport {
  public:
   explicit HostTransport(std::unique_ptr<Transport> network)
-      : network_(std::move(network)), rank_(network_->rank()), size_(network_->size()), neighbours_(rank_, size_), peers_(size_) {
+      : network_(std::move(network)),
+        rank_(network_->rank()),
+        size_(network_->size()),
+        neighbours_(rank_, size_),
+        peers_(size_) {
     for (uint32_t slot = kSlots; slot > 0; --slot) free_slots_.push_back(slot);
   }
 
   Neighbours& neighbours() { return neighbours_; }
 
-  // `reached`: how far rank i reaches rank j, at i * size + j. A pair shares memory if each of the two reaches the other.
+  // `reached`: how far rank i reaches rank j, at i * size + j. A pair shares memory if each of the
+  // two reaches the other.
   void use(std::vector<char> reached) {
     reached_ = std::move(reached);
     for (int rank = 0; rank < size_; ++rank) {
@@ -59,23 +66,27 @@ class HostTransport final : public Transport {
   int size() const override { return size_; }
   bool needs_polling() const override { return has_remote() && network_->needs_polling(); }
   bool between_processes() const override { return true; }
-  bool share_memory(int one, int other) const override { return reached_[one * size_ + other] && reached_[other * size_ + one]; }
+  bool share_memory(int one, int other) const override {
+    return reached_[one * size_ + other] && reached_[other * size_ + one];
+  }
   bool share_tensors(int one, int other) const override {
     return reached_[one * size_ + other] == kTensors && reached_[other * size_ + one] == kTensors;
   }
   bool drained() const override {
     if (untaken_ > 0 || (has_remote() && !network_->drained())) return false;
-    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.backlog.empty(); });
+    return std::all_of(peers_.begin(), peers_.end(),
+                       [](const Peer& peer) { return peer.backlog.empty(); });
   }
 
   bool may_end() const override { return !has_remote() || network_->may_end(); }
 
-  void send(int to, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
-            TransportSink* sink) override {
+  void send(int to, const MessageHeader& header, const std::string& note, const void* payload,
+            uint64_t cookie, TransportSink* sink) override {
     if (!peers_[to].shared) return network_->send(to, header, note, payload, cookie, sink);
     const bool inlined = header.bytes <= kInlineBytes;
     const uint32_t staged = inlined ? 0 : staged_slot(payload);
-    const bool slotted = staged != 0 || (!inlined && header.bytes <= kSlotBytes && !free_slots_.empty());
+    const bool slotted =
+        staged != 0 || (!inlined && header.bytes <= kSlotBytes && !free_slots_.empty());
     Record record;
     record.header = header;
     record.note_bytes = static_cast<uint32_t>(note.size());
@@ -90,10 +101,11 @@ class HostTransport final : public Transport {
       record.slot = staged != 0 ? staged : take_slot(1);
       if (staged == 0) std::memcpy(neighbours_.slot(record.slot - 1), payload, header.bytes);
     } else {
-      // The receiver copies from where it lies, if it has that mapped: to read another process's memory takes the system a
-      // look-up of every page.
+      // The receiver copies from where it lies, if it has that mapped: to read another process's
+      // memory takes the system a look-up of every page.
       record.mapped = share_tensors(rank_, to) && arena_->holds(payload);
-      record.address = record.mapped ? arena_->offset_of(payload) : reinterpret_cast<uint64_t>(payload);
+      record.address =
+          record.mapped ? arena_->offset_of(payload) : reinterpret_cast<uint64_t>(payload);
       record.cookie = cookie;
       ++untaken_;
     }
@@ -102,8 +114,10 @@ class HostTransport final : public Transport {
   }
 
   void* stage(size_t bytes, const std::vector<int>& peers) override {
-    const bool all_shared = std::all_of(peers.begin(), peers.end(), [&](int peer) { return peers_[peer].shared; });
-    if (!all_shared || bytes <= kInlineBytes || bytes > kSlotBytes || free_slots_.empty()) return nullptr;
+    const bool all_shared =
+        std::all_of(peers.begin(), peers.end(), [&](int peer) { return peers_[peer].shared; });
+    if (!all_shared || bytes <= kInlineBytes || bytes > kSlotBytes || free_slots_.empty())
+      return nullptr;
     return neighbours_.slot(take_slot(static_cast<uint32_t>(peers.size())) - 1);
   }
 
@@ -111,7 +125,8 @@ class HostTransport final : public Transport {
     Peer& peer = peers_[arrival.source];
     if (!peer.shared) return network_->receive(arrival, dst, cookie, sink);
     const Parked& parked = parked_.at(arrival.token);
-    const void* mapped = parked.mapped ? peer.mapped->at(parked.address, arrival.header.bytes) : nullptr;
+    const void* mapped =
+        parked.mapped ? peer.mapped->at(parked.address, arrival.header.bytes) : nullptr;
     if (const void* data = mapped != nullptr ? mapped : view(arrival); data != nullptr) {
       std::memcpy(dst, data, arrival.header.bytes);
       discard(arrival);
@@ -125,14 +140,16 @@ class HostTransport final : public Transport {
     }
     discard(arrival);  // the sender may have its memory back
     if (error == 0) return sink->transferred(cookie);
-    sink->failed("reading " + std::to_string(arrival.header.bytes) + " bytes from the memory of rank " +
-                 std::to_string(arrival.source) + ": " + std::strerror(error));
+    sink->failed("reading " + std::to_string(arrival.header.bytes) +
+                 " bytes from the memory of rank " + std::to_string(arrival.source) + ": " +
+                 std::strerror(error));
   }
 
   const void* view(const Arrival& arrival) override {
     Peer& peer = peers_[arrival.source];
     if (!peer.shared) return network_->view(arrival);
-    // Not what lies in the sender's tensor: it waits until that was taken, and who only looks may wait for it meanwhile.
+    // Not what lies in the sender's tensor: it waits until that was taken, and who only looks may
+    // wait for it meanwhile.
     const uint32_t slot = parked_.at(arrival.token).slot;
     return slot == 0 ? nullptr : neighbours_.slot_of(arrival.source, slot - 1);
   }
@@ -143,21 +160,27 @@ class HostTransport final : public Transport {
     taken(&peer, arrival, arrival.header.kind == MessageKind::kLend);
   }
 
-  void give_back(const Arrival& arrival) override { taken(&peers_[arrival.source], arrival, false); }
+  void give_back(const Arrival& arrival) override {
+    taken(&peers_[arrival.source], arrival, false);
+  }
 
-  char* at(int rank, uint64_t offset, uint64_t bytes) override { return neighbours_.of(rank).at(offset, bytes); }
+  char* at(int rank, uint64_t offset, uint64_t bytes) override {
+    return neighbours_.of(rank).at(offset, bytes);
+  }
 
   bool progress(TransportSink* sink) override {
     if (ended_ns_ != 0 && now_ns() - ended_ns_ > kEndedGraceNs) {
       ended_ns_ = 0;
-      sink->failed("the process of rank " + std::to_string(ended_rank_) + " has ended in the middle of an operation; look at its log");
+      sink->failed("the process of rank " + std::to_string(ended_rank_) +
+                   " has ended in the middle of an operation; look at its log");
     }
     bool worked = has_remote() && network_->progress(sink);
     for (const int rank : shared_) {
       Peer& peer = peers_[rank];
       const Ring* in = peer.mapped->in;
       worked |= flush(&peer);
-      // What is there now; what comes of it may write more, and the engine looks again after work was done.
+      // What is there now; what comes of it may write more, and the engine looks again after work
+      // was done.
       const uint64_t end = in->written.load(std::memory_order_acquire);
       for (uint64_t position = in->read.load(std::memory_order_relaxed); position != end;) {
         position = take(rank, position, sink);
@@ -171,7 +194,7 @@ class HostTransport final : public Transport {
   struct Peer {
     bool shared = false;
     const Neighbour* mapped = nullptr;  // where it is shared
-    std::deque<std::string> backlog;  // records for which the ring had no room, in order
+    std::deque<std::string> backlog;    // records for which the ring had no room, in order
   };
   struct Parked {
     uint64_t address;
@@ -200,7 +223,8 @@ class HostTransport final : public Transport {
 
   // The slot in which the payload lies, as stage() has given it, or 0.
   uint32_t staged_slot(const void* payload) const {
-    const auto offset = reinterpret_cast<uintptr_t>(payload) - reinterpret_cast<uintptr_t>(neighbours_.slot(0));
+    const auto offset =
+        reinterpret_cast<uintptr_t>(payload) - reinterpret_cast<uintptr_t>(neighbours_.slot(0));
     return offset < kSlots * kSlotBytes ? static_cast<uint32_t>(offset / kSlotBytes) + 1 : 0;
   }
 
@@ -209,7 +233,8 @@ class HostTransport final : public Transport {
   void write(Peer* peer, const Record& record, const std::string& note, const void* payload) {
     std::string text(reinterpret_cast<const char*>(&record), sizeof(record));
     text += note;
-    if (record.payload_bytes > 0) text.append(static_cast<const char*>(payload), record.payload_bytes);
+    if (record.payload_bytes > 0)
+      text.append(static_cast<const char*>(payload), record.payload_bytes);
     if (!peer->backlog.empty() || !put(peer, text)) peer->backlog.push_back(std::move(text));
   }
 
@@ -219,7 +244,8 @@ class HostTransport final : public Transport {
     if (position + text.size() - ring->read.load(std::memory_order_acquire) > kRingBytes) {
       ring->writer_waits.store(1, std::memory_order_seq_cst);
       // Once more, in case the reader went by before it could see that.
-      if (position + text.size() - ring->read.load(std::memory_order_seq_cst) > kRingBytes) return false;
+      if (position + text.size() - ring->read.load(std::memory_order_seq_cst) > kRingBytes)
+        return false;
     }
     copy_in(ring, position, text.data(), text.size());
     ring->written.store(position + text.size(), std::memory_order_release);
@@ -236,8 +262,8 @@ class HostTransport final : public Transport {
     return worked;
   }
 
-  // Reads one record and acts on it; returns where the next one begins. The room is given back before anybody is told,
-  // since what they do may write.
+  // Reads one record and acts on it; returns where the next one begins. The room is given back
+  // before anybody is told, since what they do may write.
   uint64_t take(int rank, uint64_t position, TransportSink* sink) {
     const Neighbour& peer = *peers_[rank].mapped;
     Record record;
@@ -253,7 +279,9 @@ class HostTransport final : public Transport {
     copy_out(*peer.in, position, &arrival.payload[0], record.payload_bytes);
     position += record.payload_bytes;
     peer.in->read.store(position, std::memory_order_seq_cst);
-    if (peer.in->writer_waits.load(std::memory_order_seq_cst) != 0 && peer.in->writer_waits.exchange(0) != 0) peer.bell->ring();
+    if (peer.in->writer_waits.load(std::memory_order_seq_cst) != 0 &&
+        peer.in->writer_waits.exchange(0) != 0)
+      peer.bell->ring();
     if (record.kind == RecordKind::kTaken) {
       if (record.slot != 0) {
         if (--readers_[record.slot] == 0) free_slots_.push_back(record.slot);
@@ -277,22 +305,27 @@ class HostTransport final : public Transport {
   const int rank_;
   const int size_;
   Neighbours neighbours_;
-  std::vector<uint32_t> free_slots_;  // of this rank's segment, numbers from 1; the last one is used next
-  uint32_t readers_[kSlots + 1] = {};  // of each slot's payload, who have yet to say that they have taken it
+  // Of this rank's segment, numbers from 1; the last one is used next.
+  std::vector<uint32_t> free_slots_;
+  // Of each slot's payload, who have yet to say that they have taken it.
+  uint32_t readers_[kSlots + 1] = {};
   std::vector<Peer> peers_;  // by rank
   std::vector<char> reached_;
   std::vector<int> shared_;  // ranks that are reached through shared memory
-  std::unordered_map<uint64_t, Parked> parked_;  // announced payloads that still lie with their senders, by token
+  // Announced payloads that still lie with their senders, by token.
+  std::unordered_map<uint64_t, Parked> parked_;
   uint64_t next_token_ = 1;
-  int64_t ended_ns_ = 0;  // when the memory of a peer's process was found gone; 0: not yet, or told
+  // When the memory of a peer's process was found gone; 0: not yet, or told.
+  int64_t ended_ns_ = 0;
   int ended_rank_ = 0;
   int64_t untaken_ = 0;  // payloads of this rank that peers have yet to read or drop
 };
 
 }  // namespace
 
-Status share_memory(std::unique_ptr<Transport> network, bool wanted, const std::vector<int>& hosts, const GatherFixed& gather,
-                    const Doorbell& bell, std::unique_ptr<Transport>* transport, std::vector<std::string>* notes) {
+Status share_memory(std::unique_ptr<Transport> network, bool wanted, const std::vector<int>& hosts,
+                    const GatherFixed& gather, const Doorbell& bell,
+                    std::unique_ptr<Transport>* transport, std::vector<std::string>* notes) {
   const int size = network->size(), rank = network->rank();
   auto host = std::make_unique<HostTransport>(std::move(network));
   Neighbours& neighbours = host->neighbours();
@@ -301,9 +334,12 @@ Status share_memory(std::unique_ptr<Transport> network, bool wanted, const std::
   std::vector<Card> cards(static_cast<size_t>(size));
   Status status = gather(&card, sizeof(card), cards.data());
   if (!status.ok()) return status;
-  std::vector<char> reached(static_cast<size_t>(size), kNothing), all(static_cast<size_t>(size) * static_cast<size_t>(size));
+  std::vector<char> reached(static_cast<size_t>(size), kNothing),
+      all(static_cast<size_t>(size) * static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
-    if (!wanted || peer == rank || card.machine[0] == 0 || std::strcmp(cards[peer].machine, card.machine) != 0) continue;
+    if (!wanted || peer == rank || card.machine[0] == 0 ||
+        std::strcmp(cards[peer].machine, card.machine) != 0)
+      continue;
     if (!hosts.empty() && hosts[peer] != hosts[rank]) continue;
     const std::string obstacle = neighbours.reach(peer, cards[peer]);
     if (obstacle.empty()) {

@@ -36,11 +36,13 @@ class InProcessTransport final : public Transport {
   int size() const override { return static_cast<int>(hub_->mailboxes.size()); }
   bool needs_polling() const override { return false; }
   bool between_processes() const override { return false; }
-  bool share_memory(int one, int other) const override { return hub_->hosts.empty() || hub_->hosts[one] == hub_->hosts[other]; }
+  bool share_memory(int one, int other) const override {
+    return hub_->hosts.empty() || hub_->hosts[one] == hub_->hosts[other];
+  }
   bool drained() const override { return hub_->mailboxes[rank_].finished_sends.empty(); }
 
-  void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
-            TransportSink* sink) override {
+  void send(int peer, const MessageHeader& header, const std::string& note, const void* payload,
+            uint64_t cookie, TransportSink* sink) override {
     Arrival arrival;
     arrival.source = rank_;
     arrival.header = header;
@@ -101,10 +103,12 @@ class InProcessTransport final : public Transport {
 
 }  // namespace
 
-std::vector<std::unique_ptr<Transport>> make_in_process_transports(int size, std::vector<int> hosts) {
+std::vector<std::unique_ptr<Transport>> make_in_process_transports(int size,
+                                                                   std::vector<int> hosts) {
   auto hub = std::make_shared<Hub>(size, std::move(hosts));
   std::vector<std::unique_ptr<Transport>> transports;
-  for (int rank = 0; rank < size; ++rank) transports.push_back(std::make_unique<InProcessTransport>(hub, rank));
+  for (int rank = 0; rank < size; ++rank)
+    transports.push_back(std::make_unique<InProcessTransport>(hub, rank));
   return transports;
 }
 

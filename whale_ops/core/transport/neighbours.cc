@@ -33,10 +33,12 @@ void Neighbours::offer(const Doorbell& bell, Card* card) {
   std::strncpy(card->machine, machine_name().c_str(), sizeof(card->machine) - 1);
   card->process = getpid();
   card->bell_descriptor = bell.descriptor();
-  // As many rings as there are ranks: who shares the machine is not known yet, and what nobody touches takes no memory.
+  // As many rings as there are ranks: who shares the machine is not known yet, and what nobody
+  // touches takes no memory.
   segment_bytes_ = Segment::bytes_for(static_cast<size_t>(size_));
   void* memory = map_new("whale_rings", segment_bytes_, &descriptor_);
-  if (memory == nullptr || card->bell_descriptor < 0 || getrandom(mark_, sizeof(mark_), 0) != sizeof(mark_)) {
+  if (memory == nullptr || card->bell_descriptor < 0 ||
+      getrandom(mark_, sizeof(mark_), 0) != sizeof(mark_)) {
     card->error = errno;
     return;
   }
@@ -56,20 +58,28 @@ std::string Neighbours::reach(int rank, const Card& card) {
   Neighbour& neighbour = neighbours_[static_cast<size_t>(rank)];
   neighbour.process = card.process;
   if (own_ == nullptr) return "this rank could make no shared memory";
-  if (card.segment_descriptor < 0 && card.error == Card::kSwitchedOff) return "that one has shared memory switched off";
-  if (card.segment_descriptor < 0) return std::string("that one could make no shared memory (") + std::strerror(card.error) + ")";
+  if (card.segment_descriptor < 0 && card.error == Card::kSwitchedOff)
+    return "that one has shared memory switched off";
+  if (card.segment_descriptor < 0)
+    return std::string("that one could make no shared memory (") + std::strerror(card.error) + ")";
   uint64_t mark[2] = {};
   const int error = read_memory(card.process, card.mark_address, mark, sizeof(mark));
   if (error != 0 || std::memcmp(mark, card.mark, sizeof(mark)) != 0) {
-    return std::string("its memory cannot be read (") + (error != 0 ? std::strerror(error) : "another process has its number") +
+    return std::string("its memory cannot be read (") +
+           (error != 0 ? std::strerror(error) : "another process has its number") +
            "; containers need one process namespace and CAP_SYS_PTRACE)";
   }
-  neighbour.segment = static_cast<Segment*>(map_of(card.process, card.segment_descriptor, segment_bytes_));
-  if (neighbour.segment != nullptr) neighbour.bell = static_cast<Bell*>(map_of(card.process, card.bell_descriptor, sizeof(Bell)));
-  if (neighbour.bell == nullptr) return std::string("its shared memory cannot be opened (") + std::strerror(errno) + ")";
-  if (std::memcmp(neighbour.segment->mark, card.mark, sizeof(mark)) != 0) return "its shared memory is not the one it told of";
+  neighbour.segment =
+      static_cast<Segment*>(map_of(card.process, card.segment_descriptor, segment_bytes_));
+  if (neighbour.segment != nullptr)
+    neighbour.bell = static_cast<Bell*>(map_of(card.process, card.bell_descriptor, sizeof(Bell)));
+  if (neighbour.bell == nullptr)
+    return std::string("its shared memory cannot be opened (") + std::strerror(errno) + ")";
+  if (std::memcmp(neighbour.segment->mark, card.mark, sizeof(mark)) != 0)
+    return "its shared memory is not the one it told of";
   if (card.arena_descriptor >= 0) {
-    neighbour.arena = static_cast<char*>(map_of(card.process, card.arena_descriptor, card.arena_bytes));
+    neighbour.arena =
+        static_cast<char*>(map_of(card.process, card.arena_descriptor, card.arena_bytes));
     neighbour.arena_bytes = card.arena_bytes;
   }
   neighbour.in = &own_->rings[rank];

@@ -1,4 +1,5 @@
-// What ranks of one machine have mapped of each other's memory: a segment with rings and slots, a doorbell, an arena of tensors.
+// What ranks of one machine have mapped of each other's memory: a segment with rings and slots, a
+// doorbell, an arena of tensors.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,10 @@ struct Card {
   int32_t process;
   int32_t segment_descriptor;  // -1: this rank has no shared memory
   int32_t bell_descriptor;
-  int32_t error;               // why not: errno, or kSwitchedOff
-  uint64_t mark[2];            // random; first thing in the segment, and at mark_address
+  int32_t error;     // why not: errno, or kSwitchedOff
+  uint64_t mark[2];  // random; first thing in the segment, and at mark_address
   uint64_t mark_address;
-  int32_t arena_descriptor;    // -1: this rank's tensors are its own
+  int32_t arena_descriptor;  // -1: this rank's tensors are its own
   uint64_t arena_bytes;
 
   static constexpr int kSwitchedOff = -1;
@@ -45,18 +46,22 @@ struct Neighbour {
 
 class Neighbours {
  public:
-  Neighbours(int rank, int size) : rank_(rank), size_(size), neighbours_(static_cast<size_t>(size)) {}
+  Neighbours(int rank, int size)
+      : rank_(rank), size_(size), neighbours_(static_cast<size_t>(size)) {}
   ~Neighbours();
   Neighbours(const Neighbours&) = delete;
 
-  // Makes this rank's segment for the ranks of the machine and fills in the card. `bell`: this rank's.
+  // Makes this rank's segment for the ranks of the machine and fills in the card. `bell`: this
+  // rank's.
   void offer(const Doorbell& bell, Card* card);
   // Maps what another rank offers; what is in the way, in words, or nothing.
   std::string reach(int rank, const Card& card);
   const Neighbour& of(int rank) const { return neighbours_[static_cast<size_t>(rank)]; }
   // Slots of this rank's segment, or a neighbour's.
   char* slot(uint32_t index) const { return own_->slot(static_cast<size_t>(size_), index); }
-  char* slot_of(int rank, uint32_t index) const { return of(rank).segment->slot(static_cast<size_t>(size_), index); }
+  char* slot_of(int rank, uint32_t index) const {
+    return of(rank).segment->slot(static_cast<size_t>(size_), index);
+  }
 
  private:
   const int rank_;

@@ -18,8 +18,9 @@ void allow_reading();
 // Copies out of another process's memory; 0 or errno.
 int read_memory(int process, uint64_t address, void* dst, size_t bytes);
 
-// New memory in a file that exists in memory only (memfd), all zeros, which other processes open by its descriptor; what nobody
-// touches takes none. Null, -1 and errno if that cannot be had. `name` is seen in /proc.
+// New memory in a file that exists in memory only (memfd), all zeros, which other processes open by
+// its descriptor; what nobody touches takes none. Null, -1 and errno if that cannot be had. `name`
+// is seen in /proc.
 void* map_new(const char* name, size_t bytes, int* descriptor);
 
 // Memory of another process's descriptor; null and errno if that cannot be had.

@@ -16,13 +16,16 @@
 namespace whale {
 namespace {
 
-constexpr int64_t kGatherNs = 10'000'000'000;  // that a rank may take to say where its memory lies; it has come so far by then
-constexpr int64_t kBrokenGraceNs = 5'000'000'000;  // who sees that a rank's process has ended tells more than that its end is closed
+// That a rank may take to say where its memory lies; it has come so far by then.
+constexpr int64_t kGatherNs = 10'000'000'000;
+// Who sees that a rank's process has ended tells more than that its end is closed.
+constexpr int64_t kBrokenGraceNs = 5'000'000'000;
 constexpr int kEvents = 64;
 
 enum class FrameKind : uint32_t { kAnnounced = 0, kPulled = 1, kPayload = 2, kDropped = 3 };
 
-// In front of all that is sent. Behind it lie a message's note and its payload, if that is small; or a payload that was pulled.
+// In front of all that is sent. Behind it lie a message's note and its payload, if that is small;
+// or a payload that was pulled.
 struct Frame {
   FrameKind kind = FrameKind::kAnnounced;
   uint32_t note_bytes = 0;
@@ -32,7 +35,8 @@ struct Frame {
 
 class SocketTransport final : public Transport {
  public:
-  SocketTransport(int rank, const std::vector<int>& sockets) : rank_(rank), peers_(sockets.size()), events_(epoll_create1(EPOLL_CLOEXEC)) {
+  SocketTransport(int rank, const std::vector<int>& sockets)
+      : rank_(rank), peers_(sockets.size()), events_(epoll_create1(EPOLL_CLOEXEC)) {
     for (size_t peer = 0; peer < sockets.size(); ++peer) {
       peers_[peer].socket = sockets[peer];
       if (sockets[peer] < 0) continue;
@@ -56,15 +60,18 @@ class SocketTransport final : public Transport {
   bool needs_polling() const override { return size() > 1; }
   bool between_processes() const override { return true; }
   bool drained() const override {
-    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.broken || (peer.out.empty() && peer.parked.empty()); });
+    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
+      return peer.broken || (peer.out.empty() && peer.parked.empty());
+    });
   }
 
   bool may_end() const override {
-    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.broken || peer.out.empty(); });
+    return std::all_of(peers_.begin(), peers_.end(),
+                       [](const Peer& peer) { return peer.broken || peer.out.empty(); });
   }
 
-  void send(int to, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
-            TransportSink* sink) override {
+  void send(int to, const MessageHeader& header, const std::string& note, const void* payload,
+            uint64_t cookie, TransportSink* sink) override {
     Peer& peer = peers_[to];
     const bool inlined = header.bytes <= kInlineBytes;
     Frame frame;
@@ -83,7 +90,8 @@ class SocketTransport final : public Transport {
   }
 
   void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
-    peers_[arrival.source].wanted[arrival.token] = {static_cast<char*>(dst), arrival.header.bytes, cookie};
+    peers_[arrival.source].wanted[arrival.token] = {static_cast<char*>(dst), arrival.header.bytes,
+                                                    cookie};
     answer(arrival, FrameKind::kPulled, sink);
   }
 
@@ -96,7 +104,8 @@ class SocketTransport final : public Transport {
       if (!peer.out.empty() && !peer.broken) worked |= flush(rank, sink);
       if (peer.broken_ns != 0 && now_ns() - peer.broken_ns > kBrokenGraceNs) {
         peer.broken_ns = 0;
-        sink->failed("the connection with rank " + std::to_string(rank) + " has broken; look at its log");
+        sink->failed("the connection with rank " + std::to_string(rank) +
+                     " has broken; look at its log");
       }
     }
     epoll_event events[kEvents];
@@ -117,12 +126,15 @@ class SocketTransport final : public Transport {
         char* place = static_cast<char*>(all) + bytes * static_cast<size_t>(rank);
         for (size_t done = 0; done < bytes;) {
           const int socket = peers_[rank].socket;
-          const ssize_t moved = sends ? ::send(socket, static_cast<const char*>(mine) + done, bytes - done, MSG_NOSIGNAL)
+          const ssize_t moved = sends ? ::send(socket, static_cast<const char*>(mine) + done,
+                                               bytes - done, MSG_NOSIGNAL)
                                       : recv(socket, place + done, bytes - done, 0);
           if (moved > 0) done += static_cast<size_t>(moved);
           const bool waits = moved < 0 && (errno == EAGAIN || errno == EINTR);
           if (moved > 0 || (waits && now_ns() < until_ns && ready(socket, sends))) continue;
-          return Status::Error(Code::kUnavailable, "rank " + std::to_string(rank) + " does not say where its memory lies; look at its log");
+          return Status::Error(Code::kUnavailable,
+                               "rank " + std::to_string(rank) +
+                                   " does not say where its memory lies; look at its log");
         }
       }
     }
@@ -148,12 +160,13 @@ class SocketTransport final : public Transport {
   struct Peer {
     int socket = -1;
     bool broken = false;
-    int64_t broken_ns = 0;  // when its end was found closed, though it had not said good-bye; 0: not, or told
+    // When its end was found closed, though it had not said good-bye; 0: not, or told.
+    int64_t broken_ns = 0;
     bool left = false;
     std::deque<Out> out;
     std::unordered_map<uint64_t, Parked> parked;
     std::unordered_map<uint64_t, Wanted> wanted;
-    std::string in;      // a frame that has not come whole
+    std::string in;             // a frame that has not come whole
     Wanted now{nullptr, 0, 0};  // a payload that is coming
     uint64_t received = 0;      // of it
   };
@@ -167,7 +180,8 @@ class SocketTransport final : public Transport {
     Frame frame;
     frame.kind = kind;
     frame.token = arrival.token;
-    put(&peers_[arrival.source], {std::string(reinterpret_cast<const char*>(&frame), sizeof(frame)), {}});
+    put(&peers_[arrival.source],
+        {std::string(reinterpret_cast<const char*>(&frame), sizeof(frame)), {}});
     if (sink != nullptr) flush(arrival.source, sink);
   }
 
@@ -188,8 +202,10 @@ class SocketTransport final : public Transport {
     while (!peer.out.empty()) {
       Out& out = peer.out.front();
       const bool in_head = out.sent < out.head.size();
-      const char* from = in_head ? out.head.data() + out.sent : out.payload.data + (out.sent - out.head.size());
-      const uint64_t left = in_head ? out.head.size() - out.sent : out.head.size() + out.payload.bytes - out.sent;
+      const char* from =
+          in_head ? out.head.data() + out.sent : out.payload.data + (out.sent - out.head.size());
+      const uint64_t left =
+          in_head ? out.head.size() - out.sent : out.head.size() + out.payload.bytes - out.sent;
       if (left > 0) {
         const ssize_t moved = ::send(peer.socket, from, left, MSG_NOSIGNAL);
         if (moved < 0 && (errno == EAGAIN || errno == EINTR)) return worked;
@@ -215,7 +231,8 @@ class SocketTransport final : public Transport {
       char buffer[64 << 10];
       const bool straight = peer.now.data != nullptr;
       const size_t wanted = straight ? peer.now.bytes - peer.received : sizeof(buffer);
-      const ssize_t moved = recv(peer.socket, straight ? peer.now.data + peer.received : buffer, wanted, 0);
+      const ssize_t moved =
+          recv(peer.socket, straight ? peer.now.data + peer.received : buffer, wanted, 0);
       if (moved < 0 && (errno == EAGAIN || errno == EINTR)) return worked;
       if (moved <= 0) {
         lose(&peer);

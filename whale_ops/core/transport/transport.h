@@ -1,4 +1,5 @@
-// What a communicator needs from a network: announced messages between ranks, in order per pair of ranks.
+// What a communicator needs from a network: announced messages between ranks, in order per pair of
+// ranks.
 #pragma once
 
 #include <memory>
@@ -9,7 +10,8 @@
 
 namespace whale {
 
-// kLend: small, and says where memory of the sender lies that the receiver may read and write until it gives it back.
+// kLend: small, and says where memory of the sender lies that the receiver may read and write until
+// it gives it back.
 enum class MessageKind : uint32_t { kData = 0, kAbort = 1, kLeave = 2, kLend = 3 };
 
 // Fixed-size head of every message, sent as it is between machines of one byte order.
@@ -21,22 +23,26 @@ struct MessageHeader {
   MessageKind kind = MessageKind::kData;
 };
 
-// A message whose head has arrived. Small payloads come with it; others wait at the sender until receive().
+// A message whose head has arrived. Small payloads come with it; others wait at the sender until
+// receive().
 struct Arrival {
   int source = 0;
   MessageHeader header;
-  std::string note;            // of an operation's first message: its descriptor in words; of an abort: the message
+  // Of an operation's first message: its descriptor in words; of an abort: the message.
+  std::string note;
   bool inlined = false;
-  std::string payload;         // when inlined
-  uint64_t token = 0;          // the transport's own, when not inlined
+  std::string payload;  // when inlined
+  uint64_t token = 0;   // the transport's own, when not inlined
 };
 
 // Who is told about progress: the communicator's endpoint.
 class TransportSink {
  public:
   virtual void arrived(Arrival&& arrival) = 0;
-  virtual void transferred(uint64_t cookie) = 0;  // a send's buffer is free again, or a receive's data is there
-  virtual void dropped(uint64_t cookie) = 0;  // what was lent is free again, and nobody can say in which state it is
+  // A send's buffer is free again, or a receive's data is there.
+  virtual void transferred(uint64_t cookie) = 0;
+  // What was lent is free again, and nobody can say in which state it is.
+  virtual void dropped(uint64_t cookie) = 0;
   virtual void failed(const std::string& what) = 0;
 
  protected:
@@ -54,17 +60,18 @@ class Transport {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // `payload` stays valid until sink.transferred(cookie). Cookie 0: nobody waits (abort, leave), no payload. Of kLend, that comes
-  // when the receiver gives back what was lent, and sink.dropped(cookie) when it discards it.
-  virtual void send(int peer, const MessageHeader& header, const std::string& note, const void* payload, uint64_t cookie,
-                    TransportSink* sink) = 0;
+  // `payload` stays valid until sink.transferred(cookie). Cookie 0: nobody waits (abort, leave), no
+  // payload. Of kLend, that comes when the receiver gives back what was lent, and
+  // sink.dropped(cookie) when it discards it.
+  virtual void send(int peer, const MessageHeader& header, const std::string& note,
+                    const void* payload, uint64_t cookie, TransportSink* sink) = 0;
   // Pulls the payload of an announced message into `dst`; sink.transferred(cookie) follows.
   virtual void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) = 0;
-  // Memory for the payload of one message to each of these peers that is then sent without a copy; null where there is none. It
-  // must be sent, and belongs to the transport from then on.
+  // Memory for the payload of one message to each of these peers that is then sent without a copy;
+  // null where there is none. It must be sent, and belongs to the transport from then on.
   virtual void* stage(size_t /* bytes */, const std::vector<int>& /* peers */) { return nullptr; }
-  // Where the payload of an announced message can be read in place, until discard(arrival); null where it cannot, or where
-  // its sender would wait for that.
+  // Where the payload of an announced message can be read in place, until discard(arrival); null
+  // where it cannot, or where its sender would wait for that.
   virtual const void* view(const Arrival& /* arrival */) { return nullptr; }
   // Where a place in the arena of a rank that shares its tensors is mapped.
   virtual char* at(int /* peer */, uint64_t /* offset */, uint64_t /* bytes */) { return nullptr; }
@@ -84,7 +91,8 @@ class Transport {
   virtual bool share_tensors(int /* one */, int /* other */) const { return false; }
   // Whether every send that was given to the network has left this rank's memory.
   virtual bool drained() const = 0;
-  // Whether it may end though peers that are gone have not taken what was sent to them: nothing reads that memory any more.
+  // Whether it may end though peers that are gone have not taken what was sent to them: nothing
+  // reads that memory any more.
   virtual bool may_end() const { return drained(); }
 };
 

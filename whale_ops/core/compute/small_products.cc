@@ -1,0 +1,229 @@
+#include "whale_ops/core/compute/small_products.h"
+
+#include <algorithm>
+
+// A product and its addition in one instruction, where the processor has it: twice as many as in
+// two.
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#else
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
+#define WHALE_INLINE __attribute__((always_inline)) inline
+
+namespace whale {
+namespace {
+
+// Of a k of the columns of a panel: at most two vectors of AVX-512.
+constexpr int64_t kPanelBytes = 128;
+
+// Four numbers of each of four rows, or two of two, the other way round.
+typedef float FourFloats __attribute__((vector_size(16)));
+typedef double TwoDoubles __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define WHALE_SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define WHALE_SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, type{__VA_ARGS__})
+#endif
+typedef int32_t FourNumbers __attribute__((vector_size(16)));
+typedef int64_t TwoNumbers __attribute__((vector_size(16)));
+
+WHALE_INLINE void transpose(FourFloats (&v)[4]) {
+  const FourFloats a = WHALE_SHUFFLE(FourNumbers, v[0], v[1], 0, 4, 1, 5);
+  const FourFloats b = WHALE_SHUFFLE(FourNumbers, v[0], v[1], 2, 6, 3, 7);
+  const FourFloats c = WHALE_SHUFFLE(FourNumbers, v[2], v[3], 0, 4, 1, 5);
+  const FourFloats d = WHALE_SHUFFLE(FourNumbers, v[2], v[3], 2, 6, 3, 7);
+  v[0] = WHALE_SHUFFLE(FourNumbers, a, c, 0, 1, 4, 5);
+  v[1] = WHALE_SHUFFLE(FourNumbers, a, c, 2, 3, 6, 7);
+  v[2] = WHALE_SHUFFLE(FourNumbers, b, d, 0, 1, 4, 5);
+  v[3] = WHALE_SHUFFLE(FourNumbers, b, d, 2, 3, 6, 7);
+}
+
+WHALE_INLINE void transpose(TwoDoubles (&v)[2]) {
+  const TwoDoubles a = v[0];
+  v[0] = WHALE_SHUFFLE(TwoNumbers, a, v[1], 0, 2);
+  v[1] = WHALE_SHUFFLE(TwoNumbers, a, v[1], 1, 3);
+}
+
+// Of columns whose k lie side by side: from[j * across + k] to panel[k * width + j].
+template <typename T>
+WHALE_INLINE void pack_turned(const T* from, int64_t across, int64_t columns, int64_t count,
+                              int width, T* panel) {
+  typedef T Block __attribute__((vector_size(16)));
+  typedef Block Loose __attribute__((aligned(alignof(T)), may_alias));
+  constexpr int64_t kBlock = 16 / sizeof(T);
+  const int64_t whole_columns = columns / kBlock * kBlock, whole = count / kBlock * kBlock;
+  for (int64_t j = 0; j < whole_columns; j += kBlock) {
+    for (int64_t k = 0; k < whole; k += kBlock) {
+      Block block[kBlock];
+      for (int64_t i = 0; i < kBlock; ++i)
+        block[i] = *reinterpret_cast<const Loose*>(from + (j + i) * across + k);
+      transpose(block);
+      for (int64_t i = 0; i < kBlock; ++i)
+        *reinterpret_cast<Loose*>(panel + (k + i) * width + j) = block[i];
+    }
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    for (int64_t j = k < whole ? whole_columns : 0; j < columns; ++j)
+      panel[k * width + j] = from[j * across + k];
+  }
+}
+
+// Columns of `right` from `first` on, one k after the other: [summed, width]. What is missing at
+// the end is zeros.
+template <typename T>
+WHALE_INLINE void pack(const ProductSizes& sizes, const T* right, int64_t first, int width,
+                       T* panel) {
+  const int64_t columns = std::min<int64_t>(width, sizes.columns.size - first),
+                count = sizes.summed.size;
+  const int64_t down = sizes.summed.right, across = sizes.columns.right;
+  const T* from = right + first * across;
+  if (down == 1) {
+    pack_turned(from, across, columns, count, width, panel);
+  } else if (across == 1) {
+    for (int64_t k = 0; k < count; ++k) std::copy_n(from + k * down, columns, panel + k * width);
+  } else {
+    for (int64_t k = 0; k < count; ++k) {
+      for (int64_t j = 0; j < columns; ++j) panel[k * width + j] = from[k * down + j * across];
+    }
+  }
+  for (int64_t k = 0; columns < width && k < count; ++k)
+    std::fill(panel + k * width + columns, panel + (k + 1) * width, T(0));
+}
+
+// kRows rows by one panel of kVectors vectors, whose sums stay in registers.
+template <typename T, typename V, int kRows, int kVectors>
+WHALE_INLINE void tile(const ProductSizes& sizes, const T* left, const T* panel, int64_t columns,
+                       T* out) {
+  typedef V Loose __attribute__((aligned(alignof(T)), may_alias));
+  constexpr int kWidth = sizeof(V) / sizeof(T);
+  V sums[kRows][kVectors] = {};
+  const int64_t row = sizes.rows.left, step = sizes.summed.left;
+  for (int64_t k = 0; k < sizes.summed.size; ++k, left += step, panel += kVectors * kWidth) {
+    V right[kVectors];
+    for (int v = 0; v < kVectors; ++v)
+      right[v] = *reinterpret_cast<const Loose*>(panel + v * kWidth);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      for (int v = 0; v < kVectors; ++v) sums[i][v] += left[i * row] * right[v];
+    }
+  }
+  for (int i = 0; i < kRows; ++i, out += sizes.rows.out) {
+    if (columns == kVectors * kWidth) {
+      for (int v = 0; v < kVectors; ++v) *reinterpret_cast<Loose*>(out + v * kWidth) = sums[i][v];
+    } else {
+      std::copy_n(reinterpret_cast<const T*>(sums[i]), columns, out);
+    }
+  }
+}
+
+// All rows by the columns from `first` on.
+template <typename T, typename V, int kRows, int kVectors>
+WHALE_INLINE void columns_of(const ProductSizes& sizes, const T* left, const T* right,
+                             int64_t first, T* out, T* panel) {
+  constexpr int kWidth = kVectors * sizeof(V) / sizeof(T);
+  pack(sizes, right, first, kWidth, panel);
+  const int64_t rows = sizes.rows.size,
+                columns = std::min<int64_t>(kWidth, sizes.columns.size - first);
+  const auto from = [&](int64_t row) { return left + row * sizes.rows.left; };
+  const auto to = [&](int64_t row) { return out + row * sizes.rows.out + first; };
+  int64_t row = 0;
+  for (; row + kRows <= rows; row += kRows)
+    tile<T, V, kRows, kVectors>(sizes, from(row), panel, columns, to(row));
+  for (; row + 2 <= rows; row += 2)
+    tile<T, V, 2, kVectors>(sizes, from(row), panel, columns, to(row));
+  for (; row < rows; ++row) tile<T, V, 1, kVectors>(sizes, from(row), panel, columns, to(row));
+}
+
+template <typename T, typename V, int kRows>
+WHALE_INLINE void product(const ProductSizes& sizes, const T* left, const T* right, T* out,
+                          T* panel) {
+  constexpr int64_t kWidth = sizeof(V) / sizeof(T);
+  int64_t first = 0;
+  for (; first + kWidth < sizes.columns.size; first += 2 * kWidth) {
+    columns_of<T, V, kRows, 2>(sizes, left, right, first, out, panel);
+  }
+  if (first < sizes.columns.size) columns_of<T, V, kRows, 1>(sizes, left, right, first, out, panel);
+}
+
+template <typename T>
+using Multiply = void (*)(const ProductSizes&, const T*, const T*, T*, T*);
+
+template <typename T>
+void anywhere(const ProductSizes& sizes, const T* left, const T* right, T* out, T* panel) {
+  typedef T Vector __attribute__((vector_size(16)));
+  product<T, Vector, 4>(sizes, left, right, out, panel);
+}
+
+#if defined(__x86_64__)
+template <typename T>
+__attribute__((target("avx2,fma"))) void with_avx2(const ProductSizes& sizes, const T* left,
+                                                   const T* right, T* out, T* panel) {
+  typedef T Vector __attribute__((vector_size(32)));
+  product<T, Vector, 6>(sizes, left, right, out, panel);
+}
+
+template <typename T>
+__attribute__((target("avx512f"))) void with_avx512(const ProductSizes& sizes, const T* left,
+                                                    const T* right, T* out, T* panel) {
+  typedef T Vector __attribute__((vector_size(64)));
+  product<T, Vector, 8>(sizes, left, right, out, panel);
+}
+
+template <typename T>
+Multiply<T> code_of(ProductCode code) {
+  switch (code) {
+    case ProductCode::kAvx512: return with_avx512<T>;
+    case ProductCode::kAvx2: return with_avx2<T>;
+    default: return anywhere<T>;
+  }
+}
+#else
+template <typename T>
+Multiply<T> code_of(ProductCode) {
+  return anywhere<T>;
+}
+#endif
+
+}  // namespace
+
+template <typename T>
+int64_t scratch_elements(const ProductSizes& sizes) {
+  return sizes.summed.size * (kPanelBytes / sizeof(T));
+}
+
+std::vector<ProductCode> product_codes() {
+  std::vector<ProductCode> found;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) found.push_back(ProductCode::kAvx512);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    found.push_back(ProductCode::kAvx2);
+#endif
+  found.push_back(ProductCode::kAnywhere);
+  return found;
+}
+
+template <typename T>
+void multiply(const ProductSizes& sizes, const T* left, const T* right, T* out, T* scratch) {
+  static const Multiply<T> best = code_of<T>(product_codes().front());
+  best(sizes, left, right, out, scratch);
+}
+
+template <typename T>
+void multiply_by(ProductCode code, const ProductSizes& sizes, const T* left, const T* right, T* out,
+                 T* scratch) {
+  code_of<T>(code)(sizes, left, right, out, scratch);
+}
+
+template int64_t scratch_elements<float>(const ProductSizes&);
+template int64_t scratch_elements<double>(const ProductSizes&);
+template void multiply<float>(const ProductSizes&, const float*, const float*, float*, float*);
+template void multiply<double>(const ProductSizes&, const double*, const double*, double*, double*);
+template void multiply_by<float>(ProductCode, const ProductSizes&, const float*, const float*,
+                                 float*, float*);
+template void multiply_by<double>(ProductCode, const ProductSizes&, const double*, const double*,
+                                  double*, double*);
+
+}  // namespace whale

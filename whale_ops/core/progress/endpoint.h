@@ -1,0 +1,208 @@
+// One rank's end of a communicator: matches messages to operations by key, carries aborts and
+// departures.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "whale_ops/core/operation/operation.h"
+#include "whale_ops/core/operation/recorder.h"
+#include "whale_ops/core/transport/transport.h"
+
+namespace whale {
+
+// Emulated network of this rank's outgoing messages, where there are several hosts of those to
+// other hosts; zero means "as fast as the transport".
+struct LinkModel {
+  double latency_s = 0;
+  double bandwidth_bytes_per_s = 0;
+  bool active() const { return latency_s > 0 || bandwidth_bytes_per_s > 0; }
+};
+
+// An operation that waits for other ranks.
+struct Wait {
+  std::string title;
+  bool moves_tensor = false;
+  int64_t ready_ns = 0;
+  std::vector<int> missing;
+};
+
+class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
+ public:
+  // `wake`: called after something was submitted, so that the engine looks.
+  Endpoint(std::string name, std::unique_ptr<Transport> transport, std::function<void()> wake);
+  ~Endpoint();
+
+  // Any thread.
+  const std::string& name() const { return name_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // An identifier for submit() that cancel() understands from now on.
+  uint64_t reserve();
+  void release(uint64_t id);  // of a reservation that will not be used
+  // Starts the operation; every outcome, bad arguments included, is told through request.done.
+  void submit(uint64_t id, Request request);
+  void submit(Request request) { submit(reserve(), std::move(request)); }
+  // Completes the operation with `status` and aborts the communicator; nothing when it has finished
+  // already.
+  void cancel(uint64_t id, Status status);
+  // Fails all pending and future operations of all ranks with this message.
+  void abort(Status status);
+  // Ranks that operations whose title contains the text have waited for, as of the last look at
+  // them.
+  std::vector<int> awaited_ranks(const std::string& title) const;
+  // What the rank is known to have died of, by somebody who sees its process: all operations of
+  // this rank fail from now on, each naming itself. Nothing when the peer has said good-bye. `what`
+  // ends a sentence that begins with "rank 1".
+  void lose(int peer, const std::string& what);
+  bool lost() const { return lost_.load(); }
+  // Whether a peer is gone that has not said good-bye.
+  bool misses() const { return misses_.load(); }
+  // The error with which all operations fail from now on, if any.
+  Status failure() const;
+  // The operations that have waited for some time, as of the last look at them: those that move
+  // tensors first, oldest first.
+  std::vector<Wait> waits() const;
+  // Says good-bye to the other ranks; operations of this rank fail from now on.
+  void leave();
+  // Whether all ranks have left, or are gone, and nothing of this rank is under way any more.
+  bool closed() const { return closed_.load(); }
+  void set_link(LinkModel link);
+  // Of all-reduces submitted from now on, where it can serve them. Equal on all ranks.
+  void set_algorithm(Algorithm algorithm);
+  Recorder& recorder() { return recorder_; }
+
+  // Engine thread.
+  bool poll(int64_t now);
+  int64_t next_deadline_ns() const;
+  bool needs_polling() const { return transport_ && transport_->needs_polling(); }
+  bool between_processes() const { return transport_ && transport_->between_processes(); }
+  bool has_active() const { return !active_.empty(); }
+  // Copies out of the arena (arena.h) of a rank that shares its tensors with this one, be it gone
+  // or not.
+  Status read_lent(int peer, uint64_t place, void* to, uint64_t bytes);
+
+ private:
+  bool is_over() const;
+  struct InTransit {
+    std::shared_ptr<Operation> operation;
+    int lane;
+    int peer;
+    bool is_send;
+  };
+  struct Delayed {
+    int64_t deliver_ns;
+    int peer;
+    MessageHeader header;
+    std::string note;
+    const void* payload;
+    uint64_t cookie;
+  };
+  struct Entry {  // work for the engine thread
+    enum class What { kSubmit, kCancel, kAbort, kLeave, kLose } what;
+    uint64_t id = 0;  // of kLose: the peer
+    uint64_t call = 0;
+    int64_t ready_ns = 0;
+    Request request;
+    Status status;
+  };
+  enum class Reservation { kFree, kCancelled, kSubmitted };
+
+  // TransportSink
+  void arrived(Arrival&& arrival) override;
+  void transferred(uint64_t cookie) override;
+  // Its receiver fails, and says so.
+  void dropped(uint64_t cookie) override { in_transit_.erase(cookie); }
+  void failed(const std::string& what) override;
+  // MessageLink
+  bool has_left(int peer) const override { return left_[peer]; }
+  void post_send(Operation* operation, int lane, int peer, const MessageHeader& header,
+                 const std::string& note, const void* payload) override;
+  void post_receive(Operation* operation, int lane, const Arrival& arrival, void* dst) override;
+  void* stage(size_t bytes, const std::vector<int>& peers) override {
+    return transport_->stage(bytes, peers);
+  }
+  const void* view(const Arrival& arrival) override { return transport_->view(arrival); }
+  void discard(const Arrival& arrival) override;
+  char* at(int peer, uint64_t offset, uint64_t bytes) override {
+    return transport_->at(peer, offset, bytes);
+  }
+  void give_back(const Arrival& arrival) override { transport_->give_back(arrival); }
+  void work_on(Operation* operation) override { working_.push_back(operation->shared_from_this()); }
+
+  Status check(const Request& request) const;
+  std::vector<int> hosts_of(const std::vector<int>& group) const;
+  bool shares_tensors(const std::vector<int>& group) const;
+  bool work();
+  void push(Entry entry);
+  void handle(Entry entry);
+  void begin(Entry entry);
+  void emit(int peer, const MessageHeader& header, const std::string& note, const void* payload,
+            uint64_t cookie);
+  bool flush_delayed(int64_t now);
+  void settle(const std::shared_ptr<Operation>& operation);
+  void finish(const std::shared_ptr<Operation>& operation, const Status& status);
+  void fail_everything(const Status& status, bool tell_others);
+  void peer_lost(int peer, const std::string& what);
+  Status crossed() const;
+  void discard_unexpected();
+  void depart();
+  void peer_left(int peer);
+  void check_waits(int64_t now);
+  std::vector<int> missing_peers(const Operation& operation) const;
+  std::vector<int> pending_send_peers(const Operation* operation) const;
+  void remember_finished(const Operation& operation);
+
+  const std::string name_;
+  std::unique_ptr<Transport> transport_;
+  const int rank_;
+  const int size_;
+  // Of each rank, numbered from 0: ranks of one host all share memory.
+  const std::vector<int> hosts_;
+  const bool several_hosts_;
+  const std::function<void()> wake_;
+  Recorder recorder_;
+
+  mutable std::mutex mutex_;  // guards the members up to the next comment
+  std::vector<Entry> inbox_;
+  std::unordered_map<std::string, uint64_t> calls_;
+  std::unordered_map<uint64_t, Reservation> reservations_;
+  uint64_t next_id_ = 1;
+  LinkModel link_;
+  Algorithm algorithm_ = Algorithm::kAuto;
+  std::vector<Wait> waits_;  // as of the last check_waits
+  Status failure_;           // aborted_, for other threads
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> misses_{false};
+  std::atomic<bool> lost_{false};
+
+  // Engine thread only.
+  std::unordered_map<uint64_t, std::shared_ptr<Operation>> active_;  // by tag
+  std::unordered_map<uint64_t, std::vector<Arrival>> unexpected_;    // by tag
+  // Descriptor by tag, of the latest operations.
+  std::unordered_map<uint64_t, std::string> finished_;
+  std::deque<uint64_t> finished_order_;
+  std::unordered_map<uint64_t, InTransit> in_transit_;  // by cookie
+  uint64_t next_cookie_ = 1;
+  std::vector<std::shared_ptr<Operation>> working_;  // they have work that waits for nobody
+  std::deque<Delayed> delayed_;
+  LinkModel engine_link_;
+  int64_t link_free_ns_ = 0;
+  std::vector<bool> left_;
+  std::vector<bool> gone_;  // without a word, as somebody says who sees their processes
+  // Peers that have left: when sends to them are given up.
+  std::unordered_map<int, int64_t> send_grace_ns_;
+  bool self_left_ = false;
+  Status aborted_;
+  int64_t next_check_ns_ = 0;
+  ScratchPool scratch_;
+};
+
+}  // namespace whale

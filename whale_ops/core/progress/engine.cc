@@ -1,0 +1,213 @@
+#include "whale_ops/core/progress/engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <future>
+
+namespace whale {
+namespace {
+
+// How the thread waits for messages from other processes, by the time since something last
+// happened: first it asks again at once (a small message takes a few microseconds), then it sleeps
+// until somebody rings. MPI does not ring: there it lets others run in between, then sleeps for a
+// while. Where the rank has one core, every look takes some microseconds from the computation that
+// the other ranks wait for, so a sleep is a part of the time waited so far: the longer the wait,
+// the fewer the looks, and the wait grows by that part at most.
+constexpr int64_t kSpinNs = 20'000;
+constexpr int64_t kYieldNs = 200'000;
+// The next operation of a chain is submitted some ten microseconds after the last one: to be awake
+// then, letting others run, costs less than to be woken.
+constexpr int64_t kLingerNs = 60'000;
+constexpr int64_t kShortSleepNs = 30'000;
+constexpr int64_t kPartOfWait = 8;
+constexpr int64_t kLongSleepNs = 250'000;
+constexpr int64_t kIdleSleepNs = 500'000;  // no operation of this rank is waiting
+constexpr int64_t kMaxSleepNs = 1'000'000'000;
+
+std::atomic<bool> forked{false};
+
+// Where computing threads fill the cores, a thread that wakes up waits for the end of the running
+// one's slice, up to a clock tick (4 ms) for every one in front of it: longer than most exchanges
+// take. The engine runs for some ten microseconds at a time. Linux 6.12 and later let a thread that
+// asks for short slices run before those with longer ones; others ignore or refuse it, and nothing
+// is lost.
+constexpr uint64_t kSliceNs = 100'000;
+
+void ask_for_short_slices() {
+  // Struct sched_attr of linux/sched/types.h, version 0, which C libraries do not declare
+  // everywhere.
+  struct {
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period;
+  } attributes{};
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) != 0 ||
+      attributes.policy != SCHED_OTHER)
+    return;
+  attributes.size = sizeof(attributes);
+  attributes.runtime = kSliceNs;
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
+}
+
+}  // namespace
+
+Engine& Engine::instance() {
+  static Engine* const engine = new Engine();
+  return *engine;
+}
+
+Status Engine::check_not_forked() {
+  if (!forked) return Status::Ok();
+  return Status::Error(
+      Code::kUnavailable,
+      "this process was forked from one that had a communicator, and threads and MPI do not "
+      "survive a fork; start the process with the 'spawn' method, or fork before wh.init");
+}
+
+Status Engine::add(const std::string& name, std::vector<std::unique_ptr<Transport>> transports,
+                   std::vector<std::shared_ptr<Endpoint>>* endpoints) {
+  const Status status = check_not_forked();
+  if (!status.ok()) return status;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto taken = registry_.lower_bound({name, INT32_MIN});
+  if (taken != registry_.end() && taken->first.first == name) {
+    return Status::Error(Code::kInvalidArgument,
+                         "a communicator named '" + name +
+                             "' exists in this process; choose another name or leave it first");
+  }
+  for (auto& transport : transports) {
+    auto endpoint = std::make_shared<Endpoint>(name, std::move(transport), [this] { wake(); });
+    registry_[{name, endpoint->rank()}] = endpoint;
+    endpoints_.push_back(endpoint);
+    endpoints->push_back(std::move(endpoint));
+  }
+  start_locked();
+  wake();
+  return Status::Ok();
+}
+
+void Engine::start_locked() {
+  if (running_) return;
+  running_ = true;
+  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  // Registered after MPI's libraries were loaded, hence run before their destructors.
+  std::atexit([] { Engine::instance().stop(); });
+  thread_ = std::thread([this] { run(); });
+}
+
+void Engine::call(const std::function<void()>& task) {
+  std::promise<void> finished;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start_locked();
+    tasks_.push_back([&] {
+      task();
+      finished.set_value();
+    });
+    wake();
+  }
+  finished.get_future().wait();
+}
+
+std::shared_ptr<Endpoint> Engine::find(const std::string& name, int rank, Status* status) {
+  *status = check_not_forked();
+  if (!status->ok()) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<Endpoint>> found;
+  for (const auto& [key, endpoint] : registry_) {
+    if (key.first == name && (rank < 0 || key.second == rank)) found.push_back(endpoint);
+  }
+  if (found.size() == 1) return found[0];
+  if (found.empty()) {
+    *status = Status::Error(
+        Code::kUnavailable,
+        "no communicator '" + name + "'" +
+            (rank < 0 ? std::string() : " with rank " + std::to_string(rank)) +
+            " in this process; call wh.init before running the graph, and wh.shutdown after");
+  } else {
+    *status = Status::Error(Code::kInvalidArgument, "communicator '" + name + "' has " +
+                                                        std::to_string(found.size()) +
+                                                        " ranks in this process; give the rank");
+  }
+  return nullptr;
+}
+
+void Engine::forget(const Endpoint& endpoint) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  registry_.erase({endpoint.name(), endpoint.rank()});
+}
+
+void Engine::wake() { doorbell_.bell()->ring(); }
+
+void Engine::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!running_ || stopping_ || forked) return;
+    stopping_ = true;
+  }
+  wake();
+  thread_.join();
+}
+
+void Engine::run() {
+  pthread_setname_np(pthread_self(), "whale_engine");
+  prctl(PR_SET_TIMERSLACK, 1000);  // sleeps of tens of microseconds, not of fifty more
+  ask_for_short_slices();
+  int64_t last_work_ns = now_ns();
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  for (;;) {
+    // Before looking: what comes while looking ends the wait.
+    const uint32_t rings = doorbell_.rings();
+    std::vector<std::function<void()>> tasks;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (stopping_) return;
+      endpoints_.erase(std::remove_if(endpoints_.begin(), endpoints_.end(),
+                                      [](const auto& e) { return e->closed(); }),
+                       endpoints_.end());
+      endpoints = endpoints_;
+      tasks.swap(tasks_);
+    }
+    for (const auto& task : tasks) task();
+    const int64_t now = now_ns();
+    int64_t deadline_ns = now + kMaxSleepNs;
+    bool worked = false;
+    Watch watch;
+    for (const auto& endpoint : endpoints) worked |= endpoint->poll(now);
+    for (const auto& endpoint : endpoints) {
+      deadline_ns = std::min(deadline_ns, endpoint->next_deadline_ns());
+      watch.polling |= endpoint->needs_polling();
+      watch.active |= endpoint->has_active();
+      watch.between |= endpoint->between_processes();
+    }
+    if (worked) {
+      last_work_ns = now;
+      continue;
+    }
+    idle(rings, watch, std::max<int64_t>(0, deadline_ns - now), now - last_work_ns);
+  }
+}
+
+void Engine::idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns) {
+  if (watch.between && watch.active && quiet_ns < kSpinNs) return;
+  if (watch.between && quiet_ns < (watch.polling && watch.active ? kYieldNs : kLingerNs)) {
+    sched_yield();
+    return;
+  }
+  if (watch.polling) {
+    const int64_t patience_ns = std::clamp(quiet_ns / kPartOfWait, kShortSleepNs, kLongSleepNs);
+    sleep_ns = std::min(sleep_ns, watch.active ? patience_ns : kIdleSleepNs);
+  }
+  if (sleep_ns > 0) doorbell_.wait(rings, sleep_ns);
+}
+
+}  // namespace whale

@@ -1,0 +1,85 @@
+#include "whale_ops/gpu/exchanger.h"
+
+#include <utility>
+
+#include "whale_ops/gpu/queue.h"
+
+namespace whale::cuda {
+Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu,
+                       size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger) {
+  std::unique_ptr<Exchanger> made(new Exchanger(gpu));
+  made->transport_ = std::move(transport);
+  made->buffer_bytes_ = buffer_bytes;
+  const Current current(gpu);
+  Status status = current.status();
+  // First in line: other ranks wait for its small kernels, and only this GPU for those of the
+  // computation.
+  if (status.ok()) status = gpu.create_stream(&made->stream_);
+  if (status.ok()) status = check(driver().cuMemAlloc(&made->buffer_, buffer_bytes), "cuMemAlloc");
+  if (status.ok()) *exchanger = std::move(made);
+  return status;
+}
+
+Exchanger::~Exchanger() {
+  const Current current(gpu_);
+  if (stream_ != nullptr) driver().cuStreamSynchronize(stream_);
+  if (buffer_ != 0) driver().cuMemFree(buffer_);
+  if (stream_ != nullptr) driver().cuStreamDestroy(stream_);
+  transport_.reset();
+}
+
+Status Exchanger::launch(const DeviceOperation& what, void* mark) {
+  const bool reduces = what.kind == OpKind::kAllReduce;
+  if ((reduces || what.kind == OpKind::kReduceScatter) &&
+      !is_supported(what.dtype, reduces ? what.wire : what.dtype)) {
+    return Status::Error(
+        Code::kInvalidArgument,
+        "tensors cannot be added up between GPUs in that dtype; give another dtype");
+  }
+  const auto event = static_cast<CUevent>(mark);
+  const Current current(gpu_);
+  Status status = current.status();
+  if (status.ok())
+    status = check(driver().cuStreamWaitEvent(stream_, event, 0), "cuStreamWaitEvent");
+  for (const DeviceCopy& one : what.before) {
+    if (status.ok()) status = queue_copy(one, stream_);
+  }
+  if (reduces) {
+    for (const DeviceOperation& chunk :
+         in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
+      if (status.ok()) status = all_reduce(chunk);
+    }
+  } else if (status.ok()) {
+    status = transport_->exchange(what, stream_);
+  }
+  for (const DeviceCopy& one : what.after) {
+    if (status.ok()) status = queue_copy(one, stream_);
+  }
+  const Status recorded = check(driver().cuEventRecord(event, stream_), "cuEventRecord");
+  return status.ok() ? recorded : status;
+}
+
+// What follows on the stream uses the buffer when this has been unpacked.
+Status Exchanger::all_reduce(const DeviceOperation& chunk) {
+  std::vector<Span> inputs, outputs;
+  int64_t count = 0;
+  for (const DeviceTensor& tensor : chunk.tensors) {
+    inputs.push_back({const_cast<void*>(tensor.input), tensor.count});
+    outputs.push_back({tensor.output, tensor.count});
+    count += tensor.count;
+  }
+  void* buffer = reinterpret_cast<void*>(buffer_);
+  Status status = pack(gpu_, inputs, chunk.dtype, buffer, chunk.wire, 1.0f, stream_);
+  if (status.ok()) status = transport_->all_reduce(chunk, buffer, count, stream_);
+  if (status.ok())
+    status = unpack(gpu_, buffer, chunk.wire, outputs, chunk.dtype, chunk.scale, stream_);
+  return status;
+}
+
+void Exchanger::abandon() {
+  const Current current(gpu_);
+  transport_->abandon();
+  driver().cuStreamSynchronize(stream_);
+}
+
+}  // namespace whale::cuda

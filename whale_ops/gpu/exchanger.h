@@ -1,0 +1,46 @@
+// A GPU as whale::Device: exchanges what lies in its memory, beside the computation.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "whale_ops/core/device/device.h"
+#include "whale_ops/gpu/kernels.h"
+#include "whale_ops/gpu/marks.h"
+#include "whale_ops/gpu/transport.h"
+
+namespace whale::cuda {
+
+// Packs, sends and unpacks on a stream of its own, which the computation's stream is never made to
+// wait for: an operation is told to be done when its event has come. A mark is an event, of the
+// computation first and of this stream when its operation is queued.
+class Exchanger final : public Device {
+ public:
+  // `buffer_bytes`: of the packed tensors; those of longer all-reduces travel in parts.
+  static Status open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu,
+                     size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger);
+  ~Exchanger() override;
+
+  const char* kind() const override { return "GPU"; }
+  Status mark(void* stream, void** mark) override { return marks_.mark(stream, mark); }
+  void release(void* mark) override { marks_.release(mark); }
+  Status launch(const DeviceOperation& what, void* mark) override;
+  Status finished(void* mark, bool* yes) override {
+    const Status status = Marks::finished(mark, yes);
+    return status.ok() && !*yes ? transport_->failure() : status;
+  }
+  void abandon() override;
+
+ private:
+  explicit Exchanger(const Gpu& gpu) : gpu_(gpu), marks_(gpu) {}
+  Status all_reduce(const DeviceOperation& chunk);
+
+  std::unique_ptr<DeviceTransport> transport_;
+  const Gpu& gpu_;
+  size_t buffer_bytes_ = 0;
+  CUdeviceptr buffer_ = 0;
+  CUstream stream_ = nullptr;
+  Marks marks_;
+};
+
+}  // namespace whale::cuda

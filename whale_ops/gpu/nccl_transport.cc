@@ -1,0 +1,309 @@
+#include <dlfcn.h>
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "whale_ops/gpu/nccl.h"
+#include "whale_ops/gpu/transport.h"
+
+namespace whale::cuda {
+namespace {
+
+Nccl* nccl_calls() {
+  static auto* made = new Nccl();  // never destroyed, as the driver
+  return made;
+}
+const Nccl& nccl() { return *nccl_calls(); }
+
+Status load_nccl() {
+  constexpr char kLibrary[] = "libnccl.so.2",
+                 kAction[] = "; pip install nvidia-nccl-cu12 (-cu13 where the driver has CUDA 13)";
+  // What the process has loaded, or what its loader finds.
+  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) {
+    const char* error = dlerror();
+    return Status::Error(Code::kUnavailable, std::string("NCCL was not found: ") +
+                                                 (error == nullptr ? kLibrary : error) + kAction);
+  }
+#define WHALE_NCCL_CALL(name, Result, arguments)                          \
+  *reinterpret_cast<void**>(&nccl_calls()->name) = dlsym(library, #name); \
+  if (nccl_calls()->name == nullptr)                                      \
+    return Status::Error(Code::kUnavailable, std::string("this NCCL has no ") + #name + kAction);
+  WHALE_NCCL_CALLS(WHALE_NCCL_CALL)
+#undef WHALE_NCCL_CALL
+  *reinterpret_cast<void**>(&nccl_calls()->ncclGetLastError) = dlsym(library, "ncclGetLastError");
+  return Status::Ok();
+}
+
+Status check_nccl(ncclResult_t result, const char* call, ncclComm_t communicator) {
+  if (result == ncclSuccess) return Status::Ok();
+  const char* more =
+      nccl().ncclGetLastError == nullptr ? nullptr : nccl().ncclGetLastError(communicator);
+  return Status::Error(
+      Code::kUnavailable,
+      std::string(call) + " failed: " + nccl().ncclGetErrorString(result) +
+          (more == nullptr || *more == '\0' ? "" : std::string(" (") + more + ")") +
+          "; NCCL_DEBUG=WARN tells more");
+}
+
+bool type_of(DType dtype, int* type) {
+  switch (dtype) {
+    case DType::kFloat16: *type = ncclFloat16; return true;
+    case DType::kBFloat16: *type = ncclBfloat16; return true;
+    case DType::kFloat32: *type = ncclFloat32; return true;
+    case DType::kFloat64: *type = ncclFloat64; return true;
+    default: return false;
+  }
+}
+
+int operation_of(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::kSum: return ncclSum;
+    case Reduction::kMin: return ncclMin;
+    case Reduction::kMax: return ncclMax;
+    case Reduction::kProd: return ncclProd;
+  }
+  return ncclSum;
+}
+
+// Several calls of NCCL that become one operation.
+class NcclGroup {
+ public:
+  explicit NcclGroup(ncclComm_t communicator) : communicator_(communicator) {
+    add(nccl().ncclGroupStart(), "ncclGroupStart");
+  }
+  void add(ncclResult_t result, const char* call) {
+    if (status_.ok()) status_ = check_nccl(result, call, communicator_);
+  }
+  Status end() {
+    // Also after an error: the group must end.
+    const Status ended = check_nccl(nccl().ncclGroupEnd(), "ncclGroupEnd", communicator_);
+    return status_.ok() ? ended : status_;
+  }
+
+ private:
+  const ncclComm_t communicator_;
+  Status status_;
+};
+
+// A communicator for each group of ranks that reduces or gathers, made when the first operation of
+// the group is launched: at that time all its ranks launch it, and no others take part, as they
+// would have to in ncclCommSplit. What goes from rank to rank needs none.
+class NcclTransport final : public DeviceTransport {
+ public:
+  NcclTransport(int rank, int size, DeviceGather gather)
+      : rank_(rank), size_(size), gather_(std::move(gather)) {}
+  ~NcclTransport() override {
+    // The ranks of a communicator destroy it together, and some may be gone.
+    if (!failure().ok()) abandon();
+    for (const auto& [group, communicator] : communicators_) nccl().ncclCommDestroy(communicator);
+  }
+
+  Status open() {
+    ncclComm_t made = nullptr;
+    return communicator_of({}, rank_, &made);
+  }
+
+  const char* name() const override { return "nccl"; }
+
+  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count,
+                    CUstream stream) override {
+    int type = 0;
+    if (!type_of(what.wire, &type)) return no_floats();
+    ncclComm_t communicator = nullptr;
+    const Status status = communicator_of(what.group, what.index, &communicator);
+    if (!status.ok()) return status;
+    return check_nccl(nccl().ncclAllReduce(buffer, buffer, static_cast<size_t>(count), type,
+                                           operation_of(what.reduction), communicator, stream),
+                      "ncclAllReduce", communicator);
+  }
+
+  Status exchange(const DeviceOperation& what, CUstream stream) override {
+    const bool alone =
+        what.kind == OpKind::kSend || what.kind == OpKind::kRecv || what.kind == OpKind::kAllToAll;
+    ncclComm_t communicator = nullptr;
+    const Status status = alone ? communicator_of({}, rank_, &communicator)
+                                : communicator_of(what.group, what.index, &communicator);
+    if (!status.ok()) return status;
+    switch (what.kind) {
+      case OpKind::kReduceScatter: return reduce_scatter(what, communicator, stream);
+      case OpKind::kAllGather: return all_gather(what, communicator, stream);
+      case OpKind::kBroadcast: return broadcast(what, communicator, stream);
+      case OpKind::kAllToAll: return all_to_all(what, communicator, stream);
+      case OpKind::kSend: {
+        const DeviceTensor& tensor = what.tensors[0];
+        return check_nccl(nccl().ncclSend(tensor.input, bytes(what, tensor.count), ncclInt8,
+                                          what.group[1], communicator, stream),
+                          "ncclSend", communicator);
+      }
+      case OpKind::kRecv: {
+        const DeviceTensor& tensor = what.tensors[0];
+        return check_nccl(nccl().ncclRecv(tensor.output, bytes(what, tensor.count), ncclInt8,
+                                          what.group[0], communicator, stream),
+                          "ncclRecv", communicator);
+      }
+      default:
+        return Status::Error(
+            Code::kInternal,
+            std::string("NCCL is given an operation that it does not have: ") + name_of(what.kind));
+    }
+  }
+
+  // What NCCL's own threads have met, as a connection that is gone, while kernels wait.
+  Status failure() override {
+    for (const auto& [group, communicator] : communicators_) {
+      ncclResult_t error = ncclSuccess;
+      const Status asked = check_nccl(nccl().ncclCommGetAsyncError(communicator, &error),
+                                      "ncclCommGetAsyncError", communicator);
+      if (!asked.ok()) return asked;
+      if (error != ncclInProgress && error != ncclSuccess)
+        return check_nccl(error, "an exchange through NCCL", communicator);
+    }
+    return Status::Ok();
+  }
+
+  // Its kernels wait for other ranks' as long as nobody tells them to end. All at once: to abort
+  // one alone waits for the stream, on which a kernel of another one may hang.
+  void abandon() override {
+    nccl().ncclGroupStart();
+    for (const auto& [group, communicator] : std::exchange(communicators_, {}))
+      nccl().ncclCommAbort(communicator);
+    nccl().ncclGroupEnd();
+  }
+
+ private:
+  static Status no_floats() {
+    return Status::Error(Code::kInvalidArgument, "NCCL adds floats here; cast the tensor first");
+  }
+  static size_t bytes(const DeviceOperation& what, int64_t count) {
+    return static_cast<size_t>(count) * what.element_bytes;
+  }
+  static bool even(const std::vector<int64_t>& counts) {
+    for (const int64_t count : counts) {
+      if (count != counts[0]) return false;
+    }
+    return true;
+  }
+
+  static Status reduce_scatter(const DeviceOperation& what, ncclComm_t communicator,
+                               CUstream stream) {
+    int type = 0;
+    if (!type_of(what.dtype, &type)) return no_floats();
+    const int operation = operation_of(what.reduction);
+    const auto* input = static_cast<const char*>(what.tensors[0].input);
+    auto* output = static_cast<char*>(what.tensors[0].output);
+    if (even(what.counts)) {
+      return check_nccl(nccl().ncclReduceScatter(input, output, static_cast<size_t>(what.counts[0]),
+                                                 type, operation, communicator, stream),
+                        "ncclReduceScatter", communicator);
+    }
+    const std::vector<int64_t> offsets = offsets_of(what.counts);
+    NcclGroup calls(communicator);
+    for (size_t root = 0; root < what.size(); ++root) {
+      if (what.counts[root] == 0) continue;
+      calls.add(nccl().ncclReduce(input + bytes(what, offsets[root]), output,
+                                  static_cast<size_t>(what.counts[root]), type, operation,
+                                  static_cast<int>(root), communicator, stream),
+                "ncclReduce");
+    }
+    return calls.end();
+  }
+
+  static Status all_gather(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
+    const void* input = what.tensors[0].input;
+    auto* output = static_cast<char*>(what.tensors[0].output);
+    if (even(what.counts)) {
+      return check_nccl(nccl().ncclAllGather(input, output, bytes(what, what.counts[0]), ncclInt8,
+                                             communicator, stream),
+                        "ncclAllGather", communicator);
+    }
+    const std::vector<int64_t> offsets = offsets_of(what.counts);
+    NcclGroup calls(communicator);
+    for (size_t root = 0; root < what.size(); ++root) {
+      if (what.counts[root] == 0) continue;
+      calls.add(nccl().ncclBroadcast(input, output + bytes(what, offsets[root]),
+                                     bytes(what, what.counts[root]), ncclInt8,
+                                     static_cast<int>(root), communicator, stream),
+                "ncclBroadcast");
+    }
+    return calls.end();
+  }
+
+  static Status broadcast(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
+    NcclGroup calls(communicator);
+    for (const DeviceTensor& tensor : what.tensors) {
+      if (tensor.count == 0) continue;
+      calls.add(nccl().ncclBroadcast(tensor.input, tensor.output, bytes(what, tensor.count),
+                                     ncclInt8, what.root, communicator, stream),
+                "ncclBroadcast");
+    }
+    return calls.end();
+  }
+
+  static Status all_to_all(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
+    const std::vector<int64_t> from = offsets_of(what.counts), to = offsets_of(what.recv_counts);
+    const auto* input = static_cast<const char*>(what.tensors[0].input);
+    auto* output = static_cast<char*>(what.tensors[0].output);
+    NcclGroup calls(communicator);
+    for (size_t peer = 0; peer < what.size(); ++peer) {
+      if (what.counts[peer] > 0) {
+        calls.add(nccl().ncclSend(input + bytes(what, from[peer]), bytes(what, what.counts[peer]),
+                                  ncclInt8, what.group[peer], communicator, stream),
+                  "ncclSend");
+      }
+      if (what.recv_counts[peer] > 0) {
+        calls.add(
+            nccl().ncclRecv(output + bytes(what, to[peer]), bytes(what, what.recv_counts[peer]),
+                            ncclInt8, what.group[peer], communicator, stream),
+            "ncclRecv");
+      }
+    }
+    return calls.end();
+  }
+
+  // `group`: empty for all ranks in their order. Collective in the group, the first time.
+  Status communicator_of(std::vector<int> group, int index, ncclComm_t* communicator) {
+    bool in_order = static_cast<int>(group.size()) == size_;
+    for (size_t i = 0; i < group.size(); ++i)
+      in_order = in_order && group[i] == static_cast<int>(i);
+    if (in_order) group.clear();
+    const auto found = communicators_.find(group);
+    if (found != communicators_.end()) {
+      *communicator = found->second;
+      return Status::Ok();
+    }
+    const size_t members = group.empty() ? static_cast<size_t>(size_) : group.size();
+    ncclUniqueId mine = {};
+    const ncclResult_t made = index == 0 ? nccl().ncclGetUniqueId(&mine) : ncclSuccess;
+    std::vector<ncclUniqueId> all(members);
+    // Also when the first rank has none: the others wait for it.
+    Status status = gather_(group, &mine, sizeof(mine), all.data());
+    if (status.ok()) status = check_nccl(made, "ncclGetUniqueId", nullptr);
+    if (status.ok())
+      status = check_nccl(
+          nccl().ncclCommInitRank(communicator, static_cast<int>(members), all[0], index),
+          "ncclCommInitRank", nullptr);
+    if (status.ok()) communicators_[group] = *communicator;
+    return status;
+  }
+
+  const int rank_, size_;
+  const DeviceGather gather_;
+  std::map<std::vector<int>, ncclComm_t> communicators_;  // by group
+};
+
+}  // namespace
+
+Status open_nccl(int rank, int size, DeviceGather gather,
+                 std::unique_ptr<DeviceTransport>* transport) {
+  static const auto* found = new Status(load_nccl());
+  if (!found->ok()) return *found;
+  auto made = std::make_unique<NcclTransport>(rank, size, std::move(gather));
+  const Status status = made->open();
+  if (status.ok()) *transport = std::move(made);
+  return status;
+}
+
+}  // namespace whale::cuda

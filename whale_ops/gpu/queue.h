@@ -1,0 +1,29 @@
+// Copies on a stream, inside a GPU's memory or between it and memory of the host that is pinned;
+// the directions follow from the addresses.
+#pragma once
+
+#include "whale_ops/core/device/device.h"
+#include "whale_ops/gpu/driver.h"
+
+namespace whale::cuda {
+
+inline Status queue_copy(void* to, const void* from, size_t bytes, CUstream stream) {
+  if (bytes == 0) return Status::Ok();
+  return check(driver().cuMemcpyAsync(address(to), address(from), bytes, stream), "cuMemcpyAsync");
+}
+
+inline Status queue_copy(const DeviceCopy& one, CUstream stream) {
+  if (one.rows <= 1) return queue_copy(one.to, one.from, one.rows * one.width, stream);
+  if (one.width == 0) return Status::Ok();
+  CUmemcpy2D copy = {};
+  copy.srcMemoryType = copy.dstMemoryType = kMemoryUnified;
+  copy.srcDevice = address(one.from);
+  copy.srcPitch = one.from_pitch;
+  copy.dstDevice = address(one.to);
+  copy.dstPitch = one.to_pitch;
+  copy.WidthInBytes = one.width;
+  copy.Height = one.rows;
+  return check(driver().cuMemcpy2DAsync(&copy, stream), "cuMemcpy2DAsync");
+}
+
+}  // namespace whale::cuda

@@ -1,0 +1,224 @@
+// Call: of a function that stays a function. Hold: of a value until the step runs. The passes over
+// TensorFlow's own call op read the whole body anew at every call, also where it is to stay as it
+// is; a step calls the same few bodies very often.
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tensorflow/core/common_runtime/device.h"
+#include "tensorflow/core/common_runtime/device_mgr.h"
+#include "tensorflow/core/common_runtime/input_colocation_exemption_registry.h"
+#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/function.h"
+#include "tensorflow/core/grappler/optimizers/meta_optimizer.h"
+#include "tensorflow/core/platform/env.h"
+#include "whale_ops/tf_kernels/kernel.h"
+
+namespace whale_ops {
+namespace {
+
+using tensorflow::CancellationManager;
+using tensorflow::Env;
+using tensorflow::FunctionLibraryRuntime;
+
+// What another function of the caller has to name the cause of an error in.
+constexpr int64_t kCauseUs = 1'000'000;
+
+// Whether an error is what the rank hears of another rank's.
+bool is_echo(const absl::Status& status) {
+  return absl::IsCancelled(status) || absl::IsAborted(status);
+}
+
+// Calls `done`, on another thread, when the caller has been cancelled, or when the time is over.
+void await_cause(CancellationManager* caller, const std::function<void()>& done) {
+  const auto over = std::make_shared<std::atomic<bool>>(false);
+  const auto token = caller->get_cancellation_token();
+  const bool attached = caller->RegisterCallback(token, [over, done] {
+    Env::Default()->SchedClosure([over, done] {
+      if (!over->exchange(true)) done();
+    });
+  });
+  if (!attached) {
+    done();
+    return;
+  }
+  Env::Default()->SchedClosureAfter(kCauseUs, [over, done, caller, token] {
+    if (over->exchange(true)) return;  // the caller may be gone
+    caller->TryDeregisterCallback(token);
+    done();
+  });
+}
+
+// Instantiates the body once for each library that the kernel meets (the runtime knows bodies that
+// other calls have instantiated), and runs it as TensorFlow's call op does: same threads,
+// cancellation and statistics.
+class CallOp : public tensorflow::AsyncOpKernel {
+ public:
+  explicit CallOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    read(ctx, "f", &function_, "cancelled_alone", &cancelled_alone_);
+  }
+
+  ~CallOp() override {
+    for (const auto& [library, handle] : handles_) {
+      // Fails only when the library has forgotten it already.
+      (void)library->ReleaseHandle(handle);
+    }
+  }
+
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    FunctionLibraryRuntime* library = ctx->function_library();
+    OP_REQUIRES_ASYNC(ctx, library != nullptr,
+                      absl::InternalError("WhaleCall runs where TensorFlow has no functions"),
+                      done);
+    tensorflow::OpInputList operands;
+    OP_REQUIRES_OK_ASYNC(ctx, ctx->input_list("args", &operands), done);
+    const std::vector<Tensor> arguments(operands.begin(), operands.end());
+    FunctionLibraryRuntime::Handle handle;
+    OP_REQUIRES_OK_ASYNC(ctx, instantiated(ctx, library, arguments, &handle), done);
+
+    struct Run {
+      FunctionLibraryRuntime::Options options;
+      std::unique_ptr<tensorflow::ScopedStepContainer> container;
+      std::unique_ptr<CancellationManager> cancellation;
+      std::vector<Tensor> results;
+    };
+    auto run = std::make_shared<Run>();
+    auto* resources = library->device()->resource_manager();
+    run->container = std::make_unique<tensorflow::ScopedStepContainer>(
+        run->options.step_id,
+        [resources](const std::string& name) { resources->Cleanup(name).IgnoreError(); });
+    run->options.step_container = run->container.get();
+    run->options.cancellation_manager = ctx->cancellation_manager();
+    if (cancelled_alone_ && ctx->cancellation_manager() != nullptr) {
+      run->cancellation = std::make_unique<CancellationManager>(ctx->cancellation_manager());
+      run->options.cancellation_manager = run->cancellation.get();
+    }
+    run->options.stats_collector = ctx->stats_collector();
+    run->options.collective_executor = ctx->collective_executor();
+    run->options.runner = ctx->runner();
+    run->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
+    run->options.source_device = library->device()->name();
+    run->options.allow_dead_tensors = true;
+    library->Run(run->options, handle, arguments, &run->results,
+                 [ctx, run, done = std::move(done)](const absl::Status& status) {
+                   if (status.ok()) {
+                     for (size_t i = 0; i < run->results.size(); ++i)
+                       ctx->set_output(static_cast<int>(i), run->results[i]);
+                   } else {
+                     ctx->SetStatus(status);
+                   }
+                   CancellationManager* caller =
+                       run->cancellation == nullptr ? nullptr : ctx->cancellation_manager();
+                   run->cancellation = nullptr;  // before its parent, which ends with the step
+                   if (caller != nullptr && is_echo(status)) {
+                     await_cause(caller, done);
+                   } else {
+                     done();
+                   }
+                 });
+  }
+
+ private:
+  absl::Status instantiated(OpKernelContext* ctx, FunctionLibraryRuntime* library,
+                            const std::vector<Tensor>& arguments,
+                            FunctionLibraryRuntime::Handle* handle) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = handles_.find(library);
+    if (known != handles_.end()) {
+      *handle = known->second;
+      return absl::OkStatus();
+    }
+    FunctionLibraryRuntime::InstantiateOptions options;
+    if (library->config_proto() != nullptr) options.config_proto = *library->config_proto();
+    tensorflow::grappler::GrapplerItem::OptimizationOptions optimization;
+    // The body's own effects are among its control outputs.
+    optimization.allow_pruning_stateful_and_dataset_ops = true;
+    // Calls in the body optimise what they call.
+    optimization.optimize_function_library = false;
+    options.optimize_graph_fn =
+        std::bind(tensorflow::grappler::OptimizeGraph, std::placeholders::_1, std::placeholders::_2,
+                  std::placeholders::_3, std::placeholders::_4, std::placeholders::_5,
+                  options.config_proto, function_, optimization, std::placeholders::_6);
+    options.target = library->device()->name();
+    options.is_multi_device_function = true;
+    // A kernel's int32 operands and results lie where its others do; those of a function lie in the
+    // host's memory unless this is said.
+    options.int_args_and_retvals_on_device =
+        library->device()->device_type() != tensorflow::DEVICE_CPU;
+    options.graph_collector = ctx->graph_collector();
+    for (const Tensor& argument : arguments) {
+      const bool resource = argument.dtype() == tensorflow::DT_RESOURCE;
+      options.input_devices.push_back(
+          resource ? argument.scalar<tensorflow::ResourceHandle>()().device() : options.target);
+    }
+    for (int i = 0; i < num_outputs(); ++i) {
+      // Where a resource is, the placement of what makes it says.
+      options.output_devices.push_back(output_type(i) == tensorflow::DT_RESOURCE ? ""
+                                                                                 : options.target);
+    }
+    TF_RETURN_IF_ERROR(library->Instantiate(function_, tensorflow::AttrSlice(), options, handle));
+    handles_.emplace(library, *handle);
+    return absl::OkStatus();
+  }
+
+  std::string function_;
+  bool cancelled_alone_ = false;
+  std::mutex mutex_;
+  std::unordered_map<FunctionLibraryRuntime*, FunctionLibraryRuntime::Handle> handles_;
+};
+
+// It passes resources on; what reads them is placed when the function is instantiated.
+const tensorflow::input_colocation_exemption_registration::InputColocationExemptionRegistration
+    passes_resources_on("WhaleCall");
+
+class HoldOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* ctx) override { ctx->set_output(0, ctx->input(0)); }
+  bool IsExpensive() override { return false; }
+};
+
+}  // namespace
+
+REGISTER_OP("WhaleCall")
+    .Input("args: Tin")
+    .Output("output: Tout")
+    .Attr("Tin: list(type) >= 0")
+    .Attr("Tout: list(type) >= 0")
+    .Attr("f: string")
+    .Attr("bodies: list(func) = []")
+    .Attr("shapes: list(shape)")
+    .Attr("cancelled_alone: bool = false")
+    .SetIsStateful()
+    .SetIsDistributedCommunication()
+    .SetShapeFn([](InferenceContext* c) {
+      return set_shapes(c, "results", "give one shape per result");
+    })
+    .Doc(
+        "What the function makes of the arguments, in the shapes that are given. The function is "
+        "never copied into its caller. bodies: functions that the graph is to hold; one of its "
+        "nodes names f there, and TensorFlow's graph passes read it once. cancelled_alone: an "
+        "error in the function ends what runs in it, and the caller's other nodes after it has "
+        "been reported: it is the first that the caller hears of.");
+
+WHALE_CPU_KERNEL("WhaleCall", CallOp);
+REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_GPU), CallOp);
+
+REGISTER_OP("WhaleHold")
+    .Input("input: T")
+    .Output("output: T")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
+    .Doc(
+        "The input, as something that is known only when the step runs: nothing behind it is "
+        "computed while TensorFlow optimises.");
+
+WHALE_CPU_KERNEL("WhaleHold", HoldOp);
+
+}  // namespace whale_ops

@@ -1,0 +1,116 @@
+// AllGather and AllToAll: laying out parts along a dimension.
+#include "whale_ops/tf_kernels/communication/communication_op.h"
+
+namespace whale_ops {
+namespace {
+
+class AllGatherOp : public TensorOp {
+ public:
+  explicit AllGatherOp(OpKernelConstruction* ctx)
+      : TensorOp(ctx), division_(ctx, "axis", "sizes") {}
+
+ protected:
+  absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
+    const Tensor& input = ctx->input(1);
+    if (!division_.is_in(input.shape())) {
+      return refused(whale::OpKind::kAllGather, group, input,
+                     absl::StrCat("axis ", division_.axis, "; expected one of its dimensions"));
+    }
+    if (!division_.sizes.empty()) return gather(ctx, group, division_, done);
+    // Sizes first. The exchanged numbers live until the network has let go of them.
+    struct Sizes {
+      int64_t own;
+      Division all;
+    };
+    auto sizes = std::make_shared<Sizes>(Sizes{input.dim_size(division_.axis), division_});
+    sizes->all.sizes.assign(group.size, 0);
+    whale::Request request = make_request(whale::OpKind::kAllGather, tensorflow::DT_INT64,
+                                          absl::StrCat("sizes along axis ", division_.axis));
+    request.key += "/sizes";
+    request.counts.assign(group.size, 1);
+    request.input = &sizes->own;
+    request.output = sizes->all.sizes.data();
+    request.owner = sizes;
+    launch(ctx, group, std::move(request),
+           [this, ctx, group, sizes, done = std::move(*done)](const whale::Status& status) {
+             proceed(ctx, status, done,
+                     [&](DoneCallback* own) { return gather(ctx, group, sizes->all, own); });
+           });
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status gather(OpKernelContext* ctx, const Group& group, const Division& division,
+                      DoneCallback* done) {
+    const Tensor& input = ctx->input(1);
+    if (!division.fits_part(input.shape(), group.size, group.index)) {
+      return refused(whale::OpKind::kAllGather, group, input,
+                     absl::StrCat(division.text(), " for ", group.size,
+                                  " ranks; expected one size per rank, this rank's own at index ",
+                                  group.index));
+    }
+    const TensorShape shape = division.whole(input.shape());
+    Tensor* output = nullptr;
+    TF_RETURN_IF_ERROR(ctx->allocate_output(0, shape, &output));
+    const AxisView view(shape, division.axis);
+    whale::Request request = request_of(whale::OpKind::kAllGather,
+                                        absl::StrCat(shape.DebugString(), " ", division.text()));
+    request.counts = view.counts(division.sizes);
+    Tensor received;
+    std::function<void()> finish;
+    TF_RETURN_IF_ERROR(for_parts(ctx, *output, view, division.sizes, &received, &finish));
+    request.input = data_of(input);
+    request.output = data_of(received);
+    const auto finish_bytes = static_cast<int64_t>(received.TotalBytes());
+    request.owner = owner_of(input, std::move(received));
+    return launch_last(ctx, group, std::move(request), std::move(*done), finish_bytes,
+                       std::move(finish));
+  }
+
+  const Division division_;
+};
+
+class AllToAllOp : public TensorOp {
+ public:
+  explicit AllToAllOp(OpKernelConstruction* ctx) : TensorOp(ctx), redivision_(ctx) {}
+
+ protected:
+  absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
+    const Tensor& input = ctx->input(1);
+    const auto& [split, concat] = redivision_;
+    if (!redivision_.fits(input.shape(), group.size, group.index)) {
+      return refused(
+          whale::OpKind::kAllToAll, group, input,
+          absl::StrCat(redivision_.text(), " for ", group.size, " ranks; ", Redivision::kExpected));
+    }
+    const TensorShape whole = concat.whole(input.shape());
+    const TensorShape shape = split.part(whole, group.index);
+    Tensor* output = nullptr;
+    TF_RETURN_IF_ERROR(ctx->allocate_output(0, shape, &output));
+    whale::Request request = request_of(whale::OpKind::kAllToAll,
+                                        absl::StrCat(whole.DebugString(), " ", redivision_.text()));
+    const AxisView from(input.shape(), split.axis), to(shape, concat.axis);
+    request.counts = from.counts(split.sizes);
+    request.recv_counts = to.counts(concat.sizes);
+    Tensor sent, received;
+    std::function<void()> finish;
+    TF_RETURN_IF_ERROR(in_parts(ctx, input, from, split.sizes, &sent));
+    TF_RETURN_IF_ERROR(for_parts(ctx, *output, to, concat.sizes, &received, &finish));
+    request.input = data_of(sent);
+    request.output = data_of(received);
+    const auto finish_bytes = static_cast<int64_t>(received.TotalBytes());
+    request.owner = owner_of(std::move(sent), std::move(received));
+    return launch_last(ctx, group, std::move(request), std::move(*done), finish_bytes,
+                       std::move(finish));
+  }
+
+ private:
+  const Redivision redivision_;
+};
+
+}  // namespace
+
+WHALE_CPU_KERNEL("WhaleAllGather", AllGatherOp);
+WHALE_CPU_KERNEL("WhaleAllToAll", AllToAllOp);
+
+}  // namespace whale_ops

@@ -1,0 +1,90 @@
+// Tensors in parts along a dimension, a part for each rank: what kernels are told of them, their
+// shapes, and copies between a tensor and its parts.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "whale_ops/tf_kernels/kernel.h"
+
+namespace whale_ops {
+
+int64_t total(const std::vector<int64_t>& sizes);
+// "[3,2]"
+std::string join_sizes(const std::vector<int64_t>& sizes);
+
+// A dimension that is divided among the ranks of a group, and each rank's size of it: two
+// attributes, whose values come from a program and may not fit a tensor.
+struct Division {
+  Division(OpKernelConstruction* ctx, const char* axis_name, const char* sizes_name) {
+    read(ctx, axis_name, &axis, sizes_name, &sizes);
+  }
+
+  bool is_in(const TensorShape& shape) const { return axis >= 0 && axis < shape.dims(); }
+  // Whether a tensor has all ranks' parts of the dimension, or that of one rank.
+  bool fits_whole(const TensorShape& shape, size_t ranks) const {
+    return is_in(shape) && sizes.size() == ranks && shape.dim_size(axis) == total(sizes);
+  }
+  bool fits_part(const TensorShape& shape, size_t ranks, int index) const {
+    return is_in(shape) && sizes.size() == ranks && shape.dim_size(axis) == sizes[index];
+  }
+  // The shape with another size of the dimension.
+  TensorShape whole(TensorShape shape) const {
+    shape.set_dim(axis, total(sizes));
+    return shape;
+  }
+  TensorShape part(TensorShape shape, int index) const {
+    shape.set_dim(axis, sizes[index]);
+    return shape;
+  }
+  // "axis 0 sizes [3,2]"
+  std::string text() const { return absl::StrCat("axis ", axis, " sizes ", join_sizes(sizes)); }
+
+  int axis = 0;
+  std::vector<int64_t> sizes;
+};
+
+// What an AllToAll is told: each rank has its part of one dimension before, and of another one
+// afterwards.
+struct Redivision {
+  static constexpr char kExpected[] =
+      "expected all of the split axis and this rank's share of the concat axis";
+
+  explicit Redivision(OpKernelConstruction* ctx)
+      : split(ctx, "split_axis", "split_sizes"), concat(ctx, "concat_axis", "concat_sizes") {}
+
+  bool fits(const TensorShape& input, size_t ranks, int index) const {
+    return split.axis != concat.axis && split.fits_whole(input, ranks) &&
+           concat.fits_part(input, ranks, index);
+  }
+  std::string text() const {
+    return absl::StrCat("split ", split.text(), ", concat ", concat.text());
+  }
+
+  Division split, concat;
+};
+
+// A tensor seen as [outer, axis, inner] around one dimension. Its parts are [outer, sizes[r],
+// inner], one behind the other: where `outer` is 1, that is how they lie in the tensor.
+struct AxisView {
+  AxisView(const TensorShape& shape, int axis);
+  // Elements of each part.
+  std::vector<int64_t> counts(const std::vector<int64_t>& sizes) const;
+
+  int64_t outer = 1;
+  int64_t inner = 1;
+};
+
+// What is sent of `whole`: itself, or a copy in parts.
+absl::Status in_parts(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
+                      const std::vector<int64_t>& sizes, Tensor* parts);
+
+// Into what the parts of `whole` are received: itself, or memory from which `finish` copies them
+// (null: nothing is to be done).
+absl::Status for_parts(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
+                       const std::vector<int64_t>& sizes, Tensor* parts,
+                       std::function<void()>* finish);
+
+}  // namespace whale_ops

@@ -1,0 +1,137 @@
+#include "whale_ops/tf_kernels/communication/shapes.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "whale_ops/tf_kernels/communication/parts.h"
+
+namespace whale_ops {
+namespace {
+
+// The tensor of an op for one: behind the communicator's handle, or alone.
+ShapeHandle tensor_of(InferenceContext* c) { return c->input(c->num_inputs() - 1); }
+
+// A dimension of the input and its division among the ranks, as two attributes say.
+struct InferredDivision {
+  const char* axis_name;
+  const char* sizes_name;
+  int64_t axis = 0;
+  std::vector<int64_t> sizes = {};
+
+  absl::Status read(InferenceContext* c) {
+    TF_RETURN_IF_ERROR(c->GetAttr(axis_name, &axis));
+    TF_RETURN_IF_ERROR(c->GetAttr(sizes_name, &sizes));
+    const int32_t rank = c->Rank(tensor_of(c));
+    if (axis < 0 || (rank != InferenceContext::kUnknownRank && axis >= rank)) {
+      return invalid(axis_name, " is ", axis, " for an input of shape ",
+                     c->DebugString(tensor_of(c)),
+                     "; expected a dimension of the input, counted from 0");
+    }
+    for (const int64_t size : sizes) {
+      if (size < 0) {
+        return invalid(sizes_name, " contains ", size, "; expected one size >= 0 per rank");
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // A rank's own share: known when all shares are equal.
+  DimensionHandle share(InferenceContext* c) const {
+    for (const int64_t size : sizes) {
+      if (size != sizes[0]) return c->UnknownDim();
+    }
+    return sizes.empty() ? c->UnknownDim() : c->MakeDim(sizes[0]);
+  }
+
+  // The input's dimension must be the sum of the sizes.
+  absl::Status check_whole(InferenceContext* c) const {
+    const DimensionHandle dim = of_input(c);
+    if (c->ValueKnown(dim) && c->Value(dim) != total(sizes)) {
+      return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
+                     " has ", c->Value(dim), " elements, ", sizes_name, " add up to ", total(sizes),
+                     "; give sizes that add up to the input's dimension");
+    }
+    return absl::OkStatus();
+  }
+
+  // The input's dimension must be one rank's size.
+  absl::Status check_part(InferenceContext* c) const {
+    const DimensionHandle dim = of_input(c);
+    if (sizes.empty() || !c->ValueKnown(dim)) return absl::OkStatus();
+    if (std::find(sizes.begin(), sizes.end(), c->Value(dim)) != sizes.end())
+      return absl::OkStatus();
+    return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
+                   " is none of ", sizes_name, "; give each rank's own size");
+  }
+
+  // The shape with another dimension in its place.
+  absl::Status replace(InferenceContext* c, ShapeHandle shape, DimensionHandle dim,
+                       ShapeHandle* out) const {
+    if (c->RankKnown(shape)) return c->ReplaceDim(shape, axis, dim, out);
+    *out = c->UnknownShape();
+    return absl::OkStatus();
+  }
+
+ private:
+  DimensionHandle of_input(InferenceContext* c) const {
+    return c->RankKnown(tensor_of(c)) ? c->Dim(tensor_of(c), axis) : c->UnknownDim();
+  }
+};
+
+}  // namespace
+
+absl::Status same_shapes(InferenceContext* c) {
+  const int first = c->num_inputs() - c->num_outputs();
+  for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->input(first + i));
+  return absl::OkStatus();
+}
+
+absl::Status all_gather_shape(InferenceContext* c) {
+  InferredDivision division{"axis", "sizes"};
+  TF_RETURN_IF_ERROR(division.read(c));
+  TF_RETURN_IF_ERROR(division.check_part(c));
+  ShapeHandle out;
+  const DimensionHandle dim =
+      division.sizes.empty() ? c->UnknownDim() : c->MakeDim(total(division.sizes));
+  TF_RETURN_IF_ERROR(division.replace(c, tensor_of(c), dim, &out));
+  c->set_output(0, out);
+  return absl::OkStatus();
+}
+
+absl::Status reduce_scatter_shape(InferenceContext* c) {
+  InferredDivision division{"axis", "sizes"};
+  TF_RETURN_IF_ERROR(division.read(c));
+  TF_RETURN_IF_ERROR(division.check_whole(c));
+  ShapeHandle out;
+  TF_RETURN_IF_ERROR(division.replace(c, tensor_of(c), division.share(c), &out));
+  c->set_output(0, out);
+  return absl::OkStatus();
+}
+
+absl::Status all_to_all_shape(InferenceContext* c) {
+  InferredDivision split{"split_axis", "split_sizes"}, concat{"concat_axis", "concat_sizes"};
+  TF_RETURN_IF_ERROR(split.read(c));
+  TF_RETURN_IF_ERROR(concat.read(c));
+  if (split.axis == concat.axis || split.sizes.size() != concat.sizes.size()) {
+    return invalid("split_axis is ", split.axis, " with ", split.sizes.size(),
+                   " sizes, concat_axis is ", concat.axis, " with ", concat.sizes.size(),
+                   "; expected two different dimensions and one size per rank for both");
+  }
+  TF_RETURN_IF_ERROR(split.check_whole(c));
+  TF_RETURN_IF_ERROR(concat.check_part(c));
+  ShapeHandle out;
+  TF_RETURN_IF_ERROR(split.replace(c, tensor_of(c), split.share(c), &out));
+  TF_RETURN_IF_ERROR(concat.replace(c, out, c->MakeDim(total(concat.sizes)), &out));
+  c->set_output(0, out);
+  return absl::OkStatus();
+}
+
+absl::Status broadcast_shape(InferenceContext* c) {
+  std::vector<PartialTensorShape> shapes;
+  TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
+  if (shapes.empty()) return tensorflow::shape_inference::UnknownShape(c);
+  return set_shapes(c, "inputs", "give one shape per input, or none");
+}
+
+}  // namespace whale_ops

@@ -1,0 +1,97 @@
+// TensorFlow's allocator of host memory with large tensors in memory that the other ranks of the
+// machine map.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <utility>
+
+#include "tensorflow/core/common_runtime/bfc_allocator.h"
+#include "tensorflow/core/framework/allocator_registry.h"
+#include "whale_ops/core/transport/arena.h"
+
+namespace whale_ops {
+namespace {
+
+using tensorflow::Allocator;
+using tensorflow::AllocatorFactoryRegistry;
+using whale::Arena;
+
+// As in TensorFlow's own allocator (mkl_cpu_allocator.h), with which this one shares its sizes and
+// its figures.
+constexpr size_t kLargeBytes = 256 << 10;
+constexpr int kPriority = 300;  // above all of TensorFlow's
+
+class ArenaSubAllocator : public tensorflow::SubAllocator {
+ public:
+  ArenaSubAllocator() : SubAllocator({}, {}) {}
+  void* Alloc(size_t /* alignment: less than a page's */, size_t bytes, size_t* received) override {
+    *received = bytes;
+    return Arena::instance()->take(bytes);
+  }
+  void Free(void* /* memory */, size_t /* bytes */) override {}  // when the process ends
+  bool SupportsCoalescing() const override { return false; }
+};
+
+size_t limit_bytes() {
+  const char* wanted = std::getenv("TF_MKL_ALLOC_MAX_BYTES");
+  const size_t given = wanted == nullptr ? 0 : std::strtoull(wanted, nullptr, 10);
+  return given != 0 ? given
+                    : static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) *
+                          static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
+class ArenaAllocator : public Allocator {
+ public:
+  ArenaAllocator() : large_(std::make_unique<ArenaSubAllocator>(), limit_bytes(), Name(), {}) {}
+
+  std::string Name() override { return "whale_arena"; }
+  void* AllocateRaw(size_t alignment, size_t bytes) override {
+    if (bytes >= kLargeBytes) return large_.AllocateRaw(alignment, bytes);
+    void* memory = nullptr;
+    return posix_memalign(&memory, std::max(alignment, sizeof(void*)), bytes) == 0 ? memory
+                                                                                   : nullptr;
+  }
+  void DeallocateRaw(void* memory) override {
+    Arena::instance()->holds(memory) ? large_.DeallocateRaw(memory) : std::free(memory);
+  }
+  decltype(std::declval<Allocator>().GetStats()) GetStats() override { return large_.GetStats(); }
+  bool ClearStats() override { return large_.ClearStats(); }
+
+ private:
+  tensorflow::BFCAllocator large_;
+};
+
+class ArenaFactory : public tensorflow::AllocatorFactory {
+ public:
+  Allocator* CreateAllocator() override { return new ArenaAllocator(); }
+  tensorflow::SubAllocator* CreateSubAllocator(int /* numa_node */) override {
+    return new ArenaSubAllocator();
+  }
+};
+
+// Registering after the first use of an allocator ends the process, and nothing public tells
+// whether there was one: the private member does.
+bool AllocatorFactoryRegistry::* first_alloc_made();
+template <bool AllocatorFactoryRegistry::* member>
+struct Reveal {
+  friend bool AllocatorFactoryRegistry::* first_alloc_made() { return member; }
+};
+template struct Reveal<&AllocatorFactoryRegistry::first_alloc_made_>;
+
+}  // namespace
+
+// From now on TensorFlow's large tensors lie in shared memory. 0, -1 when it has made tensors
+// already, or errno.
+extern "C" __attribute__((visibility("default"))) int whale_share_tensors() {
+  if (Arena::instance() != nullptr) return 0;
+  AllocatorFactoryRegistry* registry = AllocatorFactoryRegistry::singleton();
+  if (registry->*first_alloc_made()) return -1;
+  // What the allocator takes in all is its limit, in pieces that are rounded up to pages.
+  if (const int error = Arena::open(limit_bytes() + (64 << 20)); error != 0) return error;
+  registry->Register(__FILE__, __LINE__, "WhaleArenaAllocator", kPriority, new ArenaFactory());
+  return 0;
+}
+
+}  // namespace whale_ops
