@@ -73,8 +73,12 @@ def _make_function(
         """As Keras 2 does, a number of batches at once; of what is predicted all, else what the last one gives."""
         steps = model._steps_per_execution
         found: list[Any] = []
-        for batch in itertools.islice(iterator, 1 if steps is None else int(steps.numpy().item())):
-            found = [*found, step(batch)] if what == "predict" else [step(batch)]
+        for i, batch in enumerate(itertools.islice(iterator, 1 if steps is None else int(steps.numpy().item()))):
+            trace = step.trace(
+                iterator if hasattr(iterator, "element_spec") else batch, int(what == "predict" and i > 0)
+            )
+            outputs = step(batch, trace=trace)
+            found = [*found, outputs] if what == "predict" else [outputs]
         if not found:
             raise StopIteration
         return functools.reduce(joined, found)
