@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-Draw = Callable[["State", tf.Tensor], tf.Tensor]
+Draw = Callable[[Any, tf.Tensor], tf.Tensor]
 STEPS = ("exact", "relaxed", "signature", "iterator", "fit", "fit", "fit of Keras 2", "session")
 
 # Programs from this number on may do what TensorFlow itself does in another way each time.
@@ -20,31 +21,40 @@ RACING = 1_000_000
 class State:
     """What the draws of a step keep: variables, generators, layers."""
 
-    def __init__(self, keras: Any, tf_keras: Any) -> None:
+    def __init__(self, keras: Any, keras_2: Any) -> None:
         self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.generator = tf.random.Generator.from_seed(5)
         self.dropout = keras.layers.Dropout(0.4, seed=3)
-        self.dropout_2 = tf_keras.layers.Dropout(0.4, seed=3) if tf_keras is not None else None
-        self.nested = tf.function(lambda x: x + tf.random.normal(_shape(x), dtype=x.dtype))
+        self.dropout_2 = keras_2.layers.Dropout(0.4, seed=3)
+        self.nested = _called()
 
 
 def _shape(x: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.shape(x)[0], 3])
 
 
-def _loop(state: State, x: tf.Tensor, at_once: int = 1) -> tf.Tensor:
+def _loop(state: State | None, x: tf.Tensor, at_once: int = 1) -> tf.Tensor:
     def body(i: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return i + 1, 0.5 * total + tf.random.normal(_shape(x), dtype=x.dtype)
 
     return tf.while_loop(lambda i, total: i < 3, body, (0, tf.zeros_like(x)), parallel_iterations=at_once)[1]
 
 
-def _branch(state: State, x: tf.Tensor) -> tf.Tensor:
+def _branch(state: State | None, x: tf.Tensor) -> tf.Tensor:
     return tf.cond(
-        state.count % 2 == 0,
+        tf.reduce_sum(x) > 0 if state is None else state.count % 2 == 0,
         lambda: tf.random.normal(_shape(x), dtype=x.dtype),
         lambda: tf.random.uniform(_shape(x), dtype=x.dtype),
     )
+
+
+def _called() -> Any:
+    return tf.function(lambda x: x + tf.random.normal(_shape(x), dtype=x.dtype))
+
+
+def _nested(state: State | None, x: tf.Tensor) -> tf.Tensor:
+    called = _called() if state is None else state.nested
+    return called(x) + 2 * called(x)
 
 
 def _recomputed(state: State, x: tf.Tensor) -> tf.Tensor:
@@ -76,12 +86,15 @@ DRAWS: dict[str, Draw] = {
     "loop": _loop,
     "loop of iterations at once": lambda s, x: _loop(s, x, 10),
     "branch": _branch,
-    "nested": lambda s, x: s.nested(x) + 2 * s.nested(x),
+    "nested": _nested,
     "recomputed": _recomputed,
     "Dropout": lambda s, x: s.dropout(x, training=True),
     "Dropout of Keras 2": lambda s, x: s.dropout_2(x, training=True),
 }
-IN_SESSIONS = ("normal", "uniform", "truncated", "integers", "seeded", "gamma", "poisson", "categorical", "one number")
+IN_SESSIONS = (
+    *("normal", "uniform", "truncated", "integers", "seeded", "gamma", "poisson", "categorical", "one number"),
+    *("shuffle", "dropout", "loop", "branch", "nested"),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,9 @@ CASES = (
     Program("relaxed", ("nested", "recomputed", "dropout"), ("normal",), (3, 5, 3, 2, 5), (2,), -1, 4),
     Program("fit of Keras 2", ("one number",), ("truncated",), (4, 3), (1,), -1, 3),
     Program("session", ("normal", "poisson"), ("integers",), (4, 2, 1, 4), (1, 3), -1, 4),
+    Program("session", ("loop", "branch"), ("nested", "branch"), (1, 4, 2, 1), (1, 3), -1, 4),
+    Program("signature", ("Dropout of Keras 2",), ("Dropout of Keras 2", "normal"), (3, 1, 2), (1, 2), -1, 4),
+    Program("fit", ("seeded",), ("normal", "one number"), (8,), (0,), -1, 3),
 )
 
 
@@ -134,8 +150,8 @@ def drawn(number: int) -> Program:
 class Run:
     """One run of programs: plain, or over ranks."""
 
-    def __init__(self, wh: Any, keras: Any, tf_keras: Any) -> None:
-        self._wh, self._keras, self._tf_keras = wh, keras, tf_keras
+    def __init__(self, wh: Any, keras: Any, keras_2: Any) -> None:
+        self._wh, self._keras, self._keras_2 = wh, keras, keras_2
 
     def __call__(self, program: Program) -> dict[str, np.ndarray]:
         """What a program gives, by call."""
@@ -150,7 +166,7 @@ class Run:
         return self._function(program, batches)
 
     def _function(self, program: Program, batches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        state, w = State(self._keras, self._tf_keras), tf.Variable(np.full((3, 1), 0.3))
+        state, w = State(self._keras, self._keras_2), tf.Variable(np.full((3, 1), 0.3))
         function = self._wh.function if self._wh is not None else tf.function
         signature = [tf.TensorSpec([None, 3], tf.float64)] if program.step == "signature" else None
         wrap = {"relaxed": {"reduce_retracing": True}, "signature": {"input_signature": signature}}
@@ -179,10 +195,10 @@ class Run:
         return found | {"w": w.numpy()}
 
     def _fit(self, program: Program, data: np.ndarray) -> dict[str, np.ndarray]:
-        keras = self._keras if program.step == "fit" else self._tf_keras
+        keras = self._keras if program.step == "fit" else self._keras_2
         keras.backend.set_floatx("float64")
         keras.utils.set_random_seed(program.batch)
-        state = State(self._keras, self._tf_keras)
+        state = State(self._keras, self._keras_2)
 
         class Noise(keras.layers.Layer):  # type: ignore[name-defined,misc]
             def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
@@ -191,7 +207,7 @@ class Run:
         noise = Noise()
         noise.dropout = state.dropout if program.step == "fit" else state.dropout_2
         model = keras.Sequential([keras.layers.Input((3,)), noise, keras.layers.Dense(1), keras.layers.Dropout(0.3)])
-        steps = 1 + program.batch % 2 if program.step == "fit" else 1  # Keras 2 takes no fewer steps at the end
+        steps = 1 if keras is self._keras_2 else 1 + program.batch % 2  # Keras 2 takes no fewer steps at the end
         model.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=steps)
         y, found, size = data.sum(1, keepdims=True), {}, program.batch
         for i, rows in enumerate(program.rows[:4]):
@@ -200,8 +216,7 @@ class Run:
             given: dict[str, Any] = {"batch_size": size, "verbose": 0}
             if i in program.evaluates:
                 found[f"{i}/evaluated"] = np.asarray(model.evaluate(data[: rows + 3], y[: rows + 3], **given))
-                if steps == 1:  # else seeds of further batches follow from how many operations plain Keras has traced
-                    found[f"{i}/predicted"] = model.predict(data[: rows + 1], **given)
+                found[f"{i}/predicted"] = model.predict(data[: rows + 1], **given)
                 found[f"{i}/on batch"] = np.asarray(model.train_on_batch(data[:rows], y[:rows]))
             validation = (data[:5], y[:5]) if rows % 2 else None
             history = model.fit(data, y, epochs=2, shuffle=False, validation_data=validation, **given).history
@@ -243,9 +258,8 @@ def _stream(program: Program, batches: Sequence[np.ndarray]) -> tf.data.Dataset:
 
 
 def run_of(wh: Any, keras: Any) -> Run:
-    """What runs programs."""
-    import tf_keras
-
-    keras.backend.set_floatx("float64")
-    tf_keras.backend.set_floatx("float64")
-    return Run(wh, keras, tf_keras)
+    """What runs programs; the Keras of TensorFlow 2.15 is Keras 2 itself."""
+    keras_2 = keras if keras.__version__.startswith("2.") else importlib.import_module("tf_keras")
+    for one in (keras, keras_2):
+        one.backend.set_floatx("float64")
+    return Run(wh, keras, keras_2)

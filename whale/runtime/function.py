@@ -123,9 +123,8 @@ class Function(Generic[P, R]):
         if step is not None:
             return arguments, step, tf.nest.flatten(batches, expand_composites=True)
         drawing = Drawing(functools.partial(draw, context=context), batches)
-        streams = self._traces.streams(arguments)
-        with self._traces.seeded(streams):
-            step = compile_step(self._fn, arguments, args, kwargs, context, streams, drawing)
+        shared = self._traces.of(arguments)
+        step = compile_step(self._fn, arguments, args, kwargs, context, shared, drawing)
         self._attached()  # earlier steps call variables where they were; to this one it makes no difference
         if reads_itself(step.captured, drawing, arguments):
             self._sources[kind] = None
@@ -138,9 +137,7 @@ class Function(Generic[P, R]):
         """The same for a step that reads iterators, which are arguments, in loops: every rank reads them."""
         arguments = self._take_apart(args, kwargs, draws=False)
         if arguments.key not in self._steps:
-            streams = self._traces.streams(arguments)
-            with self._traces.seeded(streams):
-                step = compile_step(self._fn, arguments, args, kwargs, context, streams)
+            step = compile_step(self._fn, arguments, args, kwargs, context, self._traces.of(arguments))
             self._attached()
             self._steps[arguments.key] = step
         return arguments, self._steps[arguments.key], []

@@ -95,7 +95,7 @@ def _make_predict_function(concat: Callable[..., Any], original: Any, model: Any
     def function(batches: list[Any]) -> Any:
         outputs = step(batches[0], trace=step.trace(batches))
         for i, batch in enumerate(batches[1:], 1):
-            more = step(batch, trace=step.trace(batches, i))
+            more = step(batch, trace=step.trace(batches, i), goes_on=True)
             outputs = tf.nest.map_structure(lambda one, other: concat([one, other]), outputs, more)
         return outputs
 

@@ -32,6 +32,7 @@ from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.step_call import callable_step
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.input.equal_inputs import as_rows_of, compared
+from whale.runtime.input.traces import SharedTrace
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
@@ -98,17 +99,17 @@ def compile_step(
     args: Any,
     kwargs: Any,
     context: Context,
-    streams: str,
+    shared: SharedTrace,
     drawing: Drawing | None = None,
 ) -> Step:
     """Traces, plans and lowers ``fn(*args, **kwargs)``, which ``arguments`` are. Collective between processes.
 
     Args:
-      streams: what the names of its random streams begin with.
+      shared: the trace that one process would take.
       drawing: reads the batches that ``fn`` takes of iterators.
     """
     with span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"), no_garbage_collection():
-        return _compiled(fn, arguments, args, kwargs, context, streams, drawing)
+        return _compiled(fn, arguments, args, kwargs, context, shared, drawing)
 
 
 def _compiled(
@@ -117,7 +118,7 @@ def _compiled(
     args: Any,
     kwargs: Any,
     context: Context,
-    streams: str,
+    shared: SharedTrace,
     drawing: Drawing | None,
 ) -> Step:
     if context.dry is None:
@@ -126,7 +127,7 @@ def _compiled(
 
     def traced(mark_gradients: bool, drawing: Drawing | None) -> Trace:
         with captures_steps():
-            return trace_function(
+            found = trace_function(
                 fn,
                 args,
                 kwargs,
@@ -134,7 +135,10 @@ def _compiled(
                 loss_scale=loss_scale_of(context),
                 drawing=drawing,
                 creator=creator_in_traces(context.defers),
+                around=shared.tracing,
             )
+        shared.traced()
+        return found
 
     with span(context.trace, "capture", "compile"):
         marks = (
@@ -151,8 +155,8 @@ def _compiled(
         if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_text, context):
             ready = None
     if ready is None:
-        return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.again()), context, streams)
-    return _taken(trace, ready, local, layouts, context, streams)
+        return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.again()), context, shared.streams)
+    return _taken(trace, ready, local, layouts, context, shared.streams)
 
 
 def _lowered(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -11,19 +11,12 @@ import numpy as np
 from tensorflow.core.framework import function_pb2
 
 from whale.capture.encode import attr_types, to_function_def, to_graph_def, to_node_def
-from whale.ir.ops import READS
-from whale.ir.program import STREAM, Node, Program, Ref, const_node, marks
+from whale.ir.ops import DRAWS_BY_COUNTER, READS
+from whale.ir.program import STREAM, Node, Program, Ref, const_node, function_refs, marks
 from whale.ir.values import DType, Func, Shape, TensorType
 from whale.kernels.xla import in_other_graphs
 from whale.partition.pipeline.microbatch_loop import CALL
 
-# What draws the same numbers from a key and a counter: TensorFlow's kernels of both fill tensors by the same code.
-_BY_COUNTER = {
-    "RandomUniform": "StatelessRandomUniformV2",
-    "RandomStandardNormal": "StatelessRandomNormalV2",
-    "TruncatedNormal": "StatelessTruncatedNormalV2",
-    "RandomUniformInt": "StatelessRandomUniformIntV2",
-}
 _PHILOX = 1
 _WORD = 0xFFFFFFFFFFFFFFFF
 
@@ -226,21 +219,38 @@ def has_streams(ranks: Iterable[Program]) -> bool:
 def with_streams(program: Program, name: str) -> Program:
     """``program`` (one rank's) that draws from the streams which are called so, and then as their operations.
 
-    A stream goes on also where the rank does not look at the numbers, having no rows.
+    A stream goes on also where the rank does not look at the numbers, having no rows: in branches and loops, too.
     """
-    return in_other_graphs(program, lambda graph: _of_graph(graph, name))
+    drawing = _drawing_functions(program)
+    return in_other_graphs(program, lambda graph: _of_graph(graph, name, drawing))
 
 
-def _of_graph(graph: Program, name: str) -> Program:
-    if not any(STREAM in node.attrs for node in graph.nodes):
+def _drawing_functions(program: Program) -> frozenset[str]:
+    """The functions that draw from streams which programs share, or call one that does."""
+    found = {name for name, body in program.functions.items() if any(STREAM in node.attrs for node in body.nodes)}
+    grew = bool(found)
+    while grew:
+        callers = {name for name, body in program.functions.items() if any(_calls(node, found) for node in body.nodes)}
+        grew = not callers <= found
+        found |= callers
+    return frozenset(found)
+
+
+def _calls(node: Node, functions: Collection[str]) -> bool:
+    return any(func.name in functions for _, func in function_refs(node))
+
+
+def _of_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
+    callers = [node.name for node in graph.nodes if _calls(node, drawing)] if drawing else []
+    if not callers and not any(STREAM in node.attrs for node in graph.nodes):
         return graph
     nodes: list[Node] = []
-    effects = list(graph.effects)
+    effects = [*graph.effects, *callers]
     for node in graph.nodes:
         stream = node.attrs.get(STREAM)
         if stream is None:
             nodes.append(node)
-        elif node.op in _BY_COUNTER:
+        elif node.op in DRAWS_BY_COUNTER:
             # Micro-batches have seeds of their own: whichever runs first, each goes on in its stream.
             made = _by_counter(node, f"{name}/{stream}/{node.attrs.get('seed2', 0)}")
             nodes += made
@@ -270,7 +280,7 @@ def _by_counter(node: Node, stream: str) -> list[Node]:
     alg = const_node(f"{node.name}/whale_alg", np.array(_PHILOX, np.int32), scope=node.scope)
     drawn = replace(
         node,
-        op=_BY_COUNTER[node.op],
+        op=DRAWS_BY_COUNTER[node.op],
         inputs=(shape, Ref(key.name), Ref(advance.name), Ref(alg.name), *bounds),
         attrs={"dtype": node.attrs["Tout" if bounds else "dtype"], "Tshape": sizes, **_other_marks(node)},
         stateful=False,

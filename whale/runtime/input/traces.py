@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +18,8 @@ from whale.capture.signature import Arguments
 from whale.runtime.run.context import unique
 
 _DIGITS = 8
+# What the trace that goes on has drawn, and what is left of it where it is traced again.
+_drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("_drawing", default=None)
 
 
 def new_streams() -> str:
@@ -45,6 +48,50 @@ class Relaxed:
         return self._known[key]
 
 
+class SharedTrace:
+    """What one process traces once, and Whale once for each program of it: the programs draw from the same streams.
+
+    Attributes:
+      streams: what the names of these streams begin with.
+    """
+
+    def __init__(self) -> None:
+        self.streams = new_streams()
+        self._seed = tf_context.global_seed()
+        self._drawn: list[Any] = []
+        self._is_known = False
+
+    def traced(self) -> None:
+        """The first program is traced: those that are traced later draw what it drew (see ``once_in_a_trace``)."""
+        self._is_known = True
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Around a trace, and each run of the step's Python: the global seed is what it was for the first program."""
+        tf_ctx = tf_context.context()
+        now, tf_ctx._seed = tf_ctx._seed, self._seed
+        if not self._is_known:
+            self._drawn = []  # a step that creates variables runs twice in one process, too
+        token = _drawing.set((self._drawn, iter(self._drawn)) if self._is_known else (self._drawn, None))
+        try:
+            yield
+        finally:
+            _drawing.reset(token)
+            tf_ctx._seed = now
+
+
+def once_in_a_trace(draw: Callable[[], Any]) -> Any:
+    """What ``draw`` gives, of which Python keeps count: a program that is traced again finds what the first one got."""
+    tracing = _drawing.get()
+    if tracing is None:
+        return draw()
+    drawn, again = tracing
+    for known in again or ():
+        return known
+    drawn.append(draw())
+    return drawn[-1]
+
+
 class Traces:
     """The traces of one step, by their calls' arguments.
 
@@ -56,11 +103,10 @@ class Traces:
     def __init__(self, step: Callable[..., Any], one: bool) -> None:
         self._any_shape = one or getattr(step, "input_signature", None) is not None
         self._relaxed = Relaxed() if getattr(step, "_reduce_retracing", False) else None
-        self._names: dict[Hashable, str] = {}
-        self._seeds: dict[str, int | None] = {}  # TensorFlow's global one, by streams
+        self._known: dict[Hashable, SharedTrace] = {}
 
-    def streams(self, arguments: Arguments) -> str:
-        """What the names of the streams begin with of the trace that one process would take for a call."""
+    def of(self, arguments: Arguments) -> SharedTrace:
+        """The trace that one process would take for a call."""
         parts: list[Any] = [self._kind(one) for one in arguments.key]  # type: ignore[attr-defined]
         trace: Hashable = tuple(parts)
         if self._relaxed is not None and not self._any_shape:
@@ -68,20 +114,9 @@ class Traces:
             shapes = [one[2] for one in parts if _is_tensor(one)]
             dtypes = [one[1] for one in parts if _is_tensor(one)]
             trace = self._relaxed.trace(fixed, [tf.TensorSpec(s, d) for s, d in zip(shapes, dtypes)])
-        if trace not in self._names:
-            self._names[trace] = new_streams()
-            self._seeds[self._names[trace]] = tf_context.global_seed()
-        return self._names[trace]
-
-    @contextmanager
-    def seeded(self, streams: str) -> Iterator[None]:
-        """Inside, TensorFlow's global seed is what it was when the trace of these streams was made."""
-        tf_ctx = tf_context.context()
-        now, tf_ctx._seed = tf_ctx._seed, self._seeds[streams]
-        try:
-            yield
-        finally:
-            tf_ctx._seed = now
+        if trace not in self._known:
+            self._known[trace] = SharedTrace()
+        return self._known[trace]
 
     def _kind(self, entry: Any) -> Hashable:
         """A part of the arguments' key, without what no trace depends on: how ranks hold rows, how many there are."""

@@ -67,24 +67,6 @@ REGISTER_OP("WhaleForgetStreams")
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("All streams of the device begin anew, as those of TensorFlow's kernels do after tf.random.set_seed.");
 
-REGISTER_OP("WhaleStreams")
-    .Output("names: string")
-    .Output("counters: int64")
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) {
-      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
-      c->set_output(1, c->Vector(InferenceContext::kUnknownDim));
-      return absl::OkStatus();
-    })
-    .Doc("The streams of WhaleAdvance, and where they are.");
-
-REGISTER_OP("WhaleSetStreams")
-    .Input("names: string")
-    .Input("counters: int64")
-    .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc("Streams of WhaleAdvance go on from there.");
-
 // All streams of a device, which outlive the kernels and end with the device.
 class Streams : public tensorflow::ResourceBase {
  public:
@@ -106,16 +88,6 @@ class Streams : public tensorflow::ResourceBase {
     if (known == nullptr) TF_RETURN_IF_ERROR(make(&known));
     *kernel = known;
     return absl::OkStatus();
-  }
-
-  std::unordered_map<std::string, uint64_t> counters() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return counters_;
-  }
-
-  void set(const std::string& stream, uint64_t counter) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    counters_[stream] = counter;
   }
 
   void clear() {
@@ -208,42 +180,9 @@ class ForgetStreamsOp : public OpKernel {
   }
 };
 
-class StreamsOp : public OpKernel {
- public:
-  using OpKernel::OpKernel;
-  void Compute(OpKernelContext* ctx) override {
-    tensorflow::core::RefCountPtr<Streams> streams;
-    OP_REQUIRES_OK(ctx, streams_of(ctx, &streams));
-    const auto counters = streams->counters();
-    Tensor *names = nullptr, *values = nullptr;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {static_cast<int64_t>(counters.size())}, &names));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, {static_cast<int64_t>(counters.size())}, &values));
-    int64_t i = 0;
-    for (const auto& [name, counter] : counters) {
-      names->flat<tensorflow::tstring>()(i) = name;
-      values->flat<int64_t>()(i++) = static_cast<int64_t>(counter);
-    }
-  }
-};
-
-class SetStreamsOp : public OpKernel {
- public:
-  using OpKernel::OpKernel;
-  void Compute(OpKernelContext* ctx) override {
-    tensorflow::core::RefCountPtr<Streams> streams;
-    OP_REQUIRES_OK(ctx, streams_of(ctx, &streams));
-    const auto names = ctx->input(0).flat<tensorflow::tstring>();
-    const auto counters = ctx->input(1).flat<int64_t>();
-    OP_REQUIRES(ctx, names.size() == counters.size(), absl::InvalidArgumentError("WhaleSetStreams takes a counter for each name"));
-    for (int64_t i = 0; i < names.size(); ++i) streams->set(std::string(names(i)), static_cast<uint64_t>(counters(i)));
-  }
-};
-
 REGISTER_KERNEL_BUILDER(Name("WhaleAdvance").Device(tensorflow::DEVICE_CPU), AdvanceOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleDraw").Device(tensorflow::DEVICE_CPU), DrawOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleForgetStreams").Device(tensorflow::DEVICE_CPU), ForgetStreamsOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleStreams").Device(tensorflow::DEVICE_CPU), StreamsOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleSetStreams").Device(tensorflow::DEVICE_CPU), SetStreamsOp);
 
 }  // namespace
 }  // namespace whale_ops
