@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from tests.forkserver import plain_python
 from tests.launcher.helpers import Launcher
 from tests.oracle.metric import FLOAT64_LIMIT
 
@@ -19,11 +19,12 @@ FLOOR = 1e-3  # a loss that is smaller is as near as one of this size
 def run(launcher: Launcher, kind: str, place: str, folder: Path, numbers: Sequence[int], timeout_s: float) -> None:
     """Runs programs ``plain``, on the ``ranks`` of a run of two, or on a number of ranks of one process."""
     arguments = [SCRIPT, kind, place, str(folder), *map(str, numbers)]
+    alone = plain_python() if place == "plain" else launcher.python
     if place == "ranks":
         done = launcher.run("-np", "2", *arguments, timeout_s=timeout_s)
     else:
         done = subprocess.run(
-            [sys.executable, *arguments],
+            [alone, *arguments],
             env=launcher.environment,
             cwd=folder,
             capture_output=True,

@@ -34,7 +34,7 @@ from whale.runtime.input.local_batches import (
     rows_of,
     rows_of_values,
 )
-from whale.runtime.input.shuffle_orders import Orders, counts_ends, reshuffles, restarts
+from whale.runtime.input.shuffle_orders import Orders, counts_ends, keeps_orders, reshuffles, restarts
 from whale.runtime.run.context import Context, current
 
 Element = Any  # a structure of tensors, as the dataset yields it
@@ -102,6 +102,11 @@ class ShardedDataset:
         if options.threading.private_threadpool_size is None:
             # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
             options.threading.private_threadpool_size = context.config["input.threads"]
+        self._one_ahead = bool(keeps_orders(self._whole))
+        if self._one_ahead:
+            options.experimental_optimization.inject_prefetch = False
+            self._read = self._read.with_options(options)
+            return
         ahead = context.config["input.prefetch"]
         if restarts(self._whole):  # what is read ahead begins an order: no earlier than where TensorFlow alone does it
             ahead = 1
@@ -114,18 +119,19 @@ class ShardedDataset:
         return self._whole
 
     @property
-    def begun(self) -> tuple[int, tuple[int, ...] | None]:
-        """How many iterations over it have begun, and how many seeds its shuffles have drawn, if that is known.
+    def begun(self) -> tuple[int, tuple[int, ...] | None, bool]:
+        """How many iterations over it have begun, how many seeds its shuffles have drawn, if that is known, and whether
+        one has come to its end.
 
         Where others have begun them, it is set in a process that joins.
         """
-        return self._epochs.begun, self._orders.now()
+        return self._epochs.begun, self._orders.now(), self._epochs.has_ended
 
     @begun.setter
-    def begun(self, others: tuple[int, tuple[int, ...] | None]) -> None:
-        self._epochs.begun, drawn = others
+    def begun(self, others: tuple[int, tuple[int, ...] | None, bool]) -> None:
+        self._epochs.begun, drawn, self._epochs.has_ended = others
         if drawn is not None:
-            self._orders.go_to(drawn)
+            self._orders.join(drawn, self._epochs.has_ended)
 
     @property
     def element_spec(self) -> Any:
@@ -155,7 +161,16 @@ class ShardedDataset:
             return self._own_elements(self._own, start)
         if self._by == "file" and self._context.between_processes:
             return self._elements_of_files(start)
-        return iter(_without(self._read, start))
+        return self._reading(start)
+
+    def _reading(self, start: int) -> Iterator[Any]:
+        """What this rank reads, from number ``start`` on.
+
+        What is read ahead decides whether a cache is full when a loop stops early. TensorFlow reads one batch ahead
+        while a loop is young, and so do all ranks then, in step.
+        """
+        elements = iter(_without(self._read, start))
+        return _one_ahead(elements) if self._one_ahead else elements
 
     # -- rows of global batches
 
@@ -222,7 +237,7 @@ class ShardedDataset:
             rounds += number == 0
         if own.summary is not None:
             own.summary.begin(rounds)
-        return self._of_own_rows(iter(_without(self._read, before)), batches, own.summary)
+        return self._of_own_rows(self._reading(before), batches, own.summary)
 
     def _of_own_rows(
         self, rows_read: Iterator[Any], batches: Iterator[tuple[int, int]], summary: Summary | None
@@ -284,7 +299,7 @@ class ShardedDataset:
 
     def _elements_of_files(self, start: int) -> Iterator[Element]:
         """Parts of a batch that the ranks made on their own; a rank that has come to its end brings no rows."""
-        return self._of_files(iter(_without(self._read, start)))
+        return self._of_files(self._reading(start))
 
     def _of_files(self, own: Iterator[Any]) -> Iterator[Element]:
         rank, names = self._context.rank, [s.name or f"value {i}" for i, s in enumerate(self._leaves)]
@@ -354,6 +369,13 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
             action="use wh.shard(dataset), or leave elastic out",
         )
     return ShardedDataset(dataset, context, by)
+
+
+def _one_ahead(elements: Iterator[Any]) -> Iterator[Any]:
+    ahead = next(elements, None)
+    while ahead is not None:
+        element, ahead = ahead, next(elements, None)
+        yield element
 
 
 def _without(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:

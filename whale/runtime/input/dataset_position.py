@@ -32,6 +32,7 @@ class Epochs:
       cut: this rank's part of a whole batch, where every rank reads all of them; None: it reads its part.
       may_grow: whether this rank is alone for the moment.
       begun: iterations so far.
+      has_ended: whether one of them has come to its end, so that caches are full.
       iterators: those that may go on.
     """
 
@@ -44,6 +45,7 @@ class Epochs:
     cut: Callable[[Any], Any] | None = None
     may_grow: bool = False
     begun: int = 0
+    has_ended: bool = False
     iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
 
     def divided_again(self) -> None:
@@ -87,7 +89,11 @@ class ShardedIterator(Trackable):
     def read(self) -> Any:
         """The next batch; StopIteration where there is none."""
         self.begin()
-        element = next(self._elements)  # type: ignore[arg-type]
+        try:
+            element = next(self._elements)  # type: ignore[arg-type]
+        except StopIteration:
+            self._epochs.has_ended = True
+            raise
         if self._epochs.cut is not None:
             self._wholes = {n: whole for n, whole in self._wholes.items() if n == self._position - 1}
             self._wholes[self._position], element = element, self._epochs.cut(element)

@@ -26,6 +26,7 @@ from whale.runtime.input.shuffle_orders import (
     common_order,
     generator_of,
     is_reshuffled,
+    keeps_orders,
     reshuffles,
     restarts,
     shuffled,
@@ -140,6 +141,8 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds, every: in
     full = 0 if count < 0 else count // size
     rest = () if count < 0 or drop or count % size == 0 else shares(count % size)
 
+    if keeps_orders(samples) and any(most and not few for most, few in zip(usual, rest)):
+        raise Unknown("a rank has no rows of the last batch, by which it would know that a cache is full")
     empty = not usual[rank] or (rest and not rest[rank])
     if empty and not all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch.element_spec)):
         raise Unknown("a rank has no rows of some batch, and the shapes of these are not known without reading them")

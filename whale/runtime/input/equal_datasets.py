@@ -23,7 +23,7 @@ from whale.runtime.input.tables import held_by_tables
 _LEFT_OUT = (
     "_PrefetchDataset",
     "_OptionsDataset",
-    "_CacheDataset",
+    "CacheDataset",
     "_SaveDataset",
     "_SnapshotDataset",
     "_RebatchDataset",
@@ -198,7 +198,7 @@ def is_seen(dataset: Any) -> bool:
     """
     for node in _nodes(dataset):
         kind = type(node).__name__
-        in_memory = kind == "_CacheDataset" and not tf.strings.length(node._filename)
+        in_memory = kind == "CacheDataset" and not tf.strings.length(node._filename)
         if kind not in _SEEN_DATASETS and not in_memory:
             return False
         for wrapper in node._functions():

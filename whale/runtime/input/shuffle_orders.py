@@ -17,11 +17,13 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.python.ops import gen_dataset_ops
 
 import whale_ops
+from whale.errors import ProgramError
 
 Seeds = Callable[[], tuple[int, int]]
 
 # The generator is found in the dataset's graph, which holds its arrays.
 _LARGEST_BYTES = 256 << 20
+_SEEDS_OF_AN_ORDER = 2
 _GENERATOR = "_whale_generator"
 _COMMON = "_whale_common"
 _IGNORED = 1  # state outside of the dataset, in its graph
@@ -53,7 +55,16 @@ def repeats(dataset: Any) -> bool:
 
 def counts_ends(dataset: Any) -> bool:
     """Whether it matters that an iteration reads to the end: then a cache is complete, a repetition begins again."""
-    return repeats(dataset) or any(type(d).__name__ == "_CacheDataset" for d in upstream(dataset))
+    return repeats(dataset) or any(type(d).__name__ == "CacheDataset" for d in upstream(dataset))
+
+
+def keeps_orders(dataset: Any) -> list[Any]:
+    """The caches in memory that hold samples as a reshuffling shuffle gave them once; the innermost first.
+
+    Such a cache is full when an iteration has come to its end. All that follow, whoever makes them, read from it.
+    """
+    found = {id(d): d for d in upstream(dataset) if type(d).__name__ == "CacheDataset" and reshuffles(d)}
+    return [cache for cache in reversed(found.values()) if not tf.get_static_value(cache._filename)]
 
 
 def restarts(dataset: Any) -> bool:
@@ -122,8 +133,10 @@ class Orders:
     """How many seeds the shuffles of a dataset have drawn."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
-        self._shuffles = list({id(d): d for d in upstream(dataset) if is_reshuffled(d)}.values())
-        self._repeats = repeats(dataset)
+        self._shuffles = _reshuffled(dataset)
+        self._draws_later = repeats(dataset) or len(self._shuffles) > 1
+        self._caches = keeps_orders(dataset)
+        self._takes = any(type(d).__name__ == "_TakeDataset" and keeps_orders(d) for d in upstream(dataset))
 
     @cached_property
     def _generators(self) -> list[tf.Tensor] | None:
@@ -148,16 +161,104 @@ class Orders:
 
         Args:
           later: seeds that had been drawn in another process, which was here; None: it is this one that goes back.
+
+        Raises:
+          ProgramError: a cache holds samples in another order than then.
         """
-        before = self.now() if later is None else later
+        before = self.now()
         if not drawn or before is None:
             return begin()
+        behind = before if later is None else later
+        incomplete = [cache for cache in self._caches if not self._refilled(cache, drawn, behind, before)]
         self.go_to(drawn)
         elements = begin()
-        if self._repeats:  # the orders up to here are drawn with the first element
+        if self._draws_later:  # the orders up to here are drawn with the first element
             elements = itertools.chain(list(itertools.islice(elements, 1)), elements)
-        self.go_to([max(counts) for counts in zip(before, self.now() or before, strict=True)])
+        found = self.now() or before
+        for cache in incomplete:
+            own = self._places(cache)
+            if all(found[i] == drawn[i] for i in own) and self._filled_behind(cache, before) != [drawn[i] for i in own]:
+                raise _other_order()
+        self.go_to([max(counts) for counts in zip(behind, found, strict=True)])
         return elements
+
+    def join(self, drawn: Sequence[int], has_ended: bool) -> None:
+        """The shuffles go on as those of another process, which have drawn so many seeds.
+
+        Args:
+          has_ended: whether an iteration has come to its end there, so that caches are full.
+
+        Raises:
+          ProgramError: nobody can say whether they are.
+        """
+        if self._caches and self._takes:
+            raise ProgramError(
+                "a process that joins cannot tell what the others' caches hold",
+                given="take behind a cache of shuffled samples",
+                expected="a cache that is read to its end by each iteration, or none",
+                action="put take in front of the cache, or cache in front of shuffle",
+            )
+        before = self.now()
+        if has_ended and before is not None:
+            for cache in self._caches:
+                self._refilled(cache, drawn, drawn, before)
+        self.go_to(drawn)
+
+    def _refilled(self, cache: Any, drawn: Sequence[int], behind: Sequence[int], before: Sequence[int]) -> bool:
+        """Whether a cache was full when an iteration began behind ``drawn`` seeds: it drew none; it is full then here.
+
+        Args:
+          behind: seeds that had been drawn when the iteration was where it is now; before: that have been drawn here.
+        """
+        own = self._places(cache)
+        if any(drawn[i] != behind[i] or not drawn[i] for i in own):
+            return False
+        first = self._filled_behind(cache, behind)
+        counts = list(self.now() or before)
+        for i, count in zip(own, first, strict=True):
+            counts[i] = count
+        self.go_to(counts)
+        elements = iter(cache)
+        now = self.now() or before
+        if all(now[i] == counts[i] for i in own):  # it is full already
+            if [before[i] for i in own] != [behind[i] for i in own]:
+                raise _other_order()
+        else:
+            for _ in elements:
+                pass
+        self.go_to(behind)
+        return True
+
+    def _places(self, cache: Any) -> list[int]:
+        """Which of the shuffles a cache, and no other one in front of it, keeps the orders of."""
+        inner = {id(one) for other in keeps_orders(cache) if other is not cache for one in _reshuffled(other)}
+        below = {id(one) for one in _reshuffled(cache)} - inner
+        return [i for i, one in enumerate(self._shuffles) if id(one) in below]
+
+    def _filled_behind(self, cache: Any, behind: Sequence[int]) -> list[int]:
+        """How many seeds had been drawn when the iteration began that filled a cache: the last one that drew any."""
+        own = self._places(cache)
+        if not repeats(cache):
+            return [behind[i] - _SEEDS_OF_AN_ORDER for i in own]
+        before = self.now() or behind
+        for _ in cache._input_dataset:
+            pass
+        now = self.now() or before
+        self.go_to(before)
+        return [behind[i] - (now[i] - before[i]) for i in own]
+
+
+def _reshuffled(dataset: Any) -> list[Any]:
+    return list({id(d): d for d in upstream(dataset) if is_reshuffled(d)}.values())
+
+
+def _other_order() -> ProgramError:
+    return ProgramError(
+        "an iterator cannot go back to an earlier order of its shuffle",
+        given="a cache that was filled in another order since",
+        expected="a cache that holds what it held then, or nothing yet",
+        action="make the dataset and wh.shard of it again before restoring",
+    )
 
 
 def _found(shuffle: Any) -> tf.Tensor | None:
