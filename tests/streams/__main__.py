@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.launcher.helpers import Launcher
@@ -15,40 +17,56 @@ from tests.oracle.metric import FLOAT64_LIMIT
 from tests.streams.compare import differences, run
 
 PLACES = {"orders": ("ranks",), "draws": ("2", "3")}
+COUNTS = {"orders": 200, "draws": 500}
 HOURS_S = 6 * 3600.0
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="python -m tests.streams")
-    arguments.add_argument("--kind", choices=PLACES, default="orders")
-    arguments.add_argument("--count", type=int, default=200)
+    arguments.add_argument("--kind", choices=COUNTS, help="both unless given")
+    arguments.add_argument("--count", type=int)
     arguments.add_argument("--first", type=int, default=0)
     asked = arguments.parse_args()
-    numbers = range(asked.first, asked.first + asked.count)
+    kinds = [asked.kind] if asked.kind else list(COUNTS)
+    return max([compare(kind, asked.first, asked.count or COUNTS[kind]) for kind in kinds])
+
+
+def compare(kind: str, first: int, count: int) -> int:
+    """Compares programs of a kind, prints those that differ and how many do; returns 1 where any does."""
+    numbers = range(first, first + count)
     wrong, worst, left_out = 0, 0.0, 0
     with tempfile.TemporaryDirectory() as folder:
         launcher = Launcher(Path(folder))
         plain, again = Path(folder, "plain"), Path(folder, "again")
         for each in (plain, again):
             each.mkdir()
-            run(launcher, asked.kind, "plain", each, numbers, HOURS_S)
-        taken = [number for number in numbers if (again / f"plain_{number}.npz").exists()]
-        for number in taken:  # what one device does in another way each time nothing can be compared with
-            (again / f"plain_{number}.npz").rename(plain / f"rank_again_{number}.npz")
-            if max(differences(plain, number))[0] > 0:
-                left_out += 1
-                (plain / f"plain_{number}.npz").unlink()
-            (plain / f"rank_again_{number}.npz").unlink()
-        kept = [number for number in taken if (plain / f"plain_{number}.npz").exists()]
-        for place in PLACES[asked.kind]:
-            run(launcher, asked.kind, place, plain, kept, HOURS_S)
-            for number in kept:
-                error, where = max(differences(plain, number))
-                worst = max(worst, error)
-                if error > FLOAT64_LIMIT:
-                    wrong += 1
-                    print(f"{asked.kind} {number} on {place}: {error:.1e} {where}", flush=True)
-    text = f"{asked.kind} {numbers.start} to {numbers.stop - 1}: {len(kept)} programs, {wrong} wrong, worst {worst:.1e}"
+
+        def side_by_side(jobs: Iterable[tuple[str, Sequence[int]]]) -> None:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda job: run(launcher, kind, job[0], plain, job[1], HOURS_S), jobs))
+
+        side_by_side(("plain", numbers[begin::2]) for begin in range(2))
+        taken = [number for number in numbers if (plain / f"plain_{number}.npz").exists()]
+        places = PLACES[kind]
+        placed = {number: places[number % len(places)] for number in taken}
+        side_by_side((place, [number for number in taken if placed[number] == place]) for place in places)
+        found = {number: (*max(differences(plain, number)), placed[number]) for number in taken}
+        suspect = [number for number in taken if found[number][0] > FLOAT64_LIMIT]
+        if suspect:  # what one device does in another way each time nothing can be compared with
+            run(launcher, kind, "plain", again, suspect, HOURS_S)
+        for number in taken:
+            error, where, place = found[number]
+            if number in suspect:
+                (again / f"plain_{number}.npz").rename(again / f"rank_{number}.npz")
+                (plain / f"plain_{number}.npz").rename(again / f"plain_{number}.npz")
+                if max(differences(again, number))[0] > 0:
+                    left_out += 1
+                    continue
+                wrong += 1
+                print(f"{kind} {number} on {place}: {error:.1e} {where}", flush=True)
+            worst = max(worst, error)
+    compared = len(taken) - left_out
+    text = f"{kind} {numbers.start} to {numbers.stop - 1}: {compared} programs, {wrong} wrong, worst {worst:.1e}"
     print(f"{text}; on one device {left_out} are not the same twice, {len(numbers) - len(taken)} do not run")
     return int(wrong > 0)
 
