@@ -18,6 +18,7 @@ from tests.streams.compare import differences, run
 
 PLACES = {"orders": ("ranks",), "draws": ("2", "3")}
 COUNTS = {"orders": 200, "draws": 500}
+AT_ONCE = 30  # programs of a line that is printed
 HOURS_S = 6 * 3600.0
 
 
@@ -27,13 +28,17 @@ def main() -> int:
     arguments.add_argument("--count", type=int)
     arguments.add_argument("--first", type=int, default=0)
     asked = arguments.parse_args()
-    kinds = [asked.kind] if asked.kind else list(COUNTS)
-    return max([compare(kind, asked.first, asked.count or COUNTS[kind]) for kind in kinds])
+    wrong = 0
+    for kind in [asked.kind] if asked.kind else COUNTS:
+        numbers = range(asked.first, asked.first + (asked.count or COUNTS[kind]))
+        found = sum(compare(kind, numbers[begin : begin + AT_ONCE]) for begin in range(0, len(numbers), AT_ONCE))
+        print(f"{kind} {numbers.start} to {numbers.stop - 1}: {found} wrong", flush=True)
+        wrong += found
+    return int(wrong > 0)
 
 
-def compare(kind: str, first: int, count: int) -> int:
-    """Compares programs of a kind, prints those that differ and how many do; returns 1 where any does."""
-    numbers = range(first, first + count)
+def compare(kind: str, numbers: range) -> int:
+    """Compares programs of a kind, prints those that differ; returns how many do."""
     wrong, worst, left_out = 0, 0.0, 0
     with tempfile.TemporaryDirectory() as folder:
         launcher = Launcher(Path(folder))
@@ -67,8 +72,10 @@ def compare(kind: str, first: int, count: int) -> int:
             worst = max(worst, error)
     compared = len(taken) - left_out
     text = f"{kind} {numbers.start} to {numbers.stop - 1}: {compared} programs, {wrong} wrong, worst {worst:.1e}"
-    print(f"{text}; on one device {left_out} are not the same twice, {len(numbers) - len(taken)} do not run")
-    return int(wrong > 0)
+    print(
+        f"{text}; on one device {left_out} are not the same twice, {len(numbers) - len(taken)} do not run", flush=True
+    )
+    return wrong
 
 
 if __name__ == "__main__":
