@@ -33,7 +33,7 @@ PYTEST_ARGS ?=
 JOBS ?= 4
 REPORT := build/tests.xml
 # Long draws have programs of their own, with a table or a seed that they print.
-DRAWS := partition.test_training_programs oracle combinations pipelines keras_fit guides tf1 elastic faults attack checkpoints.kill
+DRAWS := partition.test_training_programs oracle combinations pipelines keras_fit guides tf1 elastic faults attack checkpoints.kill streams
 BENCH_ARGS ?=
 WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
 # What the environments are made of, for pip; what a bundle for a machine with GPUs has.

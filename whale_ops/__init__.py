@@ -238,6 +238,12 @@ def finish() -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+def forget_streams() -> None:
+    """Random streams that programs share begin anew, in what runs eagerly; sessions keep theirs."""
+    if ops.cache_info().currsize:  # else there are none
+        ops().whale_forget_streams()
+
+
 @functools.cache
 def ops() -> ModuleType:
     """Returns the TensorFlow ops (whale_all_reduce, ...), loaded on first use.

@@ -126,7 +126,7 @@ def test_which_passes_run_when(changes: dict[str, Any], more: list[str]) -> None
         "mark_blocks",
         "annotate",
     ]
-    usual += ["mark_flattened", "update_by_owner"]
+    usual += ["mark_flattened", "update_by_owner", "mark_streams"]
     usual += ["reduce_partial_sums", "make_in_place", "explicit_reshards", "fuse_all_reduces"]
     names = [step.name for step in NORMALISE if step.when(settings)]
     names += [step.name for step in PLAN if step.when(settings)]

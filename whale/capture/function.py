@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from hashlib import blake2b
 from typing import Any
@@ -51,6 +51,7 @@ def trace_function(
     loss_scale: LossScale | None = None,
     drawing: Drawing | None = None,
     creator: Callable[..., Any] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Trace:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
@@ -66,6 +67,8 @@ def trace_function(
       loss_scale: what losses are multiplied by before they are differentiated, and how it adapts; None: nothing.
       drawing: takes the batches that ``fn`` reads of iterators: the program's first inputs. None: ``fn`` reads them.
       creator: of the variables that ``fn`` creates, as TensorFlow asks one. None: TensorFlow's own.
+      around: entered for the trace, and in it for each run of ``fn``, of which there are several where it creates
+        variables.
 
     Raises:
       CaptureError: an argument's shape is unknown, or the trace fails to be static.
@@ -88,7 +91,7 @@ def trace_function(
             drawing.enter()
         positional, keywords = arguments.rebuild(tensors)
         # Asked after the user's own (100), and before tf.function's (50).
-        with tf.compat.v1.get_default_graph()._variable_creator_scope(create, priority=60):
+        with around(), tf.compat.v1.get_default_graph()._variable_creator_scope(create, priority=60):
             results = called(*positional, **keywords)
         if loss_scale is not None:
             loss_scale.update()
@@ -102,7 +105,7 @@ def trace_function(
     call.__name__ = program_name if program_name.isidentifier() else "step"
     scaled = nullcontext() if loss_scale is None else scaled_losses(loss_scale)
     drawn = nullcontext() if drawing is None else drawing.installed()
-    with gradient_scopes(mark_gradients), scaled, drawn:
+    with gradient_scopes(mark_gradients), scaled, drawn, around():
         concrete = tf.function(call, **options).get_concrete_function(*specs)
         if made:  # names depend on what is created, and have to be those of a rank on which it is there already
             concrete = tf.function(call, **options).get_concrete_function(*specs)

@@ -138,6 +138,14 @@ DRAWS = _named(
     "RandomStandardNormal RandomUniform RandomUniformInt SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 "
     "TruncatedNormal"
 )
+# The operation that draws the same numbers from a key and a counter: TensorFlow's kernels of both fill tensors by the
+# same code.
+DRAWS_BY_COUNTER = {
+    "RandomUniform": "StatelessRandomUniformV2",
+    "RandomStandardNormal": "StatelessRandomNormalV2",
+    "TruncatedNormal": "StatelessTruncatedNormalV2",
+    "RandomUniformInt": "StatelessRandomUniformIntV2",
+}
 # They draw from the stream that a key and a counter name, by the element's place: a part can be drawn by itself.
 STREAM_DRAWS = _named("StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2")
 # Their draws follow from their operands alone.

@@ -19,6 +19,7 @@ COMPILED = "_XlaMustCompile"
 # Marks of nodes that compute gradients, of activations that the user wants held or computed again, and of what is.
 BACKWARD, CHECKPOINT, RECOMPUTED = "_whale_backward", "_whale_checkpoint", "_whale_recomputed"
 AGAIN = "_whale_again"
+STREAM = "_whale_stream"  # mark of a random operation: the name of its stream (whale.passes.normalize.random_streams)
 PRODUCT = "whale_product"  # behind the name of a node: a product of matrices that computes what it did
 WIDE = "_whale_wide"  # mark of a node that mixed precision leaves as it is
 UNSCALED, ALL_FINITE, LOSS_SCALE = "_whale_unscaled", "_whale_all_finite", "_whale_loss_scale"  # whale.capture.scaling

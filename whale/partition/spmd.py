@@ -315,6 +315,9 @@ class _RankPartitioner:
         if OWNED in node.attrs and is_owned(view(self.program, node, self.plan.size), strategy):
             outputs = node.outputs  # as many rows as this rank has of them
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
+        if edit.seeds:
+            moved = {k: moved_seed(attrs.get(k, 0), by, self.plan.in_time) for k, by in edit.seeds.items()}
+            attrs = {**attrs, **moved}
         if node.op == "Placeholder" and spread and handle is None:
             attrs = {**attrs, "shape": Shape(outputs[0].shape)}
         if node.op == "VarHandleOp" and spread and handle is not None:
@@ -437,6 +440,11 @@ def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
     """Emits the node by which ranks find out that they run different things."""
     attrs = {"key": "whale/check", "fingerprint": fingerprint, "what": what, "ranks": ()}
     return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
+
+
+def moved_seed(seed: int, by: int, in_time: bool) -> int:
+    """A seed of 31 bits for a rank's stream; never 0, which is none. Those of micro-batches are others."""
+    return (seed + by * (_TIME_STREAM if in_time else 1)) & 0x7FFFFFFF or 1
 
 
 def seed_of_rank(value: np.ndarray, in_time: bool) -> np.ndarray:

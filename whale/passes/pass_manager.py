@@ -32,6 +32,7 @@ from whale.passes.normalize.folding.powers import powers
 from whale.passes.normalize.inline import inline
 from whale.passes.normalize.loss_scaling import skip_overflow
 from whale.passes.normalize.mixed_precision import mixed_precision
+from whale.passes.normalize.random_streams import mark_streams
 from whale.passes.normalize.specialise import specialise
 from whale.passes.normalize.unpack_grouped_ops import unpack
 from whale.passes.plan_builder import FirstLayouts, PlanDraft, expand, lay_out, layouts_of
@@ -126,6 +127,7 @@ NORMALISE: tuple[Pass[Program], ...] = (
     Pass("annotate", always, lambda p, s: annotate(p)),
     Pass("mark_flattened", always, lambda p, s: mark_flattened(p)),
     Pass("update_by_owner", lambda s: s.size > 1, lambda p, s: update_by_owner(p)),
+    Pass("mark_streams", always, lambda p, s: mark_streams(p)),
     Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
     Pass("merge_reads", lambda s: s.zero.level > 0, lambda p, s: merge_reads(p)),
     Pass("hoist_reads", _gathers_weights, lambda p, s: hoist_reads(p, _fewest_bytes(s))),

@@ -18,6 +18,7 @@ from whale.ir.plan import Plan
 from whale.runtime.compile.step import Step, compile_step, tensors_of
 from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
+from whale.runtime.input.traces import Traces
 from whale.runtime.run.context import Context, current
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
@@ -28,13 +29,18 @@ _UNSPECIFIED = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
 
 
 class Function(Generic[P, R]):
-    """A step that runs on all ranks; see ``function``."""
+    """A step that runs on all ranks; see ``function``.
 
-    def __init__(self, fn: Callable[P, R]):
+    Args:
+      one_trace: whether one process serves all shapes of its arguments with one trace, so that random streams go on.
+    """
+
+    def __init__(self, fn: Callable[P, R], one_trace: bool = False):
         functools.update_wrapper(self, fn if hasattr(fn, "__name__") else getattr(fn, "python_function", fn))
         self._fn = fn
         self._python_function: Callable[..., Any] = getattr(fn, "python_function", fn)
         self._options = tracing_options(fn)
+        self._one_trace, self._traces = one_trace, Traces(fn, one_trace)
         self._inside = _called_inside(fn, self._options)
         self._steps: dict[Hashable, Step] = {}
         self._quick: dict[Hashable, Step] = {}
@@ -48,7 +54,11 @@ class Function(Generic[P, R]):
             return self
         if instance not in self._bound:
             method = functools.partial(self._python_function, weakref.proxy(instance))
-            self._bound[instance] = Function(tf.function(method, **self._options) if self._options else method)
+            bound: Any = method
+            if self._options:
+                relaxed = getattr(self._fn, "_reduce_retracing", False)
+                bound = tf.function(method, reduce_retracing=relaxed, **self._options)
+            self._bound[instance] = Function(bound, self._one_trace)
         return self._bound[instance]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -113,7 +123,8 @@ class Function(Generic[P, R]):
         if step is not None:
             return arguments, step, tf.nest.flatten(batches, expand_composites=True)
         drawing = Drawing(functools.partial(draw, context=context), batches)
-        step = compile_step(self._fn, arguments, args, kwargs, context, drawing)
+        shared = self._traces.of(arguments)
+        step = compile_step(self._fn, arguments, args, kwargs, context, shared, drawing)
         self._attached()  # earlier steps call variables where they were; to this one it makes no difference
         if reads_itself(step.captured, drawing, arguments):
             self._sources[kind] = None
@@ -126,7 +137,7 @@ class Function(Generic[P, R]):
         """The same for a step that reads iterators, which are arguments, in loops: every rank reads them."""
         arguments = self._take_apart(args, kwargs, draws=False)
         if arguments.key not in self._steps:
-            step = compile_step(self._fn, arguments, args, kwargs, context)
+            step = compile_step(self._fn, arguments, args, kwargs, context, self._traces.of(arguments))
             self._attached()
             self._steps[arguments.key] = step
         return arguments, self._steps[arguments.key], []
@@ -144,6 +155,8 @@ class Function(Generic[P, R]):
             self._steps.clear()
             self._quick.clear()
             self._sources.clear()
+            if self._context is None or self._context() is not context:
+                self._traces = Traces(self._fn, self._one_trace)
             self._context, self._division = weakref.ref(context), context.division
         return context
 

@@ -153,6 +153,7 @@ class Local:
       divide_by: the first output is divided by this afterwards (the global count of a mean).
       plus: this is added to the first output afterwards (to a rank's shape, what the others have).
       added: operand number -> what is added to it (a seed of the rank's own).
+      seeds: attribute -> what is added to it, likewise.
       moved: operand number -> what is added to it, because it counts from the rank's first position.
       window: indices into a dimension that is cut.
       route: the operands' ids, or what belongs to them, go to the ranks that hold their rows.
@@ -164,6 +165,7 @@ class Local:
     divide_by: float | None = None
     plus: np.ndarray | None = None
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
     moved: Mapping[int, np.ndarray] = field(default_factory=dict)
     window: Window | None = None
     route: Route | None = None

@@ -22,6 +22,7 @@ from whale.capture.sharded import ShardedTensor
 from whale.config import Config
 from whale.errors import ProgramError
 from whale.runtime.input.data import ShardedDataset
+from whale.runtime.input.equal_datasets import Summary
 from whale.runtime.input.equal_inputs import compared
 from whale.runtime.input.tables import held_by_tables
 
@@ -280,6 +281,20 @@ EQUAL: dict[str, Callable[[int, Path], tf.data.Dataset]] = {
 @pytest.mark.parametrize("what", EQUAL)
 def test_what_does_not_matter_is_let_pass(what: str, tmp_path: Path) -> None:
     assert train(lambda rank: EQUAL[what](rank, tmp_path), epochs=3) == ["", ""]
+
+
+def test_rounds_that_are_read_ahead_are_told_apart() -> None:
+    """One batch makes a round of a repetition; the next round's has been read before this one's is looked at."""
+    summary = Summary([0], 4)
+    summary.begin(0)
+    for sums in (7, 8, 9):
+        summary._keep(np.int64(0), np.array([sums]))
+    assert [summary.of(0).numpy().tolist() for _ in range(3)] == [[7], [8], [9]]  # type: ignore[union-attr]
+    summary.end()
+    summary.begin(2)  # two rounds are left out, which are read all the same
+    for sums in (7, 8, 9):
+        summary._keep(np.int64(0), np.array([sums]))
+    assert summary.of(0).numpy().tolist() == [9]  # type: ignore[union-attr]
 
 
 def test_two_iterations_at_once_are_no_difference() -> None:

@@ -216,8 +216,9 @@ def test_ranks_draw_from_streams_of_their_own(ranks: Any, draw: Any, shares: tup
     assert np.any(first != one)
 
 
-@pytest.mark.parametrize("draw", [stateless, from_generator], ids=lambda f: f.__name__)
-def test_micro_batches_draw_from_streams_of_their_own(ranks: Any, draw: Any) -> None:
+@pytest.mark.parametrize("draw", [stateless, seeded, from_generator, of_other_ops], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (3, 2, 3, 2)], ids=str)
+def test_micro_batches_draw_from_streams_of_their_own(ranks: Any, draw: Any, sizes: tuple[int, ...]) -> None:
     """No two parts of the batch are alike: neither two of one rank, nor one's second and the next one's first."""
     tf.random.set_seed(4)
     GENERATOR[:] = [tf.random.Generator.from_seed(6)]
@@ -232,10 +233,12 @@ def test_micro_batches_draw_from_streams_of_their_own(ranks: Any, draw: Any) -> 
         weight.assign_sub(0.0 * tape.gradient(loss, weight))
         return noise
 
-    x = tf.zeros([ROWS, 5])
-    parts = np.split(step(x).numpy(), 4)
+    x = tf.zeros([sum(sizes), 5])
+    parts = np.split(step(x).numpy(), np.cumsum(sizes)[:-1])
     assert step.plan(x).micro_batches == 2
-    assert not any(np.any(one == other) for one, other in itertools.combinations(parts, 2))
+    for one, other in itertools.combinations(parts, 2):
+        count = min(len(one), len(other))
+        assert not np.any(one[:count] == other[:count])
 
 
 def test_without_a_seed_rows_differ_too(ranks: Any) -> None:

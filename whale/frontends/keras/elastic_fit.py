@@ -25,7 +25,7 @@ from whale.log import log
 from whale.runtime.elastic.allowed import elsewhere
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
-from whale.runtime.input.dataset_rows import reshuffles
+from whale.runtime.input.shuffle_orders import reshuffles
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.run.context import Context, GoesOn
 from whale.started import joins

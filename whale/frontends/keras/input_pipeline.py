@@ -35,7 +35,7 @@ def fed(dataset: Any, context: Context, of_script: bool, again: bool = False, ag
       ProgramError: Keras made the dataset of arrays that differ between the ranks.
     """
     if not isinstance(dataset, tf.data.Dataset):
-        return Fed(dataset, rows_vary=False)
+        return Fed(dataset, False, getattr(dataset, "element_spec", None))
     specs = [s for s in tf.nest.flatten(dataset.element_spec) if isinstance(s, tf.TensorSpec)]
     rows_vary = any(s.shape.rank is None or (s.shape.rank and s.shape[0] is None) for s in specs)
     batches: Any = dataset
@@ -45,7 +45,7 @@ def fed(dataset: Any, context: Context, of_script: bool, again: bool = False, ag
         kept = of_script or context.elastic is not None
         found = None if kept else _of_arrays(dataset, context, again)
         batches = found or ShardedDataset(dataset, context, "row", of_script, agreed)
-    return Fed(batches, rows_vary)
+    return Fed(batches, rows_vary, dataset.element_spec)
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Fed:
 
     batches: Any
     rows_vary: bool
+    element_spec: Any = None
     place: Callable[[ShardedIterator], None] = lambda iterator: None
 
     def __iter__(self) -> FedIterator:
@@ -66,7 +67,7 @@ class Fed:
         if isinstance(elements, ShardedIterator):
             self.place(elements)
             elements.begin()
-        return FedIterator(elements, self.rows_vary)
+        return FedIterator(elements, self.rows_vary, self.element_spec)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class FedIterator:
 
     elements: Iterator[Any]
     rows_vary: bool
+    element_spec: Any  # of the batches, as plain Keras' iterator has it
 
     def __iter__(self) -> FedIterator:
         return self

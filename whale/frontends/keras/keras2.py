@@ -14,6 +14,7 @@ from whale.frontends.keras import callbacks, fit_calls, input_pipeline, saving, 
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, takes_over
 from whale.runtime.input.common_seed import common_seed
+from whale.runtime.input.traces import once_in_a_trace
 from whale.runtime.run.context import running
 
 
@@ -26,6 +27,7 @@ def change(package: str) -> None:
     backup = importlib.import_module(f"{package}.src.callbacks").BackupAndRestore
     state = importlib.import_module(f"{package}.src.distribute.worker_training_state").WorkerTrainingState
     io_utils = importlib.import_module(f"{package}.src.utils.io_utils")
+    generator = importlib.import_module(f"{package}.src.backend").RandomGenerator
     model = training.Model
     for what in ("train", "test", "predict"):
         name = f"{what}_function"
@@ -35,6 +37,7 @@ def change(package: str) -> None:
     replace_method(data_adapter.DataHandler, "_configure_dataset_and_inferred_steps", _configure_dataset)
     replace_method(layer, "__init__", scopes.created)
     replace_method(layer, "__call__", scopes.called)
+    replace_method(generator, "make_legacy_seed", _make_legacy_seed)
     for name in ("fit", "evaluate", "predict"):
         replace_method(model, name, fit_calls.call)
     replace_function(io_utils, "print_msg", fit_calls.shown_once)
@@ -73,8 +76,12 @@ def _make_function(
         """As Keras 2 does, a number of batches at once; of what is predicted all, else what the last one gives."""
         steps = model._steps_per_execution
         found: list[Any] = []
-        for batch in itertools.islice(iterator, 1 if steps is None else int(steps.numpy().item())):
-            found = [*found, step(batch)] if what == "predict" else [step(batch)]
+        for i, batch in enumerate(itertools.islice(iterator, 1 if steps is None else int(steps.numpy().item()))):
+            trace = step.trace(
+                iterator if hasattr(iterator, "element_spec") else batch, int(what == "predict" and i > 0)
+            )
+            outputs = step(batch, trace=trace)
+            found = [*found, outputs] if what == "predict" else [outputs]
         if not found:
             raise StopIteration
         return functools.reduce(joined, found)
@@ -83,6 +90,11 @@ def _make_function(
         model.train_tf_function = function
     setattr(model, name, made_for(function, context))
     return function
+
+
+def _make_legacy_seed(original: Callable[[Any], Any], generator: Any) -> Any:
+    """A layer with a seed gives the next one to each operation of a trace."""
+    return once_in_a_trace(functools.partial(original, generator))
 
 
 def _begin_epochs(original: Callable[..., None], handler: Any, *args: Any, **kwargs: Any) -> None:

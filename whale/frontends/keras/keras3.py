@@ -72,11 +72,12 @@ def _make_function(what: str, original: Callable[..., Any], model: Any, force: b
 
     def function(iterator: Iterator[Any]) -> Any:
         outputs, ended = None, True
-        rows_vary = getattr(iterator, "rows_vary", False)
+        rows_vary, slots = getattr(iterator, "rows_vary", False), getattr(model, "unrolled_steps_per_execution", 1)
         if what == "train" and (fit := elastic_fit.current()) is not None:
             fit.commit(iterator)
-        for batch in itertools.islice(iterator, model.steps_per_execution):
-            outputs, ended = step(batch, rows_vary), False
+        for i, batch in enumerate(itertools.islice(iterator, model.steps_per_execution)):
+            trace = step.trace(iterator if hasattr(iterator, "element_spec") else batch, i % slots)
+            outputs, ended = step(batch, rows_vary, trace), False
         if ended:
             raise StopIteration
         return outputs
@@ -92,9 +93,10 @@ def _make_predict_function(concat: Callable[..., Any], original: Any, model: Any
     step = BatchStep("predict_step", model.predict_step, model.jit_compile, autograph=False)
 
     def function(batches: list[Any]) -> Any:
-        outputs = step(batches[0])
-        for batch in batches[1:]:
-            outputs = tf.nest.map_structure(lambda one, other: concat([one, other]), outputs, step(batch))
+        outputs = step(batches[0], trace=step.trace(batches))
+        for i, batch in enumerate(batches[1:], 1):
+            more = step(batch, trace=step.trace(batches, i), goes_on=True)
+            outputs = tf.nest.map_structure(lambda one, other: concat([one, other]), outputs, more)
         return outputs
 
     model.predict_function = made_for(function, context)

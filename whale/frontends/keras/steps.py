@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextvars
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import IteratorSpec as _IteratorSpec
+from tensorflow.python.framework import random_seed
 
 from whale.capture.signature import distinct_names, named_leaves
 from whale.errors import ProgramError
-from whale.runtime.function import Function, function
+from whale.runtime.function import Function
+from whale.runtime.input.traces import Relaxed
 from whale.runtime.run.context import Context, running
 
 # Whether the step that is traced would not know the rows of its batch in plain Keras. Losses of single outputs are then
 # averaged over batches there, and not over rows.
 rows_unknown: contextvars.ContextVar[bool] = contextvars.ContextVar("rows_unknown", default=False)
+_SEEDS_OF_GRAPHS = random_seed._graph_to_seed_dict
 _PARTS = ("x", "y", "sample_weight")
 
 
@@ -35,36 +39,67 @@ class BatchStep:
 
     def __init__(self, name: str, step: Callable[[Any], Any], jit_compile: bool, autograph: bool) -> None:
         self._name, self._step, self._jit, self._autograph = name, step, jit_compile, autograph
-        self._made: list[tuple[Any, tuple[Any, ...], Function]] = []  # structure, (rows_vary, which are there), step
+        self._made: list[tuple[Any, tuple[Any, ...], Function]] = []  # structure, (of the call, what is there), step
+        self._traces = Relaxed()
+        self._rows_vary: dict[Hashable, bool] = {}  # by trace
+        self._seeds: dict[tuple[Hashable, int], int] = {}  # given to operations up to a slot's end
+        self._latest: tuple[Any, Hashable] = (None, None)  # what iterators yield, and the trace for it
 
-    def __call__(self, batch: Any, rows_vary: bool = False) -> Any:
+    def trace(self, batches: Any, slot: int = 0) -> tuple[Hashable, int]:
+        """Which of its traces plain Keras would take.
+
+        Args:
+          batches: what its function is given: an iterator, which tells what its elements are, or a batch or several.
+          slot: which of several times that the trace takes the step.
+        """
+        specs = getattr(batches, "element_spec", None)
+        if specs is not None and specs is self._latest[0]:
+            return self._latest[1], slot
+        leaves = tf.nest.flatten(batches) if specs is None else [_IteratorSpec(specs)]
+        tensors = [leaf for leaf in leaves if specs is not None or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))]
+        self._latest = specs, self._traces.trace((specs is None, len(leaves)), tensors)
+        return self._latest[1], slot
+
+    def __call__(
+        self, batch: Any, rows_vary: bool = False, trace: tuple[Hashable, int] | None = None, goes_on: bool = False
+    ) -> Any:
         """Takes the step; collective.
 
         Args:
           rows_vary: whether plain Keras would have traced it without knowing the rows of a batch.
+          trace: the one that plain Keras would take, in which random streams go on, and the slot.
+          goes_on: whether plain Keras has the slot behind the one before it in the same graph.
         """
         leaves = [None if isinstance(leaf, tf.experimental.Optional) else leaf for leaf in tf.nest.flatten(batch)]
         present = tuple([leaf is not None for leaf in leaves])
         tensors = [leaf for leaf in leaves if leaf is not None]
-        kind = (rows_vary, present)
+        if trace is not None:  # it was made for the batches that came first
+            rows_vary = self._rows_vary.setdefault(trace, rows_vary)
+        kind = (rows_vary, present, trace)
         for structure, other, made in self._made:
             if other == kind and _same_structure(structure, batch):
                 return made(*tensors)
         structure = tf.nest.pack_sequence_as(batch, present)
-        self._made.append((structure, kind, self._make(structure, rows_vary)))
+        self._made.append((structure, kind, self._make(structure, rows_vary, trace, goes_on)))
         return self._made[-1][2](*tensors)
 
-    def _make(self, structure: Any, rows_vary: bool) -> Function:
+    def _make(self, structure: Any, rows_vary: bool, trace: tuple[Hashable, int] | None, goes_on: bool) -> Function:
         step = self._step
+        before = (trace[0], trace[1] - 1) if trace is not None and goes_on else None
 
         def on_tensors(*tensors: Any) -> Any:
             rest = iter(tensors)
             batch = tf.nest.map_structure(lambda present: next(rest) if present else None, structure)
-            token = rows_unknown.set(rows_vary)
+            token, graph = rows_unknown.set(rows_vary), tf.compat.v1.get_default_graph()
+            # TensorFlow counts the operations of a graph that have no seed, and gives each its number.
+            if before is not None:
+                _SEEDS_OF_GRAPHS[graph] = self._seeds[before]
             try:
                 return step(batch)
             finally:
                 rows_unknown.reset(token)
+                if trace is not None:
+                    self._seeds[trace] = _SEEDS_OF_GRAPHS.get(graph, 0)
 
         on_tensors.__name__ = self._name
         named = on_tensors if self._autograph else tf.autograph.experimental.do_not_convert(on_tensors)
@@ -72,7 +107,8 @@ class BatchStep:
         names = distinct_names([name for name, present in named_parts(structure) if present])
         signed: Any = named
         signed.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
-        return function(tf.function(named, jit_compile=True, autograph=self._autograph) if self._jit else named)
+        made = tf.function(named, jit_compile=True, autograph=self._autograph) if self._jit else named
+        return Function(made, one_trace=True)
 
 
 def _same_structure(one: Any, other: Any) -> bool:

@@ -32,6 +32,7 @@ from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.step_call import callable_step
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.input.equal_inputs import as_rows_of, compared
+from whale.runtime.input.traces import SharedTrace
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.ranks.trace import span
 from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
@@ -98,19 +99,27 @@ def compile_step(
     args: Any,
     kwargs: Any,
     context: Context,
+    shared: SharedTrace,
     drawing: Drawing | None = None,
 ) -> Step:
     """Traces, plans and lowers ``fn(*args, **kwargs)``, which ``arguments`` are. Collective between processes.
 
     Args:
+      shared: the trace that one process would take.
       drawing: reads the batches that ``fn`` takes of iterators.
     """
     with span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"), no_garbage_collection():
-        return _compiled(fn, arguments, args, kwargs, context, drawing)
+        return _compiled(fn, arguments, args, kwargs, context, shared, drawing)
 
 
 def _compiled(
-    fn: Callable[..., Any], arguments: Arguments, args: Any, kwargs: Any, context: Context, drawing: Drawing | None
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    args: Any,
+    kwargs: Any,
+    context: Context,
+    shared: SharedTrace,
+    drawing: Drawing | None,
 ) -> Step:
     if context.dry is None:
         for tensor in arguments.tensors:
@@ -118,7 +127,7 @@ def _compiled(
 
     def traced(mark_gradients: bool, drawing: Drawing | None) -> Trace:
         with captures_steps():
-            return trace_function(
+            found = trace_function(
                 fn,
                 args,
                 kwargs,
@@ -126,7 +135,10 @@ def _compiled(
                 loss_scale=loss_scale_of(context),
                 drawing=drawing,
                 creator=creator_in_traces(context.defers),
+                around=shared.tracing,
             )
+        shared.traced()
+        return found
 
     with span(context.trace, "capture", "compile"):
         marks = (
@@ -143,12 +155,17 @@ def _compiled(
         if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_text, context):
             ready = None
     if ready is None:
-        return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.again()), context)
-    return _taken(trace, ready, local, layouts, context)
+        return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.again()), context, shared.streams)
+    return _taken(trace, ready, local, layouts, context, shared.streams)
 
 
 def _lowered(
-    trace: Trace, local: dict[str, tuple[int, ...]], kept: str, traced: Callable[[], Trace], context: Context
+    trace: Trace,
+    local: dict[str, tuple[int, ...]],
+    kept: str,
+    traced: Callable[[], Trace],
+    context: Context,
+    streams: str,
 ) -> Step:
     """The step of a trace that has to be planned and lowered.
 
@@ -186,9 +203,9 @@ def _lowered(
     with span(context.trace, "functions", "compile"):
         load_ops(compiled.ranks)
         tag = step_cache.new_tag(f"whale_{compiled.number}_{_identifier(compiled.program.name)}")
-        function = lower_to_function(compiled.ranks, tag)
+        function = lower_to_function(compiled.ranks, tag, streams)
         ready = ready_step(compiled, function, uses, context, trace.inputs_text)
-        ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged)
+        ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged, streams=streams)
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
     step_cache.keep(kept, ready, function, compiled.plan, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
@@ -205,6 +222,7 @@ def _taken(
     local: Mapping[str, tuple[int, ...]],
     layouts: Mapping[str, Tiles],
     context: Context,
+    streams: str,
 ) -> Step:
     """The step of a trace as an earlier run lowered it. Collective between processes."""
     start_s = time.perf_counter()
@@ -222,7 +240,7 @@ def _taken(
     with span(context.trace, "functions", "compile"):
         if ready.communicates:
             whale_ops.ops()
-        call = callable_step(tied, ready, ready.function(), plan, number, context)
+        call = callable_step(tied, ready, ready.function(streams), plan, number, context)
     return _step(call, tied, ready, plan, tuple(local), {"kept": time.perf_counter() - start_s}, context)
 
 

@@ -52,7 +52,7 @@ class Ready(msgspec.Struct, frozen=True):
       matched: annotations that this program, or one before, had something for.
       chosen: the strategy that `auto_parallel` found for it, as JSON; empty: it did not.
       gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
-      tag: what the names of its functions begin with.
+      tag: what the names of its functions begin with; streams: those of its random streams.
       agreed: equal on all ranks that lowered it together, and on no others.
       plan: as JSON; definitions: serialised FunctionDefs, callees first. Both are there in what is kept only.
     """
@@ -79,15 +79,24 @@ class Ready(msgspec.Struct, frozen=True):
     gathers: bool = False
     staged: bool = False
     tag: str = ""
+    streams: str = ""
     agreed: str = ""
     plan: bytes = b""
     definitions: tuple[bytes, ...] = ()
 
-    def function(self) -> LoweredFunction:
-        """What TensorFlow gets, under a name that no other function of this process has."""
+    def function(self, streams: str) -> LoweredFunction:
+        """What TensorFlow gets, under a name that no other function of this process has.
+
+        Args:
+          streams: what the names of the trace's streams begin with here.
+        """
         tag = new_tag(self.tag[: -_DIGITS - 1])
-        old, new = self.tag.encode(), tag.encode()
-        definitions = [function_pb2.FunctionDef.FromString(one.replace(old, new)) for one in self.definitions]
+        changes = [(self.tag.encode(), tag.encode()), (self.streams.encode(), streams.encode())]
+        definitions = []
+        for text in self.definitions:
+            for old, new in changes if self.streams else changes[:1]:
+                text = text.replace(old, new)
+            definitions.append(function_pb2.FunctionDef.FromString(text))
         return LoweredFunction(
             self.main.replace(self.tag, tag), tuple(definitions), self.passed, self.handles, self.outputs
         )

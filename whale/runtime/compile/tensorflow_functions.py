@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 from tensorflow.core.framework import function_pb2
 
-from whale.capture.encode import attr_types, to_function_def, to_graph_def
-from whale.ir.ops import READS
-from whale.ir.program import Node, Program
-from whale.ir.values import Func
+from whale.capture.encode import attr_types, to_function_def, to_graph_def, to_node_def
+from whale.ir.ops import DRAWS_BY_COUNTER, READS
+from whale.ir.program import STREAM, Node, Program, Ref, const_node, function_refs, marks
+from whale.ir.values import DType, Func, Shape, TensorType
+from whale.kernels.xla import in_other_graphs
 from whale.partition.pipeline.microbatch_loop import CALL
+
+_PHILOX = 1
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,10 @@ class LoweredFunction:
 
 
 def communicates(ranks: Sequence[Program]) -> bool:
-    """Whether the ranks' programs need the op library: they communicate, or have micro-batches."""
-    return any(n.op.startswith("Whale") for r in ranks for graph in (r, *r.functions.values()) for n in graph.nodes)
+    """Whether the ranks' programs need the op library: they communicate, have micro-batches, or share streams."""
+    return has_streams(ranks) or any(
+        n.op.startswith("Whale") for r in ranks for graph in (r, *r.functions.values()) for n in graph.nodes
+    )
 
 
 def load_ops(ranks: Sequence[Program]) -> None:
@@ -48,13 +55,16 @@ def load_ops(ranks: Sequence[Program]) -> None:
         whale_ops.ops()
 
 
-def lower_to_function(ranks: Sequence[Program], tag: str) -> LoweredFunction:
+def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> LoweredFunction:
     """Functions for the ranks of this process; several ranks (in-process transport) run side by side in one call.
 
     Args:
       ranks: their programs (see whale.partition.spmd); same inputs and outputs.
       tag: unique in the process; prefix of all function names.
+      streams: what the names of their random streams begin with; "": each random operation has a stream of its own.
     """
+    if streams:
+        ranks = [with_streams(program, f"{streams}/{i}") for i, program in enumerate(ranks)]
     definitions: list[Any] = []
     mains: list[Any] = []
     handles: list[tuple[str, ...]] = []
@@ -198,3 +208,100 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
         function.signature.output_arg.add(name=f"result_{j}", type=result.type)
         function.ret[f"result_{j}"] = f"call_0:output:{j}"
     return function
+
+
+def has_streams(ranks: Iterable[Program]) -> bool:
+    """Whether a program draws from streams that programs share."""
+    graphs = (graph for one in ranks for graph in (one, *one.functions.values()))
+    return any(STREAM in node.attrs for graph in graphs for node in graph.nodes)
+
+
+def with_streams(program: Program, name: str) -> Program:
+    """``program`` (one rank's) that draws from the streams which are called so, and then as their operations.
+
+    A stream goes on also where the rank does not look at the numbers, having no rows: in branches and loops, too.
+    """
+    drawing = _drawing_functions(program)
+    return in_other_graphs(program, lambda graph: _of_graph(graph, name, drawing))
+
+
+def _drawing_functions(program: Program) -> frozenset[str]:
+    """The functions that draw from streams which programs share, or call one that does."""
+    found = {name for name, body in program.functions.items() if any(STREAM in node.attrs for node in body.nodes)}
+    grew = bool(found)
+    while grew:
+        callers = {name for name, body in program.functions.items() if any(_calls(node, found) for node in body.nodes)}
+        grew = not callers <= found
+        found |= callers
+    return frozenset(found)
+
+
+def _calls(node: Node, functions: Collection[str]) -> bool:
+    return any(func.name in functions for _, func in function_refs(node))
+
+
+def _of_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
+    callers = [node.name for node in graph.nodes if _calls(node, drawing)] if drawing else []
+    if not callers and not any(STREAM in node.attrs for node in graph.nodes):
+        return graph
+    nodes: list[Node] = []
+    effects = [*graph.effects, *callers]
+    for node in graph.nodes:
+        stream = node.attrs.get(STREAM)
+        if stream is None:
+            nodes.append(node)
+        elif node.op in DRAWS_BY_COUNTER:
+            # Micro-batches have seeds of their own: whichever runs first, each goes on in its stream.
+            made = _by_counter(node, f"{name}/{stream}/{node.attrs.get('seed2', 0)}")
+            nodes += made
+            effects.append(made[0].name)
+        else:
+            nodes.append(_by_kernel(node, f"{name}/{stream}", [graph.type_of(ref) for ref in node.inputs]))
+            effects.append(node.name)
+    return replace(graph.with_nodes(tuple(nodes), functions=graph.functions), effects=tuple(dict.fromkeys(effects)))
+
+
+def _by_counter(node: Node, stream: str) -> list[Node]:
+    """The counter of the stream, which goes on, and what draws behind it."""
+    seed, seed2 = int(node.attrs.get("seed", 0)), int(node.attrs.get("seed2", 0))
+    shape, *bounds = node.inputs
+    sizes = node.attrs["T"]
+    advance = Node(
+        f"{node.name}/whale_counter",
+        "WhaleAdvance",
+        (shape,),
+        node.controls,
+        {"stream": stream, "seed2": seed2, "Tshape": sizes},
+        (TensorType("uint64", (2,)),),
+        node.scope,
+        stateful=True,
+    )
+    key = const_node(f"{node.name}/whale_key", np.array([seed & _WORD], np.uint64), scope=node.scope)
+    alg = const_node(f"{node.name}/whale_alg", np.array(_PHILOX, np.int32), scope=node.scope)
+    drawn = replace(
+        node,
+        op=DRAWS_BY_COUNTER[node.op],
+        inputs=(shape, Ref(key.name), Ref(advance.name), Ref(alg.name), *bounds),
+        attrs={"dtype": node.attrs["Tout" if bounds else "dtype"], "Tshape": sizes, **_other_marks(node)},
+        stateful=False,
+    )
+    return [advance, key, alg, drawn]
+
+
+def _by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
+    """The operation itself, by a kernel that the programs share. ``types``: of its operands."""
+    plain = replace(node, attrs={key: value for key, value in node.attrs.items() if not key.startswith("_")})
+    node_def = to_node_def(plain, "draw", [f"operand_{i}" for i in range(len(node.inputs))])
+    attrs = {
+        "stream": stream,
+        "node": node_def.SerializeToString(deterministic=True),
+        "shapes": tuple(Shape(t.shape) for t in node.outputs),
+        "Tin": tuple(DType(t.dtype) for t in types),
+        "Tout": tuple(DType(t.dtype) for t in node.outputs),
+        **_other_marks(node),
+    }
+    return replace(node, op="WhaleDraw", attrs=attrs, stateful=True)
+
+
+def _other_marks(node: Node) -> dict[str, object]:
+    return {key: value for key, value in marks(node).items() if key != STREAM}

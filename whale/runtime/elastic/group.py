@@ -150,7 +150,11 @@ class Group:
             dataset.divide_again()
 
     def place(self, hosts: Sequence[str], me: int) -> None:
-        """The run has so many ranks now, on these hosts; variables are whole, and nothing is compiled for it."""
+        """The run has so many ranks now, on these hosts; variables are whole, and nothing is compiled for it.
+
+        Random streams of operations begin anew: newcomers know nothing of them, and a step that failed went on in some.
+        """
+        whale_ops.forget_streams()
         context, size = self._of(), len(hosts)
         here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
         context.place = replace(context.place, rank=me, size=size, local_rank=here.index(me), local_size=len(here))

@@ -21,7 +21,6 @@ from whale.runtime.input.dataset_rows import (
     batch_size,
     own_rows,
     refuse_other_orders,
-    reshuffles,
     shuffles_freely,
 )
 from whale.runtime.input.equal_datasets import Summary, built_of, drawn_leaves
@@ -35,6 +34,7 @@ from whale.runtime.input.local_batches import (
     rows_of,
     rows_of_values,
 )
+from whale.runtime.input.shuffle_orders import Orders, counts_ends, keeps_orders, reshuffles, restarts
 from whale.runtime.run.context import Context, current
 
 Element = Any  # a structure of tensors, as the dataset yields it
@@ -60,6 +60,7 @@ class ShardedDataset:
         self._leaves = tf.nest.flatten(dataset.element_spec)
         shares_rows = context.between_processes and by == "row" and not agreed
         self._seed = context.survived(self._common_seed) if shares_rows else self._drawn_seed()
+        self._orders, self._counts_ends = Orders(dataset), counts_ends(dataset)
         # Of ranks that go on without others, or with more, each may have begun elsewhere.
         self._every = context.config["check.inputs"] if shares_rows and context.elastic is None else 0
         self._compares = [not drawn for drawn in drawn_leaves(dataset)] if self._every else [False] * len(self._leaves)
@@ -69,7 +70,7 @@ class ShardedDataset:
         self._epochs = Epochs(
             elements=self._traced,
             begin=lambda: iter(self._read),
-            make_again=self._divide,
+            orders=self._orders,
             reshuffles=reshuffles(dataset),
             reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
             parts=context.size if context.between_processes and by == "file" else 0,
@@ -101,7 +102,16 @@ class ShardedDataset:
         if options.threading.private_threadpool_size is None:
             # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
             options.threading.private_threadpool_size = context.config["input.threads"]
-        self._read = self._read.with_options(options).prefetch(context.config["input.prefetch"])
+        self._one_ahead = bool(keeps_orders(self._whole))
+        if self._one_ahead:
+            options.experimental_optimization.inject_prefetch = False
+            self._read = self._read.with_options(options)
+            return
+        ahead = context.config["input.prefetch"]
+        if restarts(self._whole):  # what is read ahead begins an order: no earlier than where TensorFlow alone does it
+            ahead = 1
+            options.experimental_optimization.inject_prefetch = False
+        self._read = self._read.with_options(options).prefetch(ahead)
 
     @property
     def whole(self) -> tf.data.Dataset:
@@ -109,13 +119,19 @@ class ShardedDataset:
         return self._whole
 
     @property
-    def begun(self) -> int:
-        """How many iterations over it have begun; where others have begun them, it is set in a process that joins."""
-        return self._epochs.begun
+    def begun(self) -> tuple[int, tuple[int, ...] | None, bool]:
+        """How many iterations over it have begun, how many seeds its shuffles have drawn, if that is known, and whether
+        one has come to its end.
+
+        Where others have begun them, it is set in a process that joins.
+        """
+        return self._epochs.begun, self._orders.now(), self._epochs.has_ended
 
     @begun.setter
-    def begun(self, count: int) -> None:
-        self._epochs.begun = count
+    def begun(self, others: tuple[int, tuple[int, ...] | None, bool]) -> None:
+        self._epochs.begun, drawn, self._epochs.has_ended = others
+        if drawn is not None:
+            self._orders.join(drawn, self._epochs.has_ended)
 
     @property
     def element_spec(self) -> Any:
@@ -130,7 +146,10 @@ class ShardedDataset:
         return f"<wh.shard of {self._whole!r}: {self.report}>"
 
     def __iter__(self) -> ShardedIterator:
-        return ShardedIterator(self._epochs)
+        made = ShardedIterator(self._epochs)
+        if self._orders.now():  # as an iterator of the dataset itself; elsewhere it could not be restored any more
+            made.begin()
+        return made
 
     def _traced(self, start: int) -> Iterator[Element]:
         trace = self._context.trace
@@ -142,7 +161,16 @@ class ShardedDataset:
             return self._own_elements(self._own, start)
         if self._by == "file" and self._context.between_processes:
             return self._elements_of_files(start)
-        return iter(_without(self._read, start))
+        return self._reading(start)
+
+    def _reading(self, start: int) -> Iterator[Any]:
+        """What this rank reads, from number ``start`` on.
+
+        What is read ahead decides whether a cache is full when a loop stops early. TensorFlow reads one batch ahead
+        while a loop is young, and so do all ranks then, in step.
+        """
+        elements = iter(_without(self._read, start))
+        return _one_ahead(elements) if self._one_ahead else elements
 
     # -- rows of global batches
 
@@ -153,8 +181,9 @@ class ShardedDataset:
         try:
             if not all(isinstance(s, tf.TensorSpec) and s.dtype.name not in UNMOVABLE for s in self._leaves):
                 raise Unknown("its batches hold strings, ragged or sparse tensors")
-            own = own_rows(self._whole, self._shares, rank, lambda: next(seeds), self._every)
-            if self._context.elastic is not None and own.shares_order:
+            ahead = self._context.config["input.prefetch"]
+            own = own_rows(self._whole, self._shares, rank, lambda: next(seeds), ahead, self._every)
+            if self._context.elastic is not None and self._orders.now() is None:
                 raise Unknown("where ranks that are gone were in its order is known to the dataset alone")
         except Unknown as reason:
             refuse_other_orders(self._whole)
@@ -202,10 +231,13 @@ class ShardedDataset:
 
     def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
         rank, batches = self._context.rank, own.batch_sizes()
-        before = sum(self._shares(rows)[rank] > 0 for rows in itertools.islice(batches, start))
+        before = rounds = 0
+        for number, rows in itertools.islice(batches, start):
+            before += self._shares(rows)[rank] > 0
+            rounds += number == 0
         if own.summary is not None:
-            own.summary.begin()
-        return self._of_own_rows(iter(_without(self._read, before)), enumerate(batches, start), own.summary)
+            own.summary.begin(rounds)
+        return self._of_own_rows(self._reading(before), batches, own.summary)
 
     def _of_own_rows(
         self, rows_read: Iterator[Any], batches: Iterator[tuple[int, int]], summary: Summary | None
@@ -221,6 +253,8 @@ class ShardedDataset:
                 local = [with_whole(t, sums) for t in local]
             alone = len(sizes) == 1  # the others are gone
             yield self._element(local if alone else [ShardedTensor(t, sizes, rank) for t in local])
+        if self._counts_ends and self._shares(batch_size(self._whole))[rank]:
+            next(rows_read, None)
         if summary is not None:
             summary.end()
 
@@ -265,7 +299,7 @@ class ShardedDataset:
 
     def _elements_of_files(self, start: int) -> Iterator[Element]:
         """Parts of a batch that the ranks made on their own; a rank that has come to its end brings no rows."""
-        return self._of_files(iter(_without(self._read, start)))
+        return self._of_files(self._reading(start))
 
     def _of_files(self, own: Iterator[Any]) -> Iterator[Element]:
         rank, names = self._context.rank, [s.name or f"value {i}" for i, s in enumerate(self._leaves)]
@@ -335,6 +369,13 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
             action="use wh.shard(dataset), or leave elastic out",
         )
     return ShardedDataset(dataset, context, by)
+
+
+def _one_ahead(elements: Iterator[Any]) -> Iterator[Any]:
+    ahead = next(elements, None)
+    while ahead is not None:
+        element, ahead = ahead, next(elements, None)
+        yield element
 
 
 def _without(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:

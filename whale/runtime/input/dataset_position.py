@@ -13,6 +13,7 @@ from tensorflow.python.trackable.base import Trackable
 from whale.capture.sharded import ShardedTensor, drawing
 from whale.errors import ProgramError
 from whale.runtime.elastic.rows import ALONE
+from whale.runtime.input.shuffle_orders import Orders
 
 _KEY = "position"
 
@@ -24,42 +25,38 @@ class Epochs:
     Attributes:
       elements: from how many of its first batches are left out to an iterator.
       begin: begins an iteration over the dataset and leaves it: a shuffle that reshuffles goes on to its next order.
-      make_again: makes the dataset anew, so that its shuffle begins with its first order.
+      orders: of its shuffles.
       reshuffles: each iteration has another order.
       reproducible: "" or why another run would see other samples.
       parts: number of ranks that make batches of their own files; 0 where the batches are those of one device.
       cut: this rank's part of a whole batch, where every rank reads all of them; None: it reads its part.
       may_grow: whether this rank is alone for the moment.
       begun: iterations so far.
-      opened: how many of them the dataset itself knows of: those since the ranks have divided it.
+      has_ended: whether one of them has come to its end, so that caches are full.
       iterators: those that may go on.
     """
 
     elements: Callable[[int], Iterator[Any]]
     begin: Callable[[], object]
-    make_again: Callable[[], object]
+    orders: Orders
     reshuffles: bool
     reproducible: str
     parts: int
     cut: Callable[[Any], Any] | None = None
     may_grow: bool = False
     begun: int = 0
-    opened: int = 0
+    has_ended: bool = False
     iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
 
-    def open_again(self) -> None:
-        """Iterations go on in a dataset that was made anew, so that any of its orders can be had."""
-        self.make_again()
-        self.opened = 0
-        for iterator in self.iterators:
-            iterator.go_back()
-
     def divided_again(self) -> None:
-        """Ranks are gone. Where each reads its rows, the dataset is another one now, and iterations go on in it."""
-        if self.cut is None:
-            self.opened = 0
+        """The ranks are others now. Where each reads its rows, iterations go on in a dataset that was made anew."""
         for iterator in self.iterators:
             iterator.divided_again()
+
+
+# Where a loop is: batches yielded, the number of the iteration, and how many seeds the dataset's shuffles had drawn
+# when the iteration began, and have now. None: the iteration has not begun, or nobody knows.
+Place = tuple[int, int, tuple[int, ...] | None, tuple[int, ...] | None]
 
 
 class ShardedIterator(Trackable):
@@ -75,6 +72,9 @@ class ShardedIterator(Trackable):
         self._epochs, self._position = epochs, 0
         epochs.iterators.add(self)
         self._number: int | None = None  # of the iteration; known when it begins
+        self._drawn: tuple[int, ...] | None = None  # seeds, when it began
+        self._later: tuple[int, ...] | None = None  # seeds, when another process was here
+        self._has_begun = False
         self._elements: Iterator[Any] | None = None
         self._again: dict[int, list[Any]] = {}  # leaves of batches that were divided again, by number
         self._wholes: dict[int, Any] = {}  # the latest two batches, where every rank reads all of them
@@ -89,7 +89,11 @@ class ShardedIterator(Trackable):
     def read(self) -> Any:
         """The next batch; StopIteration where there is none."""
         self.begin()
-        element = next(self._elements)  # type: ignore[arg-type]
+        try:
+            element = next(self._elements)  # type: ignore[arg-type]
+        except StopIteration:
+            self._epochs.has_ended = True
+            raise
         if self._epochs.cut is not None:
             self._wholes = {n: whole for n, whole in self._wholes.items() if n == self._position - 1}
             self._wholes[self._position], element = element, self._epochs.cut(element)
@@ -115,8 +119,6 @@ class ShardedIterator(Trackable):
 
     def _read_from(self, position: int) -> None:
         """The next batch is that of this number of the same order, also if the dataset has gone on to a later one."""
-        if self._epochs.reshuffles and self._number is not None and self._epochs.opened > self._number:
-            self._epochs.open_again()
         self.go_back(position)
 
     def _marked(self, element: Any, position: int) -> Any:
@@ -140,37 +142,47 @@ class ShardedIterator(Trackable):
         self._elements = None
 
     @property
-    def place(self) -> tuple[int, int]:
-        """(how many batches it has yielded, which iteration over the dataset it is)."""
-        return self._position, self._epochs.begun if self._number is None else self._number
+    def place(self) -> Place:
+        """Where it is, also for another process."""
+        number = self._epochs.begun if self._number is None else self._number
+        return self._position, number, self._drawn, None if self._drawn is None else self._epochs.orders.now()
 
-    def go_to(self, place: tuple[int, int]) -> None:
+    def go_to(self, place: Place) -> None:
         """It goes on where another iterator over the same dataset was."""
-        (self._position, self._number), self._elements = place, None
+        self._position, self._number, drawn, later = place
+        self._drawn = self._later = None
+        if drawn is not None and later is not None:
+            self._drawn, self._later = tuple(drawn), tuple(later)
+        self._elements, self._has_begun = None, False
 
     def begin(self) -> None:
         """Begins now, if it has not: a shuffle that reshuffles goes on to its next order."""
         if self._elements is not None:
             return
         epochs = self._epochs
-        if epochs.reshuffles:
-            if self._number is None:
-                self._number = epochs.begun
-            if epochs.opened > self._number:
-                raise ProgramError(
-                    "an iterator cannot go back to an earlier order of its shuffle",
-                    given=f"iteration {self._number + 1} of the dataset, of which {epochs.opened} were begun",
-                    expected="a dataset of which no later iteration was begun",
-                    action="make the dataset and wh.shard of it again before restoring",
-                )
-            for _ in range(self._number - epochs.opened):
-                epochs.begin()
-            epochs.opened, epochs.begun = self._number + 1, max(epochs.begun, self._number + 1)
+        if self._number is None:
+            self._number = epochs.begun
+        if self._drawn is not None:  # it begins once more, or has begun in another process
+            self._elements = epochs.orders.begun_at(self._drawn, self._later, lambda: epochs.elements(self._position))
         else:
-            if self._number is None:
-                self._number = epochs.begun
-            epochs.begun += 1
-        self._elements = epochs.elements(self._position)
+            self._refuse_earlier()
+            for _ in range(self._number - epochs.begun if epochs.reshuffles else 0):
+                epochs.begin()
+            self._drawn = epochs.orders.now()
+            self._elements = epochs.elements(self._position)
+        self._later, self._has_begun = None, True
+        epochs.begun = max(epochs.begun, self._number + 1)
+
+    def _refuse_earlier(self) -> None:
+        """Raises ProgramError where the order that it had, or is to have, is gone."""
+        assert self._number is not None
+        if self._epochs.reshuffles and (self._has_begun or self._epochs.begun > self._number):
+            raise ProgramError(
+                "an iterator cannot go back to an earlier order of its shuffle",
+                given=f"iteration {self._number + 1} of the dataset, of which {self._epochs.begun} were begun",
+                expected="a dataset of which no later iteration was begun",
+                action="make the dataset and wh.shard of it again before restoring",
+            )
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         if self._epochs.reproducible:
@@ -180,10 +192,11 @@ class ShardedIterator(Trackable):
                 expected="a dataset that another run reads in the same order",
                 action="give its shuffle a seed, or leave the iterator out of the checkpoint",
             )
-        return {_KEY: tf.constant([*self.place, self._epochs.parts], tf.int64)}
+        position, number, drawn, now = self.place
+        return {_KEY: tf.constant([position, number, self._epochs.parts, *(drawn or ()), *(now or ())], tf.int64)}
 
     def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> dict[str, Any]:
-        position, number, parts = map(int, restored[_KEY].numpy())
+        position, number, parts, *seeds = map(int, restored[_KEY].numpy())
         if parts != self._epochs.parts:
             raise ProgramError(
                 "the position in a dataset is that of another number of ranks",
@@ -191,5 +204,6 @@ class ShardedIterator(Trackable):
                 expected=f"{self._epochs.parts or 'any number of'} parts",
                 action='start as many ranks, or share out rows: wh.shard(dataset, by="row")',
             )
-        self.go_to((position, number))
+        drawn, now = tuple(seeds[: len(seeds) // 2]), tuple(seeds[len(seeds) // 2 :])
+        self.go_to((position, number, drawn or None, now or None))
         return {}

@@ -21,9 +21,20 @@ from tensorflow.python.framework import op_def_registry
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS, DRAWS, HAS_BODIES
 from whale.runtime.input.equal_datasets import Summary, summary_of
+from whale.runtime.input.shuffle_orders import (
+    Seeds,
+    common_order,
+    generator_of,
+    is_reshuffled,
+    keeps_orders,
+    reshuffles,
+    restarts,
+    shuffled,
+    upstream,
+)
 
-Seeds = Callable[[], tuple[int, int]]
 Shares = Callable[[int], tuple[int, ...]]
+BatchSizes = Callable[[], Iterator[tuple[int, int]]]
 
 UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
 # What moves samples about without looking at them.
@@ -44,28 +55,29 @@ class OwnRows:
 
     Attributes:
       dataset: batches of this rank's rows; batches of which it has no rows are left out.
-      batch_sizes: makes an iterator over the rows of each global batch.
+      batch_sizes: makes an iterator over (number in its round of a repetition, rows) of each global batch.
       moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
       reseeded: the dataset's shuffles that had no seed, and got one.
-      shares_order: whether it goes on with the dataset's own shuffles, which no one can set back.
       summary: sums up batches that all ranks have to meet alike, where they are not known without reading them.
     """
 
     dataset: tf.data.Dataset
-    batch_sizes: Callable[[], Iterator[int]]
+    batch_sizes: BatchSizes
     moved: int
     kept: tuple[str, ...]
     reseeded: tuple[Any, ...]
-    shares_order: bool
     summary: Summary | None
 
 
-def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, every: int = 0) -> OwnRows:
+def own_rows(
+    dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, ahead: int = 0, every: int = 0
+) -> OwnRows:
     """``dataset`` cut down to the samples of ``rank``.
 
     Args:
       shares: rows of every rank, given those of the batch.
       seeds: seeds for a shuffle that has none; equal on all ranks.
+      ahead: batches that may be read ahead in a repetition, where reading into the next one would begin its order.
       every: of how many batches one is summed up; 0: none.
 
     Raises:
@@ -73,15 +85,17 @@ def own_rows(dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, 
     """
     kind = type(dataset).__name__
     if kind in UNCHANGED:
-        return own_rows(dataset._input_dataset, shares, rank, seeds, every)
+        return own_rows(dataset._input_dataset, shares, rank, seeds, ahead, every)
     if kind in ("_RepeatDataset", "_TakeDataset"):
         count = _number(dataset._count)
-        inner = own_rows(dataset._input_dataset, shares, rank, seeds, every)
+        inner = own_rows(dataset._input_dataset, shares, rank, seeds, ahead, every)
         if kind == "_TakeDataset":
             sizes = functools.partial(_first, inner.batch_sizes, count)
             return replace(inner, dataset=inner.dataset.take(count), batch_sizes=sizes)
         sizes = functools.partial(_again, inner.batch_sizes, count)
-        return replace(inner, dataset=inner.dataset.repeat(count), batch_sizes=sizes)
+        begins_here = restarts(dataset) and not restarts(dataset._input_dataset)
+        repeated = inner.dataset.prefetch(ahead) if ahead and begins_here else inner.dataset
+        return replace(inner, dataset=repeated.repeat(count), batch_sizes=sizes)
     if kind not in _BATCHES:
         raise Unknown(f"it ends in {kind.strip('_')}, not in batch(n)")
     return _before_batch(dataset, shares, rank, seeds, every)
@@ -106,11 +120,11 @@ def batch_size(dataset: Any) -> int:
     return _number(node._batch_size)
 
 
-def _first(sizes: Callable[[], Iterator[int]], count: int) -> Iterator[int]:
+def _first(sizes: BatchSizes, count: int) -> Iterator[tuple[int, int]]:
     return itertools.islice(sizes(), None if count < 0 else count)
 
 
-def _again(sizes: Callable[[], Iterator[int]], count: int) -> Iterator[int]:
+def _again(sizes: BatchSizes, count: int) -> Iterator[tuple[int, int]]:
     rounds: Iterable[Any] = itertools.count() if count < 0 else range(count)
     return itertools.chain.from_iterable(sizes() for _ in rounds)
 
@@ -127,6 +141,8 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds, every: in
     full = 0 if count < 0 else count // size
     rest = () if count < 0 or drop or count % size == 0 else shares(count % size)
 
+    if keeps_orders(samples) and any(most and not few for most, few in zip(usual, rest)):
+        raise Unknown("a rank has no rows of the last batch, by which it would know that a cache is full")
     empty = not usual[rank] or (rest and not rest[rank])
     if empty and not all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch.element_spec)):
         raise Unknown("a rank has no rows of some batch, and the shapes of these are not known without reading them")
@@ -149,12 +165,12 @@ def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds, every: in
     # The shares of a smaller batch are nowhere larger, so that the last rows make one batch as well.
     own = own.batch(max(1, usual[rank]), False, *_parallel(batch))
 
-    def batch_sizes() -> Iterator[int]:
+    def batch_sizes() -> Iterator[tuple[int, int]]:
         if count < 0:
-            return itertools.repeat(size)
-        return itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ())
+            return enumerate(itertools.repeat(size))
+        return enumerate(itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ()))
 
-    return OwnRows(own, batch_sizes, len(maps), kept, reseeded, reshuffles(node), summary)
+    return OwnRows(own, batch_sizes, len(maps), kept, reseeded, summary)
 
 
 def _without_maps(
@@ -168,14 +184,18 @@ def _without_maps(
     """
     above: list[Any] = []  # what has to be put on again
     maps: list[Any] = []
-    lowest = 0  # how much of ``above`` lies over a map that moved, or is a shuffle
+    lowest = 0  # how much of ``above`` lies over a map that moved, or has no seed
     base = dataset
     node = dataset
     while True:
         kind = type(node).__name__
         if kind in _MOVES:
+            if is_reshuffled(node) and not _unseeded(node) and _has_maps(node) and generator_of(node) is None:
+                break  # what is built in its place could not draw as it does
+            if restarts(node) and _has_maps(node):
+                break  # behind the repetition, a map reads ahead: the next order would begin before its time
             above.append(node)
-            if kind == "_ShuffleDataset":  # one of its own: which iteration it is at is not that of the script's
+            if _unseeded(node):
                 lowest, base = len(above), node._input_dataset
         elif kind in _MAPS and not _state(node):
             maps.append(node)
@@ -185,31 +205,31 @@ def _without_maps(
         node = node._input_dataset
     for made in reversed(above[:lowest]):
         base = _put_on(base, made, seeds)
-    kept = tuple(d._map_func._func.__name__ for d in _upstream(node) if type(d).__name__ in _MAPS)
+    kept = tuple(d._map_func._func.__name__ for d in upstream(node) if type(d).__name__ in _MAPS)
     return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d)), node
+
+
+def _has_maps(dataset: Any) -> bool:
+    """Whether maps lie below that could move over it."""
+    node = dataset
+    while type(node).__name__ in (*_MOVES, *UNCHANGED):
+        node = node._input_dataset
+    return type(node).__name__ in _MAPS and not _state(node)
 
 
 def _put_on(base: tf.data.Dataset, made: Any, seeds: Seeds) -> tf.data.Dataset:
     kind = type(made).__name__
     if kind == "_RepeatDataset":
-        return base.repeat(made._count)
+        # TensorFlow makes one of a shuffle and a repetition that are side by side; that one draws fewer seeds.
+        is_apart = type(made._input_dataset).__name__ != "_ShuffleDataset"
+        return (base.prefetch(1) if is_apart and reshuffles(made) else base).repeat(made._count)
     if kind == "_TakeDataset":
         return base.take(made._count)
     if kind == "_SkipDataset":
         return base.skip(made._count)
-    # Not base.shuffle: a seed that came from TensorFlow's global one has to stay what it was.
-    seed, seed2 = seeds() if _unseeded(made) else (made._seed, made._seed2)
-    variant = tf.raw_ops.ShuffleDatasetV3(
-        input_dataset=tf.data.experimental.to_variant(base),
-        buffer_size=made._buffer_size,
-        seed=tf.cast(seed, tf.int64),
-        seed2=tf.cast(seed2, tf.int64),
-        seed_generator=tf.raw_ops.DummySeedGenerator(),
-        reshuffle_each_iteration=made._reshuffle_each_iteration in (None, True),
-        output_types=tf.nest.flatten(tf.compat.v1.data.get_output_types(base)),
-        output_shapes=tf.nest.flatten(tf.compat.v1.data.get_output_shapes(base)),
-    )
-    return tf.data.experimental.from_variant(variant, base.element_spec)
+    if _unseeded(made):
+        return shuffled(base, made, *common_order(made, seeds))
+    return shuffled(base, made, (made._seed, made._seed2), generator_of(made) if is_reshuffled(made) else None)
 
 
 def refuse_other_orders(dataset: tf.data.Dataset, reseeded: Collection[Any] = ()) -> None:
@@ -247,14 +267,8 @@ def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bo
     Args:
       of_this_run: whether two seeds are those that this run gave to a shuffle without one.
     """
-    shuffles = (d for d in _upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
+    shuffles = (d for d in upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
     return any(_unseeded(d) or of_this_run(_number(d._seed), _number(d._seed2)) for d in shuffles)
-
-
-def reshuffles(dataset: Any) -> bool:
-    """Whether a shuffle has another order in each iteration."""
-    shuffles = (d for d in _upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
-    return any(d._reshuffle_each_iteration in (None, True) for d in shuffles)
 
 
 def _no_order(given: str, action: str) -> ProgramError:
@@ -264,13 +278,6 @@ def _no_order(given: str, action: str) -> ProgramError:
         expected="the same order on every rank, of which each reads its rows",
         action=f'{action}, or give every rank files of its own: wh.shard(dataset, by="file")',
     )
-
-
-def _upstream(dataset: Any) -> Iterator[Any]:
-    """The dataset and all that it is made from."""
-    yield dataset
-    for source in dataset._inputs():
-        yield from _upstream(source)
 
 
 def _graphs(dataset: Any) -> Iterator[dict[str, Any]]:

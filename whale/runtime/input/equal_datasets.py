@@ -23,7 +23,7 @@ from whale.runtime.input.tables import held_by_tables
 _LEFT_OUT = (
     "_PrefetchDataset",
     "_OptionsDataset",
-    "_CacheDataset",
+    "CacheDataset",
     "_SaveDataset",
     "_SnapshotDataset",
     "_RebatchDataset",
@@ -198,7 +198,7 @@ def is_seen(dataset: Any) -> bool:
     """
     for node in _nodes(dataset):
         kind = type(node).__name__
-        in_memory = kind == "_CacheDataset" and not tf.strings.length(node._filename)
+        in_memory = kind == "CacheDataset" and not tf.strings.length(node._filename)
         if kind not in _SEEN_DATASETS and not in_memory:
             return False
         for wrapper in node._functions():
@@ -301,13 +301,19 @@ class Summary:
 
     def __init__(self, leaves: Sequence[int], every: int) -> None:
         self._leaves, self._every = leaves, every
-        self._sums: dict[int, np.ndarray] = {}
+        self._sums: dict[tuple[int, int], np.ndarray] = {}  # by round of a repetition, and number in it
+        self._rounds_met = self._rounds_yielded = 0
         self._reads = self._mixed = False
 
-    def begin(self) -> None:
-        """Begins an iteration; where another one goes on, nobody knows any more which of them meets a batch."""
+    def begin(self, rounds: int) -> None:
+        """Begins an iteration; where another one goes on, nobody knows any more which of them meets a batch.
+
+        Args:
+          rounds: that have begun in the batches which it leaves out.
+        """
         self._mixed = self._mixed or self._reads
         self._sums, self._reads = {}, True
+        self._rounds_met, self._rounds_yielded = 0, rounds
 
     def end(self) -> None:
         """Ends the iteration."""
@@ -340,12 +346,21 @@ class Summary:
         return tf.cond(wanted, told, lambda: tf.zeros([], tf.int64))
 
     def _keep(self, number: np.ndarray, sums: np.ndarray) -> np.ndarray:
-        if not self._mixed:
-            self._sums[int(number)] = sums
+        if not self._mixed:  # what reads ahead may be in a later round than what is yielded
+            self._rounds_met += number == 0
+            self._sums[self._rounds_met, int(number)] = sums
         return np.int64(0)
 
     def of(self, number: int) -> tf.Tensor | None:
-        """Returns the sums of the latest batch up to this one that was summed up; None: nobody knows them."""
+        """Returns the sums of the latest batch up to this one that was summed up; None: nobody knows them.
+
+        Args:
+          number: of the batch that is yielded, in its round.
+        """
+        if number == 0:
+            self._rounds_yielded += 1
+            for key in [key for key in list(self._sums) if key[0] < self._rounds_yielded]:
+                del self._sums[key]
         latest = number if number < FIRST_STEPS else max(FIRST_STEPS - 1, number - number % self._every)
-        sums = None if self._mixed else self._sums.get(latest)
+        sums = None if self._mixed else self._sums.get((self._rounds_yielded, latest))
         return None if sums is None else tf.constant(sums)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from whale.errors import ProgramError
 from whale.runtime.elastic.allowed import elsewhere
 from whale.runtime.input.data import ShardedDataset
-from whale.runtime.input.dataset_position import ShardedIterator
+from whale.runtime.input.dataset_position import Place, ShardedIterator
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.run.context import current
 
@@ -43,7 +43,7 @@ class State:
         context = current("wh.State")
         self._elastic = context.elastic
         self._iterator: ShardedIterator | None = None
-        self._place: tuple[int, int] | None = None
+        self._place: Place | None = None
         vars(self).update(values)
         said = self._elastic.come_in() if self._elastic is not None else None
         if said is not None:

@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import random_seed as operation_seeds
 from tensorflow.python.ops import stateful_random_ops
 
+import whale_ops
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.script_line import script_line
 
@@ -219,3 +220,24 @@ class CommonSeeds:
         count = int(np.prod(shape)) * dtype.size
         drawn = b"".join(self._bytes(min(64, count - begin)) for begin in range(0, count, 64))
         return tf.constant(np.frombuffer(drawn, dtype.as_numpy_dtype).reshape(shape))
+
+
+def streams_begin_anew() -> Callable[[], None]:
+    """From now on streams begin anew with each ``tf.random.set_seed``, as those of TensorFlow's kernels do.
+
+    Returns:
+      what ends that.
+    """
+    original = tf_context.Context._set_global_seed
+
+    def set_global_seed(self: Any, seed: Any) -> None:
+        original(self, seed)
+        if self._context_handle is not None:
+            whale_ops.forget_streams()
+
+    tf_context.Context._set_global_seed = set_global_seed
+
+    def put_back() -> None:
+        tf_context.Context._set_global_seed = original
+
+    return put_back

@@ -15,7 +15,13 @@ from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.log import log, set_level
 from whale.runtime.elastic.socket_bootstrap import Apart, connected
 from whale.runtime.ranks import device_exchange, horovod
-from whale.runtime.ranks.common_seeds import CommonSeeds, number_of, random_state, take_random_state
+from whale.runtime.ranks.common_seeds import (
+    CommonSeeds,
+    number_of,
+    random_state,
+    streams_begin_anew,
+    take_random_state,
+)
 from whale.runtime.ranks.connect import as_configured, share_where_possible
 from whale.runtime.ranks.preemption import Notice
 from whale.runtime.ranks.trace import Trace, open_trace, span
@@ -154,6 +160,7 @@ def _begin(
             context.solo = solo
             annotate(annotations)
             deferred.install(lambda size_bytes: not context.ended and context.defers(size_bytes))
+            context.at_end.append(streams_begin_anew())
     except BaseException as error:
         _undo()
         if trace is not None:

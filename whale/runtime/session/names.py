@@ -1,13 +1,11 @@
-"""Names in the graph in which a session's ranks run: of their variables, and of what keeps a state from run to run."""
+"""Names in the graph in which a session's ranks run: of their variables, and of other resources."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
-
-from whale.ir.program import ON_HOST, Node, Program, Ref
+from whale.ir.program import ON_HOST, Node, Program
 
 
 def name_of(handle: Node) -> str:
@@ -18,24 +16,6 @@ def name_of(handle: Node) -> str:
 def rank_prefix(position: int) -> str:
     """Of the names of variables (and tables, queues) of this process's rank number ``position``."""
     return f"whale_rank{position}/" if position else ""
-
-
-def random_streams(program: Program) -> dict[str, Hashable]:
-    """Random tensors whose numbers go on from run to run, as they do in one session of TensorFlow: name -> identity.
-
-    The state is the kernel's, so another run reads the same node. It can where the operands are constants: for other
-    shapes, and for draws from distributions that are computed, each run has a stream of its own.
-    """
-    found: dict[str, Hashable] = {}
-    for node in program.nodes:
-        if not node.stateful or node.controls or not (node.attrs.get("seed") or node.attrs.get("seed2")):
-            continue
-        operands = [program.const(r) for r in node.inputs]
-        if any(value is None for value in operands) or Ref(node.name) not in program.consumers:
-            continue
-        values = tuple(np.asarray(value).tobytes() for value in operands)
-        found[f"{node.name}:0"] = (node.name, values, node.attrs["seed"], node.attrs["seed2"])
-    return found
 
 
 def own_resources(program: Program, position: int, on_host: Collection[str]) -> Program:

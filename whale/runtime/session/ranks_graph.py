@@ -11,9 +11,10 @@ import tensorflow as tf
 from whale.config import Config
 from whale.ir.program import Program
 from whale.runtime.compile.offload import compute_device
-from whale.runtime.compile.tensorflow_functions import lower_to_graph
+from whale.runtime.compile.tensorflow_functions import lower_to_graph, with_streams
+from whale.runtime.input.traces import new_streams
 from whale.runtime.run.context import unique
-from whale.runtime.session.names import own_resources, random_streams
+from whale.runtime.session.names import own_resources
 from whale.runtime.session.passthrough import PlainSession
 
 # (what is fed, (options, metadata) of Session.run) -> what is fetched
@@ -37,6 +38,7 @@ class RanksGraph:
         device = "" if offload is None else compute_device(offload, self.session.list_devices())
         # What an accelerator can compute goes there by itself.
         self._computes = device if "CPU" in device else ""
+        self._streams = new_streams()
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
 
     def close(self) -> None:
@@ -71,12 +73,13 @@ class RanksGraph:
         effects: list[Any] = []
         for position, program in enumerate(ranks):
             program = own_resources(program, position, on_host)
+            if not alone:
+                program = with_streams(program, f"{self._streams}/{position}")
             names = [f"{r.node}:{r.index}" for r in program.outputs]
             elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
             prefix = f"{tag}_rank{position}"
-            with_state = {} if alone else random_streams(program)
             # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
-            with_state.update({f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"})
+            with_state = {f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"}
             known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
             with self.graph.as_default(), self.graph.device(self.device):
                 found = tf.graph_util.import_graph_def(
@@ -84,10 +87,7 @@ class RanksGraph:
                 )
             found = [known.get(name, element) for name, element in zip(elements, found)]
             for t, k in with_state.items():
-                kept = self._kept.setdefault((position, k), self.graph.get_tensor_by_name(f"{prefix}/{t}"))
-                if kept.op.type != "OneShotIterator":
-                    # A rank without rows may not read its numbers, but stays at the same place of the stream.
-                    effects.append(kept.op)
+                self._kept.setdefault((position, k), self.graph.get_tensor_by_name(f"{prefix}/{t}"))
             if position == 0:
                 results = found[: len(names)]
             effects += [

@@ -28,7 +28,7 @@ def rank_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     seeds = op.attr("seed", 0), op.attr("seed2", 0)
     if not _divided(strategy) or coordinate == 0 or seeds == (0, 0):
         return UNCHANGED
-    return Local(attrs={"seed2": (seeds[1] + coordinate * _GOLDEN[32]) & 0x7FFFFFFF or 1})
+    return Local(seeds={"seed2": coordinate * _GOLDEN[32]})
 
 
 def rank_key(op: OpView, strategy: Strategy, coordinate: int) -> Local:

@@ -1,0 +1,120 @@
+"""Measures what named random streams, known orders of datasets and compared inputs cost a step.
+
+    whale run -np 2 benchmarks/equality.py [--blocks 40] [--steps 200]
+
+A small perceptron, of which two processes take some 1,000 steps a second, is compiled with and without each of these.
+Blocks of steps are taken in turns; printed are medians over blocks, and the median of the ratio of neighbouring ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import tensorflow as tf
+
+import whale as wh
+
+ROWS, FEATURES, LAYERS = 32, 64, 3
+STEP = "whale.runtime.compile.step"
+ORDERS = "whale.runtime.input.shuffle_orders._found"
+
+
+def made_step(dropout: bool) -> Any:
+    """A training step of a perceptron."""
+    kernels = [tf.Variable(tf.random.stateless_normal([FEATURES, FEATURES], [i, 0]) / 8.0) for i in range(LAYERS)]
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            hidden = x
+            for kernel in kernels:
+                hidden = tf.tanh(hidden @ kernel)
+                if dropout:
+                    hidden = tf.nn.dropout(hidden, 0.1, seed=3)
+            loss = tf.reduce_mean(tf.square(hidden))
+        for kernel, gradient in zip(kernels, tape.gradient(loss, kernels)):
+            kernel.assign_sub(1e-3 * gradient)
+        return loss
+
+    return step
+
+
+def compared(steps: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Blocks of steps whose inputs are compared as often as by default, and of steps whose inputs are not."""
+    x = tf.random.stateless_normal([ROWS, FEATURES], [1, 1])
+    with_it, without = made_step(False), made_step(False)
+    with_it(x)
+    with mock.patch(f"{STEP}.compared", lambda call, *_: call):
+        without(x)
+    return (lambda: _taken(with_it, [x] * steps)), (lambda: _taken(without, [x] * steps))
+
+
+def streams(steps: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Blocks of steps with dropout that draw from named streams, and from those of TensorFlow's kernels."""
+    from whale.runtime.compile.step import lower_to_function
+
+    x = tf.random.stateless_normal([ROWS, FEATURES], [1, 1])
+    with_it, without = made_step(True), made_step(True)
+    with_it(x)
+    with mock.patch(f"{STEP}.lower_to_function", lambda ranks, tag, streams: lower_to_function(ranks, tag)):
+        without(x)
+    return (lambda: _taken(with_it, [x] * steps)), (lambda: _taken(without, [x] * steps))
+
+
+def orders(steps: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Epochs over a dataset of which the order is known, and of one of which it is not."""
+    step = made_step(False)
+
+    def dataset() -> Any:
+        x = tf.random.stateless_normal([steps * ROWS, FEATURES], [2, 2])
+        return wh.shard(tf.data.Dataset.from_tensor_slices(x).shuffle(4 * ROWS, seed=1).batch(ROWS))
+
+    with_it = dataset()
+    with mock.patch(ORDERS, lambda shuffle: None):
+        without = dataset()
+        list(without)
+    return (lambda: _taken(step, with_it)), (lambda: _taken(step, without))
+
+
+def _taken(step: Any, batches: Any) -> None:
+    for batch in batches:
+        loss = step(batch)
+    float(loss)
+
+
+def seconds(block: Callable[[], None]) -> float:
+    """Of one block."""
+    start_s = time.perf_counter()
+    block()
+    return time.perf_counter() - start_s
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--blocks", type=int, default=40)
+    arguments.add_argument("--steps", type=int, default=200)
+    asked = arguments.parse_args()
+    wh.init({"random": "global"})
+    for name, make in (("comparing inputs", compared), ("random streams", streams), ("orders of datasets", orders)):
+        with_it, without = make(asked.steps)
+        seconds(with_it), seconds(without)
+        found = []
+        for i in range(asked.blocks):  # each is the first of a pair half of the time
+            pair = [seconds(block) for block in ((with_it, without) if i % 2 else (without, with_it))]
+            found.append(pair if i % 2 else pair[::-1])
+        rates = [asked.steps / statistics.median(column) for column in zip(*found)]
+        cost = statistics.median(one / other for one, other in found) - 1
+        if wh.rank() == 0:
+            print(f"{name}: {rates[0]:.0f} steps/s, without {rates[1]:.0f}: {100 * cost:+.2f} %", flush=True)
+
+
+if __name__ == "__main__":
+    main()

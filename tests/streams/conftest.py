@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.distributed.conftest import launcher
+
+__all__ = ["launcher"]

@@ -1,0 +1,284 @@
+"""The orders of a dataset's shuffles: where their seed generators are, from which all that is made of them draws.
+
+A shuffle that reshuffles has one generator, which belongs to the dataset that the script made. Each iteration of it,
+and of what was made of it, takes the generator's next seeds. What Whale builds in a shuffle's place draws from the same
+one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.ops import gen_dataset_ops
+
+import whale_ops
+from whale.errors import ProgramError
+
+Seeds = Callable[[], tuple[int, int]]
+
+# The generator is found in the dataset's graph, which holds its arrays.
+_LARGEST_BYTES = 256 << 20
+_SEEDS_OF_AN_ORDER = 2
+_GENERATOR = "_whale_generator"
+_COMMON = "_whale_common"
+_IGNORED = 1  # state outside of the dataset, in its graph
+_AHEAD = ("_PrefetchDataset", "_ParallelMapDataset", "_ParallelBatchDataset", "_ParallelInterleaveDataset")
+
+
+def upstream(dataset: Any) -> Iterator[Any]:
+    """The dataset and all that it is made from."""
+    yield dataset
+    for source in dataset._inputs():
+        yield from upstream(source)
+
+
+def is_reshuffled(dataset: Any) -> bool:
+    """Whether a dataset is a shuffle with another order in each iteration."""
+    return type(dataset).__name__ == "_ShuffleDataset" and dataset._reshuffle_each_iteration in (None, True)
+
+
+def reshuffles(dataset: Any) -> bool:
+    """Whether a shuffle has another order in each iteration."""
+    return any(map(is_reshuffled, upstream(dataset)))
+
+
+def repeats(dataset: Any) -> bool:
+    """Whether a shuffle begins its next order while an iteration goes on."""
+    own = type(dataset).__name__ == "_RepeatDataset" and reshuffles(dataset)
+    return own or any(map(repeats, dataset._inputs()))
+
+
+def counts_ends(dataset: Any) -> bool:
+    """Whether it matters that an iteration reads to the end: then a cache is complete, a repetition begins again."""
+    return repeats(dataset) or any(type(d).__name__ == "CacheDataset" for d in upstream(dataset))
+
+
+def keeps_orders(dataset: Any) -> list[Any]:
+    """The caches in memory that hold samples as a reshuffling shuffle gave them once; the innermost first.
+
+    Such a cache is full when an iteration has come to its end. All that follow, whoever makes them, read from it.
+    """
+    found = {id(d): d for d in upstream(dataset) if type(d).__name__ == "CacheDataset" and reshuffles(d)}
+    return [cache for cache in reversed(found.values()) if not tf.get_static_value(cache._filename)]
+
+
+def restarts(dataset: Any) -> bool:
+    """Whether a shuffle begins its next order while an iteration goes on, at a batch that the script can tell.
+
+    Where the script reads ahead behind the repetition, nobody can. TensorFlow does so behind each map without a state.
+    """
+    kind = type(dataset).__name__
+    if kind in _AHEAD or (kind == "_MapDataset" and not _has_state(dataset)):
+        return False
+    return (kind == "_RepeatDataset" and reshuffles(dataset)) or any(map(restarts, dataset._inputs()))
+
+
+def _has_state(mapped: Any) -> bool:
+    return any(op.op_def.is_stateful for op in mapped._map_func.function.graph.get_operations())
+
+
+def generator_of(shuffle: Any) -> tf.Tensor | None:
+    """The handle of a shuffle's seed generator; None where it is not to be had, or only with a copy of large arrays."""
+    if not hasattr(shuffle, _GENERATOR):
+        setattr(shuffle, _GENERATOR, _found(shuffle))
+    found: tf.Tensor | None = getattr(shuffle, _GENERATOR)
+    return found
+
+
+def common_order(shuffle: Any, seeds: Seeds) -> tuple[tuple[int, int], tf.Tensor | None]:
+    """Seeds, and a generator, in place of those of a shuffle that has none; the same for all that is made of it.
+
+    Args:
+      seeds: draws seeds that are equal on all ranks.
+    """
+    if not hasattr(shuffle, _COMMON):
+        drawn = seeds()
+        setattr(shuffle, _COMMON, (drawn, shuffled(tf.data.Dataset.range(0), shuffle, drawn, None)))
+    drawn, owner = getattr(shuffle, _COMMON)
+    if not is_reshuffled(shuffle):
+        return drawn, None
+    setattr(shuffle, _GENERATOR, _read(owner))
+    return drawn, generator_of(shuffle)
+
+
+def shuffled(
+    base: tf.data.Dataset, shuffle: Any, seeds: tuple[Any, Any], generator: tf.Tensor | None
+) -> tf.data.Dataset:
+    """``base`` shuffled as by ``shuffle``.
+
+    Not base.shuffle: a seed that came from TensorFlow's global one has to stay what it was.
+
+    Args:
+      generator: from which it draws; None: one of its own, with these seeds.
+    """
+    variant = tf.raw_ops.ShuffleDatasetV3(
+        input_dataset=tf.data.experimental.to_variant(base),
+        buffer_size=shuffle._buffer_size,
+        seed=tf.cast(seeds[0], tf.int64),
+        seed2=tf.cast(seeds[1], tf.int64),
+        seed_generator=tf.raw_ops.DummySeedGenerator() if generator is None else generator,
+        reshuffle_each_iteration=is_reshuffled(shuffle),
+        output_types=tf.nest.flatten(tf.compat.v1.data.get_output_types(base)),
+        output_shapes=tf.nest.flatten(tf.compat.v1.data.get_output_shapes(base)),
+    )
+    return tf.data.experimental.from_variant(variant, base.element_spec)
+
+
+class Orders:
+    """How many seeds the shuffles of a dataset have drawn."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._shuffles = _reshuffled(dataset)
+        self._draws_later = repeats(dataset) or len(self._shuffles) > 1
+        self._caches = keeps_orders(dataset)
+        self._takes = any(type(d).__name__ == "_TakeDataset" and keeps_orders(d) for d in upstream(dataset))
+
+    @cached_property
+    def _generators(self) -> list[tf.Tensor] | None:
+        found = [generator_of(one) for one in self._shuffles]
+        return None if any(one is None for one in found) else found
+
+    def now(self) -> tuple[int, ...] | None:
+        """How many seeds each shuffle has drawn; None: that is not known."""
+        if self._generators is None:
+            return None
+        return tuple([int(whale_ops.ops().whale_shuffle_order(one)) for one in self._generators])
+
+    def go_to(self, drawn: Sequence[int]) -> None:
+        """The shuffles go on behind so many seeds."""
+        for generator, count in zip(self._generators or (), drawn, strict=True):
+            whale_ops.ops().whale_set_shuffle_order(generator, tf.constant(count, tf.int64))
+
+    def begun_at(
+        self, drawn: Sequence[int], later: Sequence[int] | None, begin: Callable[[], Iterator[Any]]
+    ) -> Iterator[Any]:
+        """What ``begin`` begins, in the order behind so many seeds; what begins next has the order that it would have.
+
+        Args:
+          later: seeds that had been drawn in another process, which was here; None: it is this one that goes back.
+
+        Raises:
+          ProgramError: a cache holds samples in another order than then.
+        """
+        before = self.now()
+        if not drawn or before is None:
+            return begin()
+        behind = before if later is None else later
+        incomplete = [cache for cache in self._caches if not self._refilled(cache, drawn, behind, before)]
+        self.go_to(drawn)
+        elements = begin()
+        if self._draws_later:  # the orders up to here are drawn with the first element
+            elements = itertools.chain(list(itertools.islice(elements, 1)), elements)
+        found = self.now() or before
+        for cache in incomplete:
+            own = self._places(cache)
+            if all(found[i] == drawn[i] for i in own) and self._filled_behind(cache, before) != [drawn[i] for i in own]:
+                raise _other_order()
+        self.go_to([max(counts) for counts in zip(behind, found, strict=True)])
+        return elements
+
+    def join(self, drawn: Sequence[int], has_ended: bool) -> None:
+        """The shuffles go on as those of another process, which have drawn so many seeds.
+
+        Args:
+          has_ended: whether an iteration has come to its end there, so that caches are full.
+
+        Raises:
+          ProgramError: nobody can say whether they are.
+        """
+        if self._caches and self._takes:
+            raise ProgramError(
+                "a process that joins cannot tell what the others' caches hold",
+                given="take behind a cache of shuffled samples",
+                expected="a cache that is read to its end by each iteration, or none",
+                action="put take in front of the cache, or cache in front of shuffle",
+            )
+        before = self.now()
+        if has_ended and before is not None:
+            for cache in self._caches:
+                self._refilled(cache, drawn, drawn, before)
+        self.go_to(drawn)
+
+    def _refilled(self, cache: Any, drawn: Sequence[int], behind: Sequence[int], before: Sequence[int]) -> bool:
+        """Whether a cache was full when an iteration began behind ``drawn`` seeds: it drew none; it is full then here.
+
+        Args:
+          behind: seeds that had been drawn when the iteration was where it is now; before: that have been drawn here.
+        """
+        own = self._places(cache)
+        if any(drawn[i] != behind[i] or not drawn[i] for i in own):
+            return False
+        first = self._filled_behind(cache, behind)
+        counts = list(self.now() or before)
+        for i, count in zip(own, first, strict=True):
+            counts[i] = count
+        self.go_to(counts)
+        elements = iter(cache)
+        now = self.now() or before
+        if all(now[i] == counts[i] for i in own):  # it is full already
+            if [before[i] for i in own] != [behind[i] for i in own]:
+                raise _other_order()
+        else:
+            for _ in elements:
+                pass
+        self.go_to(behind)
+        return True
+
+    def _places(self, cache: Any) -> list[int]:
+        """Which of the shuffles a cache, and no other one in front of it, keeps the orders of."""
+        inner = {id(one) for other in keeps_orders(cache) if other is not cache for one in _reshuffled(other)}
+        below = {id(one) for one in _reshuffled(cache)} - inner
+        return [i for i, one in enumerate(self._shuffles) if id(one) in below]
+
+    def _filled_behind(self, cache: Any, behind: Sequence[int]) -> list[int]:
+        """How many seeds had been drawn when the iteration began that filled a cache: the last one that drew any."""
+        own = self._places(cache)
+        if not repeats(cache):
+            return [behind[i] - _SEEDS_OF_AN_ORDER for i in own]
+        before = self.now() or behind
+        for _ in cache._input_dataset:
+            pass
+        now = self.now() or before
+        self.go_to(before)
+        return [behind[i] - (now[i] - before[i]) for i in own]
+
+
+def _reshuffled(dataset: Any) -> list[Any]:
+    return list({id(d): d for d in upstream(dataset) if is_reshuffled(d)}.values())
+
+
+def _other_order() -> ProgramError:
+    return ProgramError(
+        "an iterator cannot go back to an earlier order of its shuffle",
+        given="a cache that was filled in another order since",
+        expected="a cache that holds what it held then, or nothing yet",
+        action="make the dataset and wh.shard of it again before restoring",
+    )
+
+
+def _found(shuffle: Any) -> tf.Tensor | None:
+    arrays = (t for d in upstream(shuffle) for t in getattr(d, "_tensors", ()) if isinstance(t, tf.Tensor))
+    if sum(t.dtype.size * (t.shape.num_elements() or 0) for t in arrays) > _LARGEST_BYTES:
+        return None
+    return _read(shuffle)
+
+
+def _read(shuffle: Any) -> tf.Tensor | None:
+    """The handle of the generator, which is a constant in the dataset's graph."""
+    try:
+        variant = tf.data.experimental.to_variant(shuffle)
+        text = gen_dataset_ops.dataset_to_graph_v2(variant, external_state_policy=_IGNORED).numpy()
+    except tf.errors.OpError:  # it has what no graph can hold
+        return None
+    nodes = {node.name: node for node in graph_pb2.GraphDef.FromString(text).node}
+    end = next(node for node in nodes.values() if node.op == "_Retval")
+    made = nodes[end.input[0].partition(":")[0]]
+    if made.op != "ShuffleDatasetV3":
+        return None
+    handle = nodes[made.input[4].partition(":")[0]]
+    return tf.io.parse_tensor(handle.attr["value"].tensor.SerializeToString(), tf.resource)

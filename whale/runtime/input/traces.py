@@ -1,0 +1,132 @@
+"""Which calls of a step one process serves with one trace: their random streams go on from one to the other.
+
+Whale plans a step for each set of shapes. TensorFlow has a trace for each one only where it knows the shapes; where it
+does not, one trace serves many, and each of its random operations has one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+
+from whale.capture.signature import Arguments
+from whale.runtime.run.context import unique
+
+_DIGITS = 8
+# What the trace that goes on has drawn, and what is left of it where it is traced again.
+_drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("_drawing", default=None)
+
+
+def new_streams() -> str:
+    """What the names of a trace's streams begin with; those of others are as long."""
+    return unique("whale_streams", _DIGITS)
+
+
+class Relaxed:
+    """Which trace a tf.function with ``reduce_retracing`` would take, asked of one that computes nothing."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, Hashable] = {}
+
+    def trace(self, kind: Hashable, specs: Sequence[Any]) -> Hashable:
+        """The trace for tensors, arrays or iterators of these types; ``kind``: all else that a trace is made for."""
+        types = [s if isinstance(s, tf.TypeSpec) else tf.TensorSpec(s.shape, s.dtype) for s in specs]
+        key = kind, repr(types)
+        if key not in self._known:
+            made = self._made.get(kind)
+            if made is None:
+                made = self._made[kind] = tf.function(lambda *tensors: None, reduce_retracing=True, autograph=False)
+            # A trace lives as long as the function, so that no other one has its number.
+            graph = made.get_concrete_function(*types).graph
+            self._known[key] = kind, id(graph)
+        return self._known[key]
+
+
+class SharedTrace:
+    """What one process traces once, and Whale once for each program of it: the programs draw from the same streams.
+
+    Attributes:
+      streams: what the names of these streams begin with.
+    """
+
+    def __init__(self) -> None:
+        self.streams = new_streams()
+        self._seed = tf_context.global_seed()
+        self._drawn: list[Any] = []
+        self._is_known = False
+
+    def traced(self) -> None:
+        """The first program is traced: those that are traced later draw what it drew (see ``once_in_a_trace``)."""
+        self._is_known = True
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Around a trace, and each run of the step's Python: the global seed is what it was for the first program."""
+        tf_ctx = tf_context.context()
+        now, tf_ctx._seed = tf_ctx._seed, self._seed
+        if not self._is_known:
+            self._drawn = []  # a step that creates variables runs twice in one process, too
+        token = _drawing.set((self._drawn, iter(self._drawn)) if self._is_known else (self._drawn, None))
+        try:
+            yield
+        finally:
+            _drawing.reset(token)
+            tf_ctx._seed = now
+
+
+def once_in_a_trace(draw: Callable[[], Any]) -> Any:
+    """What ``draw`` gives, of which Python keeps count: a program that is traced again finds what the first one got."""
+    tracing = _drawing.get()
+    if tracing is None:
+        return draw()
+    drawn, again = tracing
+    for known in again or ():
+        return known
+    drawn.append(draw())
+    return drawn[-1]
+
+
+class Traces:
+    """The traces of one step, by their calls' arguments.
+
+    Args:
+      step: what the step is made of; perhaps a tf.function.
+      one: whether one trace serves all shapes, as the caller knows.
+    """
+
+    def __init__(self, step: Callable[..., Any], one: bool) -> None:
+        self._any_shape = one or getattr(step, "input_signature", None) is not None
+        self._relaxed = Relaxed() if getattr(step, "_reduce_retracing", False) else None
+        self._known: dict[Hashable, SharedTrace] = {}
+
+    def of(self, arguments: Arguments) -> SharedTrace:
+        """The trace that one process would take for a call."""
+        parts: list[Any] = [self._kind(one) for one in arguments.key]  # type: ignore[attr-defined]
+        trace: Hashable = tuple(parts)
+        if self._relaxed is not None and not self._any_shape:
+            fixed = tuple([one[:2] if _is_tensor(one) else one for one in parts])
+            shapes = [one[2] for one in parts if _is_tensor(one)]
+            dtypes = [one[1] for one in parts if _is_tensor(one)]
+            trace = self._relaxed.trace(fixed, [tf.TensorSpec(s, d) for s, d in zip(shapes, dtypes)])
+        if trace not in self._known:
+            self._known[trace] = SharedTrace()
+        return self._known[trace]
+
+    def _kind(self, entry: Any) -> Hashable:
+        """A part of the arguments' key, without what no trace depends on: how ranks hold rows, how many there are."""
+        if isinstance(entry, tuple) and entry and isinstance(entry[0], tf.TypeSpec):
+            return entry[0]
+        if not _is_tensor(entry):
+            return entry  # type: ignore[no-any-return]
+        shape = entry[2][0] if entry[0] == "part" else entry[2]
+        return ("tensor", entry[1]) if self._any_shape else ("tensor", entry[1], tuple(shape))
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 3 and entry[0] in ("tensor", "part")

@@ -1,0 +1,74 @@
+// How far the seed generator of a dataset's shuffle has gone: TensorFlow keeps that to itself, and
+// every iteration of the dataset, and of those made of it, takes the next seeds.
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/kernels/data/random_seed_ops.h"
+#include "tensorflow/core/platform/hash.h"
+
+namespace whale_ops {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::data::SeedGeneratorManager;
+
+REGISTER_OP("WhaleShuffleOrder")
+    .Input("generator: resource")
+    .Output("drawn: int64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc("How many seeds the generator of a shuffle has given: two for each iteration.");
+
+REGISTER_OP("WhaleSetShuffleOrder")
+    .Input("generator: resource")
+    .Input("drawn: int64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("The generator of a shuffle goes on behind so many seeds.");
+
+// A handle says it is of the generator; what has its name is the manager. The manager's type is
+// known to the library of TensorFlow's kernels alone, with which this one is not linked: its hash
+// is that of its name (tensorflow::TypeIndex).
+absl::Status find(OpKernelContext* ctx,
+                  tensorflow::core::RefCountPtr<SeedGeneratorManager>* manager) {
+  tensorflow::ResourceHandle handle = ctx->input(0).scalar<tensorflow::ResourceHandle>()();
+  handle.set_hash_code(tensorflow::Hash64("N10tensorflow4data20SeedGeneratorManagerE"));
+  tensorflow::ResourceBase* found = nullptr;
+  TF_RETURN_IF_ERROR(ctx->resource_manager()->Lookup(handle, &found));
+  manager->reset(static_cast<SeedGeneratorManager*>(found));
+  return absl::OkStatus();
+}
+
+class ShuffleOrderOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* ctx) override {
+    tensorflow::core::RefCountPtr<SeedGeneratorManager> manager;
+    OP_REQUIRES_OK(ctx, find(ctx, &manager));
+    Tensor* drawn = nullptr;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {}, &drawn));
+    drawn->scalar<int64_t>()() = manager->get()->num_random_samples();
+  }
+};
+
+class SetShuffleOrderOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* ctx) override {
+    tensorflow::core::RefCountPtr<SeedGeneratorManager> manager;
+    OP_REQUIRES_OK(ctx, find(ctx, &manager));
+    manager->get()->set_num_random_samples(ctx->input(1).scalar<int64_t>()());
+    manager->get()->Reset();
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("WhaleShuffleOrder").Device(tensorflow::DEVICE_CPU), ShuffleOrderOp);
+REGISTER_KERNEL_BUILDER(Name("WhaleSetShuffleOrder").Device(tensorflow::DEVICE_CPU),
+                        SetShuffleOrderOp);
+
+}  // namespace
+}  // namespace whale_ops

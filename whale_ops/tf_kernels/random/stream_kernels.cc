@@ -1,0 +1,202 @@
+// Random operations of which several kernels draw from one stream: each program of a step has
+// kernels of its own, and a stream goes on whichever of them runs.
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tensorflow/core/framework/node_def.pb.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/public/version.h"
+
+namespace whale_ops {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
+
+// Of 128 bits each; as many as TensorFlow's own kernels leave for an element
+// (GuardedPhiloxRandom::ReserveRandomOutputs).
+constexpr uint64_t kSamplesOfElement = 256;
+constexpr char kContainer[] = "whale";
+constexpr char kName[] = "random_streams";
+
+REGISTER_OP("WhaleAdvance")
+    .Input("shape: Tshape")
+    .Output("counter: uint64")
+    .Attr("stream: string")
+    .Attr("seed2: int")
+    .Attr("Tshape: {int32, int64}")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Vector(2));
+      return absl::OkStatus();
+    })
+    .Doc(
+        "Where the stream of this name is: a Philox counter, of which seed2 is the upper half. The "
+        "stream goes on behind what a "
+        "tensor of the shape takes.");
+
+REGISTER_OP("WhaleDraw")
+    .Input("inputs: Tin")
+    .Output("outputs: Tout")
+    .Attr("stream: string")
+    .Attr("node: string")
+    .Attr("shapes: list(shape)")
+    .Attr("Tin: list(type) >= 0")
+    .Attr("Tout: list(type) >= 1")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      std::vector<tensorflow::PartialTensorShape> shapes;
+      TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
+      for (size_t i = 0; i < shapes.size(); ++i) {
+        tensorflow::shape_inference::ShapeHandle shape;
+        TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &shape));
+        c->set_output(static_cast<int>(i), shape);
+      }
+      return absl::OkStatus();
+    })
+    .Doc(
+        "What the operation of `node`, a serialised NodeDef, draws: by one kernel for all nodes of "
+        "the same stream.");
+
+REGISTER_OP("WhaleForgetStreams")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(
+        "All streams of the device begin anew, as those of TensorFlow's kernels do after "
+        "tf.random.set_seed.");
+
+// All streams of a device, which outlive the kernels and end with the device.
+class Streams : public tensorflow::ResourceBase {
+ public:
+  std::string DebugString() const override { return "random streams"; }
+
+  uint64_t advance(const std::string& stream, uint64_t count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    uint64_t& at = counters_[stream];
+    const uint64_t before = at;
+    at += count;
+    return before;
+  }
+
+  // The kernel of a stream, which `make` makes where there is none yet.
+  template <typename Make>
+  absl::Status kernel_of(const std::string& stream, const Make& make,
+                         std::shared_ptr<OpKernel>* kernel) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<OpKernel>& known = kernels_[stream];
+    if (known == nullptr) TF_RETURN_IF_ERROR(make(&known));
+    *kernel = known;
+    return absl::OkStatus();
+  }
+
+  void clear() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counters_.clear();
+    kernels_.clear();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::string, uint64_t> counters_;
+  std::unordered_map<std::string, std::shared_ptr<OpKernel>> kernels_;
+};
+
+absl::Status streams_of(OpKernelContext* ctx, tensorflow::core::RefCountPtr<Streams>* streams) {
+  Streams* found = nullptr;
+  TF_RETURN_IF_ERROR(ctx->resource_manager()->LookupOrCreate<Streams>(kContainer, kName, &found,
+                                                                      [](Streams** made) {
+                                                                        *made = new Streams();
+                                                                        return absl::OkStatus();
+                                                                      }));
+  streams->reset(found);
+  return absl::OkStatus();
+}
+
+class AdvanceOp : public OpKernel {
+ public:
+  explicit AdvanceOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("stream", &stream_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("seed2", &seed2_));
+  }
+  void Compute(OpKernelContext* ctx) override {
+    tensorflow::core::RefCountPtr<Streams> streams;
+    OP_REQUIRES_OK(ctx, streams_of(ctx, &streams));
+    const Tensor& shape = ctx->input(0);
+    uint64_t elements = 1;
+    for (int64_t i = 0; i < shape.NumElements(); ++i) {
+      const int64_t size = shape.dtype() == tensorflow::DT_INT32 ? shape.flat<int32_t>()(i)
+                                                                 : shape.flat<int64_t>()(i);
+      OP_REQUIRES(ctx, size >= 0,
+                  absl::InvalidArgumentError(
+                      absl::StrCat("a random tensor has a dimension of size ", size)));
+      elements *= static_cast<uint64_t>(size);
+    }
+    Tensor* counter = nullptr;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {2}, &counter));
+    counter->flat<uint64_t>()(0) = streams->advance(stream_, elements * kSamplesOfElement);
+    counter->flat<uint64_t>()(1) = static_cast<uint64_t>(seed2_);
+  }
+  bool IsExpensive() override { return false; }
+
+ private:
+  std::string stream_;
+  int64_t seed2_ = 0;
+};
+
+class DrawOp : public OpKernel {
+ public:
+  explicit DrawOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    std::string text;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("stream", &stream_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("node", &text));
+    OP_REQUIRES(ctx, node_.ParseFromString(text),
+                absl::InvalidArgumentError("the node of WhaleDraw is no NodeDef"));
+  }
+  void Compute(OpKernelContext* ctx) override {
+    tensorflow::core::RefCountPtr<Streams> streams;
+    OP_REQUIRES_OK(ctx, streams_of(ctx, &streams));
+    const auto make = [this, ctx](std::shared_ptr<OpKernel>* kernel) {
+      absl::Status status;
+      std::unique_ptr<OpKernel> made =
+          tensorflow::CreateOpKernel(tensorflow::DeviceType(tensorflow::DEVICE_CPU), ctx->device(),
+                                     ctx->device()->GetAllocator(tensorflow::AllocatorAttributes()),
+                                     node_, TF_GRAPH_DEF_VERSION, &status);
+      TF_RETURN_IF_ERROR(status);
+      *kernel = std::move(made);
+      return absl::OkStatus();
+    };
+    std::shared_ptr<OpKernel> kernel;
+    OP_REQUIRES_OK(ctx, streams->kernel_of(stream_, make, &kernel));
+    kernel->Compute(ctx);
+  }
+
+ private:
+  std::string stream_;
+  tensorflow::NodeDef node_;
+};
+
+class ForgetStreamsOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* ctx) override {
+    tensorflow::core::RefCountPtr<Streams> streams;
+    OP_REQUIRES_OK(ctx, streams_of(ctx, &streams));
+    streams->clear();
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("WhaleAdvance").Device(tensorflow::DEVICE_CPU), AdvanceOp);
+REGISTER_KERNEL_BUILDER(Name("WhaleDraw").Device(tensorflow::DEVICE_CPU), DrawOp);
+REGISTER_KERNEL_BUILDER(Name("WhaleForgetStreams").Device(tensorflow::DEVICE_CPU), ForgetStreamsOp);
+
+}  // namespace
+}  // namespace whale_ops
