@@ -110,9 +110,8 @@ class Plans:
         Raises:
           WhaleError: the program cannot be spread so.
         """
-        # A dump is of the plan that is taken.
         inside = self.scoped(choice) if choice.weights else None
-        program, settings = apply(self.program, self.settings.but(dump=""), choice, inside)
+        program, settings = apply(self.program, self.settings, choice, inside)
         if plan is None:
             same = not (choice.stages or choice.tensors)  # but for its scopes
             plan = make_any_plan(program, settings, self._first if same else None)

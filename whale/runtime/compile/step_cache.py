@@ -22,6 +22,7 @@ from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.log import log
 from whale.partition.variable_use import VariableUse
+from whale.passes.run_passes import PassObserver
 from whale.planner.graph_search.strategies import Choice
 from whale.runtime.compile.auto import say_kept
 from whale.runtime.compile.memory_plan import limit_bytes
@@ -190,6 +191,6 @@ def _digest(
         context.size, context.ranks, context.comm_name, context.local_ranks, context.scopes[-1:],
         context.split_everything, context.solo, number,
     )  # fmt: skip
-    settings = settings_of(context).but(dump="")
+    settings = settings_of(context).but(observer=PassObserver())
     parts = (trace.digest(), dict(local), dict(layouts), config, settings, named, auto, run)
     return blake2b(repr((*parts, code_digest())).encode(), digest_size=16).hexdigest()
