@@ -159,6 +159,29 @@ def test_good_programs_pass() -> None:
     verify(mlp())
 
 
+@pytest.mark.parametrize(
+    ("part", "whole", "given"),
+    [
+        (TensorType("float32", (3, 2)), TensorType("float32", (8, 2)), None),
+        (TensorType("float32", (5, 2)), TensorType("float32", (8, 2)), None),
+        (TensorType("float32", (3, 2)), TensorType("float32", (7, 2)), "float32[3,2] becomes float32[7,2]"),
+        (TensorType("float32", (4, 2)), TensorType("float32", (8, 2)), "float32[4,2] becomes float32[8,2]"),
+        (TensorType("float64", (3, 2)), TensorType("float32", (8, 2)), "float64[3,2], float32[8,2]"),
+    ],
+)
+def test_parts_that_are_gathered_make_the_whole(part: TensorType, whole: TensorType, given: str | None) -> None:
+    e = Emitter(0, 2, "ranks")
+    source = e.add("part", "Placeholder", (), {}, (part,))
+    e.comm_op("whole", "WhaleAllGather", (source,), whole, {"key": "k", "axis": 0, "sizes": (3, 5)}, (whole,))
+    program = Program("gathers", tuple(e.nodes.values()), ("part",), (), (Ref("whole"),))
+    if given is None:
+        verify(program)
+        return
+    with pytest.raises(ProgramError) as raised:
+        verify(program)
+    assert str(raised.value.facts["given"]).startswith(given) and raised.value.facts["op"] == "whole (WhaleAllGather)"
+
+
 def test_unknown_sizes_fit_any() -> None:
     b = Builder("unknown", "float32")
     x = b.node("Placeholder", (), (TensorType("float32", None),), "x")

@@ -1,8 +1,9 @@
-"""What Whale notes on a node beside what TensorFlow knows of it: from the script, from passes, for exchanges."""
+"""Marks: what Whale notes on a node beside what TensorFlow knows of it (decision 0140)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 
@@ -70,7 +71,13 @@ class Marks:
 
     def but(self, **changes: Any) -> Marks:
         """Returns these marks with some others."""
-        return replace(self, **changes)
+        return _changed(self, tuple(changes.items()))
+
+
+@lru_cache(maxsize=1024)
+def _changed(marks: Marks, changes: tuple[tuple[str, Any], ...]) -> Marks:
+    """Makes marks once for all nodes that have them: programs of thousands of nodes have a few dozens."""
+    return replace(marks, **dict(changes))
 
 
 NO_MARKS = Marks()

@@ -269,6 +269,19 @@ def _each_reduced(program: Program, body: Program, node: Node, operands: list[Te
             raise _Broken(f"{one} becomes {other}", "the same type")
 
 
+def _exchange(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    """What ranks exchange is of one type; the first operand is the communicator."""
+    _same_dtype(node, [*operands[1:], *node.outputs])
+    if node.op == "WhaleAllGather" and node.attrs.get("sizes") and len(operands) == 2:
+        axis, whole = int(node.attrs.get("axis", 0)), _one_result(node, operands, 2).shape
+        part = operands[1].shape
+        if whole is None or part is None:
+            return
+        sizes = tuple(node.attrs["sizes"])
+        if whole[axis] not in (None, sum(sizes)) or part[axis] not in (None, *sizes):
+            raise _Broken(f"{operands[1]} becomes {node.outputs[0]}", f"parts {sizes} of dimension {axis} joined")
+
+
 def _callee(program: Program, func: Func) -> Program:
     found = program.functions.get(func.name)
     if found is None:
@@ -318,6 +331,7 @@ _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(_MATMULS, _matmul),
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(RANK_REDUCTIONS - {"HorovodGroupedAllreduce"}, _each_reduced),
+    **dict.fromkeys(("WhaleAllGather", "WhaleAllToAll", "WhaleBroadcast", "WhaleSend", "WhaleRecv"), _exchange),
     **dict.fromkeys(CALLS, _call),
     **dict.fromkeys(BRANCHES, _branch),
     **dict.fromkeys(LOOPS, _loop),

@@ -1,7 +1,7 @@
 """Runs the passes of a table in their order, and watches them: times, counts, dumps and verifies what each makes.
 
 Four tables take a captured program to what each rank runs. NORMALIZE and PLAN are in ``whale.passes.pass_manager``,
-PARTITION in ``whale.partition.lower``, REWRITE in ``whale.kernels.substitute``.
+PARTITION in ``whale.partition.lower``, REWRITE in ``whale.kernels.substitute`` (decision 0139).
 """
 
 from __future__ import annotations
