@@ -93,7 +93,7 @@ ALLOWED: dict[str, set[str]] = {
 ROOMS: dict[str, tuple[str, ...]] = {
     "whale.sharding_rules": ("notation", "base", "dims", "roles", "binding", "embedding", "registry", "empty", "graph")
     + ("math", "nn", "structure"),
-    "whale.passes": ("settings", "dump", "analysis", "normalize", "propagation", "autoshard", "resharding")
+    "whale.passes": ("run_passes", "settings", "analysis", "normalize", "propagation", "autoshard", "resharding")
     + ("memory", "verify", "in_time", "plan_builder", "pass_manager"),
     "whale.passes.normalize": ("folding", "emitter", "embedding", "*"),
     "whale.kernels": ("xla", "elementwise", "matmuls", "updates", "nn", "substitute"),

@@ -364,7 +364,12 @@ KEYS: tuple[Key, ...] = (
         "lines of the logger `whale` below this level are left out; debug: also what is compiled, in what time",
         choices=("debug", "info", "warning", "error"),
     ),
-    Key("dump", "str", "", "directory that receives the text form of the program after every pass; empty = off"),
+    Key(
+        "dump",
+        "str",
+        "",
+        "directory that receives the program or plan after every pass as text; programs are verified too; empty = off",
+    ),
     Key(
         "trace",
         "str",

@@ -11,7 +11,7 @@ from cost_model.graph.traffic import Exchange, exchange
 from cost_model.graph.unroll_loops import unrolled
 from cost_model.kernels.op_work import Work, work
 from whale.ir.ops import EXCHANGES
-from whale.ir.program import ON_HOST, Node, Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 
 _FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
@@ -126,7 +126,7 @@ def graph_of(
     first: dict[str, int] = {}
     sizes: list[int] = []
     types: list[TensorType] = []
-    on_host = [node for node in program.nodes if node.attrs.get(ON_HOST)]
+    on_host = [node for node in program.nodes if node.marks.on_host]
     kept_there = {node.name for node in on_host if not _leaves_host(node)}
     known: dict[TensorType, int] = {}
     for node in program.nodes:

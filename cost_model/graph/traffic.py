@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from whale.ir.exchanged_bytes import operand_bytes, rank_bytes
 from whale.ir.ops import ALL_REDUCES, POINT_TO_POINT, ROW_EXCHANGES
-from whale.ir.program import THROUGH, Node
+from whale.ir.program import Node
 from whale.ir.values import TensorType
 
 
@@ -48,7 +48,7 @@ class Exchange:
 def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
     """Returns what a communication op of ``rank`` of ``size`` moves; ``inputs`` are its operands' local types."""
     found = _moved(node, inputs, rank, size)
-    return replace(found, through=node.attrs[THROUGH]) if THROUGH in node.attrs else found
+    return replace(found, through=node.marks.device_backend) if node.marks.device_backend else found
 
 
 def _moved(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:

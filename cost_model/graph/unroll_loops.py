@@ -14,6 +14,7 @@ import numpy as np
 
 from cost_model.kernels.loop_counts import evaluate, function_of
 from whale.errors import PlanError
+from whale.ir.marks import NO_MARKS
 from whale.ir.ops import BRANCHES, HAS_BODIES, IDENTITIES, LISTS, LOOPS
 from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import DType, TensorType
@@ -292,7 +293,7 @@ class _Unroller:
         return self._moved(graph, node, item)
 
     def _zeros(self, graph: _Graph, node: Node, kind: TensorType, name: str) -> Ref:
-        return self._add(graph, replace(node, op="Fill", outputs=(kind,), attrs={}), (), name)
+        return self._add(graph, replace(node, op="Fill", outputs=(kind,), attrs={}, marks=NO_MARKS), (), name)
 
     def _cut(self, graph: _Graph, node: Node, whole: _Value) -> _List:
         if not isinstance(whole, Ref) or not self.types[whole].is_static or not self.types[whole].shape:
@@ -301,7 +302,7 @@ class _Unroller:
         assert t.shape is not None and t.shape[0] is not None
         kind = TensorType(t.dtype, t.shape[1:])
         op = "DeepCopy" if kind.bytes % ALIGNED_BYTES else "Identity"
-        part = replace(node, op=op, attrs={}, outputs=(kind,))
+        part = replace(node, op=op, attrs={}, outputs=(kind,), marks=NO_MARKS)
         return _List(tuple(self._add(graph, part, (whole,), f"{node.name}/{i}") for i in range(t.shape[0])))
 
     def _stack(self, graph: _Graph, node: Node, items: Sequence[Ref | None]) -> Ref:
@@ -316,7 +317,7 @@ class _Unroller:
         attrs = {"axis": 0, "N": len(items), "T": DType(t.dtype)}
         return self._add(
             graph,
-            replace(node, op="Pack", outputs=(whole,), attrs=attrs),
+            replace(node, op="Pack", outputs=(whole,), attrs=attrs, marks=NO_MARKS),
             refs,
         )
 

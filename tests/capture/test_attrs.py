@@ -11,9 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 
-from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, decode, decode_tensor
+from whale.capture.attrs import (
+    BACKWARD,
+    CHECKPOINT,
+    RECOMPUTED,
+    SCOPE_ATTR,
+    NodeAttrs,
+    decode,
+    decode_tensor,
+    mark_attributes,
+    marks_of,
+)
 from whale.capture.encode import encode, encode_tensor, to_node_def
 from whale.errors import ProgramError
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 
@@ -91,6 +102,33 @@ def test_internal_attributes_are_left_out() -> None:
     attrs = NodeAttrs(_node_def())
     assert dict(attrs) == {"T": DType("float32"), "transpose_a": True, "_XlaMustCompile": False}
     assert len(attrs) == 3
+
+
+def test_attributes_that_mark_a_node_become_its_marks() -> None:
+    node_def = _node_def()
+    assert marks_of(node_def.attr) is NO_MARKS
+    for mark in (BACKWARD, CHECKPOINT):
+        for name, value in mark_attributes(mark).items():
+            node_def.attr[name].CopyFrom(value)
+    assert marks_of(node_def.attr) == Marks(backward=True, checkpoint=True)
+    assert BACKWARD not in NodeAttrs(node_def)
+
+
+def test_what_is_computed_again_is_marked_for_tensorflow_and_what_is_not_is_not() -> None:
+    shared = {"T": DType("float32")}
+    known: dict[int, Any] = {}
+    for attrs in (shared, NodeAttrs(_node_def())):
+        for marks in (Marks(recomputed=True), NO_MARKS, Marks(recomputed=True, blocks=2)):
+            made = to_node_def(Node("a", "MatMul", attrs=attrs, marks=marks), "a", ["x", "y"], known)
+            assert (RECOMPUTED in made.attr) == marks.recomputed
+            assert {key for key in made.attr if key.startswith("_whale")} <= {RECOMPUTED, SCOPE_ATTR}
+
+
+def test_a_node_of_the_hosts_memory_is_placed_there() -> None:
+    for attrs in ({"T": DType("float32")}, NodeAttrs(_node_def())):
+        node = Node("a", "MatMul", attrs=attrs)
+        assert to_node_def(node.marked(on_host=True), "a", []).device == "/device:CPU:0"
+        assert to_node_def(node, "a", []).device == ""
 
 
 def test_looking_for_a_missing_attribute_changes_nothing() -> None:

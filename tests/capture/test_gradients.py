@@ -12,7 +12,7 @@ from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.function import capture_function
 from whale.capture.gradients import gradient_scopes
 from whale.capture.v1 import capture_graph
-from whale.ir.program import BACKWARD, Node
+from whale.ir.program import Node
 
 
 def _scope(name: str):
@@ -91,10 +91,10 @@ def test_custom_gradients_and_functions() -> None:
 
     nodes = capture_function(step, [np.ones((5, 3), np.float32)], mark_gradients=True).program.nodes
     assert [n.scope for n in nodes if n.op == "Atan"] == ["third", "first"]
-    assert all(n.attrs.get(BACKWARD) for n in nodes if n.op == "Atan")
+    assert all(n.marks.backward for n in nodes if n.op == "Atan")
     calls = [n for n in nodes if n.op.endswith("PartitionedCall")]
     assert [n.scope for n in calls] == ["second", "second"]
-    assert [bool(n.attrs.get(BACKWARD)) for n in calls] == [False, True]
+    assert [bool(n.marks.backward) for n in calls] == [False, True]
 
 
 def test_graph_gradients() -> None:

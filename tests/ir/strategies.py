@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from whale.ir.layout import FIRST, REDUCTIONS, B, Partial, Placement, Strategy, split
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.plan import BatchInput, Plan, Reshard, TaskGraph
 from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.program import Node, Program, Ref, Variable
@@ -64,10 +65,18 @@ values = st.recursive(
 )
 attributes = st.dictionaries(keys, values, max_size=3)
 refs = st.builds(Ref, names, st.integers(0, 3))
+marks = st.one_of(
+    st.just(NO_MARKS),
+    st.builds(
+        Marks, backward=st.booleans(), blocks=st.integers(0, 3), axis=st.lists(names, max_size=2).map(tuple),
+        micro_batch_rows=st.sampled_from(["", "S(0)[4,4]"]), edge=st.sampled_from([None, (0, 1)]),
+        ring_dim=st.sampled_from([None, 0]), runs=st.sampled_from([(), (1, 4)]), expected_bytes=st.integers(0, 9),
+    ),
+)  # fmt: skip
 nodes = st.builds(
     Node, names, st.sampled_from(["MatMul", "My>Op", "Const", "return"]), st.lists(refs, max_size=3).map(tuple),
     st.lists(names, max_size=2).map(tuple), attributes, st.lists(types, max_size=2).map(tuple),
-    st.sampled_from(["", "replica_0/stage_1", 'a "scope"']), st.booleans(),
+    st.sampled_from(["", "replica_0/stage_1", 'a "scope"']), st.booleans(), marks,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from whale.ir.ops import EXCHANGES, ON_DEVICE
-from whale.ir.program import ON_HOST, THROUGH, Node, Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, TensorType
 from whale.passes.resharding.on_devices import host_exchanges, on_devices, partners, told_apart
 
@@ -60,7 +60,7 @@ def test_devices_carry_out_what_moves_tensors(node: Node) -> None:
         (exchange("WhaleAllGather", dtype="string", axis=0, sizes=(1, 3)), "no fixed size"),
         (exchange("WhaleAllGather", axis=0, sizes=()), "only the run knows"),
         (exchange("WhaleBroadcast", N=1, root=0, shapes=(Shape((None,)),)), "only the run knows"),
-        (exchange("WhaleAllReduce", N=1, reduction="sum", **{ON_HOST: True}), "in the host's memory"),
+        (exchange("WhaleAllReduce", N=1, reduction="sum").marked(on_host=True), "in the host's memory"),
         (exchange("WhaleRouteIds"), "rows by their ids"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -100,7 +100,7 @@ def test_predictions_tell_apart_what_devices_exchange() -> None:
     reduced, kept = ALL[0], exchange("WhaleAllReduce", "kept", "int32", N=1, reduction="sum")
     before = program(reduced, kept)
     after = told_apart(before, "nccl")
-    assert after.by_name["moved"].attrs[THROUGH] == "nccl" and THROUGH not in after.by_name["kept"].attrs
+    assert after.by_name["moved"].marks.device_backend == "nccl" and not after.by_name["kept"].marks.device_backend
     assert told_apart(before, "whale") is before
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from whale.errors import RuleError
 from whale.ir.layout import P_SUM, B, Broadcast, Partial, Placement, Split, even_sizes, split
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node
 from whale.ir.values import TensorType
 from whale.sharding_rules.base import OpView, Strategy
@@ -45,6 +46,7 @@ class Case:
     consts: frozenset[int] = frozenset()
     note: str = ""
     search: bool = True
+    marks: Marks = NO_MARKS
 
     def __str__(self) -> str:
         return f"{self.op} {self.note}".strip()
@@ -80,7 +82,7 @@ def type_of(array: np.ndarray) -> TensorType:
 
 def view_of(case: Case, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], parts: int) -> OpView:
     """The case as its rule sees it."""
-    node = Node("case", case.op, (), (), case.attrs, tuple(map(type_of, outputs)))
+    node = Node("case", case.op, (), (), case.attrs, tuple(map(type_of, outputs)), marks=case.marks)
     return OpView(node, tuple(map(type_of, inputs)), parts, lambda i: inputs[i] if i in case.consts else None)
 
 
@@ -200,7 +202,7 @@ def _form(rule: LineRule, op: OpView, strategy: Strategy, coordinate: int) -> tu
     known, local = known_outputs(op, strategy, coordinate), rule.localize(op, strategy, coordinate)
     window = replace(local.window, offset=0) if local.window is not None else None
     operands = [tuple(side) for side in (local.attrs, local.consts, local.added, local.moved)]
-    return tuple(k is None for k in known), local.op, *operands, window, local.divide_by
+    return tuple(k is None for k in known), local.op, local.blocks, *operands, window, local.divide_by
 
 
 def _shares(size: int | None, parts: int) -> Iterator[tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.sharding_rules.sampling import Arg, D, F, K, N, case
-from whale.sharding_rules.base import BLOCKS
+from whale.ir.marks import Marks
 
 SHAPES = [
     case("Reshape", F(8, 6), K([48])), case("Reshape", F(8, 6), K([4, 2, 6])), case("Reshape", F(4, 2, 6), K([8, 6])),
@@ -71,7 +71,7 @@ SLICES = [
     case("BatchToSpace", F(8, 2, 2, 6), K([[0, 0], [0, 0]]), block_size=2),
 ]  # fmt: skip
 
-_BLOCKS = {BLOCKS: 4}
+_FOUR = Marks(blocks=4)
 
 
 def _counted(*shape: int) -> Arg:
@@ -99,14 +99,14 @@ GATHERS = [
     case("TensorScatterUpdate", F(6, 4), D([[1], [3]], "int32"), F(2, 4)),
     case("TensorScatterUpdate", F(6, 4), D([[1, 3], [3, 0], [5, 2]], "int32"), F(3)),
     # The first column counts blocks.
-    case("ScatterNd", _counted(4, 3, 2), F(4, 3, 5), K([4, 6, 5]), **_BLOCKS, search=False),
-    case("GatherNd", F(4, 6, 5), _counted(4, 3, 2), **_BLOCKS, search=False),
-    case("ScatterNd", D([[1], [0], [3], [5], [8], [6], [10], [9]], "int32"), F(8), K([12]), **_BLOCKS, search=False),
-    case("TensorScatterAdd", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
-    case("TensorScatterMax", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
-    case("TensorScatterUpdate", F(4, 6), _counted(4, 2), F(4), **_BLOCKS, search=False),
-    case("ScatterNd", _counted(4, 3, 2), F(4, 3), K([4, 6]), **_BLOCKS, search=False),
-    case("TensorScatterMin", F(4, 6), _counted(4, 3, 2), F(4, 3), **_BLOCKS, search=False),
+    case("ScatterNd", _counted(4, 3, 2), F(4, 3, 5), K([4, 6, 5]), marks=_FOUR, search=False),
+    case("GatherNd", F(4, 6, 5), _counted(4, 3, 2), marks=_FOUR, search=False),
+    case("ScatterNd", D([[1], [0], [3], [5], [8], [6], [10], [9]], "int32"), F(8), K([12]), marks=_FOUR, search=False),
+    case("TensorScatterAdd", F(4, 6), _counted(4, 2), F(4), marks=_FOUR, search=False),
+    case("TensorScatterMax", F(4, 6), _counted(4, 2), F(4), marks=_FOUR, search=False),
+    case("TensorScatterUpdate", F(4, 6), _counted(4, 2), F(4), marks=_FOUR, search=False),
+    case("ScatterNd", _counted(4, 3, 2), F(4, 3), K([4, 6]), marks=_FOUR, search=False),
+    case("TensorScatterMin", F(4, 6), _counted(4, 3, 2), F(4, 3), marks=_FOUR, search=False),
     case("OneHot", N(8, 3), K(4), D(1.0), D(0.5)), case("OneHot", N(8, 3), K(4), D(1.0), D(0.5), axis=0),
     case("OneHot", N(8), K(4), D(2.0), D(-1.0), axis=1),
     # Not searched: how many rows of a rank fall into a part depends on the data, and a layout has sizes.
@@ -123,7 +123,7 @@ _IDS = D([0, 0, 1, 1, 1, 2, 2, 3], "int32")
 SEGMENTS = [
     *(case(f"UnsortedSegment{k}", F(8, 4), N(8), K(5)) for k in ("Sum", "Max", "Min", "Prod")),
     case("UnsortedSegmentSum", F(8, 3, 4), N(8, 3), K(5)),
-    *(case(f"UnsortedSegment{k}", F(8, 3), D([1, 0, 2, 3, 5, 4, 7, 6], "int32"), K(8), **_BLOCKS, search=False)
+    *(case(f"UnsortedSegment{k}", F(8, 3), D([1, 0, 2, 3, 5, 4, 7, 6], "int32"), K(8), marks=_FOUR, search=False)
       for k in ("Sum", "Max")),
     *(case(f"Segment{k}", F(8, 4), _IDS) for k in ("Sum", "Mean", "Max", "Min", "Prod")),
     *(case(f"SparseSegment{k}", F(6, 4), N(8), _IDS) for k in ("Sum", "Mean", "SqrtN")),

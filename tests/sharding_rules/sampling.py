@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.sharding_rules.prover import Case
+from whale.ir.marks import NO_MARKS, Marks
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def D(value: Any, dtype: str = "float64") -> Arg:
     return Arg(lambda r: np.array(value, dtype), f"={value}".replace(" ", ""))
 
 
-def case(op: str, *args: Arg, search: bool = True, **attrs: Any) -> Case:
+def case(op: str, *args: Arg, search: bool = True, marks: Marks = NO_MARKS, **attrs: Any) -> Case:
     """A case of ``op`` with these operands and attributes (``data_format="NHWC"``)."""
 
     def draw(seed: int) -> list[np.ndarray]:
@@ -78,5 +79,6 @@ def case(op: str, *args: Arg, search: bool = True, **attrs: Any) -> Case:
         return [np.asarray(a.make(random)) for a in args]
 
     note = " ".join(a.text for a in args)
-    shown = " ".join(f"{k}={v}".replace(" ", "") for k, v in attrs.items())
-    return Case(op, draw, attrs, frozenset(i for i, a in enumerate(args) if a.const), f"{note} {shown}".strip(), search)
+    shown = " ".join(f"{k}={v}".replace(" ", "") for k, v in (*attrs.items(), *marks.given().items()))
+    consts = frozenset(i for i, a in enumerate(args) if a.const)
+    return Case(op, draw, attrs, consts, f"{note} {shown}".strip(), search, marks)

@@ -10,16 +10,48 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
-from whale.ir.program import AGAIN, ALL_FINITE, BACKWARD, CHECKPOINT, UNSCALED, WIDE
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.values import DType, Func, Shape, SharedAttrs, Tensor
 
 SCOPE_ATTR = "_whale_scope"  # on nodes and variables (as Python objects): the path of the scope they were made under
+# Attributes by which a script, or what Whale adds to its graph, marks TensorFlow's nodes; and the marks of
+# ``whale.ir.marks`` that they become.
+BACKWARD, CHECKPOINT, AGAIN, WIDE = "_whale_backward", "_whale_checkpoint", "_whale_again", "_whale_wide"
+UNSCALED, ALL_FINITE = "_whale_unscaled", "_whale_all_finite"
+_MARKS = {
+    BACKWARD: "backward",
+    CHECKPOINT: "checkpoint",
+    AGAIN: "compute_again",
+    WIDE: "full_precision",
+    UNSCALED: "unscaled",
+    ALL_FINITE: "all_finite",
+}
+MARKED = "_whale_marked"  # beside each of them, so that one look tells whether a node has any
+LOSS_SCALE = "_whale_loss_scale"  # of what is fed with the scale of losses; nodes of programs do not have it
+# Of what computes an activation again: TensorFlow must not take it for the operation that it repeats.
+RECOMPUTED = "_whale_recomputed"
 _SMALL_BYTES = 64
 # The attributes that TensorFlow adds on its own say nothing about what a node computes, except these.
 _KEPT_INTERNAL = frozenset(
     {"_XlaMustCompile", "_lower_using_switch_merge", "_noinline", "_kernel", "_stateful_parallelism"}
-    | {AGAIN, BACKWARD, CHECKPOINT, UNSCALED, ALL_FINITE, WIDE}
 )
+
+
+def mark_attributes(mark: str) -> dict[str, Any]:
+    """Returns the attributes by which TensorFlow's nodes get a mark: AttrValue protos, by name."""
+    return {key: AttrValue(b=True) for key in (MARKED, mark)}
+
+
+def marks_of(attrs: Any) -> Marks:
+    """Returns the marks of a node of TensorFlow's, by its attributes."""
+    if MARKED not in attrs:
+        return NO_MARKS
+    return _of_names(tuple([name for key, name in _MARKS.items() if key in attrs]))
+
+
+@cache
+def _of_names(names: tuple[str, ...]) -> Marks:
+    return NO_MARKS.but(**dict.fromkeys(names, True)) if names else NO_MARKS
 
 
 @cache

@@ -11,9 +11,9 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2, tensor_pb2
 from tensorflow.python.framework import op_def_registry, versions
 
-from whale.capture.attrs import NodeAttrs, dtype_enum
+from whale.capture.attrs import RECOMPUTED, NodeAttrs, dtype_enum
 from whale.errors import ProgramError
-from whale.ir.program import ON_HOST, Node, Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor
 
 # Colocations name nodes that may be gone, recorded shapes are those of another graph, and the rest describes the
@@ -122,18 +122,19 @@ def to_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, A
         node_def.CopyFrom(attrs.node_def)
         for key in _DROPPED:
             node_def.attr.pop(key, None)
-        node_def.device = ""
     elif known is not None and id(attrs) in known and known[id(attrs)].op == node.op:
         node_def.CopyFrom(known[id(attrs)])
+        node_def.attr.pop(RECOMPUTED, None)
     else:
         node_def.op = node.op
         kinds = attr_types(node.op)
         for key, value in attrs.items():
-            if key != ON_HOST:
-                node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
-        node_def.device = HOST_DEVICE if attrs.get(ON_HOST) else ""
+            node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
         if known is not None:
             known[id(attrs)] = node_def
+    node_def.device = HOST_DEVICE if node.marks.on_host else ""
+    if node.marks.recomputed:
+        node_def.attr[RECOMPUTED].b = True
     node_def.name = name
     del node_def.input[:]
     node_def.input.extend(inputs)

@@ -20,10 +20,8 @@ try:
     from tensorflow.python import pywrap_tfe
 except ImportError:
     from tensorflow.python.eager import pywrap_tfe
-from tensorflow.core.framework import attr_value_pb2
 
-from whale.capture.attrs import SCOPE_ATTR
-from whale.ir.program import BACKWARD
+from whale.capture.attrs import BACKWARD, SCOPE_ATTR, mark_attributes
 
 
 @contextmanager
@@ -79,7 +77,7 @@ def _install(of_tape: Callable[..., Any], of_graph: Callable[..., Any], of_recor
 def _entered(scope: Any, marked: bool) -> Any:
     attributes = {} if scope is None else {SCOPE_ATTR: scope}
     if marked:
-        attributes[BACKWARD] = attr_value_pb2.AttrValue(b=True)
+        attributes |= mark_attributes(BACKWARD)
     return tf.compat.v1.get_default_graph()._attr_scope(attributes) if attributes else nullcontext()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name
+from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name, marks_of
 from whale.capture.bodies import body_graph
 from whale.capture.names import with_lasting_arguments
 from whale.errors import CaptureError
@@ -125,8 +125,9 @@ class _Builder:
             kinds = tuple([self._type(t) for t in op.outputs])
             if types:
                 kinds = tuple([types.get(Ref(node_name, i), t) for i, t in enumerate(kinds)])
-            scope = node_def.attr[SCOPE_ATTR].s.decode() if SCOPE_ATTR in node_def.attr else ""
-            nodes[node_name] = Node(node_name, op_type, refs, controls, attrs, kinds, scope, stateful)
+            given = node_def.attr
+            scope, marks = given[SCOPE_ATTR].s.decode() if SCOPE_ATTR in given else "", marks_of(given)
+            nodes[node_name] = Node(node_name, op_type, refs, controls, attrs, kinds, scope, stateful, marks)
         acting = set(effects) - idle
         program = Program(
             name=name,

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.ops import gradients_util
 
-from whale.ir.program import ALL_FINITE, LOSS_SCALE, UNSCALED
+from whale.capture.attrs import ALL_FINITE, LOSS_SCALE, UNSCALED, mark_attributes
 
 LARGEST = 2.0**127  # twice as much is no float32
 _SCALE, _FINITE = "whale_loss_scale", "_found_finite"  # the operand's name, and how that of the answer goes on
@@ -180,4 +179,4 @@ def _unscaled(gradient: Any, by: LossScale | FedScale) -> Any:
 
 
 def _marked(name: str) -> Any:
-    return tf.compat.v1.get_default_graph()._attr_scope({name: attr_value_pb2.AttrValue(b=True)})
+    return tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(name))

@@ -17,7 +17,7 @@ from whale.capture.graph import program_from_graph
 from whale.errors import CaptureError
 from whale.ir.collector import no_garbage_collection
 from whale.ir.ops import FRAMES, REF_VARIABLES
-from whale.ir.program import BACKWARD, CHECKPOINT, Program, Ref
+from whale.ir.program import Program, Ref
 from whale.ir.values import Dims, TensorType
 
 _SOURCES = frozenset(
@@ -203,8 +203,8 @@ class GraphCapture:
         for node in program.nodes:
             op = self._operation(node.name)
             if op is not None and op._original_op is not None:  # the op that tf.gradients has made it for
-                node = replace(node, attrs={**node.attrs, BACKWARD: True})
-            nodes.append(replace(node, attrs={**node.attrs, CHECKPOINT: True}) if node.name in held else node)
+                node = node.marked(backward=True)
+            nodes.append(node.marked(checkpoint=True) if node.name in held else node)
         return program.with_nodes(tuple(nodes))
 
     def _operation(self, name: str) -> tf.Operation | None:

@@ -47,7 +47,12 @@ def add_to(verbs: Any) -> None:
     verb.add_argument(
         "--model", action="store_true", help="SCRIPT is a model file: a family and its sizes, captured like a script"
     )
-    verb.add_argument("-v", "--verbose", action="store_true", help="show TensorFlow's start-up lines too")
+    verb.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="say what each pass over a script's step took and changed, and show TensorFlow's start-up lines",
+    )
     verb.add_argument("script", nargs="?", help="the script to plan")
     verb.add_argument(
         "arguments",
@@ -123,7 +128,16 @@ def call(given: argparse.Namespace) -> int:
         where = PredictionTarget(given.measured, given.cluster, given.network)
         arguments = tuple(given.arguments)
         return main(
-            given.script, arguments, given.ranks, given.out, where, given.model, given.explain, given.fixed, end
+            given.script,
+            arguments,
+            given.ranks,
+            given.out,
+            where,
+            given.model,
+            given.explain,
+            given.fixed,
+            end,
+            given.verbose,
         )
 
 

@@ -14,6 +14,7 @@ from whale.ir.layout import (
     identity_value,
     local_shape,
 )
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.plan import Reshard
 from whale.ir.program import Node, Ref, const_node
@@ -48,9 +49,10 @@ class Emitter:
         attrs: dict[str, Any],
         outputs: Sequence[TensorType],
         stateful: bool = False,
+        marks: Marks = NO_MARKS,
     ) -> Ref:
         """Adds a node; returns its first output."""
-        self.nodes[name] = Node(name, op, tuple(inputs), (), attrs, tuple(outputs), "", stateful)
+        self.nodes[name] = Node(name, op, tuple(inputs), (), attrs, tuple(outputs), "", stateful, marks)
         return Ref(name)
 
     def part(self, name: str, what: str) -> str:
@@ -71,11 +73,18 @@ class Emitter:
         return Ref(COMMUNICATOR)
 
     def comm_op(
-        self, name: str, op: str, inputs: Sequence[Ref], t: TensorType, attrs: dict, outputs: Sequence[TensorType]
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[Ref],
+        t: TensorType,
+        attrs: dict,
+        outputs: Sequence[TensorType],
+        marks: Marks = NO_MARKS,
     ) -> Ref:
         """Adds an op of ``whale_ops`` between all ranks, or those that ``attrs`` names; its first output."""
         attrs = {"T": DType(t.dtype), "ranks": (), **attrs}
-        return self.add(name, op, (self.communicator(), *inputs), attrs, outputs, stateful=True)
+        return self.add(name, op, (self.communicator(), *inputs), attrs, outputs, True, marks)
 
     # -- local forms
 

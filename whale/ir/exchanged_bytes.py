@@ -15,8 +15,6 @@ from whale.ir.ops import ALL_REDUCES, ROW_EXCHANGES
 from whale.ir.program import Node
 from whale.ir.values import TensorType, item_bytes
 
-EXPECTED = "_whale_expected_bytes"  # attribute of an exchange of rows: what this rank is expected to send
-
 
 def collective_bytes(op: str, tensor_bytes: int, ranks: int) -> int:
     """Returns the bytes that all of ``ranks`` send in a collective over a tensor of ``tensor_bytes``, however it is
@@ -66,7 +64,7 @@ def rank_bytes(node: Node, inputs: Sequence[TensorType], place: int, ranks: int)
         sizes = node.attrs["split_sizes"]
         return sent - (sent * sizes[place] // sum(sizes) if sum(sizes) else 0)
     if node.op in ROW_EXCHANGES:
-        return int(node.attrs[EXPECTED])
+        return node.marks.expected_bytes
     assert node.op == "WhaleBroadcast", node.op
     whole = sum(t.bytes for t in node.outputs)
     return collective_bytes(node.op, whole, ranks) if place == int(node.attrs["root"]) else 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from whale.ir.marks import NO_MARKS
 from whale.ir.program import Node, Program
 from whale.ir.values import DType, Func, Shape, SharedAttrs, Tensor
 
@@ -46,6 +47,8 @@ def node_digest(node: Node, known: dict[int, str]) -> bytes:
     outputs = _tuple_text([known.get(id(t)) or known.setdefault(id(t), repr(t)) for t in node.outputs])
     controls = sorted(node.controls) if node.controls else "[]"
     text = f"{node.name}\0{node.op}\0{inputs}\0{controls}\0{outputs}\0{node.scope}"
+    if node.marks is not NO_MARKS and (marks := node.marks.given()):
+        text += f"\0{marks}"
     return hashlib.blake2b(text.encode() + attrs, digest_size=8).digest()
 
 

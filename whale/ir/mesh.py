@@ -16,9 +16,6 @@ from whale.ir.crossing import block_of
 from whale.ir.layout import Split, even_sizes, split
 from whale.ir.plan import Plan
 
-# Attribute of communication ops until they name ranks: the axis along which they communicate.
-AXIS = "_axis"
-
 
 @dataclass(frozen=True, slots=True)
 class Axis:

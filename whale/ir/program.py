@@ -11,21 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.errors import PlanError
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import IDENTITIES
 from whale.ir.values import DType, Func, Tensor, TensorType
 
 # TensorFlow's mark of a call that XLA compiles; here also of a node of such a function that has to be compiled again.
 COMPILED = "_XlaMustCompile"
-# Marks of nodes that compute gradients, of activations that the user wants held or computed again, and of what is.
-BACKWARD, CHECKPOINT, RECOMPUTED = "_whale_backward", "_whale_checkpoint", "_whale_recomputed"
-AGAIN = "_whale_again"
-STREAM = "_whale_stream"  # mark of a random operation: the name of its stream (whale.passes.normalize.random_streams)
 PRODUCT = "whale_product"  # behind the name of a node: a product of matrices that computes what it did
-WIDE = "_whale_wide"  # mark of a node that mixed precision leaves as it is
-UNSCALED, ALL_FINITE, LOSS_SCALE = "_whale_unscaled", "_whale_all_finite", "_whale_loss_scale"  # whale.capture.scaling
-# Mark of an exchange that devices carry out, in programs that are predicted: the value of communication.backend.
-THROUGH = "_whale_through"
-ON_HOST = "_whale_host"  # mark of a node that is computed in the host's memory: see whale.passes.memory.offload
 
 
 class Ref(NamedTuple):
@@ -50,17 +42,17 @@ class Node:
     outputs: tuple[TensorType, ...] = ()
     scope: str = ""
     stateful: bool = False
+    marks: Marks = NO_MARKS
+
+    def marked(self, **marks: Any) -> Node:
+        """The node with some marks more, or others (see ``whale.ir.marks``)."""
+        return replace(self, marks=self.marks.but(**marks))
 
     def refs(self) -> tuple[Ref, ...]:
         """Its outputs, as references."""
         if len(self.outputs) == 1:  # of nearly all nodes
             return (Ref(self.name, 0),)
         return tuple([Ref(self.name, i) for i in range(len(self.outputs))])
-
-
-def marks(node: Node) -> dict[str, Any]:
-    """What Whale noted of a node, as that it computes again; whatever stands for it has the same."""
-    return {key: value for key, value in node.attrs.items() if key.startswith("_whale")}
 
 
 def const_node(
@@ -306,7 +298,9 @@ def without(program: Program, done: Collection[str], and_before: bool = False) -
         return program
 
     def idle(node: Node) -> Node:
-        return replace(node, op="NoOp", inputs=(), attrs={}, controls=() if and_before else node.controls)
+        return replace(
+            node, op="NoOp", inputs=(), attrs={}, marks=NO_MARKS, controls=() if and_before else node.controls
+        )
 
     nodes = [idle(node) if node.name in done else node for node in program.nodes]
     return prune(program.with_nodes(tuple(nodes)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
 
@@ -43,11 +44,13 @@ def _print_graph(program: Program, head: str, lines: list[str]) -> None:
 
 
 def format_node(node: Node) -> str:
-    """Formats a node: ``name = Op(operands) ^control {attributes} : types @scope !``; ``!`` marks a stateful op."""
+    """Formats a node: ``name = Op(operands) ^control {attributes} <marks> : types @scope !``; ``!``: stateful."""
     text = f"{_word(node.name)} = {_word(node.op)}({', '.join(map(_ref, node.inputs))})"
     text += "".join(f" ^{_word(c)}" for c in node.controls)
     if node.attrs:
         text += " {" + ", ".join(f"{k}={format_value(node.attrs[k])}" for k in sorted(node.attrs)) + "}"
+    if given := node.marks.given():
+        text += " <" + ", ".join(f"{k}={format_value(v)}" for k, v in given.items()) + ">"
     if node.outputs:
         text += " : " + ", ".join(map(_type, node.outputs))
     if node.scope:
@@ -230,9 +233,10 @@ def parse_node(line: str) -> Node:
     while r.has("^"):
         controls.append(r.word())
     attrs = dict(r.listed(r.pair, "}")) if r.has("{") else {}
+    marks = Marks(**dict(r.listed(r.pair, ">"))) if r.has("<") else NO_MARKS
     outputs = tuple(r.listed(r.type, "")) if r.has(":") else ()
     scope = r.string() if r.has("@") else ""
-    return Node(name, op, inputs, tuple(controls), attrs, outputs, scope, r.has("!"))
+    return Node(name, op, inputs, tuple(controls), attrs, outputs, scope, r.has("!"), marks)
 
 
 def _program_of(parts: Mapping[str, Any]) -> Program:

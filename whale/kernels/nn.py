@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.ir.program import COMPILED, ON_HOST, Node, Program, marks
+from whale.ir.program import COMPILED, Node, Program
 from whale.ir.values import DType, Shape, static_shape
 from whale.kernels.xla import in_other_graphs
 
@@ -23,7 +23,7 @@ def _with_own(program: Program) -> Program:
 
 def _own(program: Program, node: Node) -> Node:
     """Returns what computes the same as ``node``: the node itself, where there is nothing better."""
-    if node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
+    if node.attrs.get(COMPILED) or node.marks.on_host:
         return node
     if node.op == "SparseSoftmaxCrossEntropyWithLogits":
         return _cross_entropy(program, node)
@@ -37,7 +37,7 @@ def _cross_entropy(program: Program, node: Node) -> Node:
     """
     if program.type_of(node.inputs[0]).dtype != "float32":
         return node
-    return replace(node, op=CROSS_ENTROPY, attrs={"Tlabels": node.attrs["Tlabels"], **marks(node)})
+    return replace(node, op=CROSS_ENTROPY, attrs={"Tlabels": node.attrs["Tlabels"]})
 
 
 def _depthwise(program: Program, node: Node) -> Node:
@@ -56,6 +56,5 @@ def _depthwise(program: Program, node: Node) -> Node:
         "strides": attrs["strides"],
         "padding": attrs["padding"],
         "explicit_paddings": attrs.get("explicit_paddings", ()),
-        **marks(node),
     }
     return replace(node, op=DEPTHWISE, inputs=(image, gradient), attrs=own)

@@ -1,8 +1,17 @@
-"""Replaces operations of ranks' programs by faster ones, as far as the settings say so."""
+"""Rewrites ranks' programs: faster operations in place of others, and what only a run needs.
+
+REWRITE              the passes over the program of each rank, behind PARTITION
+substitute_kernels   runs those that decide what is computed, and held: for runs and for predictions
+ready_for_run        runs the others: keys that are unique in the run, what XLA compiles, exchanges by devices
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from whale.ir.program import Program
+from whale.ir.text import format_program
 from whale.kernels.elementwise.fuse import fuse_elementwise
 from whale.kernels.matmuls.batches import batches_as_products
 from whale.kernels.matmuls.convolutions import convolutions_as_products
@@ -10,22 +19,163 @@ from whale.kernels.matmuls.einsums import einsums_by_own_kernel
 from whale.kernels.matmuls.padding import with_padding
 from whale.kernels.nn import with_own_kernels
 from whale.kernels.updates.fuse import fuse_updates
+from whale.kernels.updates.last import updates_last
+from whale.kernels.xla import compile_marked
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, on_devices
+from whale.passes.resharding.unique_keys import with_number
+from whale.passes.run_passes import Pass, Table, When, program_changes, run_passes
 from whale.passes.settings import PlanSettings
 
 
-def substitute_kernels(ranks: list[Program], settings: PlanSettings) -> list[Program]:
-    """Puts faster operations in place of others in ranks' programs, as far as the settings say so."""
-    fuse = settings.fuse
-    if fuse.convolutions:
-        ranks = list(map(convolutions_as_products, ranks))
-    if fuse.products:
-        ranks = list(map(batches_as_products, ranks))
-    if fuse.einsums:
-        ranks = list(map(einsums_by_own_kernel, ranks))
-    if fuse.padding:
-        ranks = list(map(with_padding, ranks))
-    if fuse.kernels:
-        ranks = list(map(with_own_kernels, ranks))
-    if fuse.updates:
-        ranks = list(map(fuse_updates, ranks))
-    return list(map(fuse_elementwise, ranks)) if fuse.elementwise else ranks
+@dataclass(frozen=True, slots=True)
+class RewriteContext:
+    """What the passes of REWRITE are told beside the programs.
+
+    Attributes:
+      elastic: ranks may go on without others.
+      ranks: whose programs they are; comm: name of the communicator that they talk through; "": they do not.
+      number: of the program in its run; None: it has none.
+    """
+
+    settings: PlanSettings
+    elastic: bool = False
+    ranks: Sequence[int] = ()
+    comm: str = ""
+    number: int | None = None
+
+
+Programs = tuple[Program, ...]
+_RewritePass = Pass[Programs, RewriteContext]
+
+
+def _each(change: Callable[[Program], Program]) -> Callable[[Programs, RewriteContext], Programs]:
+    """Makes a pass over all ranks of one over the program of each."""
+    return lambda programs, context: tuple([change(program) for program in programs])
+
+
+def _fused(name: str) -> When[RewriteContext]:
+    return When(f"fuse.{name}", lambda c: getattr(c.settings.fuse, name))
+
+
+def _numbered(programs: Programs, context: RewriteContext) -> Programs:
+    number = context.number
+    assert number is not None
+    return tuple([with_number(program, number) for program in programs])
+
+
+def _on_devices(programs: Programs, context: RewriteContext) -> Programs:
+    return tuple([on_devices(one, context.comm, rank) for one, rank in zip(programs, context.ranks)])
+
+
+# What a rank computes, and in which order. All replace operations by others that compute the same.
+KERNELS: tuple[_RewritePass, ...] = (
+    Pass(
+        "convolutions",
+        "computes small convolutions as products of matrices",
+        _each(lambda p: convolutions_as_products(p)),
+        _fused("convolutions"),
+    ),
+    Pass(
+        "products",
+        "computes batches of products with one matrix as one product",
+        _each(lambda p: batches_as_products(p)),
+        _fused("products"),
+    ),
+    Pass(
+        "einsums",
+        "computes batches of small products by a kernel of ours",
+        _each(lambda p: einsums_by_own_kernel(p)),
+        _fused("einsums"),
+    ),
+    Pass(
+        "padding",
+        "pads products of matrices where wider ones are faster",
+        _each(lambda p: with_padding(p)),
+        _fused("padding"),
+    ),
+    Pass(
+        "own_kernels",
+        "computes losses and filters' gradients by kernels of ours",
+        _each(lambda p: with_own_kernels(p)),
+        _fused("kernels"),
+    ),
+    Pass(
+        "updates",
+        "computes the updates of many variables by few operations",
+        _each(lambda p: fuse_updates(p)),
+        _fused("updates"),
+    ),
+    Pass(
+        "elementwise",
+        "goes once over tensors for all arithmetic on their elements",
+        _each(lambda p: fuse_elementwise(p)),
+        _fused("elementwise"),
+    ),
+    Pass(
+        "updates_last",
+        "lets updates wait for all exchanges of the step",
+        _each(lambda p: updates_last(p)),
+        When("a run that goes on without lost ranks", lambda c: c.elastic),
+    ),
+)
+
+# What the operations of a run are called and carried out by; predictions and memory are of the programs before.
+FOR_RUN: tuple[_RewritePass, ...] = (
+    Pass(
+        "unique_keys",
+        "makes the keys of exchanges unique in the run",
+        _numbered,
+        When("a program of a run", lambda c: c.number is not None),
+    ),
+    Pass(
+        "compile_marked",
+        "leaves to XLA what only it can run on the processor",
+        _each(lambda p: compile_marked(p)),
+    ),
+    Pass(
+        "on_devices",
+        "lets devices carry out exchanges in their own memory",
+        _on_devices,
+        When(
+            "communication.backend",
+            lambda c: bool(c.comm) and c.settings.exchange.backend in DEVICE_BACKENDS,
+        ),
+    ),
+)
+
+REWRITE: Table[Programs, RewriteContext] = Table(
+    "REWRITE",
+    (*KERNELS, *FOR_RUN),
+    programs=lambda programs: programs,
+    text=lambda programs, c: format_program(programs[0]),
+    changes=lambda before, after: program_changes(before[0], after[0]),
+)
+
+
+def substitute_kernels(programs: Sequence[Program], settings: PlanSettings, elastic: bool = False) -> list[Program]:
+    """Puts faster operations in place of others in ranks' programs, as far as the settings say so.
+
+    Args:
+      elastic: ranks may go on without others, so that no variable is changed before all exchanges have ended.
+    """
+    context = RewriteContext(settings, elastic)
+    ranks: Programs = run_passes(REWRITE, tuple(programs), context, settings.observer, KERNELS)
+    return list(ranks)
+
+
+def ready_for_run(
+    programs: Sequence[Program],
+    settings: PlanSettings,
+    ranks: Sequence[int] = (),
+    comm: str = "",
+    number: int | None = None,
+) -> Programs:
+    """Makes of ranks' programs what TensorFlow is given.
+
+    Args:
+      ranks: whose programs they are.
+      comm: name of the communicator that they talk through; "": they do not.
+      number: of the program in its run, equal on all ranks; None: it exchanges nothing.
+    """
+    context = RewriteContext(settings, False, ranks, comm, number)
+    return run_passes(REWRITE, tuple(programs), context, settings.observer, FOR_RUN)

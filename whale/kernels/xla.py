@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from whale.ir.marks import NO_MARKS
 from whale.ir.program import COMPILED, Node, Program, Ref, function_refs
 from whale.ir.values import DType, Func
 
@@ -89,5 +90,5 @@ def _call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
         "executor_type": "",
         COMPILED: True,
     }
-    call = replace(node, op="PartitionedCall", inputs=tuple(passed), attrs=call_attrs)
+    call = replace(node, op="PartitionedCall", inputs=tuple(passed), attrs=call_attrs, marks=NO_MARKS)
     return call, body

@@ -15,7 +15,7 @@ from typing import Any
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
-from whale.ir.mesh import AXIS, Axis, chain, cut_of
+from whale.ir.mesh import Axis, chain, cut_of
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program
@@ -189,13 +189,13 @@ class AxisPartitioner:
         whole = {
             n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "alike in every group")
             for n in program.nodes
-            if AXIS in n.attrs and n.name not in known
+            if n.marks.axis and n.name not in known
         }
         found = complete_plan(program, settings, model, whole)
         for graph, body in (("", program), *program.functions.items()):
             mine, theirs = found.strategies.get(graph, {}), model.strategies.get(graph, {})
             for node in body.nodes:
-                if AXIS in node.attrs and node.name in mine and node.name in theirs:
+                if node.marks.axis and node.name in mine and node.name in theirs:
                     self._refuse_unlike(node.name, mine[node.name], theirs[node.name], at)
         return found
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from whale.ir.emitter import Emitter
-from whale.ir.exchanged_bytes import EXPECTED
 from whale.ir.layout import Placement, Split, Strategy, local_shape
+from whale.ir.marks import Marks
 from whale.ir.ops import IDENTITIES, RESHAPES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType, item_bytes, numpy_dtype, static_shape
-from whale.sharding_rules.base import OWNED, Route
+from whale.sharding_rules.base import Route
 from whale.sharding_rules.embedding import SUMS_BY_ID
 from whale.sharding_rules.graph import view
 from whale.sharding_rules.registry import rule_of
@@ -192,10 +192,11 @@ class RowExchanges:
             # Operand by operand, and result by result, all tables.
             inputs = [ref for operand in zip(*(operands for operands, _, _ in one.tables)) for ref in operand]
             outputs = [t for result in zip(*(results for _, results, _ in one.tables)) for t in result]
-            attrs = {"N": len(one.tables), "key": one.key, EXPECTED: sum(sent for _, _, sent in one.tables)}
+            attrs = {"N": len(one.tables), "key": one.key}
             if one.starts:
                 attrs["starts"] = one.starts
-            e.comm_op(one.name, one.op, inputs, TensorType(dtype, ()), attrs, outputs)
+            marks = Marks(expected_bytes=sum(sent for _, _, sent in one.tables))
+            e.comm_op(one.name, one.op, inputs, TensorType(dtype, ()), attrs, outputs, marks)
 
     def _key(self, node: Node) -> _Ids:
         strategy, rule = self.strategies[node.name], rule_of(node.op)
@@ -341,6 +342,4 @@ def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> 
 
 def without_owners(node: Node) -> Node:
     """Returns the node without the mark that lets its rows lie with owners along this axis."""
-    if OWNED not in node.attrs:
-        return node
-    return replace(node, attrs={name: value for name, value in node.attrs.items() if name != OWNED})
+    return node.marked(owned_rows=False) if node.marks.owned_rows else node

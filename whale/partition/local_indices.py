@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from whale.ir.emitter import Emitter
+from whale.ir.marks import Marks
 from whale.ir.program import Ref
 from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
-from whale.sharding_rules.base import BLOCKS, Window
+from whale.sharding_rules.base import Window
 
 
 def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
@@ -77,8 +78,9 @@ def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: 
         if window.old is None:
             inputs[masked] = emit_zeroed(e, f"{name}/values", window, inputs[masked], values, inside, one)
         else:
-            attrs = {"Tparams": DType(values.dtype), "Tindices": DType(t.dtype), BLOCKS: window.blocks}
-            there = e.add(f"{name}/there", "GatherNd", (inputs[window.old], local), attrs, (values,))
+            attrs = {"Tparams": DType(values.dtype), "Tindices": DType(t.dtype)}
+            old, marks = (inputs[window.old], local), Marks(blocks=window.blocks)
+            there = e.add(f"{name}/there", "GatherNd", old, attrs, (values,), marks=marks)
             operands = (inside, inputs[masked], there)
             inputs[masked] = e.add(f"{name}/values", "SelectV2", operands, {"T": DType(values.dtype)}, (values,))
     if window.rows is None:

@@ -1,21 +1,23 @@
 """Plans a program and lowers it to what each rank runs: one way for runs, dry runs and predictions.
 
-make_any_plan      plans a normalised program: over one group of ranks, groups of them, or stages lower_ranks
-gives what ranks run under a plan: local shapes, exchanges, micro-batches, offloaded variables planned_ranks      does
-both, for a program that is only asked about; first_ranks: for a program as it was captured shown_ranks        gives the
-ranks' programs that reports speak of; with_memory: the plan with their bytes
+make_any_plan   plans a normalised program: over one group of ranks, groups of them, or stages
+PARTITION       the passes that make of a program, under a plan, what each rank runs
+decompose_for   runs the first of them, and lower_ranks the others
+planned_ranks   plans and lowers a program that is only asked about; first_ranks: one as it was captured
+shown_ranks     gives the ranks' programs that reports speak of; with_memory: the plan with their bytes
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from whale.ir.collector import no_garbage_collection
 from whale.ir.mesh import chain, mesh_of
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.ir.text import format_program
 from whale.kernels.substitute import substitute_kernels
 from whale.kernels.updates.fuse import written_together
 from whale.partition.horovod_sums import give_to_horovod
@@ -33,6 +35,7 @@ from whale.passes.normalize.ring import in_blocks_if_large
 from whale.passes.pass_manager import normalise
 from whale.passes.plan_builder import FirstLayouts, expand
 from whale.passes.resharding.fuse_sums import fuse_sums
+from whale.passes.run_passes import Pass, Table, When, program_changes, run_passes
 from whale.passes.settings import PlanSettings
 
 _MOST_RANKS_SHOWN = 8
@@ -57,6 +60,188 @@ def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts 
     return replace(plan, offloaded=on_host)
 
 
+@dataclass(frozen=True, slots=True)
+class RankPrograms:
+    """What is made of a program under a plan.
+
+    Attributes:
+      expanded: the program as the plan speaks of it.
+      ranks: what each of the ranks runs; (): they are not made yet.
+    """
+
+    expanded: Program
+    ranks: tuple[Program, ...] = ()
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Returns what is newest: the ranks' programs, or the one of all of them."""
+        return self.ranks or (self.expanded,)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionContext:
+    """What the passes of PARTITION are told beside the programs.
+
+    Attributes:
+      program: normalised, as it was planned.
+      settings: with as many micro-batches as the plan has.
+      ranks: those that are asked about.
+      comm: name of the communicator that they talk through.
+      what: the program, for errors of its exchanges.
+    """
+
+    program: Program
+    plan: Plan
+    settings: PlanSettings
+    ranks: Sequence[int] = ()
+    comm: str = ""
+    what: str = ""
+
+
+_PartitionPass = Pass[RankPrograms, PartitionContext]
+
+
+def _each(
+    change: Callable[[Program, PartitionContext], Program],
+) -> Callable[[RankPrograms, PartitionContext], RankPrograms]:
+    """Makes a pass over all ranks of one over the program of each."""
+
+    def run(made: RankPrograms, context: PartitionContext) -> RankPrograms:
+        return replace(made, ranks=tuple([change(program, context) for program in made.ranks]))
+
+    return run
+
+
+def _expand(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+    return replace(made, expanded=expand(made.expanded, c.plan.expanded, c.settings))
+
+
+def _along_one_axis(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+    return replace(
+        made, ranks=tuple([partition_for_rank(made.expanded, c.plan, rank, c.comm, c.what) for rank in c.ranks])
+    )
+
+
+def _along_mesh(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+    return replace(made, ranks=tuple(lower_mesh(c.program, c.plan, c.settings, c.ranks, c.comm, c.what)))
+
+
+def _in_stages(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+    lowered = lower_stage_groups(made.expanded, c.plan, c.ranks, c.comm, c.what, c.settings)
+    return replace(made, ranks=tuple(lowered))
+
+
+def _attention_as_one(program: Program, c: PartitionContext) -> Program:
+    return in_blocks_if_large(program, c.settings.memory.scores_bytes * c.plan.micro_batches)  # of the rows of all
+
+
+def _in_micro_batches(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+    own, known = own_rows(made.expanded, c.plan), list[InTime]()
+    ranks = zip(made.ranks, c.ranks)
+    return replace(made, ranks=tuple([in_micro_batches(p, c.plan, r, c.settings, own, known) for p, r in ranks]))
+
+
+def _fuse_sums(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+    keys = [r.key for one in (c.plan, *c.plan.others) for level in chain(one) for r in level.reshards]
+    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    group_bytes, along = c.settings.exchange.group_bytes, [_along_axes(c.plan, rank) for rank in c.ranks]
+    return replace(made, ranks=tuple([fuse_sums(p, group_bytes, order, a) for p, a in zip(made.ranks, along)]))
+
+
+def _give_to_horovod(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+    ranks = zip(made.ranks, c.ranks)
+    return replace(made, ranks=tuple([give_to_horovod(p, rank, c.settings.size, c.comm) for p, rank in ranks]))
+
+
+DECOMPOSE: tuple[_PartitionPass, ...] = (
+    Pass(
+        "decompose",
+        "takes composite operations apart that the plan needs in simple ones",
+        _expand,
+        When("a plan that names some", lambda c: bool(c.plan.expanded)),
+    ),
+)
+
+PARTITION: Table[RankPrograms, PartitionContext] = Table(
+    "PARTITION",
+    (
+        *DECOMPOSE,
+        Pass(
+            "partition",
+            "gives each rank local shapes, and exchanges where a layout changes",
+            _along_one_axis,
+            When("a plan of one axis", lambda c: not c.plan.stage_groups and c.plan.inner is None),
+        ),
+        Pass(
+            "partition_mesh",
+            "the same axis by axis",
+            _along_mesh,
+            When("mesh, split.ranks", lambda c: not c.plan.stage_groups and c.plan.inner is not None),
+        ),
+        Pass(
+            "partition_stages",
+            "gives each rank the part of its stages, in micro-batches by the schedule",
+            _in_stages,
+            When("wh.stage, mesh", lambda c: bool(c.plan.stage_groups)),
+        ),
+        Pass(
+            "attention_as_one",
+            "makes attentions with large scores one operation each",
+            _each(_attention_as_one),
+            When("attention.scores_bytes", lambda c: bool(c.settings.memory.scores_bytes)),
+        ),
+        Pass(
+            "attention_in_blocks",
+            "writes such attentions block by block of queries",
+            _each(lambda p, c: in_blocks(p)),
+        ),
+        Pass(
+            "micro_batches",
+            "makes what is done for each micro-batch a function, and calls it for each",
+            _in_micro_batches,
+            When("pipeline.num_micro_batch", lambda c: c.plan.micro_batches > 1 and not c.plan.stage_groups),
+        ),
+        Pass(
+            "fuse_sums",
+            "lets sums along all axes of a mesh travel together",
+            _fuse_sums,
+            When("mesh, split.ranks", lambda c: any(p.inner is not None for p in (c.plan, *c.plan.others))),
+        ),
+        Pass(
+            "sums_to_horovod",
+            "gives sums over all ranks to Horovod",
+            _give_to_horovod,
+            When(
+                "communication.backend=horovod with a mesh or stages",
+                lambda c: (
+                    c.settings.exchange.backend == "horovod" and bool(c.plan.stage_groups or c.plan.inner is not None)
+                ),
+            ),
+        ),
+        Pass(
+            "bare_receives",
+            "takes the operands away by which receives of ring attention were laid out",
+            _each(lambda p, c: without_examples(p)),
+        ),
+        Pass(
+            "offload",
+            "computes in the host's memory what lies there, and copies what crosses",
+            _each(lambda p, c: offload(p, c.plan.offloaded)),
+            When("offload.level", lambda c: bool(c.plan.offloaded)),
+        ),
+    ),
+    programs=lambda made: made.programs,
+    text=lambda made, c: format_program(made.programs[0]),
+    changes=lambda before, after: program_changes(before.programs[0], after.programs[0]),
+)
+
+
+def decompose_for(program: Program, plan: Plan, settings: PlanSettings) -> Program:
+    """Returns a normalised program as its plan speaks of it: by the first pass of ``PARTITION``."""
+    context = PartitionContext(program, plan, settings)
+    return run_passes(PARTITION, RankPrograms(program), context, settings.observer, DECOMPOSE).expanded
+
+
 def lower_ranks(
     program: Program,
     plan: Plan,
@@ -72,35 +257,19 @@ def lower_ranks(
       program: normalised.
       comm: name of the communicator that they talk through.
       what: the program, for errors of its exchanges; "": its name.
-      expanded: the program as the plan speaks of it, where it was made already.
+      expanded: the program as the plan speaks of it, where it was made already (``decompose_for``).
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard, or a value of all micro-batches is needed before the last one.
     """
-    expanded = expanded if expanded is not None else expand(program, plan.expanded, settings)
-    what = what or plan.program
-    settings = settings.but(time__micro_batches=plan.micro_batches)  # which may be some more than were asked for
+    expanded = expanded if expanded is not None else decompose_for(program, plan, settings)
+    # A plan may have some more micro-batches than were asked for.
+    context = PartitionContext(
+        program, plan, settings.but(time__micro_batches=plan.micro_batches), ranks, comm, what or plan.program
+    )
     with no_garbage_collection():
-        if plan.stage_groups:
-            lowered = lower_stage_groups(expanded, plan, ranks, comm, what, settings)
-        elif plan.inner is not None:
-            lowered = lower_mesh(program, plan, settings, ranks, comm, what)
-        else:
-            lowered = [partition_for_rank(expanded, plan, rank, comm, what) for rank in ranks]
-        scores_bytes = settings.memory.scores_bytes * plan.micro_batches  # of the rows of all of them
-        lowered = [in_blocks(in_blocks_if_large(p, scores_bytes)) for p in lowered]
-        if plan.micro_batches > 1 and not plan.stage_groups:
-            own, known = own_rows(expanded, plan), list[InTime]()
-            lowered = [in_micro_batches(p, plan, rank, settings, own, known) for p, rank in zip(lowered, ranks)]
-        if any(level.inner is not None for level in (plan, *plan.others)):
-            keys = [r.key for one in (plan, *plan.others) for level in chain(one) for r in level.reshards]
-            order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-            along = [_along_axes(plan, rank) for rank in ranks]
-            lowered = [fuse_sums(p, settings.exchange.group_bytes, order, axes) for p, axes in zip(lowered, along)]
-        if settings.exchange.backend == "horovod" and (plan.stage_groups or plan.inner is not None):
-            lowered = [give_to_horovod(p, rank, settings.size, comm) for p, rank in zip(lowered, ranks)]
-        lowered = [without_examples(p) for p in lowered]
-        return [offload(p, plan.offloaded) for p in lowered] if plan.offloaded else lowered
+        passes = PARTITION.passes[len(DECOMPOSE) :]
+        return list(run_passes(PARTITION, RankPrograms(expanded), context, settings.observer, passes).ranks)
 
 
 def _along_axes(plan: Plan, rank: int) -> list[tuple[int, ...]]:

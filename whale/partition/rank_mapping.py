@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whale.ir.emitter import COMMUNICATOR, Emitter
 from whale.ir.layout import B, Split
-from whale.ir.mesh import AXIS, Mesh
+from whale.ir.mesh import Mesh
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Reshard
 from whale.ir.program import Node, Program, Ref
@@ -26,31 +26,30 @@ def mark_axis(program: Program, axis: str) -> Program:
     """Marks the exchanges of ``program`` that no axis is marked on yet as being along ``axis``."""
 
     def of_node(node: Node) -> Node:
-        if node.op not in EXCHANGES or AXIS in node.attrs:
+        if node.op not in EXCHANGES or node.marks.axis:
             return node
-        return replace(node, attrs={**node.attrs, AXIS: axis})
+        return node.marked(axis=(axis,))
 
     return _on_all_graphs(program, of_node)
 
 
 def map_to_ranks(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
     """Puts the ranks of ``rank``'s groups, and keys of each group's own, into its program's communication ops."""
-    groups: dict[object, tuple[int, ...]] = {axis.name: mesh.along(rank, axis.name) for axis in mesh.axes}
+    groups: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def of_node(node: Node) -> Node:
         if node.op == "WhaleCommunicator":
             return replace(node, attrs={**node.attrs, "rank": rank, "communicator": comm})
-        if AXIS not in node.attrs:
+        if not node.marks.axis:
             return node
-        attrs = dict(node.attrs)
-        along = attrs.pop(AXIS)
+        attrs, along = dict(node.attrs), node.marks.axis
         ranks = groups.get(along) or groups.setdefault(along, mesh.along(rank, *along))
         attrs["key"] = f"{attrs['key']}@{'+'.join(map(str, ranks)) if len(ranks) <= 4 else f'{ranks[0]}+{ranks[1]}...'}"
         if "peer" in attrs:
             attrs["peer"], attrs["ranks"] = ranks[attrs["peer"]], ()
         else:
             attrs["ranks"] = ranks
-        return replace(node, attrs=attrs)
+        return replace(node, attrs=attrs, marks=node.marks.but(axis=()))
 
     return _on_all_graphs(program, of_node)
 

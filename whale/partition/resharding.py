@@ -22,12 +22,11 @@ from whale.ir.layout import (
     local_shape,
     split,
 )
+from whale.ir.marks import Marks
 from whale.ir.ops import COLLECTIVES
 from whale.ir.plan import Reshard
 from whale.ir.program import Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.sharding_rules.math.linear import ROUNDS
-from whale.sharding_rules.structure.communication import RUNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +121,10 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
 def _scattered_rounded(e: Emitter, name: str, local: Ref, t: TensorType, want: Split, r: Reshard) -> Ref:
     """Emits a reduce-scatter in 16 bits: parts are rounded, sent to their rank, and added there."""
     shape, wire = static_shape(t), r.wire_dtype
-    to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False, ROUNDS: True}
-    rounded = e.add(f"{name}/rounded", "Cast", (local,), to_wire, (TensorType(wire, shape),))
+    to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False}
+    rounded = e.add(
+        f"{name}/rounded", "Cast", (local,), to_wire, (TensorType(wire, shape),), marks=Marks(rounds_for_wire=True)
+    )
     lifted = TensorType(wire, (1, *shape))
     source = e.reshape(f"{name}/lifted", rounded, wire, (1, *shape))
     attrs = {
@@ -171,7 +172,7 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
     if len(runs_of) == 1:
         seen_as = next(iter(runs_of.items()))
         for node in [n for n in e.nodes.values() if n.name not in before and n.op in COLLECTIVES]:
-            e.nodes[node.name] = replace(node, attrs={**node.attrs, RUNS: seen_as})
+            e.nodes[node.name] = node.marked(runs=seen_as)
     return None if got is None else e.reshape(name, got, t.dtype, local_shape(whole_shape, want, e.rank))
 
 

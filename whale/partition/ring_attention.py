@@ -22,11 +22,11 @@ import numpy as np
 
 from whale.ir.emitter import Emitter
 from whale.ir.layout import Split, Strategy
-from whale.ir.program import RECOMPUTED, Node, Program, Ref, rewired
+from whale.ir.marks import NO_MARKS, Marks
+from whale.ir.program import Node, Program, Ref, rewired
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.sharding_rules.math.einsum import product_letters
 from whale.sharding_rules.nn.attention import ATTENTION, RINGS, sides_of
-from whale.sharding_rules.structure.communication import ROUND
 
 
 def emit_attention(
@@ -94,7 +94,13 @@ class _Blocks:
     # -- simple nodes
 
     def run(
-        self, op: str, inputs: Sequence[_Tensor], t: TensorType, attrs: Mapping[str, Any], waits: Sequence[str] = ()
+        self,
+        op: str,
+        inputs: Sequence[_Tensor],
+        t: TensorType,
+        attrs: Mapping[str, Any],
+        waits: Sequence[str] = (),
+        marks: Marks = NO_MARKS,
     ) -> _Tensor:
         """Emits a node with exactly these attributes and this type, which waits for the nodes ``waits``."""
         self.number += 1
@@ -103,8 +109,8 @@ class _Blocks:
         if all(r.node in self.alike for r in refs):
             self.alike.add(name)
         elif waits:
-            attrs = {**attrs, RECOMPUTED: True}  # it waits in micro-batches, too
-        self.e.nodes[name] = Node(name, op, refs, tuple(waits), attrs, (t,), self.node.scope)
+            marks = marks.but(recomputed=True)  # it waits in micro-batches, too
+        self.e.nodes[name] = Node(name, op, refs, tuple(waits), attrs, (t,), self.node.scope, False, marks)
         return Ref(name), t
 
     def add(self, op: str, inputs: Sequence[_Tensor], shape: Sequence[int], **attrs: Any) -> _Tensor:
@@ -188,11 +194,12 @@ class _Blocks:
         key = f"{self.node.name}/{what}_{step}"  # what stands before the last "/" is the plan's name for all of them
         shape = tuple(self.sizes[coming] if i == dim else n for i, n in enumerate(static_shape(t)))
         before, behind = (self.rank - 1) % p, (self.rank + 1) % p
-        attrs = {"key": f"{key}_{self.rank}to{before}", "peer": before, ROUND: dim}
-        e.comm_op(f"{key}/send", "WhaleSend", (tensor[0],), t, attrs, ())
+        attrs = {"key": f"{key}_{self.rank}to{before}", "peer": before}
+        marks = Marks(ring_dim=dim)
+        e.comm_op(f"{key}/send", "WhaleSend", (tensor[0],), t, attrs, (), marks)
         out = TensorType(t.dtype, shape)
-        attrs = {"key": f"{key}_{behind}to{self.rank}", "peer": behind, "shape": Shape(shape), ROUND: dim}
-        ref = e.comm_op(f"{key}/recv", "WhaleRecv", (tensor[0],), t, attrs, (out,))
+        attrs = {"key": f"{key}_{behind}to{self.rank}", "peer": behind, "shape": Shape(shape)}
+        ref = e.comm_op(f"{key}/recv", "WhaleRecv", (tensor[0],), t, attrs, (out,), marks)
         for one in (f"{key}/send", ref.node):
             e.nodes[one] = replace(e.nodes[one], controls=self.after)
         return ref, out
@@ -229,7 +236,7 @@ class _Blocks:
                 continue
             inputs = [found[r] for r in node.inputs]
             t = TensorType(node.outputs[0].dtype, _shape_of(node, [static_shape(t) for _, t in inputs]))
-            found[Ref(node.name)] = self.run(node.op, inputs, t, node.attrs, self.after)
+            found[Ref(node.name)] = self.run(node.op, inputs, t, node.attrs, self.after, node.marks)
         return found
 
     def given(
@@ -372,7 +379,7 @@ def without_examples(program: Program) -> Program:
     def plain(node: Node) -> Node:
         return replace(node, inputs=node.inputs[:1]) if node.op == "WhaleRecv" and len(node.inputs) > 1 else node
 
-    if not any(ROUND in n.attrs for graph in (program, *program.functions.values()) for n in graph.nodes):
+    if not any(n.marks.ring_dim is not None for graph in (program, *program.functions.values()) for n in graph.nodes):
         return program
     functions = {name: body.with_nodes(tuple(map(plain, body.nodes))) for name, body in program.functions.items()}
     return program.with_nodes(tuple(map(plain, program.nodes)), functions=functions)

@@ -23,10 +23,10 @@ from whale.partition.local_indices import emit_window, emit_zeroed
 from whale.partition.resharding import emit_fused, emit_reshard, fused_result, is_joint
 from whale.partition.ring_attention import emit_attention
 from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import OWNED, UNCHANGED, Local, as_whole
+from whale.sharding_rules.base import UNCHANGED, Local, as_whole
 from whale.sharding_rules.embedding import SUMS_BY_ID, is_owned
 from whale.sharding_rules.empty import known_outputs
-from whale.sharding_rules.graph import USE, called_functions, handles_lists, recreatable, view
+from whale.sharding_rules.graph import called_functions, handles_lists, recreatable, view
 from whale.sharding_rules.nn.attention import RINGS
 
 _ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
@@ -130,7 +130,7 @@ class _RankPartitioner:
         order of the program, which is the same on all ranks.
         """
         position = {node.name: i for i, node in enumerate(self.program.nodes)}
-        paced = [n for n in self.program.nodes if n.op == "Identity" and n.controls and USE in n.attrs]
+        paced = [n for n in self.program.nodes if n.op == "Identity" and n.controls and n.marks.gathered_at_use]
         scattered = sorted(
             (position[r.ref.node], found.node)
             for r in (self.plan.reshards if paced else ())
@@ -312,7 +312,7 @@ class _RankPartitioner:
             types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
             inside = emit_window(e, f"{name}/{e.prefix}_window", edit.window, inputs, types)
         outputs = tuple(self._local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
-        if OWNED in node.attrs and is_owned(view(self.program, node, self.plan.size), strategy):
+        if node.marks.owned_rows and is_owned(view(self.program, node, self.plan.size), strategy):
             outputs = node.outputs  # as many rows as this rank has of them
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
         if edit.seeds:
@@ -326,7 +326,8 @@ class _RankPartitioner:
         if control_flow and not strategy.once:
             attrs, op_type = self._control_flow(node, outputs, attrs)
         controls = tuple(c for c in node.controls if not self._absent(c))
-        lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful)
+        marks = node.marks if edit.blocks is None else node.marks.but(blocks=edit.blocks)
+        lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful, marks)
         if edit.route is not None:
             assert rule is not None
             self.rows.emit(node, edit.route, lowered, self.get, rule.exchanged_bytes(op, strategy))

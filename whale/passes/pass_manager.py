@@ -1,21 +1,23 @@
-"""The list of passes: program -> normalised program -> plan.
+"""The passes that make a plan: program -> normalised program (``NORMALIZE``) -> plan (``PLAN``).
 
-Every pass is a pure function. The tables below say which ones there are, in which order they run, and when; the text of
-the program after each pass of ``NORMALISE``, and of the plan, goes to the directory that ``WHALE_DUMP`` names.
+Every pass is a pure function. The tables below say which ones there are, what each does, in which order they run, and
+when. ``whale.passes.run_passes`` runs them; PARTITION and REWRITE (``whale.partition.lower``,
+``whale.kernels.substitute``) follow on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 from whale.ir.collector import no_garbage_collection
 from whale.ir.fingerprint import fingerprint
 from whale.ir.layout import Split, Strategy
 from whale.ir.plan import BatchInput, Plan
+from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.passes.dump import dump
+from whale.ir.text import format_program
+from whale.ir.verify import verify
 from whale.passes.memory.gather_at_use import gather_at_use
 from whale.passes.memory.hoist import hoist_reads
 from whale.passes.memory.offload import TABLES
@@ -45,32 +47,11 @@ from whale.passes.resharding.fuse_all_reduces import fuse_all_reduces
 from whale.passes.resharding.horovod import give_to_horovod, refuse_horovod
 from whale.passes.resharding.reshards import explicit_reshards
 from whale.passes.resharding.wire_dtype import narrow
+from whale.passes.run_passes import Pass, PassObserver, Table, When, dump, program_changes, run_passes
 from whale.passes.settings import PlanSettings
 from whale.passes.verify.check import check
 from whale.passes.verify.hidden_updates import refuse_hidden_updates
 from whale.passes.verify.summary import exceptions, routed, split_and_total_flops, unruled
-
-T = TypeVar("T", Program, PlanDraft)
-
-
-def always(settings: PlanSettings) -> bool:
-    """The condition of a pass that runs whatever the settings are."""
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class Pass(Generic[T]):
-    """One step: from a captured program to a normalised one, or from layouts to a plan.
-
-    Attributes:
-      name: what it is called, in dumps too.
-      when: whether the settings ask for it.
-      run: the program, or the draft of a plan, that it makes of one.
-    """
-
-    name: str
-    when: Callable[[PlanSettings], bool]
-    run: Callable[[T, PlanSettings], T]
 
 
 def _gathers_weights(s: PlanSettings) -> bool:
@@ -82,80 +63,190 @@ def _fewest_bytes(s: PlanSettings) -> int:
     return 0 if s.memory.offload == "v0" else s.zero.min_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """What the passes of a plan are told beside the draft.
+
+    Attributes:
+      first: see ``lay_out``.
+    """
+
+    settings: PlanSettings
+    first: FirstLayouts | None = None
+
+
+_DraftPass = Pass[PlanDraft, PlanContext]
+
+
 def _on_every_graph(
     step: Callable[[Program, GraphLayout, int], GraphLayout],
-) -> Callable[[PlanDraft, PlanSettings], PlanDraft]:
+) -> Callable[[PlanDraft, PlanContext], PlanDraft]:
     """What makes new layouts of those of the program and of each of its functions."""
 
-    def run(draft: PlanDraft, settings: PlanSettings) -> PlanDraft:
-        layouts = {g: step(draft.graph(g), layout, settings.size) for g, layout in draft.layouts.items()}
+    def run(draft: PlanDraft, context: PlanContext) -> PlanDraft:
+        size = context.settings.size
+        layouts = {g: step(draft.graph(g), layout, size) for g, layout in draft.layouts.items()}
         return replace(draft, layouts=layouts)
 
     return run
 
 
-def _explicit(draft: PlanDraft, settings: PlanSettings) -> PlanDraft:
-    return replace(draft, reshards=explicit_reshards(draft.program, draft.layouts, settings.size))
+def _explicit(draft: PlanDraft, context: PlanContext) -> PlanDraft:
+    return replace(draft, reshards=explicit_reshards(draft.program, draft.layouts, context.settings.size))
 
 
-def _given_to_horovod(draft: PlanDraft, settings: PlanSettings) -> PlanDraft:
+def _given_to_horovod(draft: PlanDraft, context: PlanContext) -> PlanDraft:
     return replace(draft, reshards=give_to_horovod(draft.program, draft.layouts[""], draft.reshards))
 
 
-def _narrowed(draft: PlanDraft, settings: PlanSettings) -> PlanDraft:
-    dtype, layout = settings.exchange.wire_dtype, draft.layouts[""]
-    return replace(draft, reshards=narrow(draft.program, layout, draft.reshards, dtype, settings.size))
+def _narrowed(draft: PlanDraft, context: PlanContext) -> PlanDraft:
+    dtype, layout = context.settings.exchange.wire_dtype, draft.layouts[""]
+    return replace(draft, reshards=narrow(draft.program, layout, draft.reshards, dtype, context.settings.size))
 
 
-def _fused(draft: PlanDraft, settings: PlanSettings) -> PlanDraft:
+def _fused(draft: PlanDraft, context: PlanContext) -> PlanDraft:
+    settings = context.settings
     in_time, group_bytes = settings.time.micro_batches > 1, settings.exchange.group_bytes
     reshards = fuse_all_reduces(draft.program, draft.layouts, draft.reshards, group_bytes, in_time)
     return replace(draft, reshards=reshards)
 
 
-NORMALISE: tuple[Pass[Program], ...] = (
-    Pass("inline", always, lambda p, s: inline(p)),
-    Pass("fold", always, lambda p, s: fold(p)),
-    Pass("powers", always, lambda p, s: powers(p)),
-    Pass("specialise", always, lambda p, s: specialise(p)),
-    Pass("unpack", always, lambda p, s: unpack(p)),
-    Pass("share_scalars", always, lambda p, s: share_scalars(p)),
-    Pass("look_up_in_variables", lambda s: s.memory.offload == TABLES, lambda p, s: look_up_in_variables(p)),
-    Pass("skip_overflow", lambda s: s.precision.matmul_dtype == "float16", lambda p, s: skip_overflow(p)),
-    Pass("look_up_every_id", always, lambda p, s: look_up_every_id(p)),
-    Pass("mark_blocks", always, lambda p, s: mark_blocks(p)),
-    Pass("annotate", always, lambda p, s: annotate(p)),
-    Pass("mark_flattened", always, lambda p, s: mark_flattened(p)),
-    Pass("update_by_owner", lambda s: s.size > 1, lambda p, s: update_by_owner(p)),
-    Pass("mark_streams", always, lambda p, s: mark_streams(p)),
-    Pass("recompute", lambda s: bool(s.memory.recompute), lambda p, s: recompute(p, s.memory.recompute)),
-    Pass("merge_reads", lambda s: s.zero.level > 0, lambda p, s: merge_reads(p)),
-    Pass("hoist_reads", _gathers_weights, lambda p, s: hoist_reads(p, _fewest_bytes(s))),
-    Pass("gather_at_use", _gathers_weights, lambda p, s: gather_at_use(p, s.zero.min_bytes, s.zero.ahead)),
-    Pass(
-        "mixed_precision",
-        lambda s: bool(s.precision.matmul_dtype),
-        lambda p, s: mixed_precision(p, s.precision.matmul_dtype),
+_GATHERED_WEIGHTS = When("zero.level=3 or offload.level=v0", _gathers_weights)
+
+NORMALIZE = Table(
+    "NORMALIZE",
+    (
+        Pass("inline", "puts the bodies of called functions in the place of the calls", lambda p, s: inline(p)),
+        Pass("fold", "computes shape arithmetic and other constants", lambda p, s: fold(p)),
+        Pass("powers", "writes powers as simpler operations", lambda p, s: powers(p)),
+        Pass(
+            "specialise",
+            "gives nodes the static shapes that follow from those of the inputs",
+            lambda p, s: specialise(p),
+        ),
+        Pass("unpack", "takes operations on many tensors at once apart", lambda p, s: unpack(p)),
+        Pass("share_scalars", "computes equal scalars once", lambda p, s: share_scalars(p)),
+        Pass(
+            "look_up_in_variables",
+            "looks rows of tables up in the variable, not in its value",
+            lambda p, s: look_up_in_variables(p),
+            When("offload.level=tables", lambda s: s.memory.offload == TABLES),
+        ),
+        Pass(
+            "skip_overflow",
+            "leaves a step out in which a scaled gradient is not finite",
+            lambda p, s: skip_overflow(p),
+            When("amp.dtype=float16", lambda s: s.precision.matmul_dtype == "float16"),
+        ),
+        Pass(
+            "look_up_every_id",
+            "writes lookups so that they may run where the rows are",
+            lambda p, s: look_up_every_id(p),
+        ),
+        Pass(
+            "mark_blocks",
+            "marks lookups and sums whose indices stay within blocks of rows",
+            lambda p, s: mark_blocks(p),
+        ),
+        Pass(
+            "annotate",
+            "completes scopes: every node gets one that follows from its neighbours",
+            lambda p, s: annotate(p),
+        ),
+        Pass(
+            "mark_flattened",
+            "marks reshapes through which dimensions can be cut in runs",
+            lambda p, s: mark_flattened(p),
+        ),
+        Pass(
+            "update_by_owner",
+            "lets the owner of a table's rows sum and apply their gradients",
+            lambda p, s: update_by_owner(p),
+            When("more than one rank", lambda s: s.size > 1),
+        ),
+        Pass(
+            "mark_streams",
+            "names the stream of each random operation, by which programs of other shapes know it",
+            lambda p, s: mark_streams(p),
+        ),
+        Pass(
+            "recompute",
+            "computes activations again for the gradients, instead of holding them",
+            lambda p, s: recompute(p, s.memory.recompute),
+            When("gradient_checkpoint.type", lambda s: bool(s.memory.recompute)),
+        ),
+        Pass(
+            "merge_reads",
+            "reads each variable once between two of its updates",
+            lambda p, s: merge_reads(p),
+            When("zero.level", lambda s: s.zero.level > 0),
+        ),
+        Pass(
+            "hoist_reads",
+            "reads weights in front of the loops and branches that use them",
+            lambda p, s: hoist_reads(p, _fewest_bytes(s)),
+            _GATHERED_WEIGHTS,
+        ),
+        Pass(
+            "gather_at_use",
+            "gathers weights where they are used, forward and backward",
+            lambda p, s: gather_at_use(p, s.zero.min_bytes, s.zero.ahead),
+            _GATHERED_WEIGHTS,
+        ),
+        Pass(
+            "mixed_precision",
+            "computes products and convolutions in a type of 16 bits",
+            lambda p, s: mixed_precision(p, s.precision.matmul_dtype),
+            When("amp.level=O1", lambda s: bool(s.precision.matmul_dtype)),
+        ),
     ),
+    programs=lambda p: (p,),
+    text=lambda p, s: format_program(p),
+    changes=program_changes,
 )
 
 # What the layouts of every graph go through, once the program is laid out.
-LAYOUTS: tuple[Pass[PlanDraft], ...] = (
-    Pass("reduce_partial_sums", always, _on_every_graph(reduce_partial_sums)),
-    Pass("make_in_place", always, _on_every_graph(make_in_place)),
+LAYOUTS: tuple[_DraftPass, ...] = (
+    Pass(
+        "reduce_partial_sums",
+        "decides where partial sums are reduced, by a minimum cut",
+        _on_every_graph(reduce_partial_sums),
+    ),
+    Pass("make_in_place", "lets operands be produced as their reader wants them", _on_every_graph(make_in_place)),
 )
 
 # What moves, and who carries it.
-EXCHANGES: tuple[Pass[PlanDraft], ...] = (
-    Pass("explicit_reshards", always, _explicit),
-    Pass("give_to_horovod", lambda s: s.exchange.backend == "horovod", _given_to_horovod),
-    Pass("narrow", lambda s: bool(s.exchange.wire_dtype), _narrowed),
+EXCHANGES: tuple[_DraftPass, ...] = (
+    Pass("explicit_reshards", "makes every change of layout a reshard", _explicit),
+    Pass(
+        "give_to_horovod",
+        "gives sums of gradients to Horovod",
+        _given_to_horovod,
+        When("communication.backend=horovod", lambda c: c.settings.exchange.backend == "horovod"),
+    ),
+    Pass(
+        "narrow",
+        "rounds gradients on the way to a type of fewer bits",
+        _narrowed,
+        When("communication.wire_dtype", lambda c: bool(c.settings.exchange.wire_dtype)),
+    ),
 )
 
-PLAN: tuple[Pass[PlanDraft], ...] = (
-    *LAYOUTS,
-    *EXCHANGES,
-    Pass("fuse_all_reduces", always, _fused),
+PLAN: Table[PlanDraft, PlanContext] = Table(
+    "PLAN",
+    (
+        Pass(
+            "lay_out",
+            "finds the batch, what is divided, and how every tensor lies",
+            lambda d, c: lay_out(d.program, c.settings, c.first),
+        ),
+        *LAYOUTS,
+        *EXCHANGES,
+        Pass("fuse_all_reduces", "lets small sums of gradients travel together", _fused),
+    ),
+    programs=lambda d: (d.program,),
+    text=lambda d, c: format_plan(_as_plan(d.program, d, c.settings)),
+    changes=lambda before, after: _draft_changes(before, after),
 )
 
 # What every plan has to pass; each raises PlanError.
@@ -163,19 +254,18 @@ CHECKS: tuple[Callable[[Program, Plan], None], ...] = (check, refuse_hidden_upda
 
 
 def normalise(program: Program, settings: PlanSettings) -> Program:
-    """What ``NORMALISE`` makes of a captured program.
+    """What ``NORMALIZE`` makes of a captured program.
 
     Raises:
       ProgramError: the program averages its gradients through Horovod itself.
     """
     with no_garbage_collection():
-        dump(settings.dump, "captured", program)
+        if settings.observer.dump:
+            dump(settings.observer.dump, "captured", program.name, format_program(program))
+        if settings.observer.verifies:
+            verify(program, "capture")
         refuse_horovod(program)
-        for step in NORMALISE:
-            if step.when(settings):
-                program = step.run(program, settings)
-                dump(settings.dump, step.name, program)
-    return program
+        return run_passes(NORMALIZE, program, settings, settings.observer)
 
 
 def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: FirstLayouts | None = None) -> Plan:
@@ -189,11 +279,13 @@ def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: F
       PlanError: the batch cannot be split as asked, or no legal plan exists.
     """
     with no_garbage_collection():
-        draft = _applied(PLAN, lay_out(program, settings, first), settings)
+        begun = PlanDraft(program, frozenset(), (), {}, {})
+        draft = run_passes(PLAN, begun, PlanContext(settings, first), settings.observer)
         plan = _as_plan(program, draft, settings, mark)
         for refuse in CHECKS:
             refuse(draft.program, plan)
-        dump(settings.dump, "plan", draft.program, plan)
+        if settings.observer.dump:
+            dump(settings.observer.dump, "plan", program.name, format_plan(plan))
         return plan
 
 
@@ -249,7 +341,8 @@ def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mappi
 def _as_in(model: Plan, program: Program, layouts: Mapping[str, GraphLayout], settings: PlanSettings) -> PlanDraft:
     """The draft with these layouts, whose sums travel together as the model's do."""
     draft = PlanDraft(program, frozenset(model.expanded), settings.batch.inputs or (), model.variables, layouts)
-    draft = _applied(EXCHANGES, draft, settings)
+    # What is planned like another plan is not watched: each rank of a mesh asks for it.
+    draft = run_passes(PLAN, draft, PlanContext(settings), PassObserver(), EXCHANGES)
     # Less depends on less here, where a partial sum begins with zeros; but what travels together must not wait, by
     # way of the other axis, for what the model has behind it.
     together = {r.key: r.group for r in model.reshards}
@@ -261,11 +354,17 @@ def _sizes(b: BatchInput) -> tuple[int, ...]:
     return b.placement.sizes if isinstance(b.placement, Split) else ()
 
 
-def _applied(passes: Iterable[Pass[PlanDraft]], draft: PlanDraft, settings: PlanSettings) -> PlanDraft:
-    for step in passes:
-        if step.when(settings):
-            draft = step.run(draft, settings)
-    return draft
+def _draft_changes(before: PlanDraft, after: PlanDraft) -> str:
+    """Says how many layouts and reshards of a draft a pass has changed."""
+    strategies = sum(
+        layout.strategies[name] != (known.strategies.get(name) if (known := before.layouts.get(graph)) else None)
+        for graph, layout in after.layouts.items()
+        for name in layout.strategies
+    )
+    was = set(before.reshards)
+    reshards = sum(r not in was for r in after.reshards) if after.reshards is not before.reshards else 0
+    said = [f"{n} {what}" for n, what in ((strategies, "layouts of nodes"), (reshards, "reshards")) if n]
+    return ", ".join(said) or "nothing"
 
 
 def _as_plan(program: Program, draft: PlanDraft, settings: PlanSettings, mark: str = "") -> Plan:

@@ -18,7 +18,6 @@ from whale.passes.analysis.batch import batch_inputs
 from whale.passes.analysis.rank_groups import named_ranks
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.autoshard.divide import divide
-from whale.passes.dump import dump
 from whale.passes.memory.zero import state_at_rest, update_strategies
 from whale.passes.normalize.decompose import decompose, has_split_form, is_composite
 from whale.passes.normalize.ring import for_rings, in_rings
@@ -148,9 +147,7 @@ def expand(program: Program, composites: Collection[str], settings: PlanSettings
     if not composites:
         return program
     rings = in_rings(program, composites, settings.memory.scores_bytes)
-    result = decompose(rings, lambda node: node.name in composites)
-    dump(settings.dump, "decompose", result)
-    return result
+    return decompose(rings, lambda node: node.name in composites)
 
 
 def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:

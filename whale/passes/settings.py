@@ -9,6 +9,7 @@ from typing import Any
 from whale.ir.layout import Placement
 from whale.ir.mesh import Axis, Tiles
 from whale.ir.plan import BatchInput
+from whale.passes.run_passes import PassObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class PlanSettings:
     Attributes:
       size: number of ranks.
       devices: their names, as plans print them; (): "rank 0" and so on.
-      dump: the directory that the text of the program goes to after each pass; "": nowhere.
+      observer: what watches the passes: their dump, and who asks for their times.
       fuse: which operations are replaced by others where they run.
       mesh: axes that the user has given sizes, outermost first; (): none.
       stage_meshes: the axes of stages that have others than ``mesh`` says, by their ranks.
@@ -185,7 +186,7 @@ class PlanSettings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
-    dump: str = ""
+    observer: PassObserver = field(default_factory=PassObserver)
     fuse: FuseSettings = field(default_factory=FuseSettings)
     mesh: tuple[Axis, ...] = ()
     stage_meshes: Mapping[tuple[int, ...], tuple[Axis, ...]] = field(default_factory=dict)

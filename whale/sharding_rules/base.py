@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from whale.ir.layout import B, PerRank, Placement, Strategy, local_shape
+from whale.ir.marks import Marks
 from whale.ir.program import Node
 from whale.ir.values import Dims, TensorType
 
@@ -48,18 +49,14 @@ class OpView:
         """Returns the value of an attribute of the node; ``default`` where it has none of that name."""
         return self.node.attrs.get(name, default)
 
+    @property
+    def marks(self) -> Marks:
+        """Returns the marks of the node."""
+        return self.node.marks
+
     def const(self, i: int) -> np.ndarray | None:
         """Returns the value of operand ``i`` if it is a constant of the program, else None."""
         return self.consts(i)
-
-
-# Attribute of a gather, scatter or segment sum that is known to stay within blocks: what stands in one part of the
-# indices' first dimension addresses the same part of the table. Its value is how many such parts there are.
-BLOCKS = "_whale_blocks"
-# Attribute of a node that does the same to each of the rows that a table has for ids taken once, whose number only the
-# run knows: operands and results of such rows may lie with the owners of the table's rows
-# (``whale.sharding_rules.embedding``).
-OWNED = "_whale_owned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +145,7 @@ class Local:
 
     Attributes:
       attrs: attributes with other values.
+      blocks: into how many blocks its rows fall; None: as those of the program's (``Marks.blocks``).
       consts: operand number -> a fresh local constant (shapes, multiples, slice bounds).
       op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
       divide_by: the first output is divided by this afterwards (the global count of a mean).
@@ -160,6 +158,7 @@ class Local:
     """
 
     attrs: Mapping[str, Any] = field(default_factory=dict)
+    blocks: int | None = None
     consts: Mapping[int, np.ndarray] = field(default_factory=dict)
     op: str | None = None
     divide_by: float | None = None

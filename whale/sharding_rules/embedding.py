@@ -11,7 +11,8 @@ slots as the fullest expert has tokens): rows are numbered as if it were very la
 
 ``WhaleSumsById`` makes of ids and rows each id once, and the sums of its rows: what an optimizer does with them
 happens where the table's rows are. How many each rank has only the run knows; such tensors lie as the table does, which
-says who has the row of which id, and their ids count from the owner's first row. Only nodes with ``OWNED`` read them.
+says who has the row of which id, and their ids count from the owner's first row. Only nodes marked ``owned_rows`` read
+them.
 
 Where one rank has the table, and all its ids, nothing is exchanged.
 """
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from whale.ir.layout import B, Placement, Split, Strategy, split
 from whale.ir.program import Node
 from whale.ir.values import TensorType, item_bytes, static_shape
-from whale.sharding_rules.base import BLOCKS, OWNED, OpView, Route
+from whale.sharding_rules.base import OpView, Route
 
 # Each id once, and the sums of the rows that belong to it; no rank's kernel is it (``whale.partition.embedding``).
 SUMS_BY_ID = "WhaleSumsById"
@@ -113,7 +114,7 @@ def stays(rows: Rows, strategy: Strategy) -> bool:
 
 def owned(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()) -> list[Strategy]:
     """Returns the strategies that process rows of unique ids on the ranks where the table has them."""
-    if not op.attr(OWNED, 0):
+    if not op.marks.owned_rows:
         return []
     at = [_has_owned_rows(t) for t in (*op.inputs, *op.outputs)]
     tables = {
@@ -141,7 +142,7 @@ def lies_with_owners(node: Node, index: int, placement: Placement) -> bool:
     """
     if not isinstance(placement, Split) or placement.dim != 0:
         return False
-    return (OWNED in node.attrs or node.op == SUMS_BY_ID) and _has_owned_rows(node.outputs[index])
+    return (node.marks.owned_rows or node.op == SUMS_BY_ID) and _has_owned_rows(node.outputs[index])
 
 
 def _has_owned_rows(t: TensorType) -> bool:
@@ -199,7 +200,7 @@ def _can(op: OpView, rows: Rows) -> bool:
     ids, values = op.inputs[rows.ids], rows.values_of(op)
     if not ids.is_static or not ids.elements or not values.is_static or values.dtype not in _FLOATS:
         return False
-    if ids.dtype not in _MOST_ROWS or op.attr("batch_dims", 0) or int(op.attr(BLOCKS, 0)) >= op.parts > 1:
+    if ids.dtype not in _MOST_ROWS or op.attr("batch_dims", 0) or op.marks.blocks >= op.parts > 1:
         return False
     if not rows.once and rows.table is not None and not all(t.is_static for t in op.outputs):
         return False

@@ -12,9 +12,6 @@ from whale.ir.values import Func
 from whale.sharding_rules.base import OpView
 from whale.sharding_rules.registry import rule_of
 
-# Attribute of an Identity in front of a use of a weight that lies split only to be kept so: it is gathered there.
-USE = "_whale_use"
-
 _LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
 
 

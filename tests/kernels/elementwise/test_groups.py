@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.programs import Builder, body
-from whale.ir.program import COMPILED, RECOMPUTED, Node, Program, Ref
+from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import Func, TensorType
 from whale.kernels.elementwise.fuse import ELEMENTWISE, fuse_elementwise
 from whale.kernels.elementwise.operations import lies_in
@@ -109,10 +109,13 @@ def test_what_is_computed_again_stays_apart_from_what_was_computed_first() -> No
     b = Builder()
     x = b.input("x", SHAPE)
     first = b.op("Neg", b.op("Square", x))
-    again = [b.op("Square", first, **{RECOMPUTED: True})]
-    again.append(b.op("Neg", again[0], **{RECOMPUTED: True}))
-    program = fuse_elementwise(b.build([first, again[1]]))
-    marks = [node.attrs.get(RECOMPUTED, False) for node in program.nodes if node.op == ELEMENTWISE]
+    again = [b.op("Square", first)]
+    again.append(b.op("Neg", again[0]))
+    built = b.build([first, again[1]])
+    names = {ref.node for ref in again}
+    built = built.with_nodes(tuple(n.marked(recomputed=True) if n.name in names else n for n in built.nodes))
+    program = fuse_elementwise(built)
+    marks = [node.marks.recomputed for node in program.nodes if node.op == ELEMENTWISE]
     assert marks == [False, True]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +140,11 @@ def test_copies_are_made_when_the_product_can_be_computed() -> None:
     kinds = {"transpose_a": True, "transpose_b": False, "T": DType("float32")}
     built = b.build([b.op("MatMul", x, late, name="product", controls=["dy"], **kinds)])
     *others, product = built.nodes
-    marked = replace(product, attrs={**product.attrs, "_whale_mark": True})
+    marked = product.marked(recomputed=True)
     program = with_padding(built.with_nodes((*others, marked)))
     nodes = program.by_name
     (pad,) = [node for node in program.nodes if node.op == "Pad"]
-    assert set(pad.controls) == {"late", "dy"} and pad.attrs["_whale_mark"]
+    assert set(pad.controls) == {"late", "dy"} and pad.marks.recomputed
     assert nodes["product/whale_product"].controls == ("dy",)
     assert (nodes["product"].op, static_shape(nodes["product"].outputs[0])) == ("Slice", (256, 8192))
     assert with_padding(program).nodes == program.nodes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.programs import Builder
 from whale.ir.ops import VIEWS
-from whale.ir.program import BACKWARD, CHECKPOINT, Program
+from whale.ir.program import Program
 from whale.passes.memory.recompute import recompute
 
 
@@ -23,13 +21,11 @@ def _step(view: str) -> Program:
     loss = b.reduce("Sum", square, 0, 1, name="loss")
     gradient = b.op("Mul", square, seen, name="gradient")  # of what lies behind the mark
     slope = b.op("Mul", made, gradient, name="slope")
-    return _marked(b.build([loss, slope]), {"seen": CHECKPOINT, "gradient": BACKWARD})
+    return _marked(b.build([loss, slope]), {"seen": "checkpoint", "gradient": "backward"})
 
 
 def _marked(program: Program, marks: dict[str, str]) -> Program:
-    return program.with_nodes(
-        tuple(replace(n, attrs={**n.attrs, marks[n.name]: True}) if n.name in marks else n for n in program.nodes)
-    )
+    return program.with_nodes(tuple(n.marked(**{marks[n.name]: True}) if n.name in marks else n for n in program.nodes))
 
 
 @pytest.mark.parametrize("view", sorted(VIEWS))
@@ -52,5 +48,5 @@ def test_a_mask_of_random_numbers_is_held(op: str) -> None:
     gradient = b.op("Mul", square, made, name="gradient")
     slope = b.op("Mul", mask, gradient, name="slope")
     program = b.build([b.reduce("Sum", square, 0, 1, name="loss"), slope])
-    again = recompute(_marked(program, {"made": CHECKPOINT, "gradient": BACKWARD}), "collection")
+    again = recompute(_marked(program, {"made": "checkpoint", "gradient": "backward"}), "collection")
     assert again.by_name["slope"].inputs[0] == mask

@@ -11,7 +11,6 @@ from whale.capture.function import capture_function
 from whale.passes.normalize.embedding.block_local_gather import mark_blocks
 from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.inline import inline
-from whale.sharding_rules.base import BLOCKS
 
 FLOATS, NUMBERS = tf.TensorSpec([4, 6, 3]), tf.TensorSpec([4, 5], tf.int32)
 
@@ -19,7 +18,7 @@ FLOATS, NUMBERS = tf.TensorSpec([4, 6, 3]), tf.TensorSpec([4, 5], tf.int32)
 def blocks(function: Callable[..., tf.Tensor]) -> dict[str, int]:
     """Marked nodes of a function of a table and indices: op type -> blocks."""
     program = mark_blocks(fold(inline(capture_function(function, (FLOATS, NUMBERS), {}).program)))
-    return {n.op: n.attrs[BLOCKS] for n in program.nodes if BLOCKS in n.attrs}
+    return {n.op: n.marks.blocks for n in program.nodes if n.marks.blocks}
 
 
 def rows(count: int = 4) -> tf.Tensor:

@@ -13,7 +13,6 @@ from whale.ir.program import Program
 from whale.passes.normalize.embedding.owner_updates import update_by_owner
 from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.inline import inline
-from whale.sharding_rules.base import OWNED
 from whale.sharding_rules.embedding import SUMS_BY_ID
 
 Rows = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
@@ -44,7 +43,7 @@ def test_what_does_the_same_to_each_row_is_marked() -> None:
     (sums,) = (n for n in program.nodes if n.op == SUMS_BY_ID)
     assert not {"Unique", "UnsortedSegmentSum", "Size"} & {n.op for n in program.nodes}
     readers = {n.name for ref in sums.refs() for n, _ in program.consumers[ref]}
-    marked = {n.name: n.op for n in program.nodes if OWNED in n.attrs}
+    marked = {n.name: n.op for n in program.nodes if n.marks.owned_rows}
     assert readers <= marked.keys()
     assert {"ResourceGather", "ResourceScatterUpdate", "ExpandDims"} <= set(marked.values())
 
@@ -62,7 +61,7 @@ def test_what_does_the_same_to_each_row_is_marked() -> None:
 )
 def test_what_looks_at_other_rows_is_left_alone(rows: Rows) -> None:
     program = updated(rows)
-    assert not any(n.op == SUMS_BY_ID or OWNED in n.attrs for n in program.nodes)
+    assert not any(n.op == SUMS_BY_ID or n.marks.owned_rows for n in program.nodes)
 
 
 def test_nothing_changes_outside_of_split_scopes() -> None:

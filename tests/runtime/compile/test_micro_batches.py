@@ -17,9 +17,9 @@ from tests.memory import peaks_above
 from tests.runtime.compile.test_zero import batch, trained
 from whale.errors import PlanError
 from whale.ir.program import Program
+from whale.kernels import substitute
 from whale.partition.pipeline import microbatches as micro
 from whale.partition.pipeline.microbatch_loop import Call, outline
-from whale.runtime.compile import compile as compiling
 
 Start = Callable[..., None]
 
@@ -28,13 +28,13 @@ Start = Callable[..., None]
 def rolled(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The ranks' programs that are compiled from here on."""
     found: list[Program] = []
-    compile_marked = compiling.compile_marked
+    compile_marked = substitute.compile_marked
 
     def seen(program: Program) -> Program:
         found.append(program)
         return compile_marked(program)
 
-    monkeypatch.setattr(compiling, "compile_marked", seen)
+    monkeypatch.setattr(substitute, "compile_marked", seen)
     return found
 
 

@@ -13,7 +13,7 @@ import whale as wh
 from whale.errors import ConfigError
 from whale.ir.layout import Partial
 from whale.ir.program import Program
-from whale.runtime.compile import compile as compiling
+from whale.kernels import substitute
 
 Start = Callable[..., None]
 
@@ -53,8 +53,8 @@ def test_products_are_in_bfloat16_and_sums_are_not(
     ranks: Start, monkeypatch: pytest.MonkeyPatch, count: int, micro_batches: int
 ) -> None:
     programs: list[Program] = []
-    compile_marked = compiling.compile_marked
-    monkeypatch.setattr(compiling, "compile_marked", lambda p: programs.append(p) or compile_marked(p))
+    compile_marked = substitute.compile_marked
+    monkeypatch.setattr(substitute, "compile_marked", lambda p: programs.append(p) or compile_marked(p))
     plain = Model(tf.function)
     losses = [float(plain.step(*batch())) for _ in range(5)]
     ranks(count, **{"amp.level": "O1", "pipeline.num_micro_batch": micro_batches})

@@ -19,7 +19,6 @@ from whale.ir.layout import B, Split
 from whale.ir.mesh import tiles_of
 from whale.ir.plan_text import format_plan
 from whale.runtime.run.context import current
-from whale.sharding_rules.graph import USE
 
 Start = Callable[..., None]
 ROWS, INPUTS, HIDDEN, OUTPUTS = 8, 7, 16, 10
@@ -103,7 +102,7 @@ def test_weights_are_gathered_for_each_use_and_not_before(ranks: Start) -> None:
     for v in (*model.weights, *model.optimizer.variables[2:]):
         assert getattr(v, "value", v)._whale_parts.tiles.cuts[0].dim == 0
     program = model.step._step(batch(0), {}).compiled.program
-    paced = [n for n in program.nodes if USE in n.attrs and n.controls]
+    paced = [n for n in program.nodes if n.marks.gathered_at_use and n.controls]
     assert len(paced) == 1  # of three products, the third waits for the first
     forward = next(n for n in program.nodes if n.op == "MatMul")
     assert paced[0].controls == (forward.name,)

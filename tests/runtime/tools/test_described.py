@@ -21,7 +21,7 @@ from tests.draws import one_of
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
 from whale.ir.layout import B, split
-from whale.ir.program import BACKWARD, RECOMPUTED, Program, Ref
+from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType
 from whale.partition.mesh import plan_program
 from whale.passes.pass_manager import normalise
@@ -78,7 +78,7 @@ def test_selective_recompute_repeats_the_scores_of_attention_and_holds_none_of_t
     settings = PlanSettings(size=1).but(memory__recompute="collection")
     program = normalise(program_of(d), settings)
     assert contents(program) == contents(normalise(traced(d), settings))
-    again = [(n, w) for n, w in program_work(program) if n.attrs.get(RECOMPUTED)]
+    again = [(n, w) for n, w in program_work(program) if n.marks.recomputed]
     # Of each layer: the product of queries and keys, 2 b s^2 h; scale, mask and softmax of b a s^2 scores.
     scores = d.batch * d.heads * d.sequence**2
     assert Counter(n.op for n, _ in again) == dict.fromkeys(("BatchMatMulV2", "Mul", "AddV2", "Softmax"), 3)
@@ -134,11 +134,7 @@ def test_what_lies_between_products_is_divided_along_the_sequence(kind: str) -> 
 
 def held_tensors(program: Program) -> set[Ref]:
     """What the backward pass reads of the forward pass."""
-    late = {
-        n.name
-        for n in program.nodes
-        if n.attrs.get(BACKWARD) or n.attrs.get(RECOMPUTED) or n.name.startswith("gradients/")
-    }
+    late = {n.name for n in program.nodes if n.marks.backward or n.marks.recomputed or n.name.startswith("gradients/")}
     read = {r for n in program.nodes if n.name in late for r in n.inputs if r.node not in late}
     return {r for r in read if program.by_name[r.node].op != "Const"}
 

@@ -13,8 +13,8 @@ from unittest import mock
 import whale_ops
 from whale.config import Config
 from whale.ir.program import Program
+from whale.kernels import substitute
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
-from whale.runtime.compile import compile
 from whale.runtime.ranks import device_exchange
 from whale.started import ProcessPlace
 from whale_ops import build
@@ -69,7 +69,7 @@ def host_devices(library: Path, mixed: bool = False) -> Iterator[None]:
 
     with (
         mock.patch.multiple(device_exchange, library=lambda: library, start=start),
-        mock.patch.object(compile, "on_devices", given),
+        mock.patch.object(substitute, "on_devices", given),
     ):
         yield
     keys = {counter.key for comm in opened for counter in comm.counters()}

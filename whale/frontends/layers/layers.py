@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from whale.annotations import replica, split
+from whale.capture.attrs import WIDE
 from whale.errors import ProgramError
 from whale.frontends.layers.embedding import NEVER_ROUNDED
 from whale.frontends.layers.embedding import Embedding as Embedding
 from whale.frontends.layers.hot import hot_ids as hot_ids
-from whale.ir.program import WIDE
 from whale.runtime.run.context import running
 from whale.runtime.run.scopes import marked
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from whale.ir.marks import Marks
 from whale.ir.ops import FOLDS
-from whale.ir.program import RECOMPUTED, Node, Program, Ref, marks
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, static_shape
 from whale.kernels.elementwise.code import MOST_OF_A_KIND, SUMS, Code, Value, placed
 from whale.kernels.elementwise.graph import with_operations
@@ -33,8 +34,8 @@ def _simpler(program: Program) -> Program:
     def simpler(node: Node) -> Node:
         if node.op in _COPYING and (axes := program.const(node.inputs[1])) is not None and not axes.size:
             kind = node.outputs[0]
-            return replace(node, op="Identity", inputs=node.inputs[:1], attrs={"T": DType(kind.dtype), **marks(node)})
-        if node.op != "Const" or not node.controls or RECOMPUTED in node.attrs:
+            return replace(node, op="Identity", inputs=node.inputs[:1], attrs={"T": DType(kind.dtype)})
+        if node.op != "Const" or not node.controls or node.marks.recomputed:
             return node
         controls = tuple(c for c in node.controls if elementwise_type(program, program.by_name[c]) is None)
         return node if controls == node.controls else replace(node, controls=controls)
@@ -101,7 +102,6 @@ def _operation(program: Program, group: Group, name: str) -> tuple[Node, list[Re
         "sum_shapes": tuple([Shape(static_shape(one)) for one in sum_types]),
         "S": len(sums),
     }
-    if RECOMPUTED in nodes[0].attrs:
-        attrs[RECOMPUTED] = True
+    marks = Marks(recomputed=nodes[0].marks.recomputed)
     outputs = (*[whole] * len(results), *sum_types)
-    return Node(name, ELEMENTWISE, inputs, controls, attrs, outputs, nodes[-1].scope), results + sums
+    return Node(name, ELEMENTWISE, inputs, controls, attrs, outputs, nodes[-1].scope, False, marks), results + sums

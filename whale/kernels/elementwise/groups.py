@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from whale.ir.ops import EXCHANGES, RANDOM, READS, UPDATES
-from whale.ir.program import RECOMPUTED, Node, Program, Ref, function_refs
+from whale.ir.program import Node, Program, Ref, function_refs
 from whale.ir.values import TensorType
 from whale.kernels.elementwise.code import MOST_OF_A_KIND
 from whale.kernels.elementwise.graph import before, joined
@@ -67,7 +67,7 @@ def _places(program: Program, types: Mapping[str, TensorType], sums: Collection[
     places: dict[str, _Place] = {}
     bits = 0
     for node in program.nodes:
-        kind, recomputed = types.get(node.name), RECOMPUTED in node.attrs
+        kind, recomputed = types.get(node.name), node.marks.recomputed
         level = after = 0
         known = [name for name in dict.fromkeys(before(node)) if name in levels]
         for name in known:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 
 from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS, IDENTITIES
-from whale.ir.program import COMPILED, ON_HOST, Node, Program, Ref
+from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import TensorType, static_shape
 from whale.kernels.elementwise.code import Code, Value
 
@@ -54,7 +54,7 @@ def lies_in(given: TensorType, whole: TensorType) -> str:
 
 def elementwise_type(program: Program, node: Node) -> TensorType | None:
     """Returns the result's type of a node that is elementwise arithmetic, whose operands are as ``lies_in`` says."""
-    if len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
+    if len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
         return None
     kind = node.outputs[0]
     if kind.dtype not in DTYPES or not kind.is_static or not kind.shape or not kind.elements:
@@ -92,7 +92,7 @@ def _of_contraction(program: Program, node: Node) -> bool:
 
 def summed(program: Program, node: Node) -> TensorType | None:
     """Returns the type of what a node sums over its first dimensions; None: it does not, or too little to matter."""
-    if node.op not in _SUMS or len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
+    if node.op not in _SUMS or len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
         return None
     whole, sum_type = program.type_of(node.inputs[0]), node.outputs[0]
     if whole.dtype not in DTYPES or not whole.is_static or not sum_type.is_static or not whole.elements:

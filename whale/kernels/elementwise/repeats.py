@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from whale.ir.program import RECOMPUTED, Node, Program, Ref, without_unread
+from whale.ir.program import Node, Program, Ref, without_unread
 from whale.ir.values import TensorType
 from whale.kernels.elementwise.operations import REPEATS, elementwise_type
 
@@ -44,7 +44,7 @@ def repeated_last(program: Program) -> Program:
 
 
 def _fits(program: Program, node: Node) -> bool:
-    return RECOMPUTED not in node.attrs and elementwise_type(program, node) is not None
+    return not node.marks.recomputed and elementwise_type(program, node) is not None
 
 
 def _common(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repeat | None:

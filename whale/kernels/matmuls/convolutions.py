@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.ir.program import Node, Program, Ref, marks
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType, static_shape
 from whale.kernels.matmuls.matrices import Factor, Products, matrix_sizes, may_multiply
 from whale.kernels.xla import in_other_graphs
@@ -97,7 +97,7 @@ def _patches(products: Products, node: Node, image: Factor, gradient: Factor) ->
             name=name,
             op="ExtractImagePatches",
             inputs=(image.ref,),
-            attrs=attrs | marks(node),
+            attrs=attrs,
             outputs=(patches,),
         )
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from whale.ir.ops import MATMULS
-from whale.ir.program import Node, Program, Ref, marks, without_unread
+from whale.ir.program import Node, Program, Ref, without_unread
 from whale.ir.values import DType, TensorType, static_shape
 from whale.kernels.matmuls.matrices import may_multiply
 from whale.kernels.xla import in_other_graphs
@@ -66,7 +66,6 @@ class Equation:
         attrs = {
             "equation": f"{right},{left}->{out}" if turned else f"{left},{right}->{out}",
             "T": DType(of.outputs[0].dtype),
-            **marks(of),
         }
         operands = (self.right, self.left) if turned else (self.left, self.right)
         return replace(of, op=EINSUM, inputs=operands, attrs=attrs)
@@ -93,7 +92,9 @@ def _with_own(program: Program) -> Program:
         if node.name in into:
             product = program.by_name[node.inputs[0].node]
             controls = tuple(dict.fromkeys((*product.controls, *node.controls)))
-            node = into[node.name].node(replace(node, controls=controls, attrs={**marks(product), **marks(node)}))
+            node = into[node.name].node(
+                replace(node, controls=controls, attrs={}, marks=node.marks.but(**product.marks.given()))
+            )
         elif node.name in found and found[node.name].is_written:
             node = found[node.name].node(node)
         nodes.append(node)

@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from whale.ir.emitter import Emitter
-from whale.ir.program import COMPILED, ON_HOST, PRODUCT, Node, Ref, marks
+from whale.ir.program import COMPILED, PRODUCT, Node, Ref
 from whale.ir.values import DType, TensorType, static_shape
 
 _DTYPES = ("float32", "float64")
@@ -40,7 +40,7 @@ def matrix_sizes(t: TensorType) -> tuple[int, int]:
 
 def may_multiply(node: Node, types: Sequence[TensorType]) -> bool:
     """Tells whether products may stand for ``node``, with operands and a result of these types."""
-    if node.attrs.get(COMPILED) or node.attrs.get(ON_HOST):
+    if node.attrs.get(COMPILED) or node.marks.on_host:
         return False
     return all(t.dtype in _DTYPES and t.is_static and t.shape and t.elements for t in types)
 
@@ -75,7 +75,7 @@ class Products:
             inputs.append(self.matrices[one.ref])
         sides = TensorType(result.dtype, (factors[0].sides[0], factors[1].sides[1]))
         transposed = dict(zip(("transpose_a", "transpose_b"), [one.transposed for one in factors]))
-        attrs = {"T": DType(result.dtype), **transposed, **marks(node)}
+        attrs = {"T": DType(result.dtype), **transposed}
         name = node.name if sides == result else f"{node.name}/{PRODUCT}"
         self.keep(replace(node, name=name, op="MatMul", inputs=tuple(inputs), attrs=attrs, outputs=(sides,)))
         if name != node.name:

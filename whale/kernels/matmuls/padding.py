@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from whale.ir.emitter import Emitter, with_size
-from whale.ir.program import PRODUCT, Node, Program, Ref, marks
+from whale.ir.program import PRODUCT, Node, Program, Ref
 from whale.ir.values import DType, TensorType
 from whale.kernels.matmuls.matrices import Factor, may_multiply
 from whale.kernels.xla import in_other_graphs
@@ -104,10 +104,10 @@ def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
     counts = np.zeros((2, 2), np.int32)
     counts[padding.dim, 1] = padding.zeros
     paddings = e.const(e.part(name, "paddings"), counts)
-    kinds = {"T": DType(given.dtype), "Tpaddings": DType("int32"), **marks(node)}
+    kinds = {"T": DType(given.dtype), "Tpaddings": DType("int32")}
     # The padding waits until the product can be computed: a copy of an activation or a weight would be held until then.
     after = tuple(dict.fromkeys((*node.controls, node.inputs[1 - padding.operand].node)))
-    pad = Node(e.part(name, "operand"), "Pad", (source, paddings), after, kinds, (wider,))
+    pad = Node(e.part(name, "operand"), "Pad", (source, paddings), after, kinds, (wider,), marks=node.marks)
     e.nodes[pad.name] = pad
     operands = list(node.inputs)
     operands[padding.operand] = Ref(pad.name)

@@ -8,7 +8,7 @@ faster than its reader waits for it, instead of filling memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from whale.ir.emitter import COMMUNICATOR
@@ -16,7 +16,6 @@ from whale.ir.ops import POINT_TO_POINT
 from whale.ir.program import Node, Program, Ref, topological
 from whale.ir.values import DType, Func, Shape
 from whale.partition.pipeline.microbatch_loop import CALL
-from whale.sharding_rules.structure.communication import EDGE, ROWS
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
         arguments = []
         for n in outside.received:
             name = f"{n.name}/{number}"
-            waits = _latest(readers.setdefault(n.name, []), room(n.attrs[EDGE]))
-            nodes[name] = replace(n, name=name, inputs=(Ref(COMMUNICATOR),), controls=waits, attrs=_keyed(n, number))
+            waits = _latest(readers.setdefault(n.name, []), room(_edge(n)))
+            nodes[name] = replace(_keyed(n, number), name=name, inputs=(Ref(COMMUNICATOR),), controls=waits)
             readers[n.name].append(node.name)
             arguments.append(Ref(name))
         results = tuple(outside.body.type_of(r) for r in outside.body.outputs[len(node.outputs) :])
@@ -68,7 +67,7 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
             "shapes": (*node.attrs["shapes"], *(Shape(t.shape) for t in results)),
         }
         outputs = (*node.outputs, *results)
-        waits = tuple(w for n in outside.sent for w in _latest(sends.get(n.name, []), room(n.attrs[EDGE])))
+        waits = tuple(w for n in outside.sent for w in _latest(sends.get(n.name, []), room(_edge(n))))
         nodes[node.name] = replace(
             node, inputs=(*node.inputs, *arguments), controls=(*node.controls, *waits), attrs=attrs, outputs=outputs
         )
@@ -76,7 +75,7 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
             name = f"{n.name}/{number}"
             sends.setdefault(n.name, []).append(name)
             operands = (Ref(COMMUNICATOR), Ref(node.name, len(node.outputs) + i))
-            nodes[name] = replace(n, name=name, inputs=operands, controls=(), attrs=_keyed(n, number))
+            nodes[name] = replace(_keyed(n, number), name=name, inputs=operands, controls=())
             effects.append(name)
     functions = {name: outside.body for name, outside in taken.items()}
     return replace(program, nodes=topological(nodes), effects=tuple(effects), functions=functions)
@@ -88,7 +87,7 @@ def _latest(before: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def _taken_out(body: Program) -> _Outside:
-    moves = [n for n in body.nodes if n.op in POINT_TO_POINT and n.attrs.get(ROWS)]
+    moves = [n for n in body.nodes if n.op in POINT_TO_POINT and n.marks.micro_batch_rows]
     received = tuple(n for n in moves if n.op == "WhaleRecv")
     sent = tuple(n for n in moves if n.op == "WhaleSend")
     names = {n.name for n in moves}
@@ -110,6 +109,13 @@ def _taken_out(body: Program) -> _Outside:
     return _Outside(without, received, sent)
 
 
-def _keyed(node: Node, number: str) -> Mapping[str, object]:
-    attrs = {name: value for name, value in node.attrs.items() if name not in (ROWS, EDGE)}
-    return {**attrs, "key": f"{node.attrs['key']}/{number}"}
+def _edge(node: Node) -> tuple[int, int]:
+    """Returns the numbers of the stage groups between which a tensor is sent."""
+    assert node.marks.edge is not None, node.name
+    return node.marks.edge
+
+
+def _keyed(node: Node, number: str) -> Node:
+    """Gives what is sent or received for each micro-batch the key of one of them."""
+    attrs = {**node.attrs, "key": f"{node.attrs['key']}/{number}"}
+    return replace(node, attrs=attrs, marks=node.marks.but(micro_batch_rows="", edge=None))

@@ -117,11 +117,11 @@ def _differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
 
 
 def _same_attributes(x: Node, y: Node) -> bool:
-    if x is y or x.attrs is y.attrs:
+    if x is y or (x.attrs is y.attrs and x.marks == y.marks):
         return True
     # A kernel's own stream goes on from call to call: another seed for another micro-batch is not needed.
     mine, other = ({k: v for k, v in n.attrs.items() if k != "seed2"} for n in (x, y))
-    return mine == other
+    return mine == other and x.marks == y.marks
 
 
 def may_carry(node: Node) -> bool:

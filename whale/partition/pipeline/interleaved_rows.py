@@ -16,8 +16,6 @@ from whale.ir.layout import Split, split, times_of
 from whale.ir.ops import COLLECTIVES, ROW_EXCHANGES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType, static_shape
-from whale.sharding_rules.structure.communication import RUNS
-from whale.sharding_rules.structure.shape import CUT_IN_RUNS
 
 _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
 _OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise
@@ -72,10 +70,12 @@ def _in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batche
         dim, sizes = attrs[name], _SIZES[name]
         attrs[sizes] = tuple(n // turns.get(dim, 1) for n in attrs[sizes])
         attrs[name] = dim + sum(other < dim for other in turns)
+    marks = node.marks
     if len(turns) == 1:
-        attrs[RUNS] = (next(iter(turns)) + 1, micro_batches)
+        marks = marks.but(runs=(next(iter(turns)) + 1, micro_batches))
     seen = e.reshape(f"{node.name}/turns", node.inputs[1], source.dtype, static_shape(viewed(source)))
     name = f"{node.name}/in_turn"
-    e.nodes[name] = replace(node, name=name, inputs=(node.inputs[0], seen), attrs=attrs, outputs=(viewed(made),))
+    inputs, outputs = (node.inputs[0], seen), (viewed(made),)
+    e.nodes[name] = replace(node, name=name, inputs=inputs, attrs=attrs, outputs=outputs, marks=marks)
     e.reshape(node.name, Ref(name), made.dtype, static_shape(made))
-    return [replace(n, attrs={**n.attrs, CUT_IN_RUNS: True}) if n.op == "Reshape" else n for n in e.nodes.values()]
+    return [n.marked(cut_in_runs=True) if n.op == "Reshape" else n for n in e.nodes.values()]

@@ -17,7 +17,7 @@ from whale.errors import PlanError
 from whale.ir.layout import identity_value
 from whale.ir.ops import ALL_REDUCES, EXCHANGES, HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
-from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node, function_refs, topological
+from whale.ir.program import Node, Program, Ref, const_node, function_refs, topological
 from whale.ir.values import DType, Func, Shape, TensorType, numpy_dtype
 from whale.partition.pipeline.identical_microbatches import TIME, Kind, kinds_of, may_carry, with_own_bodies
 
@@ -76,7 +76,7 @@ class Body:
         for c in node.controls:
             if self._here(c) and self.kind.region[c] == "each":
                 controls.append(c)
-            elif self.kind.region[c] == "outer" and RECOMPUTED not in node.attrs:  # that gradient comes after all
+            elif self.kind.region[c] == "outer" and not node.marks.recomputed:  # that gradient comes after all
                 self.function.behind.append(c)
         return replace(node, inputs=tuple(map(self._inside, node.inputs)), controls=tuple(controls))
 
@@ -376,7 +376,7 @@ class _Outliner:
             found = dict[str, None]()
             for c in node.controls:
                 if kind.region[c] == "each":
-                    if RECOMPUTED in node.attrs:
+                    if node.marks.recomputed:
                         continue  # of the whole batch: it is there before its gradient comes in a micro-batch
                     found[ends[self._phase(kind, c) or self.order[-1].phase]] = None
                 elif kind.region[c] != "join":

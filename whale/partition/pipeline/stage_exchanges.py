@@ -10,12 +10,12 @@ import numpy as np
 from whale.ir.crossing import Part, Span, in_runs_of
 from whale.ir.emitter import COMMUNICATOR, Emitter
 from whale.ir.layout import Split, split
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
 from whale.partition.pipeline.stages import Stages
 from whale.partition.spmd import unread_communication
-from whale.sharding_rules.structure.communication import EDGE, ROWS
 
 
 def connect(
@@ -66,8 +66,16 @@ class _Connector:
             tuple(self.nodes.values()), outputs=outputs, effects=tuple(dict.fromkeys(effects))
         )
 
-    def _add(self, name: str, op: str, inputs: tuple[Ref, ...], attrs: dict, outputs: tuple[TensorType, ...]) -> None:
-        self.nodes[name] = Node(name, op, inputs, (), attrs, outputs, "", True)
+    def _add(
+        self,
+        name: str,
+        op: str,
+        inputs: tuple[Ref, ...],
+        attrs: dict,
+        outputs: tuple[TensorType, ...],
+        marks: Marks = NO_MARKS,
+    ) -> None:
+        self.nodes[name] = Node(name, op, inputs, (), attrs, outputs, "", True, marks)
         self.effects.append(name)
 
     def _receive(self, node: Node) -> dict[Ref, Ref]:
@@ -92,8 +100,8 @@ class _Connector:
             "T": DType(t.dtype), "ranks": (), "key": self._key(key, source, self.number, part), "peer": peer,
             "shape": Shape(t.shape),
         }  # fmt: skip
-        marked = self._marked(attrs, key, t, part, (source, self.number))
-        self._add(name, "WhaleRecv", (Ref(COMMUNICATOR),), marked, (t,))
+        marks = self._marks(key, t, part, (source, self.number))
+        self._add(name, "WhaleRecv", (Ref(COMMUNICATOR),), attrs, (t,), marks)
         return Ref(name)
 
     def _joined(
@@ -106,7 +114,7 @@ class _Connector:
             nothing = self.emitter.const(name, np.zeros(static_shape(t), numpy_dtype(t.dtype)))
             cut = self._rows_of(key, t, self.stages.is_direct(source, self.number)) if key in self.rows else None
             if cut is not None and cut.extent:  # of rows that have nothing here each micro-batch has its own
-                self.nodes[name] = replace(self.nodes[name], attrs={**self.nodes[name].attrs, ROWS: str(cut)})
+                self.nodes[name] = self.nodes[name].marked(micro_batch_rows=str(cut))
             return nothing
         block = self.stages.block(key, source, self.number, self.position)
         return self._along(name, t.dtype, [(p.spans or (), ref) for p, ref in zip(parts, pieces)], block, 0)
@@ -155,8 +163,8 @@ class _Connector:
                 "T": DType(t.dtype), "ranks": (), "key": self._key(key, self.number, target, part),
                 "peer": self.stages.meshes[target].ranks[part.receiver],
             }  # fmt: skip
-            marked = self._marked(attrs, key, t, part, (self.number, target))
-            self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), marked, ())
+            marks = self._marks(key, t, part, (self.number, target))
+            self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), attrs, (), marks)
 
     def _cut(self, name: str, source: Ref, t: TensorType, part: Part) -> Ref:
         """Cuts the part that one rank gets out of the tensor that this one has."""
@@ -178,10 +186,11 @@ class _Connector:
         ends = part.sender if part.sender == part.receiver else f"{part.sender}to{part.receiver}"
         return f"{key}@{source}to{target}/{ends}"
 
-    def _marked(self, attrs: dict, key: str, t: TensorType, part: Part, edge: tuple[int, int]) -> dict:
+    def _marks(self, key: str, t: TensorType, part: Part, edge: tuple[int, int]) -> Marks:
+        """Returns the marks of what sends or receives a part of a tensor."""
         if key not in self.rows:
-            return attrs
-        return {**attrs, ROWS: str(self._rows_of(key, t, part.spans is None)), EDGE: edge}
+            return NO_MARKS
+        return Marks(micro_batch_rows=str(self._rows_of(key, t, part.spans is None)), edge=edge)
 
     def _rows_of(self, key: str, t: TensorType, direct: bool) -> Split:
         """Returns how micro-batches cut this rank's part of a tensor that travels between stage groups."""

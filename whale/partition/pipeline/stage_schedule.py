@@ -20,7 +20,6 @@ from whale.passes.in_time.micro_batches import EACH, time_plan
 from whale.passes.in_time.phases import in_stages_of_readers, kinds, phases_of_rank
 from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
-from whale.sharding_rules.structure.communication import ROWS
 
 _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 
@@ -99,7 +98,7 @@ class WholeInTime:
             are not alike; a tensor is cut otherwise by its sender than by its receiver.
         """
         program = self._prepared(program)
-        travels = (node for node in program.nodes if node.op in _TRAVELS and node.attrs.get(ROWS))
+        travels = (node for node in program.nodes if node.op in _TRAVELS and node.marks.micro_batch_rows)
         cuts = {node.name: _as_split(node) for node in travels}
         # Ranks of a stage mostly run the same but for values.
         one = next((one for one in self._known if one.rows == cuts and is_alike(one.program, program)), None)
@@ -109,7 +108,7 @@ class WholeInTime:
             self._known.append(one)
         time, regions = one.plan, one.regions
         for node in program.nodes:
-            if node.op == "WhaleSend" and node.attrs.get(ROWS):
+            if node.op == "WhaleSend" and node.marks.micro_batch_rows:
                 wanted, found = _as_split(node), time.strategies[""][node.name].inputs[1]
                 if found != wanted:
                     raise PlanError(
@@ -156,6 +155,6 @@ class WholeInTime:
 
 def _as_split(node: Node) -> Split:
     """Returns how micro-batches cut what ``node`` sends or receives for each of them."""
-    placement = parse_placement(str(node.attrs[ROWS]))
+    placement = parse_placement(node.marks.micro_batch_rows)
     assert isinstance(placement, Split)
     return split(placement.dim, placement.sizes, placement.blocks)

@@ -15,7 +15,6 @@ from whale.passes.analysis.rank_groups import sizes_within
 from whale.passes.analysis.scopes import context_of
 from whale.passes.autoshard.region import SplitRegion
 from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import OWNED
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.graph import takes, view
 
@@ -93,7 +92,7 @@ class Candidates:
                         self._note(Ref(name), few)
         for name, uses in self.region.weights.items():
             for _, handle in uses:
-                if handle in self.tables and OWNED not in self.region.nodes[name].attrs:
+                if handle in self.tables and not self.region.nodes[name].marks.owned_rows:
                     self._seed_whole(self.region.nodes[name], handle)
         for name, node in self.region.nodes.items():
             if context_of(node.scope) is not None and name not in self.region.read and self.region.flops(node):

@@ -17,7 +17,6 @@ from whale.ir.layout import Split
 from whale.ir.ops import ROW_LOOKUPS
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.autoshard.region import SplitRegion
-from whale.sharding_rules.base import OWNED
 
 
 def whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> dict[str, int]:
@@ -67,7 +66,7 @@ def _lookups(region: SplitRegion) -> dict[str, list[str]]:
     """
     readers: dict[str, list[str]] = {}
     for name, uses in region.weights.items():
-        for _, handle in uses if OWNED not in region.nodes[name].attrs else ():
+        for _, handle in uses if not region.nodes[name].marks.owned_rows else ():
             readers.setdefault(handle, []).append(name)
     return {handle: names for handle, names in readers.items() if all(_reads_rows(region, n, handle) for n in names)}
 

@@ -22,7 +22,7 @@ from whale.ir.collector import no_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
 from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
-from whale.ir.program import RECOMPUTED, Node, Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.scopes import has_split_scopes
 from whale.passes.in_time.no_rows import bodies_of, of_no_rows
@@ -153,7 +153,7 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
     for node in program.nodes:
         strategy = strategies[node.name]
         # What is computed again goes where its operands are: it waits for gradients of its own micro-batch.
-        waits_for = () if RECOMPUTED in node.attrs else node.controls
+        waits_for = () if node.marks.recomputed else node.controls
         base = max((level[c] for c in waits_for), default=0)
         for ref, wanted in zip(node.inputs, strategy.inputs):
             base = max(base, _level_of(plan, level, ref, wanted))

@@ -7,7 +7,6 @@ from whale.ir.ops import COLLECTIVES, HAS_BODIES
 from whale.ir.program import Node, Program
 from whale.ir.values import TensorType, static_shape
 from whale.sharding_rules.graph import called_functions
-from whale.sharding_rules.structure.communication import RUNS
 
 
 def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
@@ -18,7 +17,7 @@ def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
         of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
         if node.op == "Const" or of_known or (node.op in COLLECTIVES and all(map(_has_no_elements, node.outputs))):
             known.add(node.name)
-        dim, runs = node.attrs.get(RUNS, (0, 0))
+        dim, runs = node.marks.runs or (0, 0)
         operands = node.inputs[1:]
         if (
             node.op in COLLECTIVES

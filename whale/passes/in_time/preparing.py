@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from whale.ir.marks import NO_MARKS
 from whale.ir.ops import EXCHANGES, HAS_BODIES, READS
-from whale.ir.program import RECOMPUTED, Node, Program, Ref, const_node
+from whale.ir.program import Node, Program, Ref, const_node
 from whale.ir.values import UNMOVABLE, DType, numpy_dtype, static_shape
 from whale.passes.analysis.scopes import ranks_of_scope, with_paths, with_ranks
-from whale.sharding_rules.graph import USE, called_functions
+from whale.sharding_rules.graph import called_functions
 
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
 _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at
@@ -39,9 +40,9 @@ def prepared(program: Program) -> Program:
             asserted.add(node.name)
         if not does and not asserted.isdisjoint(node.controls):
             node = replace(node, controls=tuple(c for c in node.controls if c not in asserted))
-        if node.controls and not node.stateful and RECOMPUTED not in node.attrs:
+        if node.controls and not node.stateful and not node.marks.recomputed:
             # The order in which weights are gathered for their uses is one of the ranks, within each micro-batch.
-            kept = () if USE in node.attrs else tuple(c for c in node.controls if c in behind_effects)
+            kept = () if node.marks.gathered_at_use else tuple(c for c in node.controls if c in behind_effects)
             node = replace(node, controls=kept)
         if does or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
             behind_effects.add(node.name)
@@ -53,7 +54,8 @@ def prepared(program: Program) -> Program:
             names = f"{node.name}/whale_dims", f"{node.name}/whale_value"
             nodes += [const_node(names[0], np.array(t.shape, np.int32)), const_node(names[1], value)]
             attrs = {"T": DType(t.dtype), "index_type": DType("int32")}
-            node = replace(node, op="Fill", inputs=(Ref(names[0]), Ref(names[1])), attrs=attrs, controls=())
+            filled = Ref(names[0]), Ref(names[1])
+            node = replace(node, op="Fill", inputs=filled, attrs=attrs, controls=(), marks=NO_MARKS)
         nodes.append(node)
     return program.with_nodes(tuple(nodes))
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from whale.ir.marks import Marks
 from whale.ir.program import Node, Program, Ref, without_unread
 from whale.ir.values import DType, Func
 from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.memory.zero import gathered_type, is_model
-from whale.sharding_rules.graph import USE
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,6 @@ def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]
             value = Ref(copy.name)
         (kind,) = (node or use.read).outputs
         name = f"{use.read.name}/whale_use_{number}" + (f"_{place}" if place else "")
-        attrs = {"T": DType(kind.dtype), USE: True}
-        yield Node(name, "Identity", (value,), controls if not place else (), attrs, (kind,), scope)
+        attrs, waits = {"T": DType(kind.dtype)}, controls if not place else ()
+        yield Node(name, "Identity", (value,), waits, attrs, (kind,), scope, marks=Marks(gathered_at_use=True))
         value = Ref(name)

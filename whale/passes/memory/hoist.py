@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from whale.ir.marks import NO_MARKS
 from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
@@ -129,7 +130,7 @@ def _with_values(function: Program, arguments: dict[str, TensorType], functions:
             attrs = {**node.attrs, "dtype": DType(kind.dtype), "shape": Shape(kind.shape)}
             node = replace(node, attrs=attrs, outputs=(kind,))
         elif inner and node.op == "ReadVariableOp":
-            node = replace(node, op="Identity", attrs={"T": node.attrs["dtype"]}, stateful=False)
+            node = replace(node, op="Identity", attrs={"T": node.attrs["dtype"]}, stateful=False, marks=NO_MARKS)
         elif inner and node.op == "VariableShape":
             node = _shape(node, inner[0])
         elif inner:

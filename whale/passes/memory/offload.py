@@ -25,12 +25,12 @@ from whale.ir.ops import (
     SCATTERS,
     UPDATES,
 )
-from whale.ir.program import ON_HOST, Node, Program, Ref, Variable, function_refs
+from whale.ir.program import Node, Program, Ref, Variable, function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
 from whale.passes.analysis.cost import matmul_flops
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.zero import is_model, leading_to
-from whale.sharding_rules.graph import USE, Use, called_functions, uses_of_variables
+from whale.sharding_rules.graph import Use, called_functions, uses_of_variables
 
 COPY = "WhaleOffload"
 TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
@@ -196,7 +196,7 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
         elif not taken and not _is_call(node) and any(r.node in of_state for r in node.inputs):
             there.add(node.name)
             of_state.add(node.name)
-        elif node.attrs.get(USE) and node.inputs[0].node in there:
+        elif node.marks.gathered_at_use and node.inputs[0].node in there:
             there.add(node.name)  # a weight for one of its uses: copied for each
     kept = {*program.effects, *(r.node for r in program.outputs), *program.inputs, *program.variable_of}
     while more := _cheaper_there(program, there, kept):
@@ -318,4 +318,4 @@ class _Crossings:
 
 
 def _on_host(node: Node) -> Node:
-    return replace(node, attrs={**node.attrs, ON_HOST: True})
+    return node.marked(on_host=True)

@@ -20,11 +20,7 @@ from dataclasses import dataclass, replace
 from whale.errors import PlanError
 from whale.ir.ops import RANDOM, VIEWS
 from whale.ir.program import (
-    AGAIN,
-    BACKWARD,
-    CHECKPOINT,
     COMPILED,
-    RECOMPUTED,
     Node,
     Program,
     Ref,
@@ -49,7 +45,7 @@ def recompute(program: Program, kind: str) -> Program:
       PlanError: gradients are computed, and no tensor is marked, or there are marks of both kinds.
     """
     forward = _Forward(program)
-    if not forward.backward or any(n.attrs.get(RECOMPUTED) for n in program.nodes):
+    if not forward.backward or any(n.marks.recomputed for n in program.nodes):
         return program  # no gradients, or done before
     ways = {"collection": forward.marked, "auto": forward.chosen, "stage": forward.sent}
     numbers = ways[kind]()
@@ -85,7 +81,7 @@ class _Forward:
         for node in program.nodes:
             # A gradient of a loop has its forward pass fill lists, which it makes for that.
             reads = [r.node for r in node.inputs if program.by_name[r.node].op != "EmptyTensorList"]
-            if node.attrs.get(BACKWARD) or not self.backward.isdisjoint(reads):
+            if node.marks.backward or not self.backward.isdisjoint(reads):
                 self.backward.add(node.name)
             elif node.name in program.variable_of or node.op == "ReadVariableOp":
                 self.fixed.add(node.name)
@@ -125,9 +121,9 @@ class _Forward:
         Raises:
           PlanError: the user marked both what is held and what is computed again.
         """
-        again = {name for name in self.twice if self.program.by_name[name].attrs.get(AGAIN)}
+        again = {name for name in self.twice if self.program.by_name[name].marks.compute_again}
         found: dict[str, int] = {}
-        names = [n.name for n in self.program.nodes if n.attrs.get(CHECKPOINT) and n.name not in self.backward]
+        names = [n.name for n in self.program.nodes if n.marks.checkpoint and n.name not in self.backward]
         if again and names:
             raise PlanError(
                 "activations are marked to be held and to be computed again",
@@ -286,7 +282,7 @@ class _Copies:
                     name=_copy(node.name),
                     inputs=inputs,
                     controls=controls,
-                    attrs={**node.attrs, RECOMPUTED: True},
+                    marks=node.marks.but(recomputed=True),
                 )
                 before.setdefault(s.first_reader, []).append(copy)
         nodes: dict[str, Node] = {}

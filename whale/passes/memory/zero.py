@@ -29,7 +29,6 @@ from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.analysis.cost import matmul_flops
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import OWNED
 from whale.sharding_rules.graph import Use, called_functions, takes, uses_of_variables, view
 
 
@@ -206,7 +205,7 @@ def _can_take(use: Use, handle: str, placement: Split, parts: int) -> bool:
 
     Rows go to where a table has them under split scopes alone: here ids are those of the whole batch.
     """
-    if OWNED in use.node.attrs and placement.dim == 0:
+    if use.node.marks.owned_rows and placement.dim == 0:
         return False
     lying: list[Placement] = [placement if name else B for name in use.handles]
     return all(takes(use.graph, use.node, i, lying, parts) for i, name in enumerate(use.handles) if name == handle)

@@ -17,7 +17,6 @@ from whale.ir.plan import TaskGraph
 from whale.ir.program import Node, Program
 from whale.passes.analysis.scopes import PASSED_ON, context_of, ranks_of_scope, split_scope
 from whale.passes.analysis.stages import assign_stages, stage_of
-from whale.sharding_rules.structure.shape import CUT_IN_RUNS
 
 
 def annotate(program: Program) -> Program:
@@ -52,7 +51,7 @@ def annotate(program: Program) -> Program:
 
 def _in_scope(n: Node, scope: str) -> Node:
     """Copies a node into a scope; most nodes of a step need it, and ``replace`` takes three times as long."""
-    return Node(n.name, n.op, n.inputs, n.controls, n.attrs, n.outputs, scope, n.stateful)
+    return Node(n.name, n.op, n.inputs, n.controls, n.attrs, n.outputs, scope, n.stateful, n.marks)
 
 
 def _free_updates(program: Program) -> Program:
@@ -174,6 +173,6 @@ def mark_flattened(program: Program) -> Program:
     def marked(node: Node) -> Node:
         if node.op != "Reshape" or context_of(node.scope) is None:
             return node
-        return replace(node, attrs={**node.attrs, CUT_IN_RUNS: True})
+        return node.marked(cut_in_runs=True)
 
     return program.with_nodes(tuple(map(marked, program.nodes)))

@@ -36,7 +36,7 @@ def share_scalars(program: Program) -> Program:
         if what < 0:
             continue
         own = Ref(node.name)
-        first = known.setdefault((node.op, node.scope, inputs, node.outputs, what), own)
+        first = known.setdefault((node.op, node.scope, inputs, node.outputs, node.marks, what), own)
         scalars.add(first)
         if first is not own:
             moved[own] = first

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims, DType, Tensor, TensorType, numpy_dtype, static_shape
 
@@ -30,14 +31,22 @@ class NodeEmitter:
         kind = TensorType(dtype or self.dtype, shape)
         return self.node_of(suffix, op, inputs, kind, {"T": DType(kind.dtype), **attrs})
 
-    def node_of(self, suffix: str, op: str, inputs: tuple[Ref, ...], kind: TensorType, attrs: dict[str, Any]) -> Ref:
+    def node_of(
+        self,
+        suffix: str,
+        op: str,
+        inputs: tuple[Ref, ...],
+        kind: TensorType,
+        attrs: dict[str, Any],
+        marks: Marks = NO_MARKS,
+    ) -> Ref:
         """Adds a node with exactly these attributes and this type."""
         name, n = f"{self.node.name}/{suffix}", 1
         while name in self.taken:
             name, n = f"{self.node.name}/{suffix}_{n}", n + 1
         self.taken.add(name)
         # What precedes the composite op precedes all that it does.
-        self.nodes[name] = Node(name, op, inputs, self.node.controls, attrs, (kind,), self.node.scope)
+        self.nodes[name] = Node(name, op, inputs, self.node.controls, attrs, (kind,), self.node.scope, False, marks)
         return Ref(name)
 
     def const(self, suffix: str, value: np.ndarray) -> Ref:

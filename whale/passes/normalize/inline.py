@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS
-from whale.ir.program import AGAIN, Node, Program, Ref, function_refs, topological
+from whale.ir.program import Node, Program, Ref, function_refs, topological
 from whale.ir.values import TensorType
 from whale.passes.normalize.compiled import asks_for_xla, called_from, marked
 
@@ -134,7 +134,7 @@ class _Splice:
 
         before = self._gate(f"{call.name}/before", call.controls) if len(call.controls) > 1 else call.controls
         stateful = [names[n.name] for n in body.nodes if n.stateful and n.name in names]
-        again = bool(call.attrs.get(AGAIN))
+        again = call.marks.compute_again
         for node in body.nodes:
             if node.name in arguments:
                 continue
@@ -146,7 +146,7 @@ class _Splice:
                 name=names[node.name],
                 inputs=tuple([ref(r) for r in node.inputs]),
                 controls=controls,
-                attrs={**node.attrs, AGAIN: True} if again else node.attrs,
+                marks=node.marks.but(compute_again=True) if again else node.marks,
                 scope=node.scope or call.scope,
             )
         results = tuple(ref(r) for r in body.outputs)

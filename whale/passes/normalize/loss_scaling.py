@@ -17,7 +17,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.ops import ADDS, ASSIGNS, READS
-from whale.ir.program import ALL_FINITE, UNSCALED, Node, Program, Ref, const_node, topological
+from whale.ir.program import Node, Program, Ref, const_node, topological
 from whale.ir.values import DType, TensorType, numpy_dtype
 
 _ASSIGNED = "AssignVariableOp"
@@ -53,7 +53,7 @@ def skip_overflow(program: Program) -> Program:
       PlanError: an update is one op that cannot be skipped, or gradients are computed inside loops or branches.
     """
     for body in program.functions.values():
-        inside = next((n for n in body.nodes if UNSCALED in n.attrs), None)
+        inside = next((n for n in body.nodes if n.marks.unscaled), None)
         if inside is not None:
             raise PlanError(
                 "gradients are computed inside a loop or branch",
@@ -62,7 +62,7 @@ def skip_overflow(program: Program) -> Program:
                 expected="the tape outside of loops, branches and functions that are compiled on their own",
                 action='compute gradients outside, or set amp.dtype="bfloat16"',
             )
-    gradients = [n for n in program.nodes if UNSCALED in n.attrs]
+    gradients = [n for n in program.nodes if n.marks.unscaled]
     if not gradients or f"{_NAME}/0" in program.by_name:  # none, or done before
         return program
     return _Skipper(program, gradients).run()
@@ -79,12 +79,12 @@ class _Skipper:
         skipped |= self._steps(skipped)
         answer = self._answer()
         for node in self.program.nodes:
-            inputs = tuple(answer if ALL_FINITE in self.program.by_name[r.node].attrs else r for r in node.inputs)
+            inputs = tuple(answer if self.program.by_name[r.node].marks.all_finite else r for r in node.inputs)
             node = replace(node, inputs=inputs)
             if node.name in skipped and self._updates(node):
                 node = self._skipped(node, answer)
             self.nodes[node.name] = node
-        asked = {n.name for n in self.program.nodes if ALL_FINITE in n.attrs}
+        asked = {n.name for n in self.program.nodes if n.marks.all_finite}
         outputs = tuple(answer if r.node in asked else r for r in self.program.outputs)
         return replace(self.program.with_nodes(topological(self.nodes)), outputs=outputs)
 
@@ -116,7 +116,7 @@ class _Skipper:
         for node in self.program.nodes:
             if any(r.node in fed for r in node.inputs):
                 fed.add(node.name)
-        told = self._behind({n.name for n in self.program.nodes if ALL_FINITE in n.attrs})
+        told = self._behind({n.name for n in self.program.nodes if n.marks.all_finite})
         read = {
             n.inputs[0].node for n in self.program.nodes if n.op == "ReadVariableOp" and n.name in for_updates
         }  # fmt: skip

@@ -3,7 +3,7 @@
 Micikevicius et al., "Mixed precision training", ICLR 2018; the lists are a part of those of TensorFlow's
 ``auto_mixed_precision``. An op that only passes numbers on (``_BETWEEN``) is computed in 16 bits where it lies
 between two products; what comes of the last product, a weight's gradient above all, is float32 again, and is summed as
-that over ranks and micro-batches. So are nodes with the mark ``WIDE``: routers of experts, whose choices rounding
+that over ranks and micro-batches. So are nodes marked ``full_precision``: routers of experts, whose choices rounding
 would change. Variables stay float32. bfloat16 has the range of float32, so losses need no scaling;
 for float16 see whale.passes.normalize.loss_scaling.
 """
@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from whale.ir.ops import CONTRACTIONS, VIEWS
-from whale.ir.program import WIDE, Node, Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType
 
 _WIDE = "float32"
@@ -67,7 +67,7 @@ def _of_graph(program: Program, low_dtype: str) -> Program:
 
 def _computed_low(program: Program) -> set[str]:
     """Returns the nodes that are computed in 16 bits."""
-    fitting = {n.name: n for n in program.nodes if n.attrs.get("T") == _WIDE and WIDE not in n.attrs}
+    fitting = {n.name: n for n in program.nodes if n.attrs.get("T") == _WIDE and not n.marks.full_precision}
     products = {name for name, node in fitting.items() if node.op in _PRODUCTS}
     between = {name: node for name, node in fitting.items() if node.op in _BETWEEN}
     made: set[str] = set()  # from a product's result, by ops in between

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.ops import DRAWS
-from whale.ir.program import COMPILED, STREAM, Node, Program
+from whale.ir.program import COMPILED, Node, Program
 
 
 def mark_streams(program: Program) -> Program:
@@ -31,4 +31,4 @@ def _marked(node: Node, path: str) -> Node:
     seeded = node.op in DRAWS and (node.attrs.get("seed") or node.attrs.get("seed2"))
     if not seeded or node.attrs.get(COMPILED):
         return node
-    return replace(node, attrs={**node.attrs, STREAM: path + node.name})
+    return node.marked(stream=path + node.name)

@@ -136,8 +136,8 @@ def _backward(program: Program, one: Attention, ahead: str, name: str, scores_by
     body = _body(program, f"{name}/body", (*operands[:4], *back.sides), inner, gradients)
     outputs = tuple(program.by_name[n].outputs[0] for n in gradients)
     scope = program.by_name[back.scores].scope
-    mark = {k: v for k, v in program.by_name[back.scores].attrs.items() if k.startswith("_whale")}
-    return Node(name, ATTENTION_GRADIENT, operands, (), {**mark, **attrs}, outputs, scope), body
+    marks = program.by_name[back.scores].marks
+    return Node(name, ATTENTION_GRADIENT, operands, (), attrs, outputs, scope, False, marks), body
 
 
 def _body(

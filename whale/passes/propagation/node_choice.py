@@ -13,7 +13,7 @@ from whale.passes.analysis.cost import compute_cost, exchange_cost, matmul_flops
 from whale.passes.propagation.graph_state import INFINITE, GraphState
 from whale.passes.propagation.reference_plan import same_kind
 from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import OWNED, OpView, replicated
+from whale.sharding_rules.base import OpView, replicated
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.graph import handles_lists, holds_variable, view
 from whale.sharding_rules.registry import LineRule, by_types
@@ -65,7 +65,7 @@ class NodeChoice:
         if state.axis.whole or state.axis.groups.active:
             return None
         rule = rule_of(node.op)
-        if rule is None or not by_types(rule) or rule.produces_any or node.op in CONTRACTIONS or OWNED in node.attrs:
+        if rule is None or not by_types(rule) or rule.produces_any or node.op in CONTRACTIONS or node.marks.owned_rows:
             return None
         inputs = node.inputs
         if len(inputs) > _MOST_IN_KEY or len(set(inputs)) < len(inputs) or handles_lists(node):

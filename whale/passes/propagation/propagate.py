@@ -25,7 +25,6 @@ from whale.passes.propagation.node_choice import NodeChoice
 from whale.passes.propagation.per_rank import AS_ONE_DEVICE, Semantics
 from whale.passes.propagation.reference_plan import ReferencePlan
 from whale.passes.propagation.unmovable import NeededWhole, cannot_be_sent
-from whale.sharding_rules.graph import USE
 
 NOTHING: Mapping[str, Strategy] = MappingProxyType({})
 _NO_ROWS: Mapping[str, Placement] = MappingProxyType({})
@@ -166,10 +165,12 @@ class Propagation:
         read.
         """
         if node.op == "Identity":
-            return USE in node.attrs and type(self.state.layout.strategies[node.name].outputs[0]) is Split
+            return node.marks.gathered_at_use and type(self.state.layout.strategies[node.name].outputs[0]) is Split
         if given or node.op != "ReadVariableOp" or node.inputs[0].node not in self.gathered:
             return False
-        return not any(USE in reader.attrs for reader, _ in self.state.program.consumers.get(Ref(node.name), ()))
+        return not any(
+            reader.marks.gathered_at_use for reader, _ in self.state.program.consumers.get(Ref(node.name), ())
+        )
 
     def _walk(self, name: str, arguments: Sequence[Placement], remakable: Sequence[bool]) -> GraphState:
         inner = GraphState(self.state.axis, name)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from whale.ir.layout import Broadcast, Placement, Split, Strategy, split, times_of
-from whale.ir.mesh import AXIS
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
@@ -47,7 +46,7 @@ class ReferencePlan:
         types = [
             handles[r.node].type if r.node in handles else program.type_of(r) for r in (*node.inputs, *node.refs())
         ]
-        along_axis = AXIS in node.attrs  # its parts go to other groups, which have them as the first one has
+        along_axis = bool(node.marks.axis)  # its parts go to other groups, which have them as the first one has
         placements: list[Placement] = []
         for t, p in zip(types, found.inputs + found.outputs):
             here = _of_nothing(p, t) or (p if along_axis or not self.rows else self._here(p, t))

@@ -14,7 +14,6 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from whale.ir.layout import B, Partial
-from whale.ir.mesh import AXIS
 from whale.ir.ops import ALL_REDUCE
 from whale.ir.plan import STAGE_OUTPUT, Plan, Reshard
 from whale.ir.program import Node, Program, Ref, rewired
@@ -68,7 +67,7 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
     over: dict[str, Node] = {}
     left: dict[str, list[int]] = {}  # sum along the axis -> the operands that it keeps
     for node in program.nodes:
-        if node.op != ALL_REDUCE or node.attrs.get(AXIS) != axis or node.controls:
+        if node.op != ALL_REDUCE or node.marks.axis != (axis,) or node.controls:
             continue
         for i, operand in enumerate(node.inputs[1:]):
             made = Ref(node.name, i)
@@ -79,7 +78,7 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
                 one = behind
             else:
                 continue
-            over[one.name] = replace(one, attrs={**one.attrs, AXIS: (*axes_of_sum(one), axis)})
+            over[one.name] = one.marked(axis=(*axes_of_sum(one), axis))
             moved[made] = operand
             left.setdefault(node.name, list(range(len(node.inputs) - 1))).remove(i)
     if not moved:
@@ -119,9 +118,8 @@ def _with(node: Node, kept: Collection[int]) -> Node:
 
 def axes_of_sum(node: Node) -> tuple[str, ...]:
     """Returns the axes along which a sum is, until it names ranks."""
-    axes = node.attrs[AXIS]
-    return axes if isinstance(axes, tuple) else (axes,)
+    return node.marks.axis
 
 
 def _is_one_sum(node: Node) -> bool:
-    return node.op == ALL_REDUCE and AXIS in node.attrs and len(node.outputs) == 1
+    return node.op == ALL_REDUCE and bool(node.marks.axis) and len(node.outputs) == 1

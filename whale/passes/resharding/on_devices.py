@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from whale.ir.exchanged_bytes import rank_bytes
 from whale.ir.ops import CALLS, EXCHANGES, ON_DEVICE, POINT_TO_POINT, RANK_REDUCTIONS, ROW_EXCHANGES
 from whale.ir.plan_text import human_bytes
-from whale.ir.program import ON_HOST, THROUGH, Node, Program, Ref
+from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func
 
 # Values of `communication.backend` that mean accelerators. With the last one ranks that have none take part.
@@ -67,7 +67,7 @@ def told_apart(program: Program, backend: str) -> Program:
     """
     if backend not in DEVICE_BACKENDS:
         return program
-    marked = (replace(n, attrs={**n.attrs, THROUGH: backend}) if _why_not(n) == "" else n for n in program.nodes)
+    marked = (n.marked(device_backend=backend) if _why_not(n) == "" else n for n in program.nodes)
     return program.with_nodes(tuple(marked))
 
 
@@ -169,7 +169,7 @@ def _why_not(node: Node) -> str:
         return "rows by their ids, of which only the run knows how many there are"
     if node.op not in ON_DEVICE:
         return "carried out by Horovod"
-    if node.attrs.get(ON_HOST):
+    if node.marks.on_host:
         return "offloaded: computed in the host's memory"
     dtype = str(node.attrs["T"])
     if node.op in RANK_REDUCTIONS and dtype not in _FLOATS:

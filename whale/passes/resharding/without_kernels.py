@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from whale.ir.ops import CALLS, EXCHANGES
 from whale.ir.plan_text import human_bytes
-from whale.ir.program import ON_HOST, Node, Program
+from whale.ir.program import Node, Program
 from whale.ir.values import Func
 
 # Tells whether TensorFlow has a kernel for GPUs, by the node's op and its attributes.
@@ -54,7 +54,7 @@ def _of_graph(graph: Program, has_kernel: HasKernel) -> list[tuple[Node, int]]:
     """Returns the graph's nodes without a kernel, each with the bytes that are copied for it."""
 
     def computes(node: Node) -> bool:
-        return node.op not in EXCHANGES and not node.attrs.get(ON_HOST) and node.name not in graph.inputs
+        return node.op not in EXCHANGES and not node.marks.on_host and node.name not in graph.inputs
 
     alone = {n.name for n in graph.nodes if computes(n) and not has_kernel(n)}
     if not alone:

@@ -23,7 +23,7 @@ from whale.passes.resharding.fuse_all_reduces import is_all_reduce, is_of_whole_
 from whale.passes.resharding.horovod import horovod_can
 from whale.passes.resharding.wire_dtype import can_narrow, reshard_bytes
 from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import OWNED, as_whole, with_per_rank
+from whale.sharding_rules.base import as_whole, with_per_rank
 from whale.sharding_rules.embedding import lies_with_owners
 from whale.sharding_rules.graph import called_functions, handles_lists, holds_variable, recreatable, view
 from whale.sharding_rules.nn.attention import RINGS, ring_bytes
@@ -259,7 +259,7 @@ def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable
     Strategies and types are told apart by their numbers: plan and program keep them.
     """
     rule = rule_of(node.op)
-    if rule is None or not by_types(rule) or OWNED in node.attrs or PerRank in map(type, strategy.inputs):
+    if rule is None or not by_types(rule) or node.marks.owned_rows or PerRank in map(type, strategy.inputs):
         return None
     by_name = program.by_name
     types = [id(by_name[name].outputs[index]) for name, index in node.inputs]

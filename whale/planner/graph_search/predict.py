@@ -118,9 +118,8 @@ class Plans:
         Raises:
           WhaleError: the program cannot be spread so.
         """
-        # A dump is of the plan that is taken.
         inside = self.scoped(strategy) if strategy.split else None
-        program, settings = apply(self.program, self.settings.but(dump=""), strategy, inside)
+        program, settings = apply(self.program, self.settings, strategy, inside)
         if plan is None:
             same = bool(strategy.split) or not (strategy.pipelined or strategy.tensor > 1)  # but for its scopes
             plan = make_any_plan(program, settings, self._first if same else None)

@@ -25,6 +25,7 @@ from whale.passes.analysis.axes import batch_of, known_along
 from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalize.inline import inline
 from whale.passes.pass_manager import normalise
+from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import lower_bounds
 from whale.planner.graph_search.balance import balanced
@@ -194,6 +195,7 @@ def best_way(
       DoesNotFitError: none fits into the ranks' memory; says by how much.
     """
     search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s), team)
+    settings = settings.but(observer=PassObserver())  # which sees the passes of the plan that is taken
     plans = Plans(program, settings, environment)
     at_once = team.size if team is not None else 1
     # Bounds come from the first way's plan; others begin without.

@@ -75,7 +75,7 @@ def spread_program(
         else:
             chosen, made = _agreed(program, settings, context, number, captured, options)
             context.auto = chosen
-    if made is not None and not settings.dump:  # a dump shows passes that run here
+    if made is not None and not settings.observer.is_on:  # passes run where they are watched
         return Applied(made.program, made.settings, made.plan)
     if (how := recompute_of(chosen.strategy)) and captured is not None and trains(program):
         settings = settings.but(memory__recompute=how)

@@ -20,22 +20,19 @@ from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
 from whale.ir.plan import Plan, strategy_of
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.kernels.substitute import substitute_kernels
-from whale.kernels.updates.last import updates_last
-from whale.kernels.xla import compile_marked
+from whale.kernels.substitute import ready_for_run, substitute_kernels
 from whale.log import log
-from whale.partition.lower import lower_ranks, shown_ranks, with_memory
+from whale.partition.lower import decompose_for, lower_ranks, shown_ranks, with_memory
 from whale.partition.pipeline.microbatch_loop import CALL
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.axes import tiles_that_fit
 from whale.passes.analysis.scopes import all_paths
-from whale.passes.dump import dump
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.pass_manager import normalise
-from whale.passes.plan_builder import expand
-from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges
+from whale.passes.run_passes import PassObserver
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.passes.verify.undivided import undivided
 from whale.planner.graph_search.predict import completed
@@ -48,7 +45,6 @@ from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction, communicates
-from whale.runtime.compile.unique_keys import with_number
 from whale.runtime.run.context import Context
 from whale.runtime.run.scopes import one_number
 
@@ -107,6 +103,8 @@ def compile_program(
     """
     number, context.programs = context.programs, context.programs + 1
     clock = _Clock(context)
+    if context.dry is not None and context.dry.passes is not None:
+        context.dry.passes.runs.clear()  # those of programs before, which are not what is planned
     settings = _settings(program, context, variables)
     lying = settings.split.tiles
     captured = seen_by_plan(program, context)
@@ -137,7 +135,7 @@ def compile_program(
     clock.lap("plan")
     if context.meter is not None:
         context.meter.planned(program, plan, settings)
-    expanded = expand(program, plan.expanded, settings)
+    expanded = decompose_for(program, plan, settings)
     clock.lap("expand")
     whole = _tell_if_whole(expanded, plan, context)
     on_device = _tell_of_tables(program, plan, settings, context)
@@ -147,16 +145,12 @@ def compile_program(
     _tell_of_backend(lowered[0], plan, settings, context)
     _tell_of_micro_batches(plan, settings, context)
     clock.lap("partition")
+    with no_garbage_collection():
+        lowered = substitute_kernels(lowered, settings, context.elastic is not None)
     if settings.fuse != FuseSettings():
-        with no_garbage_collection():
-            lowered = substitute_kernels(lowered, settings)
-        dump(settings.dump, "fuse", lowered[0])
         clock.lap("fuse")
-    if context.elastic is not None:
-        lowered = list(map(updates_last, lowered))
-    ranks = tuple(compile_marked(with_number(one, number)) for one in lowered)
-    if settings.exchange.backend in DEVICE_BACKENDS and context.size > 1:
-        ranks = tuple(on_devices(one, context.comm_name, rank) for one, rank in zip(ranks, context.ranks))
+    comm = context.comm_name if context.size > 1 else ""
+    ranks = ready_for_run(lowered, settings, context.ranks, comm, number)
     lowered = [beside_files(one, in_files) for one in lowered]
     most_bytes = 0.0
     if context.dry is None:
@@ -335,7 +329,7 @@ def bytes_under(
     """Returns, by category, the bytes that the step of a captured program takes on the first rank here; not
     collective.
     """
-    settings = _settings(program, context, variables)
+    settings = _settings(program, context, variables).but(observer=PassObserver())
     captured, program = program, normalise(program, settings)
     settings = settings.but(batch__local=local)
     if context.auto is not None:
@@ -347,4 +341,5 @@ def bytes_under(
 
 def compile_alone(program: Program, context: Context) -> Program:
     """Returns the program as one rank runs it alone; not collective."""
-    return compile_marked(normalise(program, settings_of(context)))
+    settings = settings_of(context)
+    return ready_for_run([normalise(program, settings)], settings)[0]

@@ -23,6 +23,7 @@ from whale.ir.program import Program
 from whale.ir.values import TensorType
 from whale.partition.lower import first_ranks
 from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
+from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
 from whale.runtime.ranks.device_exchange import device_buffer_bytes
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
@@ -170,7 +171,7 @@ def options_text(
     """
 
     def size_of(option: _Option) -> int | None:
-        other = settings.but(dump="", **option.changes)
+        other = settings.but(observer=PassObserver(), **option.changes)
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
             return max(sum(taken_bytes(p, r, other).values()) for r, p in first_ranks(other, source).items())

@@ -132,7 +132,7 @@ def code_digest() -> tuple[str, ...]:
 def files_of(context: Context, settings: PlanSettings) -> KeptFiles | None:
     """Returns where a run keeps what later ones take; None: nowhere."""
     folder = folder_of(context)
-    return None if folder is None or settings.dump else KeptFiles(folder)  # a dump shows passes that run here
+    return None if folder is None or settings.observer.is_on else KeptFiles(folder)  # passes run where they are watched
 
 
 def get_kept(files: KeptFiles, name: str, what: str) -> bytes | None:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from cost_model.cluster.cluster_file import Cluster
 from whale.errors import PlanError
 from whale.ir.mesh import Axis
+from whale.passes.run_passes import PassObserver
 from whale.passes.settings import (
     BatchSettings,
     ExchangeSettings,
@@ -68,7 +69,9 @@ def settings_of(context: Context) -> PlanSettings:
             backend=config["communication.backend"],
             wire_dtype=config["communication.wire_dtype"],
         ),
-        dump=config["dump"] if context.rank == 0 else "",
+        observer=PassObserver(
+            config["dump"] if context.rank == 0 else "", context.dry.passes if context.dry is not None else None
+        ),
         fuse=fused_on(context.dry.cluster if context.dry is not None else None, fuse),
         mesh=tuple(Axis(name, size) for name, size in config.mesh.items()),
     )

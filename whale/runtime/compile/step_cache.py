@@ -23,6 +23,7 @@ from whale.ir.plan_text import format_plan
 from whale.ir.strategy import ChosenStrategy
 from whale.log import log
 from whale.partition.variable_use import VariableUse
+from whale.passes.run_passes import PassObserver
 from whale.runtime.compile.auto import say_kept
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.plan_cache import code_digest, files_of, get_kept, machine, put_kept
@@ -199,6 +200,6 @@ def _digest(
         context.size, context.ranks, context.comm_name, context.local_ranks, context.scopes[-1:],
         context.split_everything, context.solo, number,
     )  # fmt: skip
-    settings = settings_of(context).but(dump="")
+    settings = settings_of(context).but(observer=PassObserver())
     parts = (trace.digest(), dict(local), dict(layouts), config, settings, named, auto, run)
     return blake2b(repr((*parts, code_digest())).encode(), digest_size=16).hexdigest()

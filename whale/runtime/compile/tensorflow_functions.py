@@ -12,7 +12,7 @@ from tensorflow.core.framework import function_pb2
 
 from whale.capture.encode import attr_types, to_function_def, to_graph_def, to_node_def
 from whale.ir.ops import DRAWS_BY_COUNTER, READS
-from whale.ir.program import STREAM, Node, Program, Ref, const_node, function_refs, marks
+from whale.ir.program import Node, Program, Ref, const_node, function_refs
 from whale.ir.values import DType, Func, Shape, TensorType
 from whale.kernels.xla import in_other_graphs
 from whale.partition.pipeline.microbatch_loop import CALL
@@ -213,7 +213,7 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
 def has_streams(ranks: Iterable[Program]) -> bool:
     """Whether a program draws from streams that programs share."""
     graphs = (graph for one in ranks for graph in (one, *one.functions.values()))
-    return any(STREAM in node.attrs for graph in graphs for node in graph.nodes)
+    return any(node.marks.stream for graph in graphs for node in graph.nodes)
 
 
 def with_streams(program: Program, name: str) -> Program:
@@ -227,7 +227,7 @@ def with_streams(program: Program, name: str) -> Program:
 
 def _drawing_functions(program: Program) -> frozenset[str]:
     """The functions that draw from streams which programs share, or call one that does."""
-    found = {name for name, body in program.functions.items() if any(STREAM in node.attrs for node in body.nodes)}
+    found = {name for name, body in program.functions.items() if any(node.marks.stream for node in body.nodes)}
     grew = bool(found)
     while grew:
         callers = {name for name, body in program.functions.items() if any(_calls(node, found) for node in body.nodes)}
@@ -242,13 +242,13 @@ def _calls(node: Node, functions: Collection[str]) -> bool:
 
 def _of_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
     callers = [node.name for node in graph.nodes if _calls(node, drawing)] if drawing else []
-    if not callers and not any(STREAM in node.attrs for node in graph.nodes):
+    if not callers and not any(node.marks.stream for node in graph.nodes):
         return graph
     nodes: list[Node] = []
     effects = [*graph.effects, *callers]
     for node in graph.nodes:
-        stream = node.attrs.get(STREAM)
-        if stream is None:
+        stream = node.marks.stream
+        if not stream:
             nodes.append(node)
         elif node.op in DRAWS_BY_COUNTER:
             # Micro-batches have seeds of their own: whichever runs first, each goes on in its stream.
@@ -282,8 +282,9 @@ def _by_counter(node: Node, stream: str) -> list[Node]:
         node,
         op=DRAWS_BY_COUNTER[node.op],
         inputs=(shape, Ref(key.name), Ref(advance.name), Ref(alg.name), *bounds),
-        attrs={"dtype": node.attrs["Tout" if bounds else "dtype"], "Tshape": sizes, **_other_marks(node)},
+        attrs={"dtype": node.attrs["Tout" if bounds else "dtype"], "Tshape": sizes},
         stateful=False,
+        marks=node.marks.but(stream=""),
     )
     return [advance, key, alg, drawn]
 
@@ -298,10 +299,5 @@ def _by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
         "shapes": tuple(Shape(t.shape) for t in node.outputs),
         "Tin": tuple(DType(t.dtype) for t in types),
         "Tout": tuple(DType(t.dtype) for t in node.outputs),
-        **_other_marks(node),
     }
-    return replace(node, op="WhaleDraw", attrs=attrs, stateful=True)
-
-
-def _other_marks(node: Node) -> dict[str, object]:
-    return {key: value for key, value in marks(node).items() if key != STREAM}
+    return replace(node, op="WhaleDraw", attrs=attrs, stateful=True, marks=node.marks.but(stream=""))

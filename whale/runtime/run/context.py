@@ -17,6 +17,7 @@ from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.patterns import Pattern
+from whale.passes.run_passes import PassLog
 from whale.passes.settings import PlanSettings
 from whale.planner.report.planfile import PlanFile
 from whale.runtime.elastic.balance import Watched
@@ -41,12 +42,14 @@ class DryRun:
 
     ``seen`` gets the plan, the normalised program, how it was planned, and what the first ranks run. ``saved``: file of
     the plan to be under. ``cluster``: the devices that ``auto_parallel`` plans for; None: ranks as fast as this one.
+    ``passes``: gets what passes took and changed.
     """
 
     size: int
     seen: Callable[[Plan, Program, PlanSettings, Sequence[Program]], None]
     saved: str = ""
     cluster: Cluster | None = None
+    passes: PassLog | None = None
 
 
 @dataclass

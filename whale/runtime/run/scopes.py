@@ -11,9 +11,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from whale.capture.attrs import SCOPE_ATTR
+from whale.capture.attrs import AGAIN, CHECKPOINT, SCOPE_ATTR, mark_attributes
 from whale.errors import PlanError
-from whale.ir.program import AGAIN, CHECKPOINT
 from whale.passes.analysis.scopes import micro_batches_in, ranks_of_scope, split_scope
 from whale.passes.analysis.stages import CONTEXT, stage_of
 from whale.runtime.run.context import Context, current
@@ -272,17 +271,16 @@ def held(tensor: Any) -> Any:
     """Marks ``tensor`` as held until the backward pass; returns it as it is outside of a graph."""
     if tf.executing_eagerly():
         return tensor
-    with tf.compat.v1.get_default_graph()._attr_scope({CHECKPOINT: attr_value_pb2.AttrValue(b=True)}):
+    with tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(CHECKPOINT)):
         return tf.identity(tensor, "checkpoint")
 
 
 @contextmanager
 def marked(mark: str) -> Iterator[None]:
-    """Gives what is built inside a mark of ``whale.ir.program``; outside of a graph nothing is marked."""
+    """Gives what is built inside a mark of ``whale.capture.attrs``; outside of a graph nothing is marked."""
     with ExitStack() as stack:
         if not tf.executing_eagerly():
-            flag = {mark: attr_value_pb2.AttrValue(b=True)}
-            stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(flag))
+            stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(mark)))
         yield
 
 

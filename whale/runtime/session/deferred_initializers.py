@@ -14,13 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.captured import Captured
+from whale.ir.marks import Marks
 from whale.ir.program import Node, Program, Ref, prune
 from whale.runtime.checkpoint.reading import read_region
 from whale.runtime.session.names import name_of
 from whale.runtime.variables.initializer_recording import Recorded, record_tensor
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial
-
-_INITIAL = "_whale_initial"  # what ranks compare of an assignment that waits
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class Waiting:
     def _left_out(self, node: Node) -> Node:
         if node.name not in self.found:
             return node
-        attrs = {_INITIAL: self.found[node.name][1].digest}
-        return Node(node.name, "NoOp", (), node.controls, attrs, (), node.scope)
+        marks = Marks(initial=self.found[node.name][1].digest)  # which ranks compare
+        return Node(node.name, "NoOp", (), node.controls, {}, (), node.scope, False, marks)
 
     def restored_from(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[tf.Tensor, str] | None:
         """Returns the paths of the checkpoints that are read, by the tensors that name them; None: a run computes one.

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from whale.capture.attrs import LOSS_SCALE
 from whale.capture.scaling import FedScale
 from whale.capture.v1 import GraphCapture
 from whale.errors import PlanError
-from whale.ir.program import LOSS_SCALE, UNSCALED, Program
+from whale.ir.program import Program
 
 
 class ScaledLosses:
@@ -46,7 +47,7 @@ class ScaledLosses:
 
     def refuse(self, program: Program) -> None:
         """Raises PlanError where updates read gradients of losses that were not scaled."""
-        if self._scale is None or any(UNSCALED in node.attrs for node in program.nodes):
+        if self._scale is None or any(node.marks.unscaled for node in program.nodes):
             return
         update = next((n for n in program.nodes if n.op.startswith(("ResourceApply", "ResourceSparseApply"))), None)
         if update is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from whale.ir.program import ON_HOST, Node, Program
+from whale.ir.program import Node, Program
 
 
 def name_of(handle: Node) -> str:
@@ -31,7 +31,8 @@ def own_resources(program: Program, position: int, on_host: Collection[str]) -> 
         shared = node.attrs.get("shared_name") if node.stateful and node.op != "OneShotIterator" else None
         if shared is None:
             return node
-        place = {ON_HOST: True} if node.op == "VarHandleOp" and name_of(node) in on_host else {}
-        return replace(node, attrs={**node.attrs, "shared_name": prefix + (shared or node.name), **place})
+        if node.op == "VarHandleOp" and name_of(node) in on_host:
+            node = node.marked(on_host=True)
+        return replace(node, attrs={**node.attrs, "shared_name": prefix + (shared or node.name)})
 
     return program.with_nodes(tuple(map(own, program.nodes)))

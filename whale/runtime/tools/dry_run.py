@@ -24,11 +24,13 @@ from whale.ir.plan import Plan, strategy_of
 from whale.ir.plan_text import human_bytes, step_lines
 from whale.ir.prediction import Prediction
 from whale.ir.program import Program
-from whale.partition.lower import make_any_plan, shown_ranks, with_memory
+from whale.kernels.substitute import REWRITE
+from whale.partition.lower import PARTITION, make_any_plan, shown_ranks, with_memory
 from whale.passes.memory.step_bytes import nccl_memory
-from whale.passes.pass_manager import make_plan, normalise
+from whale.passes.pass_manager import NORMALIZE, PLAN, make_plan, normalise
 from whale.passes.plan_builder import expand
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_lines
+from whale.passes.run_passes import PassLog, PassObserver
 from whale.passes.settings import PlanSettings
 from whale.passes.verify.explain import explained
 from whale.planner.graph_search.plan_prediction import (
@@ -176,6 +178,7 @@ def main(
     explain: str | None = None,
     fixed: Sequence[str] = (),
     found: Callable[[], None] = lambda: None,
+    verbose: bool = False,
 ) -> int:
     """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and what it is predicted to take.
 
@@ -188,6 +191,7 @@ def main(
       explain: name or pattern of operations of which it is said why they lie as they do.
       fixed: choices, each of which is tried beside the plan (see whale.runtime.tools.what_if).
       found: called when the plan is there, before it is printed.
+      verbose: what each pass took and changed is printed as well.
 
     Raises:
       ClusterError: the script or a file does not exist.
@@ -195,7 +199,11 @@ def main(
       ProgramError: the script ended without a step that takes a batch.
     """
     asked, ranks = [read_what_if(text) for text in fixed], ranks or prediction.devices() or 2
-    planned = _described(script, ranks) if is_model else first_step(script, args, ranks, on=prediction.machines())
+    passes = PassLog() if verbose else None
+    if is_model:
+        planned = _described(script, ranks, passes)
+    else:
+        planned = first_step(script, args, ranks, on=prediction.machines(), passes=passes)
     predicted, why = prediction.of(planned)
     plan = planfile.of_program(
         replace(planned.plan, predicted=predicted), prediction.machines() if prediction.devices() else None
@@ -210,6 +218,8 @@ def main(
         taken = [f"{name} takes some {human_bytes(size)} of the first rank's GPU" for name, size in memory.items()]
         sys.stdout.write("\n".join([*host_lines(programs), *taken, *told_of_processors(programs), ""]))
     sys.stdout.write(why)
+    if passes is not None:
+        sys.stdout.write("\n".join(["", *passes.lines((NORMALIZE, PLAN, PARTITION, REWRITE))]) + "\n")
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)
         sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
@@ -299,16 +309,25 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     return text, fits
 
 
-def _described(path: str, ranks: int) -> Planned:
+def _described(path: str, ranks: int, passes: PassLog | None = None) -> Planned:
     from whale.runtime import described
 
     description = described.read(path)
     settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "collection")
-    program = normalise(described.program_of(description), settings)
-    return Planned(program, make_any_plan(program, settings), settings)
+    watched = settings.but(observer=PassObserver("", passes))
+    program = normalise(described.program_of(description), watched)
+    plan = make_any_plan(program, watched)
+    return Planned(program, plan, settings, tuple(shown_ranks(program, plan, watched)) if passes is not None else ())
 
 
-def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "", on: Cluster | None = None) -> Planned:
+def first_step(
+    script: str,
+    args: Sequence[str],
+    ranks: int,
+    saved: str = "",
+    on: Cluster | None = None,
+    passes: PassLog | None = None,
+) -> Planned:
     """Runs ``script`` up to its first step with a batch, plans that step for ``ranks`` ranks, and stops there.
 
     Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
@@ -316,6 +335,7 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "", on
     Args:
       saved: file of a plan that the step is under, instead of being planned.
       on: the devices that ``auto_parallel`` plans for; None: ranks as fast as this process.
+      passes: gets what the passes of that step took and changed.
 
     Raises:
       ClusterError: the script does not exist.
@@ -331,13 +351,12 @@ def first_step(script: str, args: Sequence[str], ranks: int, saved: str = "", on
     def stop(plan: Plan, program: Program, settings: PlanSettings, ranks: Sequence[Program]) -> None:
         # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
         if plan.batch_inputs or (plan.searched and trains(program)):
-            planned.append(
-                Planned(program, replace(plan, script=(os.path.abspath(script), *args)), settings, tuple(ranks))
-            )
+            plan = replace(plan, script=(os.path.abspath(script), *args))
+            planned.append(Planned(program, plan, settings.but(observer=PassObserver()), tuple(ranks)))
             raise _Planned
         seen[program.name] = None
 
-    runs, outside, dry = process.runs, Outside(), DryRun(ranks, stop, saved, on)
+    runs, outside, dry = process.runs, Outside(), DryRun(ranks, stop, saved, on, passes)
     try:
         with as_main(script, args), planning_run(dry), suppress(_Planned), failures_told(script):
             runpy.run_path(script, run_name="__main__")

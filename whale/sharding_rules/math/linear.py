@@ -9,12 +9,10 @@ from whale.ir.values import FLOATING, Shape
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.registry import rule
 
-ROUNDS = "_rounds"  # attribute of a Cast to fewer bits for the way to other ranks
-
 
 def _cast_is_linear(op: OpView) -> str | None:
     """Lets P(sum) pass a Cast between floating types: integers truncate; what is rounded to be sent is summed first."""
-    if op.attr(ROUNDS, False):
+    if op.marks.rounds_for_wire:
         return None
     return "0" if op.inputs[0].dtype in FLOATING and op.outputs[0].dtype in FLOATING else None
 

@@ -6,20 +6,13 @@ These nodes stand in programs that were lowered for one axis already. Operand 0 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from whale.ir.values import Shape
 from whale.sharding_rules.base import Local, OpView, Strategy, local_output_shape
 from whale.sharding_rules.dims import names, term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
-
-ROWS = "_rows"  # attribute of sends and receives between stages whose tensor has the rows of the batch
-# Attribute of those of tensors that go round the ranks of an axis: the dimension along which they are divided. Until
-# ranks have their programs such a receive also has what is sent in its place as an operand, and lies as that does.
-ROUND = "_round"
-# Of what moves a tensor of which one dimension is seen as two, (runs, run) or (turns, turn): that which is alike on all
-# ranks, and into how many parts it is cut.
-RUNS = "_runs"
-EDGE = "_edge"  # their attribute (number of the sending stage group, of the receiving one)
 
 
 def reduction(op: OpView) -> str:
@@ -38,11 +31,10 @@ def _extrema(op: OpView) -> str | None:
     return f"{kind}:1" if kind in ("max", "min") and len(op.inputs) == 2 else None
 
 
-def _but_for(op: OpView, attributes: tuple[str, ...]) -> str:
+def _but_for(op: OpView, moved: Collection[int]) -> str:
     shape = op.inputs[1].shape
     if shape is None:
         return REPLICATED
-    moved = {int(op.attr(name)) for name in attributes}
     here, there = (
         [f"{kind}{i}^" if i in moved else x for i, x in enumerate(names("a", len(shape)))] for kind in ("part", "whole")
     )
@@ -51,24 +43,25 @@ def _but_for(op: OpView, attributes: tuple[str, ...]) -> str:
 
 def along_axis(op: OpView) -> str:
     """the axis that is joined or cut, which stays as it is"""
-    return _but_for(op, ("axis",))
+    return _but_for(op, {int(op.attr("axis"))})
 
 
 def along_two_axes(op: OpView) -> str:
     """the axes that are cut and joined, which stay as they are"""
-    return _but_for(op, ("split_axis", "concat_axis"))
+    return _but_for(op, {int(op.attr("split_axis")), int(op.attr("concat_axis"))})
 
 
 def sent(op: OpView) -> str:
     """whether rows of a batch are sent, which micro-batches cut on both sides alike, or what goes round"""
-    return "., * ->" if op.attr(ROWS) or op.attr(ROUND) is not None else REPLICATED
+    return "., * ->" if op.marks.micro_batch_rows or op.marks.ring_dim is not None else REPLICATED
 
 
 def received(op: OpView) -> str:
     """whether rows of a batch are received, which micro-batches cut on both sides alike, or what goes round"""
     if len(op.inputs) == 2:
-        return _but_for(op, (ROUND,))
-    return ". -> p*" if op.attr(ROWS) else REPLICATED
+        assert op.marks.ring_dim is not None
+        return _but_for(op, {op.marks.ring_dim})
+    return ". -> p*" if op.marks.micro_batch_rows else REPLICATED
 
 
 def _received_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:

@@ -10,7 +10,7 @@ import numpy as np
 
 from whale.ir.layout import Split
 from whale.ir.values import numpy_dtype, static_shape
-from whale.sharding_rules.base import BLOCKS, UNCHANGED, Local, OpView, Strategy, Window
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.sharding_rules.dims import axis, names, term, terms, times
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.notation import REPLICATED
@@ -81,13 +81,13 @@ def _addressed(op: OpView, flag: str = "") -> tuple[str, str] | None:
 
 def _within_blocks(op: OpView) -> bool:
     """Tells whether the blocks that the node is known to stay within can be shared out."""
-    return int(op.attr(BLOCKS, 0)) >= op.parts > 1
+    return op.marks.blocks >= op.parts > 1
 
 
 def _of_a_block(op: OpView) -> tuple[int, int]:
     """Returns (positions of the table, rows of the indices) of each block."""
     table, indices = (op.outputs[0], op.inputs[0]) if op.node.op == "ScatterNd" else op.inputs[:2]
-    blocks = int(op.attr(BLOCKS))
+    blocks = op.marks.blocks
     return (table.shape or (0,))[0] // blocks, (indices.shape or (0,))[0] // blocks  # type: ignore[operator]
 
 
@@ -96,9 +96,9 @@ def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     indices, rows = (0, 1) if op.node.op == "ScatterNd" else (1, None if op.node.op == "GatherNd" else 2)
     cut = strategy.outputs[0] if op.node.op != "GatherNd" else strategy.inputs[0]
     depth = _depth(op)
-    apart = {BLOCKS: 0} if BLOCKS in op.node.attrs else {}
+    apart = 0 if op.marks.blocks else None
     if not isinstance(cut, Split) or depth is None or cut.dim >= depth:
-        return Local(attrs=apart) if apart else UNCHANGED
+        return Local(blocks=apart) if apart is not None else UNCHANGED
     offset, count = cut.offset(coordinate), cut.local(coordinate)
     if isinstance(strategy.inputs[indices], Split):
         positions, each = _of_a_block(op)
@@ -107,15 +107,15 @@ def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
         first = np.zeros((len(moved),) + (1,) * (len(op.inputs[indices].shape or ()) - 2) + (depth,))
         first[..., 0] += moved.reshape(-1, *(1,) * (first.ndim - 2))
         first = first.astype(numpy_dtype(op.inputs[indices].dtype))
-        return Local(attrs={BLOCKS: len(own)}, moved={indices: first})
+        return Local(blocks=len(own), moved={indices: first})
     whole = Window(indices, offset, count, -1, runs=cut.blocks, column=cut.dim)
     if rows is None:
-        return Local(attrs={} if cut.dim else apart, window=whole)
+        return Local(blocks=None if cut.dim else apart, window=whole)
     if cut.dim and _can_stay(op, indices, rows):
         # As many rows as before, in the same blocks, so that another axis, or micro-batches, can cut these.
         old = 0 if op.node.op in _KEEPS else None
-        return Local(window=replace(whole, masked=rows, old=old, blocks=int(op.attr(BLOCKS))))
-    return Local(attrs=apart, window=replace(whole, masked=None, rows=rows))
+        return Local(window=replace(whole, masked=rows, old=old, blocks=op.marks.blocks))
+    return Local(blocks=apart, window=replace(whole, masked=None, rows=rows))
 
 
 def _can_stay(op: OpView, indices: int, rows: int) -> bool:
@@ -124,9 +124,9 @@ def _can_stay(op: OpView, indices: int, rows: int) -> bool:
     memory.
     """
     at, elements = op.inputs[indices].shape, op.inputs[rows].shape
-    if not op.attr(BLOCKS, 0) or at is None or elements is None or len(elements) != len(at) - 1:
+    if not op.marks.blocks or at is None or elements is None or len(elements) != len(at) - 1:
         return False
-    return op.node.op != "TensorScatterUpdate" or math.prod(static_shape(op.inputs[indices])[:-1]) == op.attr(BLOCKS)
+    return op.node.op != "TensorScatterUpdate" or math.prod(static_shape(op.inputs[indices])[:-1]) == op.marks.blocks
 
 
 def gather_nd(op: OpView) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from whale.ir.layout import Split
 from whale.ir.values import numpy_dtype
-from whale.sharding_rules.base import BLOCKS, UNCHANGED, Local, OpView, Strategy, Window
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.sharding_rules.dims import times
 from whale.sharding_rules.embedding import SUMS_BY_ID, Rows
 from whale.sharding_rules.registry import rule
@@ -42,25 +42,25 @@ def _weights(op: OpView) -> str | None:
 def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Restricts segments to the rank's: numbers count from its first; rows of others get -1, which is dropped."""
     cut = strategy.outputs[0]
-    apart = {BLOCKS: 0} if BLOCKS in op.node.attrs else {}
+    apart = 0 if op.marks.blocks else None
     if not isinstance(cut, Split) or cut.dim != 0:
-        return Local(attrs=apart) if apart else UNCHANGED
+        return Local(blocks=apart) if apart is not None else UNCHANGED
     offset, count = cut.offset(coordinate), cut.local(coordinate)
     consts = {2: np.array(count, numpy_dtype(op.inputs[2].dtype))}
     if isinstance(strategy.inputs[1], Split) and len(cut.holders) == 1:
-        return Local(attrs=apart, consts=consts)  # one rank has all
+        return Local(blocks=apart, consts=consts)  # one rank has all
     if isinstance(strategy.inputs[1], Split):
-        blocks = int(op.attr(BLOCKS))
+        blocks = op.marks.blocks
         rows, segments = op.inputs[1].elements // blocks, cut.extent // blocks
         own = cut.indices(coordinate)[::segments] // segments
         first = np.repeat((np.arange(len(own)) - own) * segments, rows).astype(numpy_dtype(op.inputs[1].dtype))
-        return Local(attrs={BLOCKS: len(own)}, consts=consts, moved={1: first})
-    return Local(attrs=apart, consts=consts, window=Window(1, offset, count, runs=cut.blocks))
+        return Local(blocks=len(own), consts=consts, moved={1: first})
+    return Local(blocks=apart, consts=consts, window=Window(1, offset, count, runs=cut.blocks))
 
 
 def unsorted(op: OpView) -> str:
     """blocks that rows are known to stay within"""
-    blocks, ids, found = int(op.attr(BLOCKS, 0)), op.inputs[1].shape, op.outputs[0].shape
+    blocks, ids, found = op.marks.blocks, op.inputs[1].shape, op.outputs[0].shape
     if (
         blocks < op.parts
         or op.parts == 1

@@ -13,8 +13,6 @@ from whale.sharding_rules.dims import axis, constant, freeze, names, same, term,
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
-CUT_IN_RUNS = "_whale_cut_in_runs"  # attribute of reshapes: dimensions that are not outermost may be cut, in runs
-
 
 def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int = 1) -> tuple[list[str], list[str]]:
     """Writes terms that say which dimensions of a reshape's operand and result can be cut together.
@@ -148,7 +146,7 @@ def reshape(op: OpView) -> str:
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
-    left, right = reshape_terms(before, after, bool(op.attr(CUT_IN_RUNS)), op.parts)
+    left, right = reshape_terms(before, after, op.marks.cut_in_runs, op.parts)
     return f"{term(left)}, [shape] -> {term(right)}"
 
 

@@ -2,21 +2,19 @@
 
 A mixture of experts whose groups have slots of their own scatters with indices of which the first column is the number
 of the group, ``stack([range(groups), expert, slot])``; the gradient of a gather with ``batch_dims`` adds up rows in
-segments numbered ``index + group * size``. Both are known from the program, and marked (``BLOCKS``): rules then cut
+segments numbered ``index + group * size``. Both are known from the program, and marked (``blocks``): rules then cut
 indices and table together, and nothing has to move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import static_shape
-from whale.sharding_rules.base import BLOCKS
 
 # Op type -> the operand that holds indices of several columns.
 _ADDRESSED = {
@@ -44,9 +42,7 @@ def mark_blocks(program: Program) -> Program:
             marked[node.name] = blocks
     if not marked:
         return program
-    nodes = tuple(
-        replace(n, attrs={**n.attrs, BLOCKS: marked[n.name]}) if n.name in marked else n for n in program.nodes
-    )
+    nodes = tuple(n.marked(blocks=marked[n.name]) if n.name in marked else n for n in program.nodes)
     return program.with_nodes(nodes)
 
 

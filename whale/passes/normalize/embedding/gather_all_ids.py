@@ -12,18 +12,17 @@ A tensor with a row for each id once stands for one with a row for every id (``s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
+from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Program, Ref, prune
 from whale.ir.values import DType, TensorType, numpy_dtype
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.normalize.emitter import NodeEmitter
 from whale.passes.normalize.folding.fold import fold
-from whale.sharding_rules.base import BLOCKS
 
 _ALONG = IDENTITIES | {"Cast", "Reshape", "EnsureShape"}
 _SCALED = frozenset({"Mul", "RealDiv", "Neg"})
@@ -145,7 +144,7 @@ class _Rewriter:
             source = known[first]
             if node.op == "Cast":
                 t = TensorType(after.dtype, self._type(source).shape)
-                source = self._beside(node).node_of("of_every_id", "Cast", (source,), t, dict(node.attrs))
+                source = self._beside(node).node_of("of_every_id", "Cast", (source,), t, dict(node.attrs), node.marks)
             known[Ref(node.name)] = source
 
     def _scaled(self, node: Node) -> None:
@@ -156,7 +155,9 @@ class _Rewriter:
                 continue
             inputs = tuple(self.added[ref] if j == i else self.moved.get(r, r) for j, r in enumerate(node.inputs))
             t = self._type(self.added[ref])
-            self.added[Ref(node.name)] = self._beside(node).node_of("of_every_id", node.op, inputs, t, dict(node.attrs))
+            self.added[Ref(node.name)] = self._beside(node).node_of(
+                "of_every_id", node.op, inputs, t, dict(node.attrs), node.marks
+            )
 
     def _segments_of(self, node: Node) -> tuple[np.ndarray, int, int] | None:
         """Returns (the segment of each row, how many these are, the rows of each), if known and each is a block of
@@ -178,7 +179,7 @@ class _Rewriter:
         found = TensorType(t.dtype, (count, *(t.shape or ())[1:]))
         operands = (rows, emit.const("segments", numbers), emit.const("count", np.array(count, np.int32)))
         kinds = {"T": DType(t.dtype), "Tindices": DType("int64"), "Tnumsegments": DType("int32")}
-        summed = emit.node_of("sums", "UnsortedSegmentSum", operands, found, {**kinds, **_blocks(count)})
+        summed = emit.node_of("sums", "UnsortedSegmentSum", operands, found, kinds, _blocks(count))
         self._becomes(node, _divided(emit, summed, found, _SUMS[node.op], each))
 
     def _slopes(self, node: Node) -> None:
@@ -192,7 +193,7 @@ class _Rewriter:
         found = TensorType(t.dtype, (len(numbers), *t.shape[1:]))
         kinds = {"Tparams": DType(t.dtype), "Tindices": DType("int64")}
         operands = (slope, emit.const("segments", numbers[:, None]))
-        rows = emit.node_of("rows", "GatherNd", operands, found, {**kinds, **_blocks(count)})
+        rows = emit.node_of("rows", "GatherNd", operands, found, kinds, _blocks(count))
         self.added[Ref(node.name)] = _divided(emit, rows, found, _SLOPES[node.op], each)
 
 
@@ -203,6 +204,6 @@ def _divided(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: in
     return emit.node_of("divided", "RealDiv", (ref, by), t, {"T": DType(t.dtype)})
 
 
-def _blocks(count: int) -> Mapping[str, int]:
+def _blocks(count: int) -> Marks:
     """Returns the mark that rows stay within blocks: none where there is one segment only."""
-    return {BLOCKS: count} if count > 1 else {}
+    return Marks(blocks=count) if count > 1 else NO_MARKS

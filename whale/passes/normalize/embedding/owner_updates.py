@@ -3,9 +3,9 @@
 Optimizers take a gradient's ids once each, ``once, back = tf.unique(ids)``, add up its rows by id, read rows of the
 table and of moments, compute, and write. How many ids there are only the run knows, so a tensor with a row for each
 could be split by columns only. Where all that is done is the same for every row, nobody minds in which order the ids
-come, nor whether one rank has them all: the two nodes become ``WhaleSumsById``, and what follows is marked (``OWNED``),
-so that rules may place it with the owners of the rows (``whale.sharding_rules.embedding``). Else the nodes stay as they
-are.
+come, nor whether one rank has them all: the two nodes become ``WhaleSumsById``, and what follows is marked
+(``owned_rows``), so that rules may place it with the owners of the rows (``whale.sharding_rules.embedding``). Else the
+nodes stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.passes.analysis.scopes import split_scope
 from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import OWNED
 from whale.sharding_rules.embedding import SUMS_BY_ID
 
 _COUNTS = frozenset({"Size"})
@@ -145,7 +144,7 @@ def _rewritten(program: Program, updates: Sequence[_Update]) -> Program:
             kept = replace(kept, controls=tuple(dict.fromkeys(gone.get(c, c) for c in kept.controls)))
         if node.name in marked:
             inputs = tuple(moved.get(ref, ref) for ref in node.inputs)
-            kept = replace(kept, inputs=inputs, attrs={**node.attrs, OWNED: 1})
+            kept = replace(kept, inputs=inputs, marks=node.marks.but(owned_rows=True))
         nodes.append(kept)
     return program.with_nodes(tuple(nodes))
 

@@ -138,7 +138,7 @@ def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
     """Makes the nodes that look the rows up in the variable, and cast them; the last one has the name of the lookup."""
     node, variable = lookup.node, program.variable_of[handle]
     (t,) = node.outputs
-    marks = {key: value for key, value in node.attrs.items() if key.startswith("_")}
+    internal = {key: value for key, value in node.attrs.items() if key.startswith("_")}
     attrs = {
         "Tindices": DType(program.type_of(node.inputs[1]).dtype),
         "batch_dims": 0,
@@ -147,7 +147,7 @@ def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
     }
     names = [*_free(program, node.name, len(lookup.casts)), node.name]
     found = replace(
-        node, name=names[0], op="ResourceGather", inputs=(Ref(handle), node.inputs[1]), attrs={**attrs, **marks},
+        node, name=names[0], op="ResourceGather", inputs=(Ref(handle), node.inputs[1]), attrs={**attrs, **internal},
         outputs=(TensorType(variable.type.dtype, t.shape),), stateful=True,
     )  # fmt: skip
     made = [found]

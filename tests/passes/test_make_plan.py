@@ -1,10 +1,8 @@
-"""The list of passes as a whole: the plan of a training step, its text, its repetition, what is dumped."""
+"""The passes that plan, as a whole: the plan of a training step, its text, its repetition."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.ir.text import format_program, parse_program
 from whale.ir.values import TensorType
-from whale.passes.pass_manager import NORMALISE, PLAN, make_plan, normalise
+from whale.passes.pass_manager import make_plan, normalise
 from whale.passes.settings import BatchSettings, PlanSettings
 from whale.passes.verify.check import check
 
@@ -96,51 +94,3 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
     assert plan.batch_inputs == () and plan.logical_bytes == 0
     assert {p for s in plan.strategies[""].values() for p in s.outputs} == {B}
     assert not any(isinstance(p, FirstRank) for s in plan.strategies[""].values() for p in s.inputs)
-
-
-@pytest.mark.parametrize(
-    ("changes", "more"),
-    [
-        ({}, []),
-        ({"precision__matmul_dtype": "bfloat16"}, ["mixed_precision"]),
-        ({"precision__matmul_dtype": "float16"}, ["skip_overflow", "mixed_precision"]),
-        ({"memory__recompute": "auto"}, ["recompute"]),
-        ({"memory__offload": "v0"}, ["hoist_reads", "gather_at_use"]),
-        ({"memory__offload": "tables"}, ["look_up_in_variables"]),
-        ({"zero__level": 1}, ["merge_reads"]),
-        ({"zero__level": 3}, ["merge_reads", "hoist_reads", "gather_at_use"]),
-        ({"exchange__backend": "horovod"}, ["give_to_horovod"]),
-        ({"exchange__backend": "nccl", "exchange__wire_dtype": "bfloat16"}, ["narrow"]),
-    ],
-)
-def test_which_passes_run_when(changes: dict[str, Any], more: list[str]) -> None:
-    settings = TWO.but(**changes)
-    usual = [
-        "inline",
-        "fold",
-        "powers",
-        "specialise",
-        "unpack",
-        "share_scalars",
-        "look_up_every_id",
-        "mark_blocks",
-        "annotate",
-    ]
-    usual += ["mark_flattened", "update_by_owner", "mark_streams"]
-    usual += ["reduce_partial_sums", "make_in_place", "explicit_reshards", "fuse_all_reduces"]
-    names = [step.name for step in NORMALISE if step.when(settings)]
-    names += [step.name for step in PLAN if step.when(settings)]
-    assert [name for name in names if name in usual] == usual
-    assert [name for name in names if name not in usual] == more
-
-
-def test_each_pass_is_dumped_as_text(tmp_path: Path) -> None:
-    settings = TWO.but(dump=str(tmp_path))
-    program = normalise(mlp(), settings)
-    make_plan(program, settings)
-    files = sorted(p.name for p in (tmp_path / "mlp").iterdir())
-    names = ["captured", *(step.name for step in NORMALISE if step.when(settings))]
-    assert files[: len(names)] == [f"{i:02d}-{name}.txt" for i, name in enumerate(names)]
-    assert files[-1].endswith("-plan.txt")
-    assert parse_program((tmp_path / "mlp" / files[len(names) - 1]).read_text()) == program
-    assert (tmp_path / "mlp" / files[-1]).read_text() == format_plan(make_plan(program, TWO))
