@@ -22,6 +22,7 @@ from whale.ir.ops import (
     ON_DEVICE,
     RANK_REDUCTIONS,
     RESHAPES,
+    ROW_EXCHANGES,
     UPDATES,
 )
 from whale.ir.program import Node, Program, Ref, function_refs, topological, waited_for
@@ -331,7 +332,7 @@ _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(_MATMULS, _matmul),
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(RANK_REDUCTIONS - {"HorovodGroupedAllreduce"}, _each_reduced),
-    **dict.fromkeys(("WhaleAllGather", "WhaleAllToAll", "WhaleBroadcast", "WhaleSend", "WhaleRecv"), _exchange),
+    **dict.fromkeys(EXCHANGES - RANK_REDUCTIONS - ROW_EXCHANGES, _exchange),
     **dict.fromkeys(CALLS, _call),
     **dict.fromkeys(BRANCHES, _branch),
     **dict.fromkeys(LOOPS, _loop),
