@@ -160,7 +160,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # What may write out ops of a trait, by path: these say something of each op.
 WRITTEN_OUT = {
     "whale/ir/ops.py": "the traits",
-    "whale/ir/verify.py": "what the types of each op have to be",
     "whale/sharding_rules/math": "a rule's line for the ops it names",
     "whale/sharding_rules/nn": "a rule's line for the ops it names",
     "whale/sharding_rules/structure": "a rule's line for the ops it names",
