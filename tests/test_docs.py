@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import whale
-from whale.config_keys import KEYS
+from whale.config.keys import KEYS
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]

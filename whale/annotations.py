@@ -11,7 +11,7 @@ class replica(ContextDecorator):
     """``with wh.replica():`` (or ``@wh.replica()``): the batch is divided over the devices.
 
     Every device has all variables of the code inside, and computes its share of the batch; gradients are summed. The
-    shares are as equal as possible, or those of ``replica.shares``.
+    shares are as equal as possible, or those of ``batch.shares``.
 
     Args:
       devices: ranks (or a slice of ``wh.cluster``, or TensorFlow's names of devices: "/job:worker/task:1") among which
@@ -196,7 +196,7 @@ class auto_parallel(ContextDecorator):
     Args:
       modes: None: the way that is predicted to be the fastest. ``wh.replica``: the batch is divided, as it is anyway;
         ``wh.split``: tensors of all layers are; ``wh.pipeline`` or ``wh.stage``, or a list with one of them: as None,
-        with as many stages as ``pipeline.num_stages`` says.
+        with as many stages as ``pipeline.stages`` says.
 
     Raises:
       ClusterError: before ``wh.init``.
@@ -220,7 +220,7 @@ class pipeline(ContextDecorator):
     """``with wh.pipeline(num_micro_batch=4):`` (or ``@wh.pipeline(...)``): the batch is computed in micro-batches.
 
     Around ``wh.stage`` it makes the stages work at once, each on another micro-batch; without stages, gradients are
-    accumulated. The number holds for the whole step of which a part is inside, as ``pipeline.num_micro_batch`` does for
+    accumulated. The number holds for the whole step of which a part is inside, as ``pipeline.micro_batches`` does for
     all steps; the result is that of one device either way. Enter it inside the step, or where layers are created.
 
     Args:
@@ -258,7 +258,7 @@ class pipeline(ContextDecorator):
 
 
 def checkpoint(tensor: Any) -> Any:
-    """Marks an activation that is held until the backward pass, with ``gradient_checkpoint.type="collection"``.
+    """Marks an activation that is held until the backward pass, with ``memory.recompute="marked"``.
 
     What lies between two marked tensors is computed again when the backward pass reads it. In a session's graph
     ``tf.compat.v1.add_to_collection("checkpoints", tensor)`` does the same.
@@ -277,7 +277,7 @@ def checkpoint(tensor: Any) -> Any:
 class recompute(ContextDecorator):
     """``with wh.recompute():`` what is built inside is computed again when the backward pass reads it, and not held.
 
-    With ``gradient_checkpoint.type="collection"``. Everything else of the forward pass is held as usual, so this suits
+    With ``memory.recompute="marked"``. Everything else of the forward pass is held as usual, so this suits
     what takes much memory and little time, as the scores of an attention. Random ops, loops, branches and ops with
     effects are held all the same. Outside of a graph nothing is marked.
 

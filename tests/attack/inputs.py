@@ -98,7 +98,7 @@ class Inputs:
         plan = planned(mlp(8, 4, 4, 2), 4, 4)
         plan.save(folder / "captured.json")
         node = list(plan.strategies[""])[-1]
-        (folder / "config.json").write_text(json.dumps({"auto_parallel": True, "zero": {"level": 1}}))
+        (folder / "config.json").write_text(json.dumps({"mesh.auto_parallel": True, "zero": {"level": 1}}))
         (folder / "checkpoint").write_text('model_checkpoint_path: "ckpt-2"\nall_model_checkpoint_paths: "ckpt-2"\n')
         machine_profile.write(TABLE, folder / "profile.json")
         (folder / "annotations.json").write_text('{"a/*": {"split": {"dim": -1}}, "b": {"stage": 1}}')

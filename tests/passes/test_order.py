@@ -85,7 +85,7 @@ def test_the_users_choices_are_kept() -> None:
 
 
 def test_shares_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"cannot be split as `replica.shares` asks"):
+    with pytest.raises(PlanError, match=r"cannot be split as `batch.shares` asks"):
         make_plan(_normal(), TWO.but(batch__shares=(5, 5, 5)))
 
 
@@ -105,7 +105,7 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
         ({"precision__matmul_dtype": "bfloat16"}, ["mixed_precision"]),
         ({"precision__matmul_dtype": "float16"}, ["skip_overflow", "mixed_precision"]),
         ({"memory__recompute": "auto"}, ["recompute"]),
-        ({"memory__offload": "v0"}, ["hoist_reads", "gather_at_use"]),
+        ({"memory__offload": "parameters"}, ["hoist_reads", "gather_at_use"]),
         ({"memory__offload": "tables"}, ["look_up_in_variables"]),
         ({"zero__level": 1}, ["merge_reads"]),
         ({"zero__level": 3}, ["merge_reads", "hoist_reads", "gather_at_use"]),

@@ -24,7 +24,7 @@ def substitute_kernels(ranks: list[Program], settings: PlanSettings) -> list[Pro
         ranks = list(map(einsums_by_own_kernel, ranks))
     if fuse.padding:
         ranks = list(map(with_padding, ranks))
-    if fuse.kernels:
+    if fuse.nn:
         ranks = list(map(with_own_kernels, ranks))
     if fuse.updates:
         ranks = list(map(fuse_updates, ranks))

@@ -1,4 +1,4 @@
-"""Writes the text of a program after each pass, and of its plan, to a directory that ``WHALE_DUMP`` names."""
+"""Writes the text of a program after each pass, and of its plan, to a directory that ``WHALE_DEBUG_DUMP`` names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The list of passes: program -> normalised program -> plan.
 
 Every pass is a pure function. The tables below say which ones there are, in which order they run, and when; the text of
-the program after each pass of ``NORMALISE``, and of the plan, goes to the directory that ``WHALE_DUMP`` names.
+the program after each pass of ``NORMALISE``, and of the plan, goes to the directory that ``WHALE_DEBUG_DUMP`` names.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Pass(Generic[T]):
 
 
 def _gathers_weights(s: PlanSettings) -> bool:
-    return s.zero.level >= 3 or s.memory.offload == "v0"
+    return s.zero.level >= 3 or s.memory.offload == "parameters"
 
 
 def _fewest_bytes(s: PlanSettings) -> int:
     """Of the weights that are read in front of loops and branches: none of those in the host's memory stays in one."""
-    return 0 if s.memory.offload == "v0" else s.zero.min_bytes
+    return 0 if s.memory.offload == "parameters" else s.zero.min_bytes
 
 
 def _on_every_graph(

@@ -29,7 +29,7 @@ from whale.planner.report.planfile import PlanFile
 
 # The choice of activations by bytes stands for both ways in which a described layer is computed again.
 RECOMPUTE = {"none": "", "selective": "auto", "full": "auto"}
-OFFLOAD = {"none": "", "state": "optimizer", "all": "v0"}  # as `offload.level` calls it
+OFFLOAD = {"none": "", "state": "optimizer", "all": "parameters"}  # as `memory.offload` calls it
 
 
 class Blocks(NamedTuple):

@@ -165,7 +165,8 @@ def apply(
     if chosen.alone and not settings.batch.local:
         return program, settings.but(batch__inputs=())
     if chosen.weights:
-        return inside or scoped(program, chosen), settings.but(split__ranks=chosen.group)
+        mesh = (Axis(TENSOR, chosen.group),) if chosen.group and not settings.mesh else settings.mesh
+        return inside or scoped(program, chosen), settings.but(mesh=mesh)
     changed = settings.but(zero__level=chosen.zero) if chosen.zero else settings
     if chosen.offload:
         changed = changed.but(memory__offload=chosen.offload)

@@ -37,8 +37,8 @@ class Choice(msgspec.Struct, frozen=True):
         stages: of a pipeline, the ranks of each stage; cuts: number of the first weight of all stages but the first,
             in the order of `whale.planner.graph_search.pipelines.chain`; micro_batches: of each rank's rows.
         zero: level to which the optimizer's state is divided.
-        recompute: which activations are computed again, as ``gradient_checkpoint.type``; "": none.
-        offload: what lies in the host's memory, as ``offload.level``; "": as configured.
+        recompute: which activations are computed again, as ``memory.recompute``; "": none.
+        offload: what lies in the host's memory, as ``memory.offload``; "": as configured.
         tensors: ranks in a row that divide all tensors together, of each stage, or one number where there are none;
             (): tensors are whole. sequence: they divide the sequence of what lies between products as well.
         schedule: in which order stages run micro-batches; "": as configured.

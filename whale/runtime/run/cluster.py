@@ -84,7 +84,7 @@ def _size_to_be() -> int:
     if process.dry is not None:
         return process.dry.size
     config = Config()
-    return int(config["cluster.ranks"]) if config["communication.transport"] == "in-process" else process_place().size
+    return int(config["communication.in_process_ranks"]) or process_place().size
 
 
 def _slice(item: Any, size: int) -> Slice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whale.errors import PlanError
+from whale.passes.analysis.stages import TENSOR
 from whale.runtime.run.context import current
 
 _SCHEDULES = {"preferbackward": "1f1b", "preferbackwardoptimizer": "1f1b", "preferforward": "gpipe"}
@@ -33,8 +34,8 @@ def split_over(count: int | None) -> None:
         return
     check_count("split", count)
     config = context.config
-    known = context.split_ranks or config["split.ranks"] or (context.planned_size if context.dividing_scope_seen else 0)
-    if config["mesh"] or (known and known != count):
+    known = context.mesh.get(TENSOR) or (context.planned_size if context.dividing_scope_seen else 0)
+    if (config["mesh"] or known) and known != count:
         raise PlanError(
             "tensors of a run are divided over one number of ranks",
             given=f"device_count={count}, and {config['mesh'] or f'{known} ranks'} before",
@@ -64,7 +65,7 @@ def is_a_stage(count: int | None) -> bool:
 
 def configured_number() -> int:
     """Returns the number of micro-batches that the configuration asks for."""
-    return int(current("the scope wh.pipeline").config["pipeline.num_micro_batch"])
+    return int(current("the scope wh.pipeline").config["pipeline.micro_batches"])
 
 
 def same_schedule(strategy: str | None) -> None:
@@ -100,4 +101,4 @@ def spread_by_itself(modes: Sequence[str]) -> None:
         context.split_everything = True
         context.dividing_scope_seen = True
         return
-    context.config = context.config.but({"auto_parallel": True})
+    context.config = context.config.but({"mesh.auto_parallel": True})

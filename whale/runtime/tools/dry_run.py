@@ -230,7 +230,7 @@ def replayed(plan_path: str, prediction: Prediction, with_sliders: bool = False)
         devices=(),
         batch__shares=(),
         batch__local={},
-        split__ranks=0,
+        mesh=(),
         zero__level=0,
         time__micro_batches=1,
     )
@@ -269,7 +269,7 @@ def _described(path: str, ranks: int) -> Planned:
     from whale.runtime import described
 
     description = described.read(path)
-    settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "collection")
+    settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "marked")
     program = normalise(described.program_of(description), settings)
     return Planned(program, make_any_plan(program, settings), settings)
 
