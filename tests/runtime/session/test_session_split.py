@@ -13,6 +13,7 @@ import tensorflow as tf
 import whale as wh
 from tests.draws import one_of
 from tests.runtime.variables.test_deferred import INPUTS, OUTPUTS, V1_NAMES, raw, v1_initializers
+from whale.frontends.tf1.monitored import MonitoredTrainingSession
 from whale.runtime.session.variables import SessionVariables
 
 Start = Callable[..., None]
@@ -201,7 +202,7 @@ def test_a_monitored_session_saves_and_goes_on(ranks: Start, tmp_path: Path) -> 
 
     wanted = trained(v1.train.MonitoredTrainingSession, str(tmp_path / "alone"))
     ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
-    found = trained(wh.MonitoredTrainingSession, str(tmp_path / "spread"))
+    found = trained(MonitoredTrainingSession, str(tmp_path / "spread"))
     assert len(found[0]) == 5
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
     for value, other in zip(found[1], wanted[1], strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from whale.errors import PlanError
 from whale.passes.analysis.stages import TENSOR
 from whale.runtime.run.context import current
@@ -56,13 +54,6 @@ def one_of_a_stage(count: int | None) -> None:
         )
 
 
-def is_a_stage(count: int | None) -> bool:
-    """Tells whether a part of the model with so many devices has ranks of its own."""
-    size = current("the scope wh.replicate").planned_size
-    check_count("replicate", count)
-    return (count or 1) < size or size == 1
-
-
 def configured_number() -> int:
     """Returns the number of micro-batches that the configuration asks for."""
     return int(current("the scope wh.pipeline").config["pipeline.micro_batches"])
@@ -79,26 +70,3 @@ def same_schedule(strategy: str | None) -> None:
         expected="the same",
         action="set the key pipeline.schedule",
     )
-
-
-def spread_by_itself(modes: Sequence[str]) -> None:
-    """Has steps that are compiled from now on spread in these ways; none: in the fastest.
-
-    Raises:
-      PlanError: there is no such way.
-    """
-    context = current("wh.auto_parallel()")
-    if unknown := [mode for mode in modes if mode not in ("replica", "replicate", "split", "pipeline", "stage")]:
-        raise PlanError(
-            "there is no such way to spread a model",
-            given=unknown[0],
-            expected="wh.replica, wh.split, wh.pipeline, or a list of them",
-            action="correct modes, or leave it out",
-        )
-    if modes and set(modes) <= {"replica", "replicate"}:
-        return
-    if modes and set(modes) <= {"replica", "replicate", "split"}:
-        context.split_everything = True
-        context.dividing_scope_seen = True
-        return
-    context.config = context.config.but({"mesh.auto_parallel": True})
