@@ -19,7 +19,8 @@ from tests.attack.plans import changed
 from tests.cost_model.test_captured import TABLE
 from tests.programs import mlp, planned
 from whale.cli import main
-from whale.config import FILE_VARIABLE, Config
+from whale.config import Config
+from whale.config.reading import FILE_VARIABLE
 from whale.errors import WhaleError
 from whale.runtime.checkpoint.folder import CheckpointFolder
 from whale.runtime.run.annotate import read_annotations

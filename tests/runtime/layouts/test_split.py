@@ -271,7 +271,7 @@ def test_layers_over_axes_of_their_own(ranks: Callable[..., None], mesh: str, ro
         for v, slope in zip((alone.one, alone.two), tape.gradient(loss, (alone.one, alone.two))):
             v.assign_sub(0.1 * slope)
     sizes = wh.Mesh.parse(mesh)
-    ranks(int(np.prod(list(sizes.values()))), mesh=mesh)
+    ranks(int(np.prod(list(sizes.values()))), mesh=sizes)
     model = Layers()
 
     @wh.function
