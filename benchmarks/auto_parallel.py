@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ["WHALE_PLAN_CACHE"] = ""  # what an earlier run chose, on a busier machine, is not to be measured
+os.environ["WHALE_MESH_PLAN_CACHE"] = ""  # what an earlier run chose, on a busier machine, is not to be measured
 
 import numpy as np
 import tensorflow as tf
@@ -71,7 +71,7 @@ def _described(texts: list[str], seconds: float) -> None:
     from whale.planner.graph_search import search
     from whale.runtime.run import context
 
-    wh.init(wh.Config({"auto_parallel": True}))
+    wh.init(wh.Config({"mesh.auto_parallel": True}))
     run = context.current()
     looked_at: list[tuple[ParallelStrategy, float]] = []
 
@@ -161,7 +161,7 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     from whale.planner.graph_search.strategies import over_all
     from whale.runtime.run import context
 
-    wh.init(wh.Config({"auto_parallel": True}))
+    wh.init(wh.Config({"mesh.auto_parallel": True}))
     run = context.current()
     for size in sizes:
         run.auto = None
@@ -225,7 +225,7 @@ def _crossovers(seconds: float) -> None:
     import whale as wh
     from whale.runtime.run import context
 
-    wh.init(wh.Config({"auto_parallel": True}))
+    wh.init(wh.Config({"mesh.auto_parallel": True}))
     run = context.current()
     sweeps = (
         ("width", WIDTHS, lambda n: (n, 4, 10, 512)),

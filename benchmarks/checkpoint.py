@@ -1,6 +1,6 @@
 """How long saving holds training up: run with `whale run -np 2 benchmarks/checkpoint.py FOLDER`.
 
-Weights and Adam's slots (--megabytes) lie split over the ranks (zero.level=3). Rank 0 prints, medians of --times:
+Weights and Adam's slots (--megabytes) lie split over the ranks (memory.zero=3). Rank 0 prints, medians of --times:
     copy        a copy of what this rank holds, in memory
     saving      `save` of a manager that waits until the files are there
     pause       `save` of an asynchronous manager, and what the next step takes longer than others
@@ -26,7 +26,7 @@ parser.add_argument("--times", type=int, default=5)
 options = parser.parse_args()
 
 WIDTH = 2048
-wh.init({"zero.level": 3})
+wh.init({"memory.zero": 3})
 layers = [
     tf.keras.layers.Dense(WIDTH, use_bias=False) for _ in range(max(1, options.megabytes // (12 * WIDTH**2 >> 20)))
 ]

@@ -131,7 +131,7 @@ def main() -> None:
         "--form", default="where", help="where: a mask of infinities; matmul, einsum: one that is added"
     )
     parser.add_argument("--limit", type=int, default=0, help="memory.limit_bytes of a rank")
-    parser.add_argument("--scores", type=int, help="attention.scores_bytes: with more, in blocks of queries")
+    parser.add_argument("--scores", type=int, help="memory.attention_scores_bytes: with more, in blocks of queries")
     parser.add_argument("--measure", action="store_true", help="run it, and ask TensorFlow's allocators")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument(OF_RANKS, action="store_true", help=argparse.SUPPRESS)
@@ -143,7 +143,7 @@ def main() -> None:
     peaks = " ".join(f"{of:>9} {'x ranks':>8}" for of in ("peak MiB", *(["measured"] if asked.measure else [])))
     print(f"{'sequence':>8} {'ranks':>5} {peaks} {'MiB a layer':>12} {'formula':>9}  what")
     for ranks in asked.ranks:
-        wh.init({"communication.transport": "in-process", "cluster.ranks": ranks, **_config(asked)})
+        wh.init({"communication.in_process_ranks": ranks, **_config(asked)})
         try:
             print(_line(asked, ranks), flush=True)
         except WhaleError as refused:
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def _config(asked: argparse.Namespace) -> dict[str, Any]:
-    given = {"memory.limit_bytes": asked.limit or None, "attention.scores_bytes": asked.scores}
+    given = {"memory.limit_bytes": asked.limit or None, "memory.attention_scores_bytes": asked.scores}
     return {key: value for key, value in given.items() if value is not None}
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.elastic [--model gpt resnet50] [--ranks 2] [--rounds 9] [--steps 5]
     python -m benchmarks.elastic rebalance [--cuts 5] [--rows 3072]          how soon rows follow a quota that is cut
 
-Replicas keep nothing for it but the order of updates; with `zero.level=3` each rank also keeps its values from before
+Replicas keep nothing for it but the order of updates; with `memory.zero=3` each rank also keeps its values from before
 the step, and those that another one alone holds. Every row is a process group under `whale run` that stays alive; in
 each round each group runs some steps, while the others are stopped. Shown are medians of a round's mean and of the
 processor time of a step, all ranks together, and the ratio to the row without `elastic`, round by round.
@@ -50,7 +50,14 @@ def worker(name: str, level: int, elastic: bool) -> None:
         from benchmarks.step_time.training import make_step
 
         # Stopped by the benchmark, a process is not frozen.
-        wh.init({"elastic": elastic, "elastic.rebalance": False, "zero.level": level, "fault.freeze_s": 0})
+        wh.init(
+            {
+                "fault.elastic": "memory" if elastic else "",
+                "fault.rebalance": False,
+                "memory.zero": level,
+                "fault.freeze_s": 0,
+            }
+        )
         step = make_step(WORKLOADS[name], wh.function)
 
         def answer(steps: int) -> dict[str, Any]:
@@ -78,7 +85,7 @@ def rebalanced(ranks: int, rows: int, cuts: int, cores: float) -> None:
     os.sched_setaffinity(0, {here[rank % len(here)]})
     import whale as wh
 
-    wh.init({"elastic": True})
+    wh.init({"fault.elastic": "memory"})
     step, batch = program(DEPTH, wh.function, rows)
     turns = random.Random(1)  # the same on all ranks
     times_s: list[list[float]] = []
@@ -167,7 +174,7 @@ def compare(name: str, ranks: int, levels: Sequence[int], rounds: int, steps: in
                 if number:  # the first round compiles
                     found[row].append((max(a["step_ms"] for a in answers), sum(a["cpu_ms"] for a in answers)))
     print(f"\n{name}, {ranks} ranks, {rounds} rounds of {steps} steps")
-    print("| zero.level | elastic | step, ms | processor, ms | step, ratio | processor, ratio |")
+    print("| memory.zero | elastic | step, ms | processor, ms | step, ratio | processor, ratio |")
     print("|---|---|---|---|---|---|")
     for level, elastic in rows:
         times, plain = found[level, elastic], found[level, False]

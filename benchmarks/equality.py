@@ -102,7 +102,7 @@ def main() -> None:
     arguments.add_argument("--blocks", type=int, default=40)
     arguments.add_argument("--steps", type=int, default=200)
     asked = arguments.parse_args()
-    wh.init({"random": "global"})
+    wh.init({"batch.random": "global"})
     for name, make in (("comparing inputs", compared), ("random streams", streams), ("orders of datasets", orders)):
         with_it, without = make(asked.steps)
         seconds(with_it), seconds(without)

@@ -68,8 +68,8 @@ def measured(model: str, way: str, cache: str) -> float:
     script = [str(Path(__file__).resolve()), "--run", model, way]
     command = [sys.executable, *(() if way == "plain" else ("-m", "whale", "run", "-np", "2")), *script]
     known = environment() | {
-        "WHALE_PLAN_CACHE": str(Path(cache, "plans")),
-        "WHALE_AUTO_PARALLEL": str(way == "auto"),
+        "WHALE_MESH_PLAN_CACHE": str(Path(cache, "plans")),
+        "WHALE_MESH_AUTO_PARALLEL": str(way == "auto"),
     }
     done = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
     said = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if _SAYS in line]

@@ -1,6 +1,6 @@
-"""Step time with one kind of what Whale computes otherwise than TensorFlow (a key of `fuse`) on, and off.
+"""Step time with one kind of what Whale computes otherwise than TensorFlow (the key `kernels`) on, and off.
 
-    python -m benchmarks.fused [--key fuse.updates] [--batch 16] [--rounds 15] [--steps 4] [--models gpt,deep]
+    python -m benchmarks.fused [--kind updates] [--batch 16] [--rounds 15] [--steps 4] [--models gpt,deep]
 
 The other kinds are as they are by default on both sides. Two processes hold a copy of the model each and step in turn,
 so that what else the machine does meets both. Prints the medians of seconds by the clock and of processor seconds of a
@@ -16,11 +16,10 @@ import statistics
 import time
 from typing import Any
 
-from whale import config_keys
+from whale.config.keys import KERNELS
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-KEYS = tuple(key.name for key in config_keys.KEYS if key.name.startswith("fuse."))
 BATCHES = {"gpt": 2, "deep": 16, "resnet50": 4}  # few rows, so that updates weigh
 
 
@@ -64,7 +63,7 @@ def serve(pipe: Any, name: str, optimizer: str, batch: int, config: dict[str, An
     """Compiles a step, then takes as many steps as it is told, and answers with the seconds they took."""
     import whale as wh
 
-    wh.init({"communication.transport": "in-process", **config})
+    wh.init(config)
     step = make_step(name, optimizer, batch)
     step()
     pipe.send(None)
@@ -78,7 +77,7 @@ def serve(pipe: Any, name: str, optimizer: str, batch: int, config: dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--key", choices=KEYS, default=KEYS[0], help="what is on or off")
+    parser.add_argument("--kind", choices=KERNELS, default=KERNELS[0], help="what is on or off")
     parser.add_argument("--batch", type=int, help="rows of a step, up to those of the model; otherwise few")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each")
     parser.add_argument("--steps", type=int, default=4, help="steps of one measurement")
@@ -91,7 +90,8 @@ def main() -> None:
         pipes = {}
         for fused in (True, False):
             pipes[fused], theirs = spawn.Pipe()
-            config = {"cluster.ranks": options.ranks, options.key: fused}
+            kernels = [kind for kind in KERNELS if fused or kind != options.kind]
+            config = {"communication.in_process_ranks": options.ranks, "kernels": kernels}
             given = theirs, name, options.optimizer, options.batch or BATCHES.get(name, 16), config
             spawn.Process(target=serve, args=given, daemon=True).start()
         for pipe in pipes.values():

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, default=0.0, help="of an emulated link between the ranks")
     options = parser.parse_args()
     link = f"latency_us={1e3 * options.latency_ms:g}" if options.latency_ms else ""
-    wh.init(wh.Config({"input.prefetch": options.prefetch, "communication.emulate_link": link}))
+    wh.init(wh.Config({"batch.prefetch": options.prefetch, "debug.emulate_network": link}))
     step = make_step(options.layers)
     whole = tf.random.stateless_normal([ROWS, FEATURES], [0, 1])
     seconds_each(5, lambda: float(step(whole)))

@@ -27,7 +27,7 @@ from math import inf, prod
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ["WHALE_PLAN_CACHE"] = ""  # what is measured is to be done
+os.environ["WHALE_MESH_PLAN_CACHE"] = ""  # what is measured is to be done
 
 import numpy as np
 import tensorflow as tf
@@ -67,7 +67,7 @@ def main() -> int:
     x, y = np.zeros((8, 64, 64, 3), np.float32), np.zeros(8, np.int32)
     fastest_s: dict[str, float] = {}
     for _ in range(options.repeats):
-        wh.init(wh.Config({"communication.transport": "in-process", "cluster.ranks": options.ranks}))
+        wh.init(wh.Config({"communication.in_process_ranks": options.ranks}))
         function = wh.function(step)
         start_s = time.perf_counter()
         seconds = function.compile_seconds(x, y)

@@ -18,7 +18,7 @@ from math import log
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ["WHALE_PLAN_CACHE"] = ""  # what is measured is to be done
+os.environ["WHALE_MESH_PLAN_CACHE"] = ""  # what is measured is to be done
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tensorflow as tf

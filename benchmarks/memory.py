@@ -2,7 +2,7 @@
 
 --how split   one dense layer (default 1 GB) under wh.split, trained with plain gradient descent; live bytes are watched
               at every moment of the variables' creation
---how zero3   a stack of dense layers (--width) with Adam under zero.level=3, --gigabytes of parameters and slots;
+--how zero3   a stack of dense layers (--width) with Adam under memory.zero=3, --gigabytes of parameters and slots;
               a rank also holds some whole layers at a time: gathered weights, a gradient on its way
 
 Every rank prints its figures; rank 0 prints whether the bounds hold.
@@ -43,7 +43,7 @@ def own() -> int:
 
 tf.config.threading.set_inter_op_parallelism_threads(1)
 tf.config.threading.set_intra_op_parallelism_threads(1)
-wh.init({"zero.level": 3} if options.how == "zero3" else {})
+wh.init({"memory.zero": 3} if options.how == "zero3" else {})
 tf.random.uniform((8, 8)) @ tf.ones((8, 8))  # TensorFlow's own memory is there
 base, base_own = resident()[0], own()
 total = int(options.gigabytes * 2**30)

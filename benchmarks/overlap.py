@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--latency-us", type=float, default=50.0)
     options = parser.parse_args()
     link = f"latency_us={options.latency_us:g},bandwidth_MBps={options.bandwidth_MBps:g}"
-    wh.init(wh.Config({"communication.emulate_link": link, "communication.group_bytes": options.group_bytes}))
+    wh.init(wh.Config({"debug.emulate_network": link, "communication.bucket_bytes": options.group_bytes}))
     plan, seconds, steps = train(options.layers, options.width, options.rows, options.steps)
     if wh.rank() == 0:
         shares = [hidden_share(intervals) for intervals in steps]

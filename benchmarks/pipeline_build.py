@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ["WHALE_PLAN_CACHE"] = ""  # what is measured is to be done
+os.environ["WHALE_MESH_PLAN_CACHE"] = ""  # what is measured is to be done
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np

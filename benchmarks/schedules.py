@@ -84,7 +84,7 @@ def sleeping_layer(
 def start(ranks: int, **config: Any) -> None:
     """Starts Whale, in this process if no launcher has started several."""
     if process_place().size == 1:
-        config |= {"communication.transport": "in-process", "cluster.ranks": ranks}
+        config |= {"communication.in_process_ranks": ranks}
     wh.init(config)
 
 
@@ -106,7 +106,7 @@ def pipeline(
     """Returns what runs one step, with ``depth`` weights in each layer. The gradient of the first stage's input is
     wanted too.
     """
-    start(ranks, **{"pipeline.num_micro_batch": micro_batches, "pipeline.schedule": name})
+    start(ranks, **{"pipeline.micro_batches": micro_batches, "pipeline.schedule": name})
     weights = [[tf.Variable(tf.eye(width)) for _ in range(depth)] for _ in layers]
     scale = tf.Variable(tf.ones((width,)))
     x = tf.ones((micro_batches * rows, width)) * 0.01

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    wh.init({"communication.group_bytes": 0})
+    wh.init({"communication.bucket_bytes": 0})
     context = current("the trace benchmark")
     (comm,), trace = context.comms, context.trace
     assert trace is not None, "start it under `whale run --trace`"

@@ -87,10 +87,10 @@ def work(options: argparse.Namespace) -> None:
     from whale.planner.graph_search.strategies import over_all
     from whale.runtime.run import context
 
-    asked = {"pipeline.num_stages": options.stages} if options.what == "pipeline" else {}
+    asked = {"pipeline.stages": options.stages} if options.what == "pipeline" else {}
     if options.micro_batches:
-        asked["pipeline.num_micro_batch"] = options.micro_batches
-    wh.init(wh.Config({"auto_parallel": True, **asked}))
+        asked["pipeline.micro_batches"] = options.micro_batches
+    wh.init(wh.Config({"mesh.auto_parallel": True, **asked}))
     run = context.current()
     target = [options.slow if r % 2 else 1.0 for r in range(options.ranks)]
     most = options.cores * len(cores) / max(len(cores), sum(target))

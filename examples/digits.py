@@ -45,7 +45,7 @@ def main() -> None:
     if not options.plain:
         import whale as wh
 
-        wh.init({"sync_batch_norm": True})  # else each process normalises its own rows
+        wh.init({"batch.norm_statistics": "batch"})  # else each process normalises its own rows
         function, scope, rank, size = wh.function, wh.replica, wh.rank(), wh.size()
     tf.keras.utils.set_random_seed(SEED)
     tf.keras.backend.set_floatx(options.precision)

@@ -68,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     rows, length = 16, 64
 
-    wh.init({"pipeline.num_micro_batch": 4, "pipeline.schedule": "1f1b"})
+    wh.init({"pipeline.micro_batches": 4, "pipeline.schedule": "1f1b"})
     tf.keras.utils.set_random_seed(1)
     model = Model(options.width, options.blocks, length)
     model(tf.zeros((1, length), tf.int32))

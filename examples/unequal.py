@@ -24,7 +24,7 @@ from whale.ir.plan_text import format_plan
 
 def train(automatic: bool, width: int, rows: int, steps: int) -> None:
     """Some steps of a few dense layers, with equal shares or as it is found to be fastest."""
-    wh.init({"auto_parallel": automatic})
+    wh.init({"mesh.auto_parallel": automatic})
     tf.keras.utils.set_random_seed(1)
     model = tf.keras.Sequential([tf.keras.layers.Input((width,)), *(tf.keras.layers.Dense(width) for _ in range(4))])
     optimizer = tf.keras.optimizers.SGD(0.1)

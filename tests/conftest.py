@@ -17,7 +17,7 @@ from tests.times import Times
 
 _TIMES = pytest.StashKey[Times]()
 # No test runs under a plan that another one, or the user, has kept; those of the keeping name a folder of their own.
-os.environ["WHALE_PLAN_CACHE"] = ""
+os.environ["WHALE_MESH_PLAN_CACHE"] = ""
 # After each pass the program is verified, here and in the ranks that tests start.
 os.environ.setdefault("WHALE_VERIFY_PASSES", "1")
 # TensorFlow's allocator tells what it gives out where oneDNN is on; its default is off on processors without AVX-512.

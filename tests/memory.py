@@ -1,8 +1,8 @@
 """The peak of a step's live bytes, as predicted before it runs and as asked of TensorFlow's allocator.
 
 python -m tests.memory                                         # every model on one rank, as it is
-python -m tests.memory --set gradient_checkpoint.type=auto     # with other settings
-python -m tests.memory --models gpt --set pipeline.num_micro_batch=4 --steps 40
+python -m tests.memory --set memory.recompute=auto     # with other settings
+python -m tests.memory --models gpt --set pipeline.micro_batches=4 --steps 40
 
 Which of TensorFlow's threads is first decides what is alive together, so the peak of a step differs from the next
 one's; a prediction is compared with their median.

@@ -24,21 +24,25 @@ ROWS, WIDTH, BATCH, EACH = 400, 6, 8, 3
 CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "alone": (1, {}, ""),
     "replica": (2, {}, ""),
-    "accumulation": (2, {"pipeline.num_micro_batch": 3}, ""),
-    "zero 1": (2, {"zero.level": 1, "zero.min_bytes": 0}, ""),
-    "zero 3": (2, {"zero.level": 3, "zero.min_bytes": 0}, ""),
-    "recompute": (2, {"gradient_checkpoint.type": "auto"}, ""),
-    "pipeline": (4, {"pipeline.num_micro_batch": 2}, "stages"),
-    "pipeline, zero 1": (4, {"pipeline.num_micro_batch": 2, "zero.level": 1, "zero.min_bytes": 0}, "stages"),
-    "weights": (1, {"offload.level": "v0", "zero.min_bytes": 0}, ""),
-    "weights, replica, accumulation": (2, {"offload.level": "v0", "pipeline.num_micro_batch": 3}, ""),
-    "in a branch, zero 3": (2, {"offload.level": "v0", "zero.level": 3, "zero.min_bytes": 0}, "branch"),
-    "tables": (1, {"offload.level": "tables"}, "tables"),
-    "tables, keras": (1, {"offload.level": "tables"}, "tables keras"),
-    "tables, keras, replica": (2, {"offload.level": "tables", "pipeline.num_micro_batch": 2}, "tables keras"),
-    "tables, columns": (2, {"offload.level": "tables"}, "tables columns"),
-    "tables, rows": (2, {"offload.level": "tables"}, "tables rows"),
-    "tables, hot": (2, {"offload.level": "tables", "pipeline.num_micro_batch": 2}, "tables hot"),
+    "accumulation": (2, {"pipeline.micro_batches": 3}, ""),
+    "zero 1": (2, {"memory.zero": 1, "memory.zero_min_bytes": 0}, ""),
+    "zero 3": (2, {"memory.zero": 3, "memory.zero_min_bytes": 0}, ""),
+    "recompute": (2, {"memory.recompute": "auto"}, ""),
+    "pipeline": (4, {"pipeline.micro_batches": 2}, "stages"),
+    "pipeline, zero 1": (4, {"pipeline.micro_batches": 2, "memory.zero": 1, "memory.zero_min_bytes": 0}, "stages"),
+    "weights": (1, {"memory.offload": "parameters", "memory.zero_min_bytes": 0}, ""),
+    "weights, replica, accumulation": (2, {"memory.offload": "parameters", "pipeline.micro_batches": 3}, ""),
+    "in a branch, zero 3": (
+        2,
+        {"memory.offload": "parameters", "memory.zero": 3, "memory.zero_min_bytes": 0},
+        "branch",
+    ),
+    "tables": (1, {"memory.offload": "tables"}, "tables"),
+    "tables, keras": (1, {"memory.offload": "tables"}, "tables keras"),
+    "tables, keras, replica": (2, {"memory.offload": "tables", "pipeline.micro_batches": 2}, "tables keras"),
+    "tables, columns": (2, {"memory.offload": "tables"}, "tables columns"),
+    "tables, rows": (2, {"memory.offload": "tables"}, "tables rows"),
+    "tables, hot": (2, {"memory.offload": "tables", "pipeline.micro_batches": 2}, "tables hot"),
 }
 
 
@@ -148,7 +152,7 @@ def try_case(name: str, optimizer: str) -> str:
     ranks, config, form = CASES[name]
     with tf.device(COMPUTES):
         expected = _model(tf.function, optimizer, "" if form == "stages" else form).train()
-    wh.init({"communication.transport": "in-process", "cluster.ranks": ranks, "offload.level": "optimizer", **config})
+    wh.init({"communication.in_process_ranks": ranks, "memory.offload": "optimizer", **config})
     try:
         before = offloaded_bytes()
         model = _model(wh.function, optimizer, form)

@@ -103,7 +103,7 @@ AROUND = {
     "keras.md": [Around("x, y = np.ones((512, 8), 'float32'), np.zeros(512, 'int32')")],
     "micro_batches.md": [
         Around(
-            "wh.init({'gradient_checkpoint.type': 'collection'})\nblock = dense(2, 2)", step="y = ones(4, 2)", value="y"
+            "wh.init({'memory.recompute': 'marked'})\nblock = dense(2, 2)", step="y = ones(4, 2)", value="y"
         )
     ],
     "monitoring.md": [Around(after="logging.getLogger('whale').removeHandler(handler)")],
@@ -182,8 +182,7 @@ def test_a_block_runs(text: str, around: Around, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "selene.yaml").write_text((ROOT / "cost_model/validation/clusters/selene.yaml").read_text())
     (tmp_path / "lab.yaml").write_text(EXAMPLE)
-    monkeypatch.setenv("WHALE_COMMUNICATION_TRANSPORT", "in-process")
-    monkeypatch.setenv("WHALE_CLUSTER_RANKS", str(around.ranks))
+    monkeypatch.setenv("WHALE_COMMUNICATION_IN_PROCESS_RANKS", str(around.ranks))
     monkeypatch.setattr(sys, "argv", ["block.py"])
     (tmp_path / "block.py").write_text(whole(text, around))
     try:

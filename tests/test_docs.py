@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import whale
-from whale.config_keys import KEYS
+from whale.config.keys import KEYS
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,7 +124,7 @@ def _name_exists(name: str) -> bool:
 @cache
 def _defined(source: Path) -> set[str]:
     """Names at the top of a module, with those that `whale` loads when they are asked for."""
-    names = set(whale.__all__) if source == ROOT / "whale" / "__init__.py" else set()
+    names = {*whale.__all__, *whale._modules()} if source == ROOT / "whale" / "__init__.py" else set()
     for statement in ast.walk(ast.parse(source.read_text())):
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             names.add(statement.name)

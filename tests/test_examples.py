@@ -41,8 +41,7 @@ def test_every_example_is_short_and_known() -> None:
 def test_an_example_learns(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WHALE_COMMUNICATION_TRANSPORT", "in-process")
-    monkeypatch.setenv("WHALE_CLUSTER_RANKS", "2")
+    monkeypatch.setenv("WHALE_COMMUNICATION_IN_PROCESS_RANKS", "2")
     monkeypatch.setattr(sys, "argv", [name, *SMALL[name].format(folder=tmp_path / "out").split()])
     try:
         runpy.run_path(str(FOLDER / name), run_name="__main__")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,8 +21,7 @@ _TOP = {"whale.errors", "whale.config", "whale.started", "whale.log", "whale.pyt
 ALLOWED: dict[str, set[str]] = {
     "whale": _TOP | {"whale.annotations", "whale.ir", "whale.runtime", "whale.frontends"},  # the lazy public API
     "whale.errors": set(),
-    "whale.config": {"whale.errors", "whale.config_keys"},
-    "whale.config_keys": set(),
+    "whale.config": {"whale.errors"},
     "whale.started": {"whale.errors"},
     "whale.log": {"whale.errors", "whale.started"},
     "whale.python": set(),
@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Inside a part: its rooms (folders) and the modules beside them, from the lowest up; each may import those before it.
 ROOMS: dict[str, tuple[str, ...]] = {
+    "whale.config": ("values", "keys", "reading", "page"),
     "whale.sharding_rules": ("notation", "base", "dims", "roles", "binding", "embedding", "registry", "empty", "graph")
     + ("math", "nn", "structure"),
     "whale.passes": ("run_passes", "settings", "analysis", "normalize", "propagation", "autoshard", "resharding")
@@ -126,7 +127,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "checkpoint",
     )
     + ("session", "tools", "measure"),
-    "whale.frontends": ("when_imported", "layers", "keras", "tf1", "horovod", "start", "tf_distribute", "epl", "launch")
+    "whale.frontends": (
+        "first_whale",
+        "when_imported",
+        "layers",
+        "keras",
+        "tf1",
+        "horovod",
+        "start",
+        "tf_distribute",
+        "epl",
+        "launch",
+    )
     + ("on_ray",),
     "whale.frontends.tf1": ("taking", "*", "install"),
     "whale.launcher": ("*", "job", "scale_up", "run", "analyze"),
@@ -363,23 +375,40 @@ def test_without_tensorflow_the_error_says_what_to_install() -> None:
     assert done[1].returncode == 2 and done[1].stderr.startswith("whale plan: whale plan needs TensorFlow\n")
 
 
-def test_type_checkers_see_what_is_loaded() -> None:
+def test_what_type_checkers_see_is_loaded() -> None:
     import whale
 
-    tree = ast.parse((ROOT / "whale/__init__.py").read_text())
-    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     shown = {}
-    for node in block.body:
-        assert isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names:
-            child = f"{node.module}.{alias.name}"
-            shown[alias.asname] = child if _is_module(child) else node.module
-    assert shown == whale._PUBLIC
+    for node in ast.parse((ROOT / "whale/__init__.pyi").read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            (alias,) = node.names
+            assert alias.name == alias.asname and node.module is not None
+            shown[alias.name] = node.module
+    assert shown == whale._modules()
+    first = {name for name, module in shown.items() if module == "whale.frontends.first_whale"}
+    assert first == {"auto_parallel", "cluster", "replicate", "set_default_strategy"}
+    assert set(whale.__all__) == shown.keys() - first | {"__version__"} and len(whale.__all__) == len(
+        set(whale.__all__)
+    )
+
+
+def test_every_name_is_where_the_stub_says() -> None:
+    import whale
+
+    for name, module in whale._modules().items():
+        source = ROOT.joinpath(*module.split("."))
+        inside = source / f"{name}.py"
+        text = (source / "__init__.py" if source.is_dir() else source.with_suffix(".py")).read_text()
+        defined = re.search(
+            rf"^(?:def {name}\(|class {name}\b|{name} = |.*\bimport {name} as {name}$)", text, re.MULTILINE
+        )
+        assert defined or inside.exists(), f"{module} has no {name}"
 
 
 def test_a_name_that_does_not_exist() -> None:
     import whale
 
-    with pytest.raises(AttributeError, match="has no attribute 'replicate_all'"):
-        _ = whale.replicate_all
+    unknown = "replicate_all"
+    with pytest.raises(AttributeError, match=f"has no attribute '{unknown}'"):
+        getattr(whale, unknown)
     assert set(whale.__all__) <= set(dir(whale))

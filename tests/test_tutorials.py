@@ -29,8 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _script(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as given:
-        given.setenv("WHALE_COMMUNICATION_TRANSPORT", "in-process")
-        given.setenv("WHALE_CLUSTER_RANKS", "2")
+        given.setenv("WHALE_COMMUNICATION_IN_PROCESS_RANKS", "2")
         given.setattr(sys, "argv", [path])
         runpy.run_path(path, run_name="__main__")
         wh.shutdown()

@@ -1,4 +1,4 @@
-"""Levels of zero.level with scopes and optimizers, against one device in float64; bytes against plain data parallel.
+"""Levels of memory.zero with scopes and optimizers, against one device in float64; bytes against plain data parallel.
 
 python -m tests.zero                      # all: 3 levels x {replica, split} x {1, 2} micro-batches x 5 optimizers,
                                           # and 3 of version 1 in a session
@@ -56,7 +56,7 @@ def main() -> int:
                     good &= found.logical_bytes <= plain * (1 if level < 3 else 1.5) + _of_norms(optimizer, plain)
                     moved += f", {ratio:.3f} of data parallel"
                 failed += not good
-                what = f"{name} {optimizer} {scope} zero.level={level}" + (
+                what = f"{name} {optimizer} {scope} memory.zero={level}" + (
                     f" micro-batches={parts}" if parts > 1 else ""
                 )
                 verdict = "as one device" if good else "WRONG"

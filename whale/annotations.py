@@ -11,10 +11,10 @@ class replica(ContextDecorator):
     """``with wh.replica():`` (or ``@wh.replica()``): the batch is divided over the devices.
 
     Every device has all variables of the code inside, and computes its share of the batch; gradients are summed. The
-    shares are as equal as possible, or those of ``replica.shares``.
+    shares are as equal as possible, or those of ``batch.shares``.
 
     Args:
-      devices: ranks (or a slice of ``wh.cluster``, or TensorFlow's names of devices: "/job:worker/task:1") among which
+      devices: ranks (or TensorFlow's names of devices: "/job:worker/task:1") among which
         the rows of the code inside are divided; None means all.
         The others have no rows of it, but its variables as well. A number is a ``device_count``.
       device_count: devices that share the rows of one replica of the model; the rows of a batch are divided over all
@@ -57,7 +57,7 @@ class split(ContextDecorator):
     scope where layers are called (losses over many classes belong inside as well).
 
     Args:
-      devices: ranks (or a slice of ``wh.cluster``) that hold the parts; None means all. Other scopes may be on the same
+      devices: ranks that hold the parts; None means all. Other scopes may be on the same
         ranks, on others, or on some of them.
       dim: the dimension of their result along which products that read a weight are split: -1 divides the outputs of a
         dense layer. None leaves it to what is communicated.
@@ -69,8 +69,8 @@ class split(ContextDecorator):
       context: context parallelism: this dimension of activations, 1 or 0 as for ``sequence``, is divided on every
         layer, products included, over the axis "context" unless ``axis`` names another; weights are whole on every
         rank. Attention gives parts of the sequence for heads, or passes keys and values round.
-      device_count: so many ranks in a row divide tensors together, as ``split.ranks`` says for the run; a number for
-        ``devices`` is one.
+      device_count: so many ranks in a row divide tensors together, as ``wh.Mesh(tensor=...)`` says for the run; a
+        number for ``devices`` is one.
       name: what a person calls it; nothing else.
 
     Raises:
@@ -120,7 +120,7 @@ class stage(ContextDecorator):
     stage s is on rank s modulo the number of ranks.
 
     Args:
-      devices: its ranks, or a slice of ``wh.cluster``; None: as above. To be given for all stages or for none. In
+      devices: its ranks; None: as above. To be given for all stages or for none. In
         ``wh.annotate`` also the number of the stage, in the order of the data.
       device_count: ranks of one replica of it: 1, as without ``devices``.
       name: what a person calls it; nothing else.
@@ -154,73 +154,11 @@ class stage(ContextDecorator):
         self._entered.pop().__exit__(*exception)
 
 
-class replicate(replica):
-    """A scope for one part of a model, as in the Whale paper: ``with wh.replicate(1):``; each opening is a new part.
-
-    Parts of fewer devices than there are ranks are stages, in this order; a single one is the whole model, which is
-    replicated. A part of all ranks has its rows divided over them.
-
-    Args:
-      device_count: devices of one replica of it.
-      name: what a person calls it; nothing else.
-    """
-
-    def __init__(self, device_count: int | None = None, name: str | None = None) -> None:
-        super().__init__(None, device_count or 1, name)
-        self._stages: list[AbstractContextManager[Any] | None] = []
-
-    def __enter__(self) -> replicate:
-        from whale.runtime.run.device_counts import is_a_stage
-
-        apart = stage(device_count=self.device_count) if is_a_stage(self.device_count) else None
-        if apart is None:
-            super().__enter__()
-        else:
-            apart.__enter__()
-        self._stages.append(apart)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        apart = self._stages.pop()
-        if apart is None:
-            super().__exit__(*exception)
-        else:
-            apart.__exit__(*exception)
-
-
-class auto_parallel(ContextDecorator):
-    """``with wh.auto_parallel():`` (or the call alone): steps that are compiled from now on are spread by themselves.
-
-    As the key ``auto_parallel``; scopes are kept as they are.
-
-    Args:
-      modes: None: the way that is predicted to be the fastest. ``wh.replica``: the batch is divided, as it is anyway;
-        ``wh.split``: tensors of all layers are; ``wh.pipeline`` or ``wh.stage``, or a list with one of them: as None,
-        with as many stages as ``pipeline.num_stages`` says.
-
-    Raises:
-      ClusterError: before ``wh.init``.
-      PlanError: another mode.
-    """
-
-    def __init__(self, modes: Any = None) -> None:
-        from whale.runtime.run.device_counts import spread_by_itself
-
-        kinds = modes if isinstance(modes, (list, tuple)) else [] if modes is None else [modes]
-        spread_by_itself([getattr(kind, "__name__", type(kind).__name__) for kind in kinds])
-
-    def __enter__(self) -> auto_parallel:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        """Leaves it on to the end of the run, since steps are compiled when they are called."""
-
-
 class pipeline(ContextDecorator):
     """``with wh.pipeline(num_micro_batch=4):`` (or ``@wh.pipeline(...)``): the batch is computed in micro-batches.
 
     Around ``wh.stage`` it makes the stages work at once, each on another micro-batch; without stages, gradients are
-    accumulated. The number holds for the whole step of which a part is inside, as ``pipeline.num_micro_batch`` does for
+    accumulated. The number holds for the whole step of which a part is inside, as ``pipeline.micro_batches`` does for
     all steps; the result is that of one device either way. Enter it inside the step, or where layers are created.
 
     Args:
@@ -258,7 +196,7 @@ class pipeline(ContextDecorator):
 
 
 def checkpoint(tensor: Any) -> Any:
-    """Marks an activation that is held until the backward pass, with ``gradient_checkpoint.type="collection"``.
+    """Marks an activation that is held until the backward pass, with ``memory.recompute="marked"``.
 
     What lies between two marked tensors is computed again when the backward pass reads it. In a session's graph
     ``tf.compat.v1.add_to_collection("checkpoints", tensor)`` does the same.
@@ -277,7 +215,7 @@ def checkpoint(tensor: Any) -> Any:
 class recompute(ContextDecorator):
     """``with wh.recompute():`` what is built inside is computed again when the backward pass reads it, and not held.
 
-    With ``gradient_checkpoint.type="collection"``. Everything else of the forward pass is held as usual, so this suits
+    With ``memory.recompute="marked"``. Everything else of the forward pass is held as usual, so this suits
     what takes much memory and little time, as the scores of an attention. Random ops, loops, branches and ops with
     effects are held all the same. Outside of a graph nothing is marked.
 
@@ -353,30 +291,3 @@ def _flat(devices: Iterable[Any] | str) -> tuple[int | str, ...]:
     """Returns ranks in order, or names of devices; a slice of a cluster is a list of groups of them."""
     items = [devices] if isinstance(devices, str) else devices
     return tuple(rank for item in items for rank in ([item] if isinstance(item, (int, str)) else _flat(item)))
-
-
-def set_default_strategy(strategy: Any) -> None:
-    """Sets how code outside of all scopes is spread: ``wh.replica()``, as it is spread anyway, or ``wh.split()``.
-
-    It holds for what is compiled from then on.
-
-    Raises:
-      ClusterError: called before ``wh.init``.
-      PlanError: another strategy, or one with arguments.
-    """
-    from whale.errors import PlanError
-    from whale.runtime.run.context import current
-
-    context = current("wh.set_default_strategy()")
-    arguments = any(
-        getattr(strategy, name, None) is not None for name in ("devices", "dim", "sequence", "context", "axis")
-    )
-    if not isinstance(strategy, (replica, split)) or arguments:
-        raise PlanError(
-            "code outside of scopes cannot have this strategy",
-            given=f"wh.{type(strategy).__name__}" + (" with arguments" if arguments else ""),
-            expected="wh.replica() or wh.split()",
-            action="enter the other scope where the code is that it is for",
-        )
-    context.split_everything = isinstance(strategy, split)
-    context.dividing_scope_seen |= context.split_everything

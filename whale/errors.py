@@ -2,14 +2,14 @@
 
 An error is a sentence, then facts (which op, what was given, what was expected), then one next action:
 
-    raise ConfigError("unknown configuration key", given="comunication.transport",
-                      expected="communication.transport", action="correct the spelling")
+    raise ConfigError("unknown configuration key", given="comunication.backend",
+                      expected="communication.backend", action="correct the spelling")
 
 prints as
 
     unknown configuration key
-      given: comunication.transport
-      expected: communication.transport
+      given: comunication.backend
+      expected: communication.backend
       next: correct the spelling
 """
 

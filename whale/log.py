@@ -1,6 +1,6 @@
 """Sets up the logger ``whale``: what Whale has to say to whoever runs a script, each record with the rank.
 
-Lines go to stderr as ``whale: text``, from the level that ``WHALE_LOG_LEVEL`` (key ``log.level``) says. They are not
+Lines go to stderr as ``whale: text``, from the level that ``WHALE_DEBUG_LOG`` (key ``debug.log``) says. They are not
 handed on to the root logger, which would print them once more; ``logging.getLogger("whale").propagate = True`` does.
 """
 
@@ -14,7 +14,7 @@ from whale.errors import ClusterError
 from whale.started import process_place
 
 LEVELS = ("debug", "info", "warning", "error")
-LEVEL_VARIABLE = "WHALE_LOG_LEVEL"
+LEVEL_VARIABLE = "WHALE_DEBUG_LOG"
 
 log = logging.getLogger("whale")
 

@@ -184,7 +184,7 @@ def lines() -> list[Line]:
         )
         for name, moved in own
     ]
-    accumulated = {"pipeline.num_micro_batch": 2}
+    accumulated = {"pipeline.micro_batches": 2}
     found += [
         replace(line, name=line.name.replace(", 200", ", 2 micro-batches, 200"), config=accumulated)
         for line in found

@@ -220,7 +220,7 @@ def lines() -> list[Line]:
         Line(f"experts, {form}, routed under replica", partial(Experts, form=form), wanted())
         for form in ("einsum", "scatter", "gather")
     ]
-    accumulated = {"pipeline.num_micro_batch": 2}
+    accumulated = {"pipeline.micro_batches": 2}
     found += [
         Line(
             f"experts, {form}, micro-batches",

@@ -97,7 +97,7 @@ def mib(count: int) -> str:
 
 @contextmanager
 def ranks(line: Line) -> Iterator[None]:
-    wh.init({"communication.transport": "in-process", "cluster.ranks": line.ranks, **line.config})
+    wh.init({"communication.in_process_ranks": line.ranks, **line.config})
     try:
         yield
     finally:

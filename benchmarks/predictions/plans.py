@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from whale.config import Mesh
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -28,7 +30,7 @@ class Kind:
 
     def configuration(self, batch: int) -> dict[str, Any]:
         """What ``wh.init`` takes."""
-        shares = {"replica.shares": [batch * part // 16 for part in self.shares]} if self.shares else {}
+        shares = {"batch.shares": [batch * part // 16 for part in self.shares]} if self.shares else {}
         return {**shares, **dict(self.config)}
 
     def scope(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -43,6 +45,6 @@ KINDS = {
     "even": Kind("replica", 2),
     "uneven": Kind("replica 11:5", 2, shares=(11, 5)),
     "split": Kind("split", 2, split=True),
-    "state": Kind("replica, zero 1", 2, config=(("zero.level", 1),)),
-    "groups": Kind("replica 2 x split 2", 4, split=True, config=(("split.ranks", 2),)),
+    "state": Kind("replica, zero 1", 2, config=(("memory.zero", 1),)),
+    "groups": Kind("replica 2 x split 2", 4, split=True, config=(("mesh", Mesh(tensor=2)),)),
 }

@@ -92,8 +92,8 @@ CONFIGURATIONS = (
         workloads=_ALL,
     ),
     Configuration("Whale, wh.split, 2 ranks", "whale-split", 2, workloads=("fc",)),
-    Configuration("Whale, state split, 2 ranks", "whale", 2, environment=(("WHALE_ZERO_LEVEL", "1"),)),
-    Configuration("Whale over MPI, 2 ranks", "whale", 2, environment=(("WHALE_COMMUNICATION_SHARED_MEMORY", "false"),)),
+    Configuration("Whale, state split, 2 ranks", "whale", 2, environment=(("WHALE_MEMORY_ZERO", "1"),)),
+    Configuration("Whale over MPI, 2 ranks", "whale", 2, environment=(("WHALE_COMMUNICATION_SHARED_MEMORY", "none"),)),
     Configuration("Whale over Horovod, 2 ranks", "whale-horovod", 2),  # tuned alike
     Configuration("Horovod, 4 ranks", "horovod", 4, workloads=("fc",)),
     Configuration("Whale, 4 ranks", "whale", 4),

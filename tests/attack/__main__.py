@@ -42,7 +42,7 @@ def plans(count: int, seed: int) -> tuple[_Row, list[str]]:
     tf.keras.backend.set_floatx("float64")
 
     def start(size: int, **config: object) -> None:
-        wh.init({"communication.transport": "in-process", "cluster.ranks": size, **config})
+        wh.init({"communication.in_process_ranks": size, **config})
 
     found = judged(count, seed)
     with tempfile.TemporaryDirectory(prefix="whale-attack-") as folder:

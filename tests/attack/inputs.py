@@ -19,7 +19,8 @@ from tests.attack.plans import changed
 from tests.cost_model.test_captured import TABLE
 from tests.programs import mlp, planned
 from whale.cli import main
-from whale.config import FILE_VARIABLE, Config
+from whale.config import Config
+from whale.config.reading import FILE_VARIABLE
 from whale.errors import WhaleError
 from whale.runtime.checkpoint.folder import CheckpointFolder
 from whale.runtime.run.annotate import read_annotations
@@ -98,7 +99,7 @@ class Inputs:
         plan = planned(mlp(8, 4, 4, 2), 4, 4)
         plan.save(folder / "captured.json")
         node = list(plan.strategies[""])[-1]
-        (folder / "config.json").write_text(json.dumps({"auto_parallel": True, "zero": {"level": 1}}))
+        (folder / "config.json").write_text(json.dumps({"mesh.auto_parallel": True, "zero": {"level": 1}}))
         (folder / "checkpoint").write_text('model_checkpoint_path: "ckpt-2"\nall_model_checkpoint_paths: "ckpt-2"\n')
         machine_profile.write(TABLE, folder / "profile.json")
         (folder / "annotations.json").write_text('{"a/*": {"split": {"dim": -1}}, "b": {"stage": 1}}')

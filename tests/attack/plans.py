@@ -26,8 +26,8 @@ from whale.runtime.run.start import planning_run
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "rows": {},
-    "zero": {"zero.level": 1},
-    "micro-batches": {"pipeline.num_micro_batch": 2},
+    "zero": {"memory.zero": 1},
+    "micro-batches": {"pipeline.micro_batches": 2},
 }
 _NUMBERS = (-1, 0, 1, 2, 3, 7, 10**9, 2**31, 2**63 - 1, -(2**63), 10**30)
 _PLACEMENTS = "B O P(sum) P(max) S(0)[8,8] S(0)[16,0] S(1)[8,8] S(9)[1,1] S(0)[-8,24] S(0)[1] own[8,8] x".split()
@@ -130,7 +130,7 @@ def trained(folder: Path, plans: list[tuple[dict[str, Any], dict[str, Any]]], st
         path = folder / f"plan{number}.json"
         path.write_bytes(msgspec.json.encode(tree))
         try:
-            start(2, plan=str(path), **config)
+            start(2, **{"mesh.plan": str(path), **config})
             worst = difference(expected, fresh().train(), 0.1)
             if worst.error > limit("float64", 0.0):
                 problems.append(f"{path}: {worst}")

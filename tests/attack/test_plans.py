@@ -57,7 +57,7 @@ def test_an_illegal_plan_is_refused_before_it_runs(
     change: Callable[[Plan], Plan], said: str, ranks: Callable[..., None], tmp_path: Path
 ) -> None:
     change(made({})[0]).save(tmp_path / "plan.json")
-    ranks(2, plan=str(tmp_path / "plan.json"))
+    ranks(2, **{"mesh.plan": str(tmp_path / "plan.json")})
     with pytest.raises(PlanError, match="not legal for its program") as error:
         one_step()
     assert said in str(error.value) and str(tmp_path / "plan.json") in str(error.value)
@@ -68,12 +68,12 @@ def test_the_strategy_that_a_plan_says_is_read_at_the_start(ranks: Callable[...,
     for strategy in ("[", {"name": 3}, {"stages": [{"parts": [{"tensor": "two"}]}]}, {"recompute": "sometimes"}):
         (tmp_path / "plan.json").write_bytes(msgspec.json.encode(tree | {"strategy": strategy}))
         with pytest.raises(PlanError, match=r"the plan cannot be read(?s:.*)strategy"):
-            ranks(2, plan=str(tmp_path / "plan.json"))
+            ranks(2, **{"mesh.plan": str(tmp_path / "plan.json")})
         wh.shutdown()
 
 
 def test_unchanged_it_runs(ranks: Callable[..., None], tmp_path: Path) -> None:
     made({})[0].save(tmp_path / "plan.json")
-    ranks(2, plan=str(tmp_path / "plan.json"))
+    ranks(2, **{"mesh.plan": str(tmp_path / "plan.json")})
     deep = fresh()
     deep.step(*deep.batch(0))

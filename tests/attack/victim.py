@@ -121,7 +121,7 @@ def main() -> None:
 
     here = tf.autograph.experimental.do_not_convert(reached)  # else AutoGraph rewrites it, between note and fault
     here("start")
-    wh.init({"zero.level": "3", "zero.min_bytes": 0} if asked["plan"] == "zero" else {})
+    wh.init({"memory.zero": 3, "memory.zero_min_bytes": 0} if asked["plan"] == "zero" else {})
     scope = wh.stage if asked["plan"] == "stages" else wh.replica
     draw = np.random.default_rng(1).normal
     with scope():

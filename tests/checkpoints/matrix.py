@@ -14,19 +14,18 @@ import whale as wh
 from tests.checkpoints.model import Model, batch
 
 BEFORE, AFTER = 3, 5  # steps
-_IN_PROCESS = {"communication.transport": "in-process"}
 
 # Plan -> configuration; None is TensorFlow alone. "split" in the name: the layers are built in wh.split scopes.
 PLANS: dict[str, Mapping[str, Any] | None] = {
     "plain TensorFlow": None,
-    "1 rank": {"cluster.ranks": 1},
-    "DP 2": {"cluster.ranks": 2},
-    "DP 3 uneven": {"cluster.ranks": 3, "replica.shares": [6, 4, 2]},
-    "split 2": {"cluster.ranks": 2},
-    "2x2 split": {"cluster.ranks": 4, "split.ranks": 2},
-    "ZeRO-1 of 2": {"cluster.ranks": 2, "zero.level": 1, "zero.min_bytes": 0},
-    "ZeRO-2 of 3": {"cluster.ranks": 3, "zero.level": 2, "zero.min_bytes": 0},
-    "ZeRO-3 of 2": {"cluster.ranks": 2, "zero.level": 3, "zero.min_bytes": 0},
+    "1 rank": {"communication.in_process_ranks": 1},
+    "DP 2": {"communication.in_process_ranks": 2},
+    "DP 3 uneven": {"communication.in_process_ranks": 3, "batch.shares": [6, 4, 2]},
+    "split 2": {"communication.in_process_ranks": 2},
+    "2x2 split": {"communication.in_process_ranks": 4, "mesh": wh.Mesh(tensor=2)},
+    "ZeRO-1 of 2": {"communication.in_process_ranks": 2, "memory.zero": 1, "memory.zero_min_bytes": 0},
+    "ZeRO-2 of 3": {"communication.in_process_ranks": 3, "memory.zero": 2, "memory.zero_min_bytes": 0},
+    "ZeRO-3 of 2": {"communication.in_process_ranks": 2, "memory.zero": 3, "memory.zero_min_bytes": 0},
 }
 
 
@@ -37,7 +36,7 @@ def run(plan: str) -> Iterator[Model]:
     if config is None:
         yield Model(tf.function)
         return
-    wh.init({**_IN_PROCESS, **config})
+    wh.init(config)
     try:
         yield Model(wh.function, wh.split) if "split" in plan else Model(wh.function)
     finally:

@@ -22,7 +22,7 @@ ROWS, COLUMNS = 1024, 1024  # 8 MB each, of weight and momentum
 
 
 def main(folder: str, seed: int) -> None:
-    wh.init({"zero.level": 1, "zero.min_bytes": 0})
+    wh.init({"memory.zero": 1, "memory.zero_min_bytes": 0})
     weight = tf.Variable(tf.zeros((ROWS, COLUMNS), tf.float64), name="weight")
     momentum = tf.Variable(tf.zeros((ROWS, COLUMNS), tf.float64), trainable=False, name="momentum")
     done = tf.Variable(0, dtype=tf.int64, trainable=False, name="done")

@@ -51,7 +51,7 @@ def main() -> int:
     arguments.add_argument("--kept", type=Path, help="outcomes of earlier runs, to which those of this one are added")
     arguments.add_argument("--out", type=Path)
     asked = arguments.parse_args()
-    os.environ["WHALE_PLAN_CACHE"] = ""  # each is planned anew, also where an earlier run of the command has its plan
+    os.environ["WHALE_MESH_PLAN_CACHE"] = ""  # each is planned anew, also where an earlier run has its plan
     number, parts = asked.part
     combinations = [_named(cell) for cell in asked.cells] or chosen(asked.triples, asked.only)
     combinations = [c for c in combinations if asked.size in (None, len(c))][number::parts]

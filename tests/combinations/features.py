@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from whale.config import Mesh
+
 RANKS = 8
 
 
@@ -51,17 +53,17 @@ FEATURES: tuple[Feature, ...] = (
     _of("4 stages", "stages", stage=4, instead=_IN_STAGES),
     _of("unequal stages", "stages", "unequal", instead=_IN_STAGES),
     _of("interleaved", "stages", "chunks", stage=2),
-    _set("micro-batches", pipeline__num_micro_batch=4),
-    _set("gpipe", pipeline__num_micro_batch=4, pipeline__schedule="gpipe", instead=["micro-batches", "zb-h1"]),
-    _set("zb-h1", pipeline__num_micro_batch=4, pipeline__schedule="zb-h1", instead=["micro-batches"]),
+    _set("micro-batches", pipeline__micro_batches=4),
+    _set("gpipe", pipeline__micro_batches=4, pipeline__schedule="gpipe", instead=["micro-batches", "zb-h1"]),
+    _set("zb-h1", pipeline__micro_batches=4, pipeline__schedule="zb-h1", instead=["micro-batches"]),
     _of("accumulation", "accumulated"),
-    _set("zero 1", zero__level=1, zero__min_bytes=0, instead=["zero 2", "zero 3"]),
-    _set("zero 2", zero__level=2, zero__min_bytes=0, instead=["zero 3"]),
-    _set("zero 3", zero__level=3, zero__min_bytes=0),
-    _set("recompute auto", gradient_checkpoint__type="auto", instead=["recompute marked"]),
-    _set("recompute marked", "checkpoint", gradient_checkpoint__type="collection"),
-    _set("offload", offload__level="v0"),
-    _set("amp", amp__level="O1", limit=_ROUNDED),
+    _set("zero 1", memory__zero=1, memory__zero_min_bytes=0, instead=["zero 2", "zero 3"]),
+    _set("zero 2", memory__zero=2, memory__zero_min_bytes=0, instead=["zero 3"]),
+    _set("zero 3", memory__zero=3, memory__zero_min_bytes=0),
+    _set("recompute auto", memory__recompute="auto", instead=["recompute marked"]),
+    _set("recompute marked", "checkpoint", memory__recompute="marked"),
+    _set("offload", memory__offload="parameters"),
+    _set("amp", precision__compute_dtype="bfloat16", limit=_ROUNDED),
     _set("16 bits on the wire", communication__wire_dtype="bfloat16", limit=_ROUNDED),
     _of("loop", "loop"),
     _of("lstm", "lstm", tensor=2),
@@ -76,16 +78,16 @@ FEATURES: tuple[Feature, ...] = (
     _of("session", "session"),
     _of("shard", "shard", "processes"),
     _set("local batch", "local", "processes", batch__mode="local", instead=["shard"]),
-    _set("unequal shares", replica__shares=(6, 2, 4, 4, 4, 4, 2, 6)),
+    _set("unequal shares", batch__shares=(6, 2, 4, 4, 4, 4, 2, 6)),
     _of("some devices", "devices"),
     _of("saved", "saved"),
     _set("devices", "host device", communication__backend="cuda-ipc", instead=["horovod"]),
     _set("mixed devices", "mixed devices", communication__backend="pinned", instead=["horovod", "devices"]),
     _set("horovod", "processes", communication__backend="horovod"),
-    _set("auto_parallel", "auto", auto_parallel=True),
+    _set("auto_parallel", "auto", mesh__auto_parallel=True),
     _of("7 rows", "uneven"),  # that divide neither by the ranks nor by the micro-batches
     _of("hot table", "hot", instead=["session"]),
-    _set("table on host", "table", offload__level="tables", instead=["offload", "growing table", "hot table"]),
+    _set("table on host", "table", memory__offload="tables", instead=["offload", "growing table", "hot table"]),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 
@@ -104,10 +106,10 @@ def limit_of(features: Iterable[Feature]) -> float:
     return _CHOSEN_ANEW if choosing and limit == _ROUNDED else limit
 
 
-def mesh_of(features: Iterable[Feature]) -> str:
+def mesh_of(features: Iterable[Feature]) -> Mesh:
     """The mesh that the features ask for; the rest of the ranks is the axis data."""
     found: dict[str, int] = {}
     for feature in features:
         found.update(feature.axes)
     order = sorted(found, key=["stage", "tensor", "expert", "context"].index)
-    return ",".join(f"{name}={found[name]}" for name in order)
+    return Mesh(**{name: found[name] for name in order})

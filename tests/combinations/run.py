@@ -26,7 +26,7 @@ from whale.passes.analysis.batch import rows_of_ranks
 from whale.runtime.run.start import check_replicas
 
 Values = dict[str, np.ndarray]
-IN_PROCESS = {"communication.transport": "in-process", "cluster.ranks": RANKS}
+IN_PROCESS = {"communication.in_process_ranks": RANKS}
 
 
 def outcome(features: Sequence[Feature], folder: str = "") -> tuple[str, str]:
@@ -55,7 +55,7 @@ def spread(features: Sequence[Feature], folder: str = "") -> tuple[float, str]:
     marks = frozenset(itertools.chain.from_iterable(f.marks for f in features))
     marks |= {"four"} if any(f.axes.get("stage") == 4 for f in features) else set()
     dtype = "float64" if all(f.limit <= 1e-10 for f in features) else "float32"
-    config: dict[str, Any] = {"random": "global", **({} if folder else IN_PROCESS)}
+    config: dict[str, Any] = {"batch.random": "global", **({} if folder else IN_PROCESS)}
     plain = dict(config)
     for feature in features:
         config.update(feature.config)
@@ -151,7 +151,7 @@ def _as_passed(
         return
     mine = slice(None)
     if "local" in marks:
-        counts = rows_of_ranks(rows_of(marks), RANKS, config.get("replica.shares", ()))
+        counts = rows_of_ranks(rows_of(marks), RANKS, config.get("batch.shares", ()))
         first = sum(counts[: wh.rank()])
         mine = slice(first, first + counts[wh.rank()])
     for x, y in data:

@@ -85,7 +85,7 @@ def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
     ),
 )
 def test_any_shares_are_as_one_device(names: tuple[str, ...], shares: tuple[int, ...]) -> None:
-    asked = Feature("shares", config={"replica.shares": shares})
+    asked = Feature("shares", config={"batch.shares": shares})
     kind, what = outcome([*(BY_NAME[name] for name in names), asked])
     assert kind == "equal", what
 
@@ -100,7 +100,7 @@ def test_ranks_bring_their_rows_of_micro_batches(names: tuple[str, ...], monkeyp
 
 
 def test_a_stage_of_which_no_rank_has_rows_is_refused() -> None:
-    shares = Feature("shares", config={"replica.shares": (8, 8, 8, 8, 0, 0, 0, 0)})
+    shares = Feature("shares", config={"batch.shares": (8, 8, 8, 8, 0, 0, 0, 0)})
     kind, what = outcome([BY_NAME["unequal stages"], shares])
     assert kind == "refused" and what.startswith("no rank of a stage has a share of the batch"), what
 

@@ -22,12 +22,12 @@ from whale.runtime.run.start import check_replicas
 name, dtype, optimizer, shares, folder, scope = sys.argv[1:]
 scope, _, count = scope.partition(":")
 rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
-zero = {"zero.level": int(count or 1), "zero.min_bytes": 0} if scope == "zero" else {}
+zero = {"memory.zero": int(count or 1), "memory.zero_min_bytes": 0} if scope == "zero" else {}
 settings = {
-    "replica.shares": rows,
-    "sync_batch_norm": True,
-    "random": "global",
-    "split.ranks": int(count or 0) * (scope == "split"),
+    "batch.shares": rows,
+    "batch.norm_statistics": "batch",
+    "batch.random": "global",
+    "mesh": wh.Mesh(tensor=int(count)) if count and scope == "split" else wh.Mesh(),
 }
 wh.init(wh.Config(settings | zero))
 case = case_named(name)

@@ -142,7 +142,7 @@ def main() -> None:
 
     mode, shares, folder = sys.argv[1:]
     rows = [] if shares == "even" else [int(part) for part in shares.split(",")]
-    wh.init(wh.Config({"replica.shares": rows, "batch.mode": "local" if mode == "own" else "global"}))
+    wh.init(wh.Config({"batch.shares": rows, "batch.mode": "local" if mode == "own" else "global"}))
     rank, total = wh.rank(), wh.function(tf.reduce_sum)
     if mode == "own":
         results = {f"function/{name}": value for name, value in train(wh.function, cut(rank)).items()}

@@ -36,7 +36,7 @@ def steps(function):
     train, evaluate = model(function, tf.Variable(start), tf.Variable(start[:5]))
     return [[float(train(x, ids, y)), float(evaluate(x, ids))] for _ in range(2)]
 
-wh.init({"auto_parallel": True})
+wh.init({"mesh.auto_parallel": True})
 if wh.rank() == 0:
     for i in range(99):
         tf.constant(1.0) + tf.constant(2.0)

@@ -94,9 +94,9 @@ print(orders(keras), orders(tf_keras), refused(keras), refused(tf_keras))
 
 def test_what_differs_between_ranks_is_found(launcher: Launcher) -> None:
     """All in one run: an error that every rank raises leaves the run as it was; the last one ends it."""
-    launcher.environment["WHALE_CHECK_TIMEOUT_S"] = "3600"
+    launcher.environment["WHALE_DEBUG_CHECK_TIMEOUT_S"] = "3600"
     text = """
-wh.init({"check.inputs": 5})
+wh.init({"debug.check_inputs": 5})
 rank, x = wh.rank(), np.ones((8, 1))
 
 def refused(what, call, *arguments):
@@ -131,7 +131,7 @@ refused("manager:", wh.CheckpointManager(tf.train.Checkpoint(w=w), "saved", 1).s
 refused("values:", step, x)
 w.assign([[2.0]])
 step(x)
-wh.init({"check.inputs": 5, "check.replicas": 3})
+wh.init({"debug.check_inputs": 5, "debug.check_replicas": 3})
 again = wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w)))
 again(x)
 if rank == 1:  # in a way that nothing notes

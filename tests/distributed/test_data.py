@@ -78,7 +78,7 @@ UNDER_A_PLAN = """
 import numpy as np
 import tensorflow as tf
 import whale as wh
-wh.init({"mesh": "data=2,tensor=2"})
+wh.init({"mesh": wh.Mesh(data=2, tensor=2)})
 w = [tf.Variable(np.random.default_rng(i).normal(size=s) * 0.4) for i, s in enumerate([(6, 8), (8, 4)])]
 @wh.function
 def step(x, y):
@@ -101,8 +101,8 @@ def test_a_saved_plan_of_two_axes_takes_the_rows_that_ranks_read(launcher: Launc
     dry_run.main(path, (), 4, str(tmp_path / "plan.json"))
     assert load_plan(tmp_path / "plan.json").inner is not None
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        alone = UNDER_A_PLAN.replace("{", '{"communication.transport": "in-process", "cluster.ranks": 1, ', 1)
-        exec(compile(alone.replace('"mesh": "data=2,tensor=2"', ""), "alone", "exec"), {})
+        alone = UNDER_A_PLAN.replace("{", '{"communication.in_process_ranks": 1, ', 1)
+        exec(compile(alone.replace('"mesh": wh.Mesh(data=2, tensor=2)', ""), "alone", "exec"), {})
         wh.shutdown()
     done = launcher.run("-np", "4", "--plan", str(tmp_path / "plan.json"), path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -44,7 +44,7 @@ class Run:
     def check(self, launcher: Launcher, pool: Pool, folder: Path, backend: str, under: Sequence[str] = ()) -> str:
         """Computes what one device does; what the run said."""
         launcher.environment["WHALE_COMMUNICATION_BACKEND"] = backend
-        launcher.environment["WHALE_PIPELINE_NUM_MICRO_BATCH"] = str(self.micro_batches)
+        launcher.environment["WHALE_PIPELINE_MICRO_BATCHES"] = str(self.micro_batches)
         launcher.environment["COLUMNS"] = "200"  # keys are in one piece
         what = self.case, self.optimizer, self.shares, self.scope
         said = check_processes(launcher, pool, folder, *what, under=("-v", *under), timeout_s=300)

@@ -12,7 +12,7 @@ import numpy as np, tensorflow as tf, whale as wh
 from whale.planner.graph_search import strategies, team
 
 strategies.LEAST_BYTES = 1
-wh.init({"auto_parallel": True})
+wh.init({"mesh.auto_parallel": True})
 predicted = team.predicted
 
 def tried(plans, choice, needed_s=float("inf")):
@@ -45,7 +45,7 @@ print("rank", wh.rank(), "is like one device")
 
 @pytest.mark.core
 def test_the_second_rank_looks_at_ways_as_well(launcher: Launcher) -> None:
-    launcher.environment["WHALE_PLAN_CACHE"] = str(launcher.folder / "plans")
+    launcher.environment["WHALE_MESH_PLAN_CACHE"] = str(launcher.folder / "plans")
     done = launcher.run("-np", "2", launcher.script(STEP.replace("FAULT", "pass")), timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank} is like one device" in done.stdout for rank in range(2)), done.stdout
@@ -61,7 +61,7 @@ def test_the_second_rank_looks_at_ways_as_well(launcher: Launcher) -> None:
     ],
 )
 def test_nobody_waits_for_a_rank_that_fails_at_it(launcher: Launcher, fault: str, told: str) -> None:
-    launcher.environment["WHALE_PLAN_CACHE"] = str(launcher.folder / "plans")
+    launcher.environment["WHALE_MESH_PLAN_CACHE"] = str(launcher.folder / "plans")
     done = launcher.run("-np", "2", launcher.script(STEP.replace("FAULT", fault)), timeout_s=600)
     assert done.returncode == (137 if "KILL" in fault else 1), done.stderr
     assert told in done.stderr.splitlines()[-1], done.stderr

@@ -30,7 +30,7 @@ def fails(launcher: Launcher, text: str, size: int = 2) -> tuple[subprocess.Comp
 
     Returns its end and all that was printed.
     """
-    launcher.environment["WHALE_CHECK_TIMEOUT_S"] = "3600"  # unless the script sets it
+    launcher.environment["WHALE_DEBUG_CHECK_TIMEOUT_S"] = "3600"  # unless the script sets it
     done = launcher.run("-np", str(size), launcher.script(text), timeout_s=600)
     said = done.stdout + done.stderr
     assert done.returncode != 0, said
@@ -94,7 +94,7 @@ def test_a_step_on_one_rank_while_the_other_waits(launcher: Launcher) -> None:
         launcher,
         STEP
         + """
-wh.init(wh.Config({"check.timeout_s": 3.0}))
+wh.init(wh.Config({"debug.check_timeout_s": 3.0}))
 step = wh.function(descend)
 if wh.rank() == 0:
     step(x, y)
@@ -168,13 +168,13 @@ def test_shares_for_another_number_of_ranks(launcher: Launcher) -> None:
         launcher,
         STEP
         + """
-wh.init(wh.Config({"replica.shares": [5, 5, 5]}))
+wh.init(wh.Config({"batch.shares": [5, 5, 5]}))
 wh.function(descend)(x, y)
 print("went on")
 """,
     )
     assert "PlanError" in said
-    for fact in ("replica.shares", "[5, 5, 5] for 2 ranks", "[4, 4]", "next:"):
+    for fact in ("batch.shares", "[5, 5, 5] for 2 ranks", "[4, 4]", "next:"):
         assert fact in said, said
 
 
@@ -182,7 +182,7 @@ def test_unknown_configuration_key(launcher: Launcher) -> None:
     _, said = fails(launcher, 'import whale as wh\nwh.init(wh.Config({"replica.share": [4, 4]}))\nprint("went on")')
     assert "ConfigError" in said
     assert "'replica.share'" in said
-    assert "replica.shares" in said
+    assert "batch.shares" in said
 
 
 def test_scope_before_init(launcher: Launcher) -> None:

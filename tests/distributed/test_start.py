@@ -22,7 +22,7 @@ import whale as wh
 with open(f"wrong{own}.json", "w") as file:
     file.write('{"a": {"replica": {"devices": [7]}}}')
 try:  # after the ranks are connected
-    wh.init({"annotate": f"wrong{own}.json"})
+    wh.init({"mesh.annotations": f"wrong{own}.json"})
 except wh.WhaleError:
     wh.init()
 else:

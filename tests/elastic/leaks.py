@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--mode", default="loop")
     asked = parser.parse_args()
-    wh.init({"elastic": True, **CONFIGURED.get(asked.mode, {})})
+    wh.init({"fault.elastic": "memory", **CONFIGURED.get(asked.mode, {})})
     with wh.replica():
         net, batch = Net({asked.mode}), next(iter(data()))
         found = []

@@ -136,13 +136,13 @@ def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((x, ids, y)).shuffle(64, seed=3).batch(BATCH)
 
 
-SMALL: dict[str, object] = {"zero.min_bytes": 1}
+SMALL: dict[str, object] = {"memory.zero_min_bytes": 1}
 CONFIGURED: dict[str, dict[str, object]] = {
-    "zero1": {"zero.level": 1, **SMALL},
-    "zero3": {"zero.level": 3, **SMALL},
-    "mesh": {"mesh": "data=2"},
-    "cuts": {"auto_parallel": True, "pipeline.num_stages": 2, "plan_cache": ""},
-    "hosts": {"communication.emulate_hosts": [2, 2]},
+    "zero1": {"memory.zero": 1, **SMALL},
+    "zero3": {"memory.zero": 3, **SMALL},
+    "mesh": {"mesh": wh.Mesh(data=2)},
+    "cuts": {"mesh.auto_parallel": True, "pipeline.stages": 2, "mesh.plan_cache": ""},
+    "hosts": {"debug.emulate_network": "hosts=2+2"},
 }
 
 
@@ -274,8 +274,8 @@ def main() -> None:
     kinds = set(mode.split("+"))
     wh.init(
         {
-            "elastic": several,
-            "elastic.join": "always",
+            "fault.elastic": "memory" if several else "",
+            "fault.join": "always",
             **{k: v for kind in kinds & {*CONFIGURED} for k, v in CONFIGURED[kind].items()},
         }
     )

@@ -46,7 +46,7 @@ def test_who_loses_a_part_with_its_copy_starts_again_from_the_last_checkpoint(re
 
 def test_runs_that_cannot_go_on_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot go on when ranks are gone") as refused:
-        wh.init({"elastic": True, "cluster.ranks": 2, "communication.transport": "in-process"})
+        wh.init({"fault.elastic": "memory", "communication.in_process_ranks": 2})
     assert "2 ranks" in str(refused.value)
     assert "--max-restarts" in str(refused.value)
     wh.shutdown()

@@ -110,7 +110,7 @@ LISTINGS: tuple[Callable[[Any], Any], ...] = (
 
 
 def _ranks() -> dict[str, Any]:
-    return {"communication.transport": "in-process", "cluster.ranks": 4}
+    return {"communication.in_process_ranks": 4}
 
 
 def trained(model: Part, session: Callable[[], Any]) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import whale as wh
 from tests.epl import listings
 from whale.errors import PlanError
 
-RANKS = {"communication.transport": "in-process", "cluster.ranks": 4}
+RANKS = {"communication.in_process_ranks": 4}
 
 
 @pytest.fixture
@@ -29,21 +29,21 @@ def test_listing(name: str) -> None:
 
 def test_bare_keys_of_the_first_whale() -> None:
     config = wh.Config({"num_micro_batch": 8, "num_task_graph": 2})
-    assert config["pipeline.num_micro_batch"] == 8 and config["pipeline.num_stages"] == 2
-    assert config.but({"num_micro_batch": 4})["pipeline.num_micro_batch"] == 4
+    assert config["pipeline.micro_batches"] == 8 and config["pipeline.stages"] == 2
+    assert config.but({"num_micro_batch": 4})["pipeline.micro_batches"] == 4
     assert config["num_micro_batch"] == 8
 
 
 def test_a_second_init_begins_again(started: None) -> None:
     wh.set_default_strategy(wh.split())
-    wh.init({**RANKS, "pipeline.num_micro_batch": 2})
+    wh.init({**RANKS, "pipeline.micro_batches": 2})
     from whale.runtime.run.context import current
 
     context = current()
-    assert context.config["pipeline.num_micro_batch"] == 2 and not context.split_everything and context.size == 4
+    assert context.config["pipeline.micro_batches"] == 2 and not context.split_everything and context.size == 4
     with pytest.raises(wh.ClusterError, match="connected") as error:
-        wh.init({**RANKS, "cluster.ranks": 2})
-    assert "cluster.ranks=2" in str(error.value)
+        wh.init({**RANKS, "communication.in_process_ranks": 2})
+    assert "communication.in_process_ranks=2" in str(error.value)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

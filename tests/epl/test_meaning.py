@@ -74,7 +74,7 @@ def test_settings_come_from_code_before_the_environment(monkeypatch: pytest.Monk
     config = Config({"communication.max_splits": 15, "pipeline.strategy": "PreferForward", "zero.level": "V1"})
     assert (config.communication.max_splits, config.communication.fp16) == (15, True)
     assert config.communication.gradients_reduce_method == "sum"
-    assert config.as_whale()["pipeline.schedule"] == "gpipe" and config.as_whale()["zero.level"] == "2"
+    assert config.as_whale()["pipeline.schedule"] == "gpipe" and config.as_whale()["memory.zero"] == 2
     assert config.as_whale()["communication.wire_dtype"] == "float16"
     config.pipeline.num_micro_batch = 4
     assert config.pipeline.num_micro_batch == 4

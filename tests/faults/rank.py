@@ -71,7 +71,7 @@ class Exchange:
 
         config = Config()
         watch = Watch(config)
-        self._comm = whale_ops.mpi("faults", share_memory=config["communication.shared_memory"])
+        self._comm = whale_ops.mpi("faults", share_memory=config["communication.shared_memory"] != "none")
         watch.look_after(self._comm)
         self.rank = self._comm.rank
 

@@ -87,9 +87,9 @@ def run(trial: Trial, folder: Path, limits_s: Mapping[str, float] | None = LIMIT
     launcher = Launcher(folder)
     launcher.settings = PATIENT if limits_s is None else {}
     launcher.environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
-    launcher.environment["WHALE_COMMUNICATION_SHARED_MEMORY"] = str(trial.transport != "mpi").lower()
+    launcher.environment["WHALE_COMMUNICATION_SHARED_MEMORY"] = "none" if trial.transport == "mpi" else "tensors"
     if trial.transport == "hosts":
-        launcher.environment["WHALE_COMMUNICATION_EMULATE_HOSTS"] = f"{trial.size // 2},{trial.size // 2}"
+        launcher.environment["WHALE_DEBUG_EMULATE_NETWORK"] = f"hosts={trial.size // 2}+{trial.size // 2}"
         launcher.environment["WHALE_COMMUNICATION_ALGORITHM"] = "hierarchical"
     script = str(ROOT / "tests" / "faults" / "rank.py")
     facts = [trial.work, trial.kind, str(trial.victim), str(trial.after_s), str(folder)]

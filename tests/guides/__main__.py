@@ -13,9 +13,10 @@ _HEAD = f"""# Programs of others
 
 Written by `python -m tests.guides --out docs/programs.md`. The programs in tests/guides/scripts are written as guides
 and libraries have them, for one device, and know nothing of Whale; `import whale as wh; wh.init(...)` is put in front
-of them, with `sync_batch_norm` and `random="global"`, and `whale run -np N` starts them. Compared with the same program
-alone: histories, predictions and weights, on every rank, relative to the largest element of each; at most
-{LIMIT:g} in float64, and {ROUNDED_LIMIT:g} for libraries that compute in float32. Sonnet has no loop of its own: there
+of them, with `batch.norm_statistics="batch"` and `batch.random="global"`, and `whale run -np N` starts them. Compared
+with the same program alone: histories, predictions and weights, on every rank, relative to the largest element of
+each; at most {LIMIT:g} in float64, and {ROUNDED_LIMIT:g} for libraries that compute in float32. Sonnet has no loop of
+its own: there
 `@tf.function` is also changed to `@wh.function`.
 
 | program | written for | what it does | ranks | worst difference | |

@@ -12,7 +12,7 @@ import numpy as np
 
 # In float64, and with what equals one device where batches are normalised or noise is drawn.
 # On the line of the program's first one: AutoGraph finds the sources of lambdas by their line's number.
-_ADDED = 'import whale as wh; wh.init({"sync_batch_norm": True, "random": "global"}); '
+_ADDED = 'import whale as wh; wh.init({"batch.norm_statistics": "batch", "batch.random": "global"}); '
 _FIXED = ("hugging_face", "probability", "sonnet", "two_towers")  # libraries whose models have a type of their own
 
 

@@ -75,7 +75,7 @@ def test_a_layout_that_the_plan_does_not_follow_is_refused(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text("""
 import numpy as np, whale as wh
-wh.init({"cluster.ranks": 2, "communication.transport": "in-process"})
+wh.init({"communication.in_process_ranks": 2})
 import keras
 layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((1, 2), ["batch", "model"]))
 layouts["a/kernel"] = (None, "model")

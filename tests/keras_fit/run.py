@@ -18,12 +18,12 @@ from tests.keras_fit.cases import CASES, Place
 # Plan -> (configuration, which scopes `place` enters).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "replica": ({}, ""),
-    "uneven": ({"replica.shares": [3, 1]}, ""),
+    "uneven": ({"batch.shares": [3, 1]}, ""),
     "split": ({}, "wide"),
-    "stages": ({"pipeline.num_micro_batch": 2}, "stages"),
+    "stages": ({"pipeline.micro_batches": 2}, "stages"),
     "stages_whole": ({}, "stages"),  # each batch in one piece
-    "zero": ({"zero.level": "3", "zero.min_bytes": 0}, ""),
-    "auto": ({"auto_parallel": True}, ""),
+    "zero": ({"memory.zero": 3, "memory.zero_min_bytes": 0}, ""),
+    "auto": ({"mesh.auto_parallel": True}, ""),
 }
 
 
@@ -57,10 +57,10 @@ def main() -> None:
 
         wh = whale
         config, _ = PLANS[plan]
-        if "replica.shares" in config:
+        if "batch.shares" in config:
             ranks = int(os.environ["WHALE_TEST_RANKS"])
-            config = {**config, "replica.shares": [3, 1, 2, 2][:ranks]}
-        wh.init({"sync_batch_norm": True, "random": "global", **config})
+            config = {**config, "batch.shares": [3, 1, 2, 2][:ranks]}
+        wh.init({"batch.norm_statistics": "batch", "batch.random": "global", **config})
         rank = wh.rank()
     keras: Any = importlib.import_module("tf_keras" if flavour == "tf_keras" else "keras")
     for name in names:

@@ -98,7 +98,7 @@ assert running().programs == 1
 model.train_function = wh.function(model.train_function)  # it is spread already
 model.fit(wh.shard(__import__("tensorflow").data.Dataset.from_tensor_slices((x, y)).batch(8)), verbose=0)
 model.summary()
-wh.distribute(model).predict(x, verbose=1)
+model.predict(x, verbose=1)
 wh.shutdown()
 model.fit(x, y, verbose=0)
 print("went on")

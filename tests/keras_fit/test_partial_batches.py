@@ -23,7 +23,7 @@ def test_losses_of_outputs_are_averaged_as_plain_keras_averages_them() -> None:
     x[8:] *= 3  # so that it matters how much the rows of the last batch count
     batches = tf.data.Dataset.from_tensor_slices((x, (x.sum(1), x[:, :2]))).batch(4)
     plain = _losses(batches)
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 2})
+    wh.init({"communication.in_process_ranks": 2})
     try:
         found = _losses(batches)
     finally:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from tests.kernels.one_rank import on_one_rank
+from tests.kernels.one_rank import on_one_rank, without
 from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
 
 pytestmark = pytest.mark.core
@@ -36,7 +36,7 @@ def loss_and_gradient(logits: tf.Tensor, labels: tf.Tensor) -> list[tf.Tensor]:
 def test_losses_of_float32_are_computed_by_a_kernel_of_whale() -> None:
     draw = np.random.default_rng(0)
     labels = tf.constant(draw.integers(0, 50, 12))
-    for dtype, config, count in (("float32", {}, 1), ("float64", {}, 0), ("float32", {"fuse.kernels": False}, 0)):
+    for dtype, config, count in (("float32", {}, 1), ("float64", {}, 0), ("float32", without("nn"), 0)):
         given = tf.constant(draw.normal(size=(12, 50)), dtype), labels
         found, operations = on_one_rank(loss_and_gradient, *given, **config)
         for one, other in zip(found, run(tf.function, loss_and_gradient, *given), strict=True):
@@ -70,4 +70,4 @@ def test_gradients_of_depthwise_filters(options: dict[str, Any], count: int, dty
     for one, other in zip(found, run(tf.function, body, *given), strict=True):
         np.testing.assert_allclose(one, other, rtol=allowed, atol=allowed)
     assert operations[DEPTHWISE] == count
-    assert on_one_rank(body, *given, **{"fuse.kernels": False})[1][DEPTHWISE] == 0
+    assert on_one_rank(body, *given, **without("nn"))[1][DEPTHWISE] == 0

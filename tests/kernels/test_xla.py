@@ -16,9 +16,7 @@ from tests.draws import one_of
 @pytest.fixture(params=[(5, 3, 0), (0, 8)], ids=str)
 def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     shares = list(request.param)
-    wh.init(
-        wh.Config({"communication.transport": "in-process", "cluster.ranks": len(shares), "replica.shares": shares})
-    )
+    wh.init(wh.Config({"communication.in_process_ranks": len(shares), "batch.shares": shares}))
     yield
     wh.shutdown()
 

@@ -60,7 +60,7 @@ def _loses_a_host(launcher: Launcher) -> str:
     launcher.environment["PRTE_MCA_plm_ssh_agent"] = str(agent)
     return launcher.script(
         MEET + "import whale\nmeet(f'a{whale.restarts()}')\n"
-        "print('attempt', whale.restarts(), 'on', os.environ['WHALE_SIZE'], 'WHALE_PLAN' in os.environ)\n"
+        "print('attempt', whale.restarts(), 'on', os.environ['WHALE_SIZE'], 'WHALE_MESH_PLAN' in os.environ)\n"
         "if whale.restarts() == 0:\n"
         "    if rank == 1:\n        time.sleep(0.5); open('gone', 'w').close(); os.kill(os.getppid(), 9)\n"
         "    time.sleep(600)"

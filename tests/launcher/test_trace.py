@@ -109,7 +109,7 @@ def test_a_path_that_cannot_be_written_is_refused(launcher: Launcher, path: str)
 
 
 def test_a_trace_asked_for_twice_is_refused(launcher: Launcher) -> None:
-    launcher.environment["WHALE_TRACE"] = "own.json"
+    launcher.environment["WHALE_DEBUG_TRACE"] = "own.json"
     done = launcher.run("-np", "1", "--trace", "out.json", launcher.script(TRACED))
     assert done.returncode == 1 and "two traces are asked for" in done.stderr
     assert not list(launcher.folder.glob("own*"))

@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         "rows_not_divided_again",  # of a batch that was read before the ranks' shares changed
         "whale/runtime/elastic/rows.py",
-        'value.sizes == rows_of_ranks(rows, context.size, context.config["replica.shares"]):',
+        'value.sizes == rows_of_ranks(rows, context.size, context.config["batch.shares"]):',
         "len(value.sizes) == len(rows_of_ranks(rows, context.size)):",
         "share",
         ("tests/runtime/elastic/test_rows.py",),
@@ -202,7 +202,7 @@ MUTANTS = (
     ),
     Mutant(
         "file_over_environment",  # of the configuration
-        "whale/config.py",
+        "whale/config/reading.py",
         "        path = environment.get(FILE_VARIABLE)\n"
         "        if path:\n"
         '            self._take(_read_file(path), f"file {path}")\n'
@@ -214,7 +214,7 @@ MUTANTS = (
         "        if path:\n"
         '            self._take(_read_file(path), f"file {path}")\n',
         "state",
-        ("tests/test_config.py",),
+        ("tests/config/test_reading.py",),
     ),
     Mutant(
         "products_of_the_wrong_size",  # FLOPs of one whose first operand is transposed

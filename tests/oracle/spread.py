@@ -41,18 +41,17 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
     micro_batches = "".join(part.removeprefix("micro:") for part in more if part.startswith("micro:"))
     recompute = "auto" if "recompute" in more else ""
     config = {
-        "communication.transport": "in-process",
-        "cluster.ranks": job["ranks"],
-        "replica.shares": job["shares"],
-        "split.ranks": int(count or 0) if scope in ("split", "sequence") else 0,
-        "zero.level": zero or "0",
-        "pipeline.num_micro_batch": int(micro_batches or 1),
-        "zero.min_bytes": 0,
-        "gradient_checkpoint.type": recompute,
-        "auto_parallel": scope == "auto",
-        "pipeline.num_stages": int(count or 0) if scope == "auto" else 0,
-        "sync_batch_norm": True,
-        "random": "global",
+        "communication.in_process_ranks": job["ranks"],
+        "batch.shares": job["shares"],
+        "mesh": wh.Mesh(tensor=int(count)) if count and scope in ("split", "sequence") else wh.Mesh(),
+        "memory.zero": int(zero or 0),
+        "pipeline.micro_batches": int(micro_batches or 1),
+        "memory.zero_min_bytes": 0,
+        "memory.recompute": recompute,
+        "mesh.auto_parallel": scope == "auto",
+        "pipeline.stages": int(count or 0) if scope == "auto" else 0,
+        "batch.norm_statistics": "batch",
+        "batch.random": "global",
     }
     wh.init(wh.Config(config))
     if scope == "named":

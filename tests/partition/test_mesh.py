@@ -29,7 +29,7 @@ from whale.passes.settings import PlanSettings
 
 def run_mesh(program: Program, groups: int, per_group: int, **changes: object) -> tuple[Plan, Outcome]:
     """The plan and the run, which equals the global one on every rank."""
-    settings = PlanSettings(groups * per_group).but(split__ranks=per_group, **changes)
+    settings = PlanSettings(groups * per_group, mesh=(Axis("tensor", per_group),)).but(**changes)
     plan = plan_program(program, settings)
     feeds = {}
     for name in program.inputs:
@@ -90,15 +90,13 @@ def test_rows_may_be_divided_unevenly_within_groups() -> None:
 
 
 def test_programs_without_split_scopes_have_one_axis() -> None:
-    assert plan_program(mlp(), PlanSettings(4).but(split__ranks=2)).inner is None
-    assert plan_program(scoped(mlp()), PlanSettings(4).but(split__ranks=4)).inner is None
+    assert plan_program(mlp(), PlanSettings(4, mesh=(Axis("tensor", 2),))).inner is None
+    assert plan_program(scoped(mlp()), PlanSettings(4, mesh=(Axis("tensor", 4),))).inner is None
     assert plan_program(scoped(mlp()), PlanSettings(2)).inner is None
 
 
 def test_mistakes() -> None:
     program = scoped(mlp(8, 12, 24, 6))
-    with pytest.raises(PlanError, match=r"equal groups\n  given: split.ranks=3, 4 ranks\n  expected: .*1 or 2 or 4"):
-        plan_program(program, PlanSettings(4).but(split__ranks=3))
     with pytest.raises(PlanError, match=r"do not fill the mesh\n  given: mesh tensor=3, 4 ranks"):
         plan_program(program, PlanSettings(4, mesh=(Axis("tensor", 3),)))
     with pytest.raises(PlanError, match=r"leaves ranks over\n  given: mesh data=1,tensor=2, 4 ranks"):

@@ -14,7 +14,7 @@ from tests.partition.compare import assert_equal_mesh, assert_equal_runs, lowere
 from tests.partition.random_programs import placements, programs, random_layouts
 from tests.partition.talk import assert_ranks_agree
 from tests.programs import layouts_of, plan_of
-from whale.config import parse_mesh
+from whale.config import Mesh
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
 from whale.ir.mesh import Axis
@@ -64,7 +64,7 @@ MESHES = ["data=2,tensor=2", "data=3,tensor=2", "data=2,tensor=3", "tensor=2,dat
 @settings(RELAXED, max_examples=30)
 @given(programs(), st.sampled_from(MESHES), st.integers(0, 10**6), st.data())
 def test_meshes(program: Program, mesh: str, seed: int, data: st.DataObject) -> None:
-    axes = tuple(Axis(*axis) for axis in parse_mesh(mesh).items())
+    axes = tuple(Axis(*axis) for axis in Mesh.parse(mesh).items())
     ranks = prod(a.size for a in axes)
     shares = tuple(data.draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks).filter(any)))
     settings = PlanSettings(ranks, mesh=axes).but(batch__shares=shares if data.draw(st.booleans()) else ())

@@ -21,6 +21,7 @@ from tests.partition.training_programs import ROWS, training_step
 from tests.programs import layouts_of, plan_of
 from whale.errors import PlanError
 from whale.ir.layout import Placement, split
+from whale.ir.mesh import Axis
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.partition.mesh import plan_program
@@ -59,7 +60,7 @@ def check_step(seed: int) -> str:
             assert_equal_runs(expand(program, plan.expanded, settings), plan)
             return f"{kind}, variables {'split' if plan.variables else 'whole'}"
         mesh = draw.choice([(4, 2), (6, 2), (6, 3), (8, 4)])
-        settings = PlanSettings(mesh[0]).but(split__ranks=mesh[1])
+        settings = PlanSettings(mesh[0], mesh=(Axis("tensor", mesh[1]),))
         plan = plan_program(program, settings)
     except PlanError as error:
         if str(error).startswith("nothing under a split scope"):

@@ -83,7 +83,7 @@ def test_the_users_choices_are_kept() -> None:
 
 
 def test_shares_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"cannot be split as `replica.shares` asks"):
+    with pytest.raises(PlanError, match=r"cannot be split as `batch.shares` asks"):
         make_plan(_normal(), TWO.but(batch__shares=(5, 5, 5)))
 
 

@@ -107,7 +107,7 @@ def test_each_pass_is_dumped_and_verified(
         ({"precision__matmul_dtype": "bfloat16"}, {"mixed_precision"}),
         ({"precision__matmul_dtype": "float16"}, {"skip_overflow", "mixed_precision"}),
         ({"memory__recompute": "auto"}, {"recompute"}),
-        ({"memory__offload": "v0"}, {"hoist_reads", "gather_at_use", "offload"}),
+        ({"memory__offload": "parameters"}, {"hoist_reads", "gather_at_use", "offload"}),
         ({"memory__offload": "tables"}, {"look_up_in_variables"}),
         ({"memory__scores_bytes": 1 << 20}, {"attention_as_one"}),
         ({"zero__level": 1}, {"merge_reads"}),

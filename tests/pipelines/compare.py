@@ -36,16 +36,15 @@ def difference(run: Run, **more: Any) -> tuple[float, str]:
     """
     wanted = on_one_device(run.layout.model, run.optimizer, run.api)
     config = {
-        "communication.transport": "in-process",
-        "cluster.ranks": run.layout.ranks,
-        "pipeline.num_micro_batch": run.micro_batches,
+        "communication.in_process_ranks": run.layout.ranks,
+        "pipeline.micro_batches": run.micro_batches,
         "pipeline.schedule": run.schedule,
-        "gradient_checkpoint.type": "auto" if run.recompute else "",
-        "zero.level": run.zero,
-        "zero.min_bytes": 0,
-        "sync_batch_norm": True,
-        "random": "global",
-        "mesh": run.layout.mesh,
+        "memory.recompute": "auto" if run.recompute else "",
+        "memory.zero": run.zero,
+        "memory.zero_min_bytes": 0,
+        "batch.norm_statistics": "batch",
+        "batch.random": "global",
+        "mesh": wh.Mesh.parse(run.layout.mesh),
         **more,
     }
     wh.init(wh.Config(config))

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+import whale as wh
+
 STEPS, RATE = 2, 0.1
-MESH = {"stage": 2, "data": 2, "tensor": 2}
+MESH = wh.Mesh(stage=2, data=2, tensor=2)
 # Schedule -> its name in the configuration, and how many stages the program has.
 SCHEDULES = {"gpipe": ("gpipe", 2), "1f1b": ("1f1b", 2), "zb-h1": ("zb-h1", 2), "interleaved": ("1f1b", 4)}
 
@@ -178,12 +180,11 @@ def moved_by_axis(program: Any, rank: int) -> dict[str, int]:
 
 def main() -> None:
     """One rank: ``gpt_on_ranks.py SCHEDULE FOLDER``."""
-    import whale as wh
 
     schedule, folder = sys.argv[1:]
     sizes = Sizes()
     name, stages = SCHEDULES[schedule]
-    wh.init({"mesh": MESH, "pipeline.schedule": name, "pipeline.num_micro_batch": sizes.micro_batches})
+    wh.init({"mesh": MESH, "pipeline.schedule": name, "pipeline.micro_batches": sizes.micro_batches})
     found, step = trained(sizes, stages, wh.stage, wh.split, wh.function)
     compiled = next(iter(step._steps.values())).compiled
     rank = wh.rank()

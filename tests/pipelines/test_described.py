@@ -50,7 +50,7 @@ def one_device() -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
-    wh.init({"communication.transport": "in-process", "cluster.ranks": count, **more}, plan=path)
+    wh.init({"communication.in_process_ranks": count, **more}, plan=path)
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def test_a_described_plan_runs_as_one_device(
 ) -> None:
     path = tmp_path / "plan.json"
     described = saved(path, fixed)
-    with ranks(path, **{"zero.min_bytes": 0}):
+    with ranks(path, **{"memory.zero_min_bytes": 0}):
         found, step = trained(SIZES, 1, nothing, nothing, wh.function)
         plan = next(iter(step._steps.values())).compiled.plan
     for key, value in one_device.items():
@@ -120,7 +120,7 @@ def test_stages_may_be_unlike_in_all_that_a_stage_has(one_device: dict[str, np.n
     """Layers, tensor-parallel ranks, rows of replicas; ZeRO over replicas of sharded tensors; the script has scopes."""
     path = tmp_path / "plan.json"
     planfile.save(msgspec.structs.replace(saved(path, []), strategy=UNLIKE), path)
-    with ranks(path, **{"zero.min_bytes": 0}):
+    with ranks(path, **{"memory.zero_min_bytes": 0}):
         found, step = trained(SIZES, 2, wh.stage, wh.split, wh.function)
         plan = next(iter(step._steps.values())).compiled.plan
     for key, value in one_device.items():

@@ -21,8 +21,8 @@ def test_a_gpt_over_three_axes_moves_what_the_formulas_say() -> None:
     name, stages = SCHEDULES["zb-h1"]
     nothing = contextlib.nullcontext
     wanted, _ = trained(SMALL, stages, nothing, nothing, tf.function)
-    settings = {"pipeline.schedule": name, "pipeline.num_micro_batch": SMALL.micro_batches, "mesh": MESH}
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 8, **settings})
+    settings = {"pipeline.schedule": name, "pipeline.micro_batches": SMALL.micro_batches, "mesh": MESH}
+    wh.init({"communication.in_process_ranks": 8, **settings})
     try:
         found, step = trained(SMALL, stages, wh.stage, wh.split, wh.function)
         compiled = next(iter(step._steps.values())).compiled

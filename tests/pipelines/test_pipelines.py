@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+import whale as wh
 from tests.pipelines.compare import LIMIT, difference
 from tests.pipelines.matrix import LAYOUTS, Run, all_runs
 from whale.errors import PlanError
@@ -28,4 +29,4 @@ def test_a_mesh_that_the_stages_do_not_fill_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"cannot be shared among the stages of the mesh\n  given: mesh stage=3,data=1, 2 st"
     ):
-        difference(Run(REPLICAS, 1, "1f1b"), mesh="stage=3,data=1")
+        difference(Run(REPLICAS, 1, "1f1b"), mesh=wh.Mesh(stage=3, data=1))

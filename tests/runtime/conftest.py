@@ -12,10 +12,10 @@ import whale as wh
 
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., None]]:
-    """``ranks(3, **{"replica.shares": [5, 3, 0]})`` starts that many ranks in this process."""
+    """``ranks(3, **{"batch.shares": [5, 3, 0]})`` starts that many ranks in this process."""
 
     def start(count: int, **config: Any) -> None:
-        wh.init({"communication.transport": "in-process", "cluster.ranks": count, **config})
+        wh.init({"communication.in_process_ranks": count, **config})
 
     yield start
     wh.shutdown()

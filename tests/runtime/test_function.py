@@ -169,7 +169,7 @@ def test_what_was_compiled_of_a_step_goes_with_it() -> None:
     def doubled(x: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(2 * x)
 
-    wh.init({"cluster.ranks": 2, "communication.transport": "in-process"})
+    wh.init({"communication.in_process_ranks": 2})
     try:
         with wh.replica():
             assert doubled(tf.ones((4, 2))) == 16

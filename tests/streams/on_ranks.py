@@ -19,8 +19,8 @@ def main() -> None:
     rank = "plain"
     if place != "plain":
         wh = importlib.import_module("whale")
-        within = {} if place == "ranks" else {"communication.transport": "in-process", "cluster.ranks": int(place)}
-        wh.init({"random": "global", **within})
+        within = {} if place == "ranks" else {"communication.in_process_ranks": int(place)}
+        wh.init({"batch.random": "global", **within})
         rank = f"rank{wh.rank()}"
     import keras
 

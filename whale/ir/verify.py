@@ -73,7 +73,7 @@ def _error(after: str, op: str, given: object, expected: object) -> ProgramError
         op=op,
         given=given,
         expected=expected,
-        action="report it, with what `WHALE_DUMP=dir` writes",
+        action="report it, with what `WHALE_DEBUG_DUMP=dir` writes",
     )
 
 

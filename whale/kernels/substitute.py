@@ -54,7 +54,7 @@ def _each(change: Callable[[Program], Program]) -> Callable[[Programs, RewriteCo
 
 
 def _fused(name: str) -> When[RewriteContext]:
-    return When(f"fuse.{name}", lambda c: getattr(c.settings.fuse, name))
+    return When(f"kernels={name}", lambda c: getattr(c.settings.fuse, name))
 
 
 def _numbered(programs: Programs, context: RewriteContext) -> Programs:
@@ -97,7 +97,7 @@ KERNELS: tuple[_RewritePass, ...] = (
         "own_kernels",
         "computes losses and filters' gradients by kernels of ours",
         _each(lambda p: with_own_kernels(p)),
-        _fused("kernels"),
+        _fused("nn"),
     ),
     Pass(
         "updates",

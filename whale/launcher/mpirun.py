@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whale import python
-from whale.config import parse_mesh
+from whale.config import Mesh
 from whale.errors import ClusterError, ConfigError
 from whale.launcher import shm_cleanup
 from whale.launcher.protocol import (
@@ -35,9 +34,9 @@ from whale.log import LEVEL_VARIABLE
 from whale.started import APART_VARIABLE, COUNTERS_VARIABLE, GROWS_VARIABLE, PROGRESS_VARIABLE, RESTART_VARIABLE
 from whale_ops import _native, build
 
-PLAN_VARIABLE = "WHALE_PLAN"  # the plan under which the script's step runs
+PLAN_VARIABLE = "WHALE_MESH_PLAN"  # the plan under which the script's step runs
 MESH_VARIABLE = "WHALE_MESH"  # sizes of the axes of the ranks
-ANNOTATE_VARIABLE = "WHALE_ANNOTATE"  # file of the scopes by names
+ANNOTATE_VARIABLE = "WHALE_MESH_ANNOTATIONS"  # file of the scopes by names
 ASKED_VARIABLES = (PLAN_VARIABLE, MESH_VARIABLE, ANNOTATE_VARIABLE)  # without wh.init() nothing comes of them
 TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
 # Read when an interpreter starts: a script is forked from its worker's, which mpirun starts.
@@ -120,7 +119,7 @@ def check_mesh(text: str, ranks: int) -> None:
     Raises:
         ConfigError: it cannot be read, or not as many ranks are there.
     """
-    count = math.prod(parse_mesh(text).values())
+    count = Mesh.parse(text).size
     if ranks > 0 and ranks % count:
         raise ConfigError(
             "the ranks do not fill the mesh",

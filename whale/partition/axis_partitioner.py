@@ -235,7 +235,6 @@ class AxisPartitioner:
             "batch__inputs": batch,
             "batch__shares": (),
             "batch__local": {},
-            "split__ranks": 0,
             "split__known": known,
             "exchange__backend": "whale",
         }

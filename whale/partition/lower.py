@@ -176,7 +176,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
             "partition_mesh",
             "the same axis by axis",
             _along_mesh,
-            When("mesh, split.ranks", lambda c: not c.plan.stage_groups and c.plan.inner is not None),
+            When("mesh", lambda c: not c.plan.stage_groups and c.plan.inner is not None),
         ),
         Pass(
             "partition_stages",
@@ -188,7 +188,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
             "attention_as_one",
             "makes attentions with large scores one operation each",
             _each(_attention_as_one),
-            When("attention.scores_bytes", lambda c: bool(c.settings.memory.scores_bytes)),
+            When("memory.attention_scores_bytes", lambda c: bool(c.settings.memory.scores_bytes)),
         ),
         Pass(
             "attention_in_blocks",
@@ -199,13 +199,13 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
             "micro_batches",
             "makes what is done for each micro-batch a function, and calls it for each",
             _in_micro_batches,
-            When("pipeline.num_micro_batch", lambda c: c.plan.micro_batches > 1 and not c.plan.stage_groups),
+            When("pipeline.micro_batches", lambda c: c.plan.micro_batches > 1 and not c.plan.stage_groups),
         ),
         Pass(
             "fuse_sums",
             "lets sums along all axes of a mesh travel together",
             _fuse_sums,
-            When("mesh, split.ranks", lambda c: any(p.inner is not None for p in (c.plan, *c.plan.others))),
+            When("mesh", lambda c: any(p.inner is not None for p in (c.plan, *c.plan.others))),
         ),
         Pass(
             "sums_to_horovod",
@@ -227,7 +227,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
             "offload",
             "computes in the host's memory what lies there, and copies what crosses",
             _each(lambda p, c: offload(p, c.plan.offloaded)),
-            When("offload.level", lambda c: bool(c.plan.offloaded)),
+            When("memory.offload", lambda c: bool(c.plan.offloaded)),
         ),
     ),
     programs=lambda made: made.programs,

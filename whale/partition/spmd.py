@@ -201,7 +201,7 @@ class _RankPartitioner:
                 op=str(ref),
                 given=f"{producer.op}, wanted as {wanted}",
                 expected="a placement that it has",
-                action="report the program; `WHALE_DUMP=dir` writes it",
+                action="report the program; `WHALE_DEBUG_DUMP=dir` writes it",
             )
         strategy = Strategy((B,) * len(producer.inputs), (wanted,) * len(producer.outputs), "made anew")
         name = f"{producer.name}/as_{''.join(c if c.isalnum() else '_' for c in str(wanted))}"

@@ -55,12 +55,12 @@ from whale.passes.verify.summary import exceptions, routed, split_and_total_flop
 
 
 def _gathers_weights(s: PlanSettings) -> bool:
-    return s.zero.level >= 3 or s.memory.offload == "v0"
+    return s.zero.level >= 3 or s.memory.offload == "parameters"
 
 
 def _fewest_bytes(s: PlanSettings) -> int:
     """Of the weights that are read in front of loops and branches: none of those in the host's memory stays in one."""
-    return 0 if s.memory.offload == "v0" else s.zero.min_bytes
+    return 0 if s.memory.offload == "parameters" else s.zero.min_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _fused(draft: PlanDraft, context: PlanContext) -> PlanDraft:
     return replace(draft, reshards=reshards)
 
 
-_GATHERED_WEIGHTS = When("zero.level=3 or offload.level=v0", _gathers_weights)
+_GATHERED_WEIGHTS = When("memory.zero=3 or memory.offload=parameters", _gathers_weights)
 
 NORMALIZE = Table(
     "NORMALIZE",
@@ -130,13 +130,13 @@ NORMALIZE = Table(
             "look_up_in_variables",
             "looks rows of tables up in the variable, not in its value",
             lambda p, s: look_up_in_variables(p),
-            When("offload.level=tables", lambda s: s.memory.offload == TABLES),
+            When("memory.offload=tables", lambda s: s.memory.offload == TABLES),
         ),
         Pass(
             "skip_overflow",
             "leaves a step out in which a scaled gradient is not finite",
             lambda p, s: skip_overflow(p),
-            When("amp.dtype=float16", lambda s: s.precision.matmul_dtype == "float16"),
+            When("precision.compute_dtype=float16", lambda s: s.precision.matmul_dtype == "float16"),
         ),
         Pass(
             "look_up_every_id",
@@ -173,13 +173,13 @@ NORMALIZE = Table(
             "recompute",
             "computes activations again for the gradients, instead of holding them",
             lambda p, s: recompute(p, s.memory.recompute),
-            When("gradient_checkpoint.type", lambda s: bool(s.memory.recompute)),
+            When("memory.recompute", lambda s: bool(s.memory.recompute)),
         ),
         Pass(
             "merge_reads",
             "reads each variable once between two of its updates",
             lambda p, s: merge_reads(p),
-            When("zero.level", lambda s: s.zero.level > 0),
+            When("memory.zero", lambda s: s.zero.level > 0),
         ),
         Pass(
             "hoist_reads",
@@ -197,7 +197,7 @@ NORMALIZE = Table(
             "mixed_precision",
             "computes products and convolutions in a type of 16 bits",
             lambda p, s: mixed_precision(p, s.precision.matmul_dtype),
-            When("amp.level=O1", lambda s: bool(s.precision.matmul_dtype)),
+            When("precision.compute_dtype", lambda s: bool(s.precision.matmul_dtype)),
         ),
     ),
     programs=lambda p: (p,),

@@ -114,7 +114,7 @@ def lay_out(program: Program, settings: PlanSettings, first: FirstLayouts | None
             if any(n.name in strategies for n, _ in expanded.consumers.get(Ref(v.node), ()))
         }  # fmt: skip
         state = _state(expanded, settings, inside)
-        strategies.update((name, Strategy((), (p,), "zero.level: state is sharded")) for name, p in state.items())
+        strategies.update((name, Strategy((), (p,), "memory.zero: state is sharded")) for name, p in state.items())
         variables.update(state)
         outside = {name: p for name, p in variables.items() if name not in inside}
     if outside:

@@ -40,7 +40,6 @@ class SplitSettings:
     """The settings of tensors that may be divided other than by the batch.
 
     Attributes:
-      ranks: how many ranks divide tensors together, where there is no ``mesh``; 0: all.
       scopes: whether tensors are divided under ``wh.split``; else rows are, as elsewhere.
       tiles: how the run's variables are split already, over all axes, by handle node.
       known: their placements over the axis that is planned.
@@ -49,7 +48,6 @@ class SplitSettings:
       state_only: whether of variables not known yet only optimizers' state may be split between steps.
     """
 
-    ranks: int = 0
     scopes: bool = True
     tiles: Mapping[str, Tiles] = field(default_factory=dict)
     known: Mapping[str, Placement] = field(default_factory=dict)
@@ -147,7 +145,7 @@ class FuseSettings:
       products: batches of matrix products, as one (see ``whale.kernels.matmuls.batches``).
       einsums: batches of other products, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
       padding: matrix products, as wider ones (see ``whale.kernels.matmuls.padding``).
-      kernels: ops at which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
+      nn: ops at which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
     """
 
     updates: bool = False
@@ -156,7 +154,7 @@ class FuseSettings:
     products: bool = False
     einsums: bool = False
     padding: bool = False
-    kernels: bool = False
+    nn: bool = False
 
     @classmethod
     def all_on(cls) -> FuseSettings:

@@ -89,12 +89,12 @@ def test_absent_ids_touch_no_row_but_their_bags() -> None:
     "count, config, form",
     one_of(2, [
         (2, {}, {"form": "ragged", "combiner": "sqrtn", "weighted": True}),
-        (3, {"replica.shares": [2, 1, 1]}, {"combiner": "sum"}),
-        (2, {"pipeline.num_micro_batch": 2}, {"form": "dense", "weighted": True}),
+        (3, {"batch.shares": [2, 1, 1]}, {"combiner": "sum"}),
+        (2, {"pipeline.micro_batches": 2}, {"form": "dense", "weighted": True}),
         (2, {}, {"combiner": None, "sharded": None}),
         (2, {}, {"form": "sparse", "sharded": "columns"}),
         (2, {}, {"sharded": "whole"}),
-        (3, {"replica.shares": [2, 1, 1]}, {"hot": 5, "weighted": True}),
+        (3, {"batch.shares": [2, 1, 1]}, {"hot": 5, "weighted": True}),
         pytest.param(
             2, {}, {"weighted": True, "optimizer": lazy}, marks=LAZY,
         ),

@@ -69,7 +69,7 @@ def test_hot_rows_are_all_reduced_and_their_ids_not_sent() -> None:
 @LAZY
 def test_adagrad_with_micro_batches() -> None:
     make = partial(Bags, hot=5, optimizer=partial(lazy, "Adagrad"), form="dense")
-    assert difference(Line("hot", make, 0, 2, {"pipeline.num_micro_batch": 2})) <= LIMIT
+    assert difference(Line("hot", make, 0, 2, {"pipeline.micro_batches": 2})) <= LIMIT
 
 
 def test_a_checkpoint_has_the_ids_of_its_rows_and_what_is_exported_too(tmp_path: Any) -> None:

@@ -105,9 +105,9 @@ def test_what_changes_every_row_is_refused() -> None:
         2,
         [
             ("Adam", 4, {}),
-            ("Ftrl", 3, {"replica.shares": [2, 1, 1]}),
-            ("RowWiseAdagrad", 2, {"pipeline.num_micro_batch": 2}),
-            ("Adagrad", 2, {"zero.level": "1"}),
+            ("Ftrl", 3, {"batch.shares": [2, 1, 1]}),
+            ("RowWiseAdagrad", 2, {"pipeline.micro_batches": 2}),
+            ("Adagrad", 2, {"memory.zero": 1}),
         ],
         several=True,
     ),
@@ -132,7 +132,7 @@ def test_a_number_for_each_row_is_whole_where_tables_lie_by_columns() -> None:
     def make(scopes: Scopes, dtype: Any) -> Any:
         return SMALL_DLRM(ALONE, dtype, tables=2, optimizer="RowWiseAdagrad")
 
-    line = Line("no scope", make, 0, 2, {"zero.level": 3, "zero.min_bytes": 0})
+    line = Line("no scope", make, 0, 2, {"memory.zero": 3, "memory.zero_min_bytes": 0})
     with ranks(line):
         model = make(SPREAD, tf.float64)
         plan = wh.function(model.step).plan(*model.batch(0))

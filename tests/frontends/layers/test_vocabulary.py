@@ -119,8 +119,8 @@ def test_an_optimizer_begins_anew_with_a_slots_new_id(kind: str) -> None:
 @pytest.mark.parametrize(
     "count, config, form",
     one_of(2, [
-        (3, {"replica.shares": [2, 1, 1]}, {"evict": "lfu"}),
-        (2, {"pipeline.num_micro_batch": 2}, {"weighted": True}),
+        (3, {"batch.shares": [2, 1, 1]}, {"evict": "lfu"}),
+        (2, {"pipeline.micro_batches": 2}, {"weighted": True}),
         pytest.param(
             2, {}, {"optimizer": lazy},
             marks=LAZY,

@@ -17,6 +17,7 @@ import whale as wh
 from tests.draws import one_of
 from whale.ir.layout import Split
 from whale.runtime.run.context import running
+from whale.runtime.session.session import InteractiveSession
 
 v1 = tf.compat.v1
 Start = Callable[..., None]
@@ -59,7 +60,7 @@ def test_sessions_are_spread_while_a_run_goes_on(ranks: Start) -> None:
     assert trained(lambda: v1.train.SingularMonitoredSession(), first=False) == pytest.approx(plain, rel=1e-12)
     assert isinstance(v1.Session(graph=tf.Graph()), wh.Session)
     interactive = v1.InteractiveSession(graph=tf.Graph())
-    assert isinstance(interactive, wh.InteractiveSession)
+    assert isinstance(interactive, InteractiveSession)
     interactive.close()
     assert context.programs > 5
     wh.shutdown()

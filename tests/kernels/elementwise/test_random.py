@@ -22,7 +22,7 @@ PARTS = ((5, 40), (40,), (1, 1, 40), (6, 5, 1), (6, 1, 1), (), (6, 1, 40), (1, 5
 @pytest.fixture(autouse=True)
 def _one_rank() -> Iterator[None]:
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1})
+    wh.init({"communication.in_process_ranks": 1})
     yield
     wh.shutdown()
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.kernels.one_rank import without
 from tests.programs import Builder
 from whale.ir.program import Node, Program
 from whale.ir.values import DType
@@ -61,7 +62,7 @@ def test_a_batch_and_its_gradients(
         return [value.numpy() for value in step(*given)], step
 
     expected, _ = run(tf.function)
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1})
+    wh.init({"communication.in_process_ranks": 1})
     found, step = run(wh.function)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
@@ -99,7 +100,7 @@ def test_a_product_waits_for_what_the_batch_and_its_sum_waited_for() -> None:
 
 def test_the_key_turns_it_off() -> None:
     for on in (True, False):
-        wh.init({"communication.transport": "in-process", "cluster.ranks": 1, "fuse.products": on})
+        wh.init({"communication.in_process_ranks": 1, **({} if on else without("products"))})
         given = tf.ones((2, 3, 4)), tf.ones((4, 5))
         step = wh.function(tf.matmul)
         np.testing.assert_array_equal(step(*given), tf.fill((2, 3, 5), 4.0))

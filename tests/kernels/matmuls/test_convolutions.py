@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.kernels.one_rank import without
 from whale.ir.program import Program
 
 pytestmark = pytest.mark.core
@@ -74,7 +75,7 @@ def test_a_convolution_and_its_gradients(
     image: Sizes, kernel: Sizes, options: dict[str, Any], products: int, patches: int
 ) -> None:
     expected, _ = gradients(tf.function, image, kernel, **options)
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1})
+    wh.init({"communication.in_process_ranks": 1})
     found, program = gradients(wh.function, image, kernel, **options)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
@@ -88,16 +89,16 @@ def test_the_key_turns_it_off_and_half_precision_is_left_alone() -> None:
     for config, dtype, products in (
         ({}, "float32", 3),
         ({}, "bfloat16", 0),
-        ({"fuse.convolutions": False}, "float32", 0),
+        (without("convolutions"), "float32", 0),
     ):
-        wh.init({"communication.transport": "in-process", "cluster.ranks": 1, **config})
+        wh.init({"communication.in_process_ranks": 1, **config})
         _, program = gradients(wh.function, (2, 4, 4, 8), (1, 1, 8, 8), dtype)
         assert ops(program)["MatMul"] == products, (config, dtype)
         wh.shutdown()
 
 
 def test_groups_of_channels_are_no_product() -> None:
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1})
+    wh.init({"communication.in_process_ranks": 1})
     step = wh.function(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"))
     x, w = tf.ones((2, 4, 4, 8)), tf.ones((1, 1, 4, 6))
     np.testing.assert_array_equal(step(x, w), tf.fill((2, 4, 4, 6), 4.0))
@@ -105,7 +106,7 @@ def test_groups_of_channels_are_no_product() -> None:
 
 
 def test_what_xla_compiles_is_left_alone() -> None:
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1})
+    wh.init({"communication.in_process_ranks": 1})
     compiled = tf.function(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), jit_compile=True)
     x, w = tf.ones((2, 4, 4, 8)), tf.ones((1, 1, 8, 8))
     step = wh.function(lambda x, w: compiled(x, w) + tf.nn.conv2d(x, w, 1, "SAME"))

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from tests.kernels.one_rank import on_one_rank
+from tests.kernels.one_rank import on_one_rank, without
 from tests.programs import Builder
 from whale.ir.program import COMPILED
 from whale.ir.values import DType, TensorType
@@ -64,7 +64,7 @@ def test_an_attention_and_its_gradients(body: Callable[..., Any], dtype: str) ->
         np.testing.assert_allclose(one, other, rtol=20 * CLOSE[dtype], atol=20 * CLOSE[dtype])
     assert operations[EINSUM] == 6 and not operations["Einsum"] and not operations["BatchMatMulV2"]
     assert operations["Transpose"] == (1 if body is heads else 0)  # of the sum of both gradients of the keys
-    _, operations = on_one_rank(body, *given, **{"fuse.einsums": False})
+    _, operations = on_one_rank(body, *given, **without("einsums"))
     assert operations[EINSUM] == 0 and operations["Einsum"] + operations["BatchMatMulV2"] == 6
 
 

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from tests.kernels.one_rank import without
 from tests.programs import Builder
 from whale.ir.program import PRODUCT, Ref
 from whale.ir.values import DType, TensorType, static_shape
@@ -31,7 +32,7 @@ def _multiplies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def alone(**config: Any) -> None:
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1, **config})
+    wh.init({"communication.in_process_ranks": 1, **config})
 
 
 def padded(step: Any, *given: tf.Tensor) -> int:
@@ -121,7 +122,7 @@ def trained(function: Callable[..., Any]) -> tuple[list[np.ndarray], Any]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_network_learns_the_same(ranks: int) -> None:
     expected, _ = trained(tf.function)
-    wh.init({"communication.transport": "in-process", "cluster.ranks": ranks})
+    wh.init({"communication.in_process_ranks": ranks})
     found, step = trained(wh.function)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -162,7 +163,7 @@ def test_the_key_and_other_processors_turn_it_off(monkeypatch: pytest.MonkeyPatc
         return found
 
     assert now() == 1
-    assert now(**{"fuse.padding": False}) == 0
+    assert now(**without("padding")) == 0
     monkeypatch.setattr(settings, "multiplies_by_avx2", lambda: False)
     assert now() == 0
 

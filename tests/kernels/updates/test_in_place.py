@@ -39,7 +39,7 @@ def test_an_update_waits_for_readers_that_do_not_wait_for_it() -> None:
 
 @pytest.fixture
 def _one_rank() -> Iterator[None]:
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1})
+    wh.init({"communication.in_process_ranks": 1})
     yield
     wh.shutdown()
 

@@ -22,7 +22,7 @@ SHAPES = ((3, 4), (3, 4), (6,), (6,), (1,), ())
 @pytest.fixture(autouse=True)
 def _one_rank() -> Iterator[None]:
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 1})
+    wh.init({"communication.in_process_ranks": 1})
     yield
     wh.shutdown()
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})

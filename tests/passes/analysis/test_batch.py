@@ -56,7 +56,7 @@ def test_shares_tell_the_batch_from_other_inputs() -> None:
     program = _inputs(indices=(23, 2), values=(23,), x=(8, 4), y=(8,))
     found = batch_inputs(program, 3, shares=(5, 3, 0))
     assert [b.name for b in found] == ["x", "y"]
-    assert {b.origin for b in found} == {"rule: dimension 0 has the rows of replica.shares"}
+    assert {b.origin for b in found} == {"rule: dimension 0 has the rows of batch.shares"}
 
 
 @pytest.mark.parametrize("changes", [{"batch__shares": (5, 3, 0)}, {"batch__marked": ("x",)}])
@@ -90,7 +90,7 @@ def test_strings_and_handles_carry_no_batch() -> None:
 def test_batches_of_another_size_are_shared_in_proportion(rows: int, sizes: tuple[int, ...]) -> None:
     (found,) = batch_inputs(_inputs(x=(rows, 4)), 3, shares=(5, 0, 3))
     assert found.placement == split(0, sizes)
-    assert ("in proportion to replica.shares" in found.origin) == (rows != 8)
+    assert ("in proportion to batch.shares" in found.origin) == (rows != 8)
 
 
 def test_shares_of_coordinates_are_divided_evenly_among_their_ranks() -> None:
@@ -107,7 +107,7 @@ def test_shares_that_do_not_fit(shares: tuple[int, ...]) -> None:
         batch_inputs(_inputs(x=(8, 4)), 2, shares=shares)
     assert caught.value.facts["given"] == f"shares {list(shares)} for 2 ranks"
     assert caught.value.facts["expected"] == "2 numbers, not all 0, for example [4, 4]"
-    assert caught.value.action == "change replica.shares or the number of ranks"
+    assert caught.value.action == "change batch.shares or the number of ranks"
 
 
 def test_rows_that_a_rank_brings() -> None:

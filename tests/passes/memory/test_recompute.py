@@ -31,7 +31,7 @@ def _marked(program: Program, marks: dict[str, str]) -> Program:
 @pytest.mark.parametrize("view", sorted(VIEWS))
 def test_what_a_mark_only_shows_is_held_too(view: str) -> None:
     """The marked tensor and the one whose memory it is are one: to compute one of them again would hold both."""
-    program = recompute(_step(view), "collection")
+    program = recompute(_step(view), "marked")
     (slope,) = (n for n in program.nodes if n.name == "slope")
     assert slope.inputs[0].node == "made"
 
@@ -48,5 +48,5 @@ def test_a_mask_of_random_numbers_is_held(op: str) -> None:
     gradient = b.op("Mul", square, made, name="gradient")
     slope = b.op("Mul", mask, gradient, name="slope")
     program = b.build([b.reduce("Sum", square, 0, 1, name="loss"), slope])
-    again = recompute(_marked(program, {"made": "checkpoint", "gradient": "backward"}), "collection")
+    again = recompute(_marked(program, {"made": "checkpoint", "gradient": "backward"}), "marked")
     assert again.by_name["slope"].inputs[0] == mask

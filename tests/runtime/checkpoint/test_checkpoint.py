@@ -21,7 +21,7 @@ from tests.checkpoints.model import Model, batch
 from tests.draws import one_of
 
 Start = Callable[..., None]
-ZERO = {"zero.level": 1, "zero.min_bytes": 0}
+ZERO = {"memory.zero": 1, "memory.zero_min_bytes": 0}
 
 
 def saved(folder: Path, **options: Any) -> tuple[Model, wh.CheckpointManager, str]:

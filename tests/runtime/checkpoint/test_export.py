@@ -46,7 +46,10 @@ def predictor(first: Any, second: Any) -> Any:
 def test_what_is_exported_serves_without_whale(ranks: Start, tmp_path: Path) -> None:
     x = batch(0)[0]
     wanted: dict[str, np.ndarray] = {}
-    for name, split, config in [("split", wh.split, {}), ("zero", None, {"zero.level": 1, "zero.min_bytes": 0})]:
+    for name, split, config in [
+        ("split", wh.split, {}),
+        ("zero", None, {"memory.zero": 1, "memory.zero_min_bytes": 0}),
+    ]:
         ranks(2, **config)
         model = Model(wh.function, split) if split else Model(wh.function)
         for number in range(3):

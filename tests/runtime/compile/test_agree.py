@@ -54,7 +54,7 @@ def test_ranks_with_different_programs_hear_a_likely_cause(
     programs = mlp(), change(mlp())
 
     def of_rank(rank: int) -> dict[str, Any]:
-        config = {"check.timeout_s": _TIMEOUT_S}
+        config = {"debug.check_timeout_s": _TIMEOUT_S}
         context: Any = SimpleNamespace(
             between_processes=True, comms=[comms[rank]], config=config, compiled_for={}, other_hashes=hashes
         )
@@ -80,7 +80,7 @@ def test_a_rank_that_waits_for_a_plan_says_that_rank_0_is_planning(monkeypatch: 
         return plan
 
     def of_rank(rank: int) -> Any:
-        config = {"check.timeout_s": _TIMEOUT_S}
+        config = {"debug.check_timeout_s": _TIMEOUT_S}
         context: Any = SimpleNamespace(between_processes=True, rank=rank, comms=[comms[rank]], config=config)
         return cross_rank_checks.agreed_plan(program, 3, context, PlanSettings(size=2))
 

@@ -57,7 +57,7 @@ def test_a_large_classifier_is_split_without_a_scope(
 ) -> None:
     expected = Classifier().train()
     speed(MIDDLE)
-    ranks(count, auto_parallel=True)
+    ranks(count, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function)
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
@@ -76,7 +76,7 @@ def test_a_large_classifier_is_split_without_a_scope(
 def test_over_a_slow_link_every_rank_works_alone(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
     expected = Classifier().train()
     speed(SLOW_LINK)
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function)
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
@@ -85,7 +85,7 @@ def test_over_a_slow_link_every_rank_works_alone(ranks: Callable[..., None], spe
 
 def test_scopes_are_kept(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
     speed(SLOW_LINK)
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     scoped = Classifier(wh.function, wh.replica, wh.split)
     held = [p for p in started(scoped).variables.values() if isinstance(p, Split)]
     assert len(held) == 4
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_not_chosen(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speed(SLOW_LINK)
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function, adam=True)
     # Weight, its two moments, gradient and logits take 2 MB: one of two parts fits, the whole does not.
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1.9e6, "for the test"))
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_not_chosen(
     assert chosen is not None and (chosen.strategy.split or chosen.strategy.zero)
     wh.shutdown()
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e5, "for the test"))
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     with pytest.raises(PlanError, match="in no way"):
         started(Classifier(wh.function, adam=True))
 
@@ -124,7 +124,7 @@ def test_activations_are_computed_again_where_memory_binds(
         return taken[-1]
 
     monkeypatch.setattr(team, "predicted", predicted)
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     deep = Deep(wh.function, 32)
     deep.step.plan(*deep.batch(0, 8192))
     wh.shutdown()
@@ -132,7 +132,7 @@ def test_activations_are_computed_again_where_memory_binds(
     limit_bytes = 0.95 * min(way.bytes for way in taken)
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (limit_bytes, "for the test"))
     taken.clear()
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     deep = Deep(wh.function, 32)
     worst = difference(expected, deep.train(8192), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
@@ -142,7 +142,7 @@ def test_activations_are_computed_again_where_memory_binds(
     assert least.bytes <= limit_bytes < plain.bytes and chosen.step_s > plain.seconds  # memory for time
     wh.shutdown()
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e3, "for the test"))
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     deep = Deep(wh.function)
     with pytest.raises(PlanError, match="which takes the least") as error:
         deep.step.plan(*deep.batch(0, 512))
@@ -155,7 +155,7 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     speed(replace(FREE_LINK, start_s=1e-5, exchange_s=1e-4, exchanged_bytes_per_s=1e9))
     alone = over_all("every rank alone", 2, replicated=True)
     monkeypatch.setattr(search, "choices", lambda *_: [over_all("data parallel", 2), alone])
-    ranks(2, auto_parallel=True, **{"zero.min_bytes": 0})
+    ranks(2, **{"mesh.auto_parallel": True, "memory.zero_min_bytes": 0})
     lasting: dict[str, float] = {}
     taken: dict[str, float] = {}
     looked_at, predict = search._looked_at, team.predicted
@@ -181,7 +181,7 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     assert all(0 < share <= 1 + 1e-9 for share in shares.values()), shares
     assert shares[alone.name] > 0.5 and shares["data parallel, optimizer's state divided"] > 0.5
     monkeypatch.setattr(search, "_looked_at", looked_at)
-    ranks(2, auto_parallel=True, **{"zero.min_bytes": 0})
+    ranks(2, **{"mesh.auto_parallel": True, "memory.zero_min_bytes": 0})
     planned, _ = set(taken), taken.clear()
     deep = Deep(wh.function, 2)
     deep.step.plan(*deep.batch(0, 64))
@@ -195,7 +195,7 @@ def test_unequal_ranks_get_rows_by_their_speed(
     expected = Classifier().train()
     fast = replace(FREE_LINK, bytes_per_s=1e12)  # updates, which do not depend on rows, take next to nothing
     speed(fast, replace(fast, flops_per_s=1e8))
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function)
     found: list[Any] = []
     looked_at = search._looked_at
@@ -214,7 +214,7 @@ def test_unequal_ranks_get_rows_by_their_speed(
 def test_rows_so_few_that_unequal_ranks_have_as_many(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
     fast = replace(FREE_LINK, bytes_per_s=1e12)
     speed(fast, replace(fast, flops_per_s=0.7 * fast.flops_per_s))
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function)
     classifier.step.plan(*(part[:4] for part in classifier.batch(0)))
     assert not context.current().auto.strategy.shares
@@ -280,7 +280,7 @@ def test_a_pipeline_is_found_without_a_scope(
     speed(THIN_LINK)
     choices = search.choices
     monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.replicated and not c.split])
-    ranks(count, auto_parallel=True)
+    ranks(count, **{"mesh.auto_parallel": True})
     deep = Deep(wh.function)
     worst = difference(expected, deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
@@ -302,7 +302,7 @@ def test_an_optimizers_state_is_divided_where_its_update_takes_long(
 ) -> None:
     expected = Classifier(adam=True).train()
     speed(Rates(1e15, 1e6, 0.0, 0.0, 1e15, "for the test"))
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function, adam=True)
     choices = search.choices
     monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.split])
@@ -319,13 +319,13 @@ def test_ways_are_played_by_a_profile(
     expected = Classifier().train()
     path = tmp_path / "profile.json"
     write(msgspec.structs.replace(TABLE, host="bench", call_s=0.0, node_s=1e-9), path)
-    ranks(2, auto_parallel=True, **{"cost_model.profile": str(path)})
+    ranks(2, **{"mesh.auto_parallel": True, "mesh.profile": str(path)})
     classifier = Classifier(wh.function)
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     said = capsys.readouterr().err
     assert "(bench as `whale profile` measured it)" in said
     wh.shutdown()
-    ranks(2, auto_parallel=True, **{"cost_model.profile": str(tmp_path / "none.json")})
+    ranks(2, **{"mesh.auto_parallel": True, "mesh.profile": str(tmp_path / "none.json")})
     with pytest.raises(ClusterError, match="the profile cannot be read"):
         Classifier(wh.function).train()

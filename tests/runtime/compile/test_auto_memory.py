@@ -46,7 +46,7 @@ def looked(speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Looke
 
 def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., None], looked: Looked) -> None:
     rows = 8
-    ranks(4, auto_parallel=True, **{"zero.min_bytes": 0})
+    ranks(4, **{"mesh.auto_parallel": True, "memory.zero_min_bytes": 0})
     looked.limit_bytes = 1.0
     deep = Deep(wh.function, 8)
     with pytest.raises(PlanError, match="in no way"):
@@ -61,7 +61,7 @@ def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., 
     }
     assert held[3] < held[1] < held[0]
     looked.limit_bytes = (held[3] + held[1]) / 2
-    ranks(4, auto_parallel=True, **{"zero.min_bytes": 0})
+    ranks(4, **{"mesh.auto_parallel": True, "memory.zero_min_bytes": 0})
     deep = Deep(wh.function, 8)
     worst = difference(Deep(depth=8).train(rows), deep.train(rows), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
@@ -70,15 +70,15 @@ def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., 
 
 
 def test_replicas_of_stages_divide_their_state_where_memory_binds(ranks: Callable[..., None], looked: Looked) -> None:
-    asked = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4, "zero.min_bytes": 0}
-    ranks(4, auto_parallel=True, **asked)
+    asked = {"pipeline.stages": 2, "pipeline.micro_batches": 4, "memory.zero_min_bytes": 0}
+    ranks(4, **{"mesh.auto_parallel": True, **asked})
     deep = Deep(wh.function, 8)
     deep.step.plan(*deep.batch(0))
     wh.shutdown()
     (plain,) = looked.ways
     assert plain.strategy.pipelined and not plain.strategy.zero
     looked.limit_bytes = 0.95 * plain.bytes
-    ranks(4, auto_parallel=True, **asked)
+    ranks(4, **{"mesh.auto_parallel": True, **asked})
     deep = Deep(wh.function, 8)
     worst = difference(Deep(depth=8).train(), deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst

@@ -1,4 +1,4 @@
-"""fuse.convolutions: networks whose convolutions are products of matrices are trained as those of TensorFlow's are."""
+"""The kernels "convolutions": networks whose convolutions are products of matrices are trained as TensorFlow's are."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.draws import one_of
+from tests.kernels.one_rank import without
 
 Start = Callable[..., None]
 STEPS = 3
@@ -66,11 +67,11 @@ def trained(keras: Any, scope: Callable[[], Any], stage: Callable[[], Any]) -> t
         2,
         [
             (1, {}, False),
-            (2, {"replica.shares": [3, 1]}, False),
-            (2, {"zero.level": 3, "zero.min_bytes": 0}, False),
-            (1, {"pipeline.num_micro_batch": 2}, False),
-            (2, {"pipeline.num_micro_batch": 2}, True),
-            (1, {"gradient_checkpoint.type": "auto"}, False),
+            (2, {"batch.shares": [3, 1]}, False),
+            (2, {"memory.zero": 3, "memory.zero_min_bytes": 0}, False),
+            (1, {"pipeline.micro_batches": 2}, False),
+            (2, {"pipeline.micro_batches": 2}, True),
+            (1, {"memory.recompute": "auto"}, False),
         ],
         several=True,
     ),
@@ -81,7 +82,7 @@ def test_networks_are_trained_alike(ranks: Start, count: int, config: dict[str, 
     scope = contextlib.nullcontext if staged else wh.replica
     found, counts = [], []
     for products in (True, False):
-        ranks(count, **{"fuse.convolutions": products, **config})
+        ranks(count, **({} if products else without("convolutions")), **config)
         values, operations = trained(tf.keras, scope, stage)
         found.append(values)
         counts.append(operations)

@@ -1,4 +1,4 @@
-"""fuse.elementwise: arithmetic on elements in few operations trains networks as TensorFlow's many do."""
+"""The kernels "elementwise": arithmetic on elements in few operations trains networks as TensorFlow's many do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.draws import one_of
+from tests.kernels.one_rank import without
 from whale.ir.program import Program
 from whale.kernels.elementwise.fuse import ELEMENTWISE
 
@@ -91,10 +92,10 @@ def operations(program: Program) -> Counter[str]:
     [
         (1, {}, False),
         (2, {}, False),
-        (2, {"zero.level": 3, "zero.min_bytes": 0}, False),
-        (1, {"pipeline.num_micro_batch": 2, "pipeline.micro_batch_statistics": True}, False),
-        (2, {"pipeline.num_micro_batch": 2, "pipeline.micro_batch_statistics": True}, True),
-        (1, {"gradient_checkpoint.type": "auto"}, False),
+        (2, {"memory.zero": 3, "memory.zero_min_bytes": 0}, False),
+        (1, {"pipeline.micro_batches": 2, "batch.norm_statistics": "micro-batch"}, False),
+        (2, {"pipeline.micro_batches": 2, "batch.norm_statistics": "micro-batch"}, True),
+        (1, {"memory.recompute": "auto"}, False),
     ],
     ids=["one rank", "rows", "zero 3", "micro-batches", "stages", "recomputation"],
 )
@@ -103,7 +104,7 @@ def test_networks_are_trained_alike(ranks: Start, dtype: str, count: int, config
     scope = contextlib.nullcontext if staged else wh.replica
     found, held = [], []
     for fused in (True, False):
-        ranks(count, **{"fuse.elementwise": fused, **config})
+        ranks(count, **({} if fused else without("elementwise")), **config)
         network = Network(tf.keras, dtype, scope, stage)
         losses = [np.asarray(network.step(*network.batch(i))) for i in range(STEPS)]
         weights = [w for layer in (*network.first, *network.last) for w in layer.weights]

@@ -1,4 +1,4 @@
-"""fuse.updates: optimizers' arithmetic in few operations gives the same bits as in TensorFlow's many."""
+"""The kernels "updates": optimizers' arithmetic in few operations gives the same bits as in TensorFlow's many."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.draws import one_of
+from tests.kernels.one_rank import without
 from whale.ir.ops import ASSIGNS
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
@@ -119,7 +120,7 @@ def same_bits(ranks: Start, make: Callable[[], Models], count: int = 1, **config
     """Trains with and without fused updates, and compares all that is held; the programs of the first rank."""
     programs, values = [], []
     for fused in (True, False):
-        ranks(count, **{"fuse.updates": fused, "fuse.elementwise": False, **config})
+        ranks(count, **without("elementwise", *[] if fused else ["updates"]), **config)
         models = make()
         models.train()
         programs.append(models.program())
@@ -159,12 +160,12 @@ def test_keras_2s_optimizers_give_the_same_bits(ranks: Start) -> None:
         [
             (
                 contextlib.nullcontext,
-                {"zero.level": 1, "zero.min_bytes": 0},
+                {"memory.zero": 1, "memory.zero_min_bytes": 0},
                 8,
             ),  # weights get what was gathered for them
-            (contextlib.nullcontext, {"zero.level": 3, "zero.min_bytes": 0}, 0),
+            (contextlib.nullcontext, {"memory.zero": 3, "memory.zero_min_bytes": 0}, 0),
             (lambda: wh.split(), {}, 0),
-            (contextlib.nullcontext, {"pipeline.num_micro_batch": 2}, 0),
+            (contextlib.nullcontext, {"pipeline.micro_batches": 2}, 0),
         ],
         several=True,
     ),
@@ -188,7 +189,7 @@ def test_averages_in_a_session_give_the_same_bits(ranks: Start, monkeypatch: pyt
     monkeypatch.setattr(session, "compile_program", noted)
     values = []
     for fused in (True, False):
-        ranks(1, **{"fuse.updates": fused, "fuse.elementwise": False})
+        ranks(1, **without("elementwise", *[] if fused else ["updates"]))
         draw = np.random.default_rng(0)
         with tf.Graph().as_default():
             x = v1.placeholder(tf.float64, [None, 4])
@@ -211,7 +212,7 @@ def test_averages_in_a_session_give_the_same_bits(ranks: Start, monkeypatch: pyt
 def test_a_plan_tells_of_them(ranks: Start) -> None:
     told = []
     for fused in (True, False):
-        ranks(1, **{"fuse.updates": fused, "fuse.elementwise": False})
+        ranks(1, **without("elementwise", *[] if fused else ["updates"]))
         models = Models(tf.keras, ("adam",), "float64", contextlib.nullcontext)
         context = current("test")
         compiled = models.step._step(models.batch(0), {}).compiled

@@ -49,9 +49,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def trained(ranks: Callable[..., None], cache: Path, **config: Any) -> tuple[Plan, Any]:
     tf.keras.backend.clear_session()
-    ranks(2, plan_cache=str(cache), **config)
+    ranks(2, **{"mesh.plan_cache": str(cache), **config})
     classifier = (
-        Classifier(wh.function) if config.get("auto_parallel") else Classifier(wh.function, wh.replica, wh.split)
+        Classifier(wh.function) if config.get("mesh.auto_parallel") else Classifier(wh.function, wh.replica, wh.split)
     )
     found = {"loss": np.asarray(classifier.step(*classifier.batch(0))), **classifier.values()}
     plan = classifier.step.plan(*classifier.batch(0))
@@ -69,7 +69,7 @@ def test_a_second_run_takes_the_plan_of_the_first(
     second = trained(ranks, cache)
     assert made == [] and second[0].to_json() == first[0].to_json()
     assert all(np.array_equal(first[1][name], second[1][name]) for name in first[1]) and first[1]
-    third = trained(ranks, cache, **{"replica.shares": [3, 5]})
+    third = trained(ranks, cache, **{"batch.shares": [3, 5]})
     assert made and third[0].to_json() != first[0].to_json()
     assert "not legal" not in capsys.readouterr().err
 
@@ -79,7 +79,7 @@ def test_a_plan_is_that_of_the_same_variables(
     ranks: Callable[..., None], tmp_path: Path, other: dict[str, str]
 ) -> None:
     """Placements that a run keeps to go by variables' names; what is divided goes by their scopes."""
-    ranks(2, plan_cache=str(tmp_path / "whale"))
+    ranks(2, **{"mesh.plan_cache": str(tmp_path / "whale")})
     context, settings, b = current("the test"), PlanSettings(2), Builder()
     x, w = b.input("x", (4, 3)), b.variable("w", (3, 2))
     program = b.build([b.op("MatMul", x, b.read(w))])
@@ -116,10 +116,10 @@ def test_a_second_run_searches_no_way(
     ranks: Callable[..., None], speed: Callable[..., None], made: list[str], tmp_path: Path
 ) -> None:
     speed(MIDDLE)
-    first = trained(ranks, tmp_path / "whale", auto_parallel=True)
+    first = trained(ranks, tmp_path / "whale", **{"mesh.auto_parallel": True})
     assert [name for name in made if name.endswith("ways")]
     made.clear()
-    second = trained(ranks, tmp_path / "whale", auto_parallel=True)
+    second = trained(ranks, tmp_path / "whale", **{"mesh.auto_parallel": True})
     assert made == [] and second[0].to_json() == first[0].to_json()
 
 
@@ -132,7 +132,7 @@ def test_what_a_search_without_time_chose_is_not_kept(
 ) -> None:
     speed(MIDDLE)
     monkeypatch.setattr(search, "BUDGET_S", 0.0)
-    trained(ranks, tmp_path / "whale", auto_parallel=True)
+    trained(ranks, tmp_path / "whale", **{"mesh.auto_parallel": True})
     assert "not looked at, the time is over" in capsys.readouterr().err
     kept = list((tmp_path / "whale").iterdir())
     assert kept and not [path for path in kept if path.suffix == ".strategy"]
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_used_is_said_once(
     ranks: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    ranks(2, plan_cache=str(tmp_path / "file"))
+    ranks(2, **{"mesh.plan_cache": str(tmp_path / "file")})
     double = wh.function(lambda x: 2 * x)
     double(tf.ones(4)), double(tf.ones(6))
     assert capsys.readouterr().err.count("plans are not kept for later runs") == 1

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.draws import one_of
+from tests.kernels.one_rank import without
 from tests.runtime.compile.test_auto import MIDDLE, speed
 from tests.runtime.layouts.test_split import Classifier
 from whale.capture import function as capture
@@ -54,8 +55,8 @@ def in_a_new_process() -> None:
 
 def trained(ranks: Ranks, cache: Path, steps: int = 3, **config: Any) -> tuple[Plan, dict[str, Any]]:
     in_a_new_process()
-    ranks(2, plan_cache=str(cache), **config)
-    scopes = () if config.get("auto_parallel") else (wh.replica, wh.split)
+    ranks(2, **{"mesh.plan_cache": str(cache), **config})
+    scopes = () if config.get("mesh.auto_parallel") else (wh.replica, wh.split)
     classifier = Classifier(wh.function, *scopes)
     losses = [np.asarray(classifier.step(*classifier.batch(i))) for i in range(steps)]
     found = {"losses": np.asarray(losses), **classifier.values(), "memory": current().predicted["step"]()}
@@ -80,7 +81,7 @@ def test_a_second_run_lowers_nothing(ranks: Ranks, done: list[str], tmp_path: Pa
     assert len(steps_in(tmp_path / "whale")) == 1
     done.clear()
     in_a_new_process()
-    ranks(2, plan_cache=str(tmp_path / "whale"))
+    ranks(2, **{"mesh.plan_cache": str(tmp_path / "whale")})
     classifier = Classifier(wh.function, wh.replica, wh.split)
     classifier.step(*classifier.batch(0))
     assert done == []
@@ -92,10 +93,10 @@ def test_a_second_run_spreads_as_the_first_one_chose(
     ranks: Ranks, speed: Callable[..., None], done: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     speed(MIDDLE)
-    first = trained(ranks, tmp_path / "whale", auto_parallel=True)
+    first = trained(ranks, tmp_path / "whale", **{"mesh.auto_parallel": True})
     done.clear()
     capsys.readouterr()
-    second = trained(ranks, tmp_path / "whale", auto_parallel=True)
+    second = trained(ranks, tmp_path / "whale", **{"mesh.auto_parallel": True})
     assert "agreed_plan" not in done and "as in an earlier run" in capsys.readouterr().err
     assert_equal(second, first)
 
@@ -136,10 +137,10 @@ def test_what_another_whale_wrote_under_the_name_is_made_anew(
     one_of(
         4,
         [
-            {"replica.shares": [3, 5]},
-            {"fuse.updates": False},
-            {"fuse.elementwise": False},
-            {"pipeline.num_micro_batch": 2},
+            {"batch.shares": [3, 5]},
+            without("updates"),
+            without("elementwise"),
+            {"pipeline.micro_batches": 2},
         ],
     ),
 )
@@ -176,7 +177,7 @@ def test_constants_and_shapes_that_the_script_says_are_part_of_a_step(
 ) -> None:
     def told(number: float, rows: int) -> np.ndarray:
         in_a_new_process()
-        ranks(2, plan_cache=str(tmp_path / "whale"))
+        ranks(2, **{"mesh.plan_cache": str(tmp_path / "whale")})
         held = tf.constant([number, number])
 
         @wh.function

@@ -29,7 +29,7 @@ def agree(peaks: list[int], predicted: int) -> bool:
 @pytest.mark.parametrize("micro_batches", one_of(2, [1, 4]))
 @pytest.mark.parametrize("model", one_of(2, [Mlp, Gpt, ConvNet]))
 def test_the_measured_peak_is_the_predicted_one(ranks: Start, model: type[Model], micro_batches: int) -> None:
-    ranks(1, **{"pipeline.num_micro_batch": micro_batches})
+    ranks(1, **{"pipeline.micro_batches": micro_batches})
     peaks, predicted = measured_and_predicted(model)
     assert agree(peaks, predicted), (peaks, predicted)
 
@@ -37,7 +37,7 @@ def test_the_measured_peak_is_the_predicted_one(ranks: Start, model: type[Model]
 def test_recomputation_takes_what_is_predicted(ranks: Start) -> None:
     found = []
     for kind in ("", "auto"):
-        ranks(1, **{"gradient_checkpoint.type": kind})
+        ranks(1, **{"memory.recompute": kind})
         found.append(measured_and_predicted(Gpt))
         wh.shutdown()
     (held, _), (peaks, predicted) = found
@@ -46,7 +46,7 @@ def test_recomputation_takes_what_is_predicted(ranks: Start) -> None:
 
 def test_a_step_that_does_not_fit_is_refused_and_an_option_that_is_named_fits(ranks: Start) -> None:
     def refused(**config: Any) -> str:
-        ranks(2, **{"memory.limit_bytes": 24 << 20, "zero.min_bytes": 0, **config})
+        ranks(2, **{"memory.limit_bytes": 24 << 20, "memory.zero_min_bytes": 0, **config})
         model = Mlp()
         start = [w.numpy() for w in model.weights]
         with pytest.raises(PlanError) as error:
@@ -62,7 +62,7 @@ def test_a_step_that_does_not_fit_is_refused_and_an_option_that_is_named_fits(ra
     assert named is not None, text
     pairs = (pair.split("=") for pair in named[1].split(" with "))
     options = {key: int(value) if value.isdecimal() else value for key, value in pairs}
-    ranks(2, **{"memory.limit_bytes": 24 << 20, "zero.min_bytes": 0, **options})
+    ranks(2, **{"memory.limit_bytes": 24 << 20, "memory.zero_min_bytes": 0, **options})
     model = Mlp()
     assert np.isfinite(model.step(model.batch()))
     wh.shutdown()
@@ -70,7 +70,7 @@ def test_a_step_that_does_not_fit_is_refused_and_an_option_that_is_named_fits(ra
 
 
 def test_a_step_that_fits_on_one_rank_only_is_refused(ranks: Start) -> None:
-    ranks(2, **{"memory.limit_bytes": 34 << 20, "replica.shares": [7, 1]})
+    ranks(2, **{"memory.limit_bytes": 34 << 20, "batch.shares": [7, 1]})
     model = Mlp()
     with pytest.raises(PlanError, match=r"the step does not fit into memory\n.*\n  device: rank 0\n"):
         model.step(model.batch())

@@ -1,4 +1,4 @@
-"""pipeline.num_micro_batch: a rank's rows in parts, one after the other; gradients are summed, as on one device."""
+"""pipeline.micro_batches: a rank's rows in parts, one after the other; gradients are summed, as on one device."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def functions_called(program: Program) -> list[str]:
         [
             (1, 2, {}),
             (1, 7, {}),
-            (2, 4, {"replica.shares": [5, 3]}),
-            (2, 2, {"replica.shares": [0, 8]}),
-            (3, 7, {"zero.level": 1, "zero.min_bytes": 0}),
+            (2, 4, {"batch.shares": [5, 3]}),
+            (2, 2, {"batch.shares": [0, 8]}),
+            (3, 7, {"memory.zero": 1, "memory.zero_min_bytes": 0}),
         ],
         several=True,
     ),
 )
 def test_the_step_is_that_of_one_device(ranks: Start, count: int, micro_batches: int, config: dict[str, Any]) -> None:
     plain, losses = trained(tf.function)
-    ranks(count, **{"pipeline.num_micro_batch": micro_batches}, **config)
+    ranks(count, **{"pipeline.micro_batches": micro_batches}, **config)
     model, found = trained(wh.function)
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-13)
     for value, other in zip(model.values(), plain.values()):
@@ -72,7 +72,7 @@ def test_a_micro_batch_costs_a_few_nodes_and_products_are_in_one_function(ranks:
     sizes = []
     for micro_batches in (2, 4, 8):
         rolled.clear()
-        ranks(2, **{"pipeline.num_micro_batch": micro_batches})
+        ranks(2, **{"pipeline.micro_batches": micro_batches})
         trained(wh.function)
         program = rolled[0]  # the step's; then that of the evaluation
         wh.shutdown()
@@ -112,7 +112,7 @@ def test_a_table_may_have_as_many_rows_as_the_batch(ranks: Start, rows: int) -> 
         return losses[-1], [v.numpy() for v in (table, mean, weight)]
 
     plain_loss, plain = trained_once(tf.function)
-    ranks(1, **{"pipeline.num_micro_batch": 4})
+    ranks(1, **{"pipeline.micro_batches": 4})
     loss, found = trained_once(wh.function)
     assert loss == pytest.approx(plain_loss, abs=1e-13)
     for value, other in zip(found, plain):
@@ -133,7 +133,7 @@ def test_phases_hand_on_what_later_ones_read(
 
     monkeypatch.setattr(micro, "outline", in_phases)
     plain, losses = trained(tf.function)
-    ranks(2, **{"pipeline.num_micro_batch": 3, "replica.shares": [5, 3]})
+    ranks(2, **{"pipeline.micro_batches": 3, "batch.shares": [5, 3]})
     model, found = trained(wh.function)
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-13)
     for value, other in zip(model.values(), plain.values()):
@@ -160,7 +160,7 @@ def test_what_depends_on_inputs_only_is_counted_before(ranks: Start, rolled: lis
 
     loss, weight = trained_once(tf.function)
     for count in (1, 2):
-        ranks(count, **{"pipeline.num_micro_batch": 3})
+        ranks(count, **{"pipeline.micro_batches": 3})
         found, other = trained_once(wh.function)
         np.testing.assert_allclose(found, loss, rtol=1e-13)
         np.testing.assert_allclose(other, weight, rtol=1e-13)
@@ -194,12 +194,12 @@ class Normalised:
 
 def test_statistics_of_the_batch_are_refused_or_of_each_micro_batch(ranks: Start) -> None:
     x = tf.constant(np.random.default_rng(1).standard_normal((8, 3)))
-    ranks(1, **{"pipeline.num_micro_batch": 2})
+    ranks(1, **{"pipeline.micro_batches": 2})
     with pytest.raises(PlanError, match="value of all micro-batches is needed") as refused:
         Normalised(wh.function).step(x)
-    assert "moments" in str(refused.value) and "pipeline.micro_batch_statistics=true" in str(refused.value)
+    assert "moments" in str(refused.value) and "batch.norm_statistics=micro-batch" in str(refused.value)
     wh.shutdown()
-    ranks(1, **{"pipeline.num_micro_batch": 2, "pipeline.micro_batch_statistics": True})
+    ranks(1, **{"pipeline.micro_batches": 2, "batch.norm_statistics": "micro-batch"})
     model = Normalised(wh.function)
     model.step(x)
     by_hand = Normalised(lambda fn: fn)
@@ -227,7 +227,7 @@ def test_a_session_accumulates(ranks: Start) -> None:
             return [*losses, session.run(w), session.run(counter)]
 
     plain = run(lambda graph: tf.compat.v1.Session(graph=graph))
-    ranks(2, **{"pipeline.num_micro_batch": 3})
+    ranks(2, **{"pipeline.micro_batches": 3})
     for value, other in zip(run(lambda graph: wh.Session(graph=graph)), plain):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-13)
 
@@ -248,7 +248,7 @@ def test_activations_are_held_of_one_micro_batch(ranks: Start) -> None:
         return loss
 
     def peak_bytes(micro_batches: int) -> int:
-        ranks(1, **{"pipeline.num_micro_batch": micro_batches})
+        ranks(1, **{"pipeline.micro_batches": micro_batches})
         peaks = peaks_above(lambda: partial(wh.function(step), x))
         wh.shutdown()
         return peaks[0]
@@ -263,7 +263,7 @@ def test_activations_are_held_of_one_micro_batch(ranks: Start) -> None:
 
 def test_weights_as_large_as_the_batch(ranks: Start) -> None:
     """A gradient with as many rows as the batch is no rows of it, whatever slicing it would cost."""
-    ranks(1, **{"pipeline.num_micro_batch": 4})
+    ranks(1, **{"pipeline.micro_batches": 4})
     weight = tf.Variable(np.random.default_rng(0).standard_normal((6, 8, 3)))
     slot = tf.Variable(tf.ones((6, 8, 3), tf.float64))
 
@@ -287,7 +287,7 @@ def test_weights_as_large_as_the_batch(ranks: Start) -> None:
 
 
 def test_a_scope_around_some_layers_brings_rows_together(ranks: Start, caplog: pytest.LogCaptureFixture) -> None:
-    ranks(2, **{"pipeline.num_micro_batch": 2})
+    ranks(2, **{"pipeline.micro_batches": 2})
     first, last = (tf.Variable(tf.ones((8, 8), tf.float64)) for _ in range(2))
 
     @wh.function
@@ -323,7 +323,7 @@ def test_an_input_that_is_read_under_a_scope_goes_in_micro_batches_too(ranks: Ca
             return loss
 
         if spread:
-            ranks(4, **{"mesh": "data=2,tensor=2", "pipeline.num_micro_batch": 4})
+            ranks(4, **{"mesh": wh.Mesh(data=2, tensor=2), "pipeline.micro_batches": 4})
         function = wh.function(step) if spread else tf.function(step)
         function(tf.constant(x), tf.constant(y))
         wanted.append(w.numpy())
@@ -335,7 +335,7 @@ def test_an_input_that_is_read_under_a_scope_goes_in_micro_batches_too(ranks: Ca
 
 
 def test_ranks_that_would_wait_for_each_other_around_the_micro_batches_are_refused(ranks: Start) -> None:
-    ranks(4, **{"pipeline.num_micro_batch": 2, "mesh": "data=2,tensor=2"})
+    ranks(4, **{"pipeline.micro_batches": 2, "mesh": wh.Mesh(data=2, tensor=2)})
     weights = [tf.Variable(tf.ones((8, 8), tf.float64)) for _ in range(4)]
 
     @wh.function

@@ -1,4 +1,4 @@
-"""amp.level=O1: products in bfloat16, the rest in float32; and Keras's loss scaling for float16 over several ranks."""
+"""precision.compute_dtype: products in bfloat16, the rest in float32; and Keras's loss scaling over several ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_products_are_in_bfloat16_and_sums_are_not(
     monkeypatch.setattr(substitute, "compile_marked", lambda p: programs.append(p) or compile_marked(p))
     plain = Model(tf.function)
     losses = [float(plain.step(*batch())) for _ in range(5)]
-    ranks(count, **{"amp.level": "O1", "pipeline.num_micro_batch": micro_batches})
+    ranks(count, **{"precision.compute_dtype": "bfloat16", "pipeline.micro_batches": micro_batches})
     model = Model(wh.function)
     found = [float(model.step(*batch())) for _ in range(5)]
     assert found != losses
@@ -99,6 +99,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Start) -> None:
 
 def test_levels() -> None:
     with pytest.raises(ConfigError, match="'optimizer'"):
-        wh.Config({"offload.level": "v1"})
-    with pytest.raises(ConfigError, match="'O1'"):
-        wh.Config({"amp.level": "O2"})
+        wh.Config({"memory.offload": "v1"})
+    with pytest.raises(ConfigError, match="'bfloat16'"):
+        wh.Config({"precision.compute_dtype": "float64"})

@@ -33,7 +33,7 @@ TABLE = """
 import numpy as np, tensorflow as tf, whale as wh
 (cpu,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-wh.init({"communication.transport": "in-process", "offload.level": "tables", **CONFIG})
+wh.init({"communication.in_process_ranks": 1, "memory.offload": "tables", **CONFIG})
 with tf.device("CPU:1"):
     table = tf.Variable(np.ones([9, 2]), name="table")
     weight = tf.Variable(np.eye(2) * [[1.0, 3.0]], name="weight")
@@ -135,7 +135,9 @@ def test_it_is_said_what_needs_all_of_a_table() -> None:
         print(wh.memory_report().on_host_bytes)
     """
     text = printed(code)
-    assert text.startswith("0\n") and "needs all of what offload.level" in text and "table, for transpose" in text, text
+    assert text.startswith("0\n") and "needs all of what memory.offload" in text and "table, for transpose" in text, (
+        text
+    )
     text = printed(code.replace("tf.gather(table", "tf.gather(tf.convert_to_tensor(table)"))
     assert text.startswith("0\n") and "table, for transpose" in text, text
 
@@ -161,7 +163,7 @@ def test_what_ran_before_a_table_moved_to_the_host_sees_what_training_makes_of_i
 
 
 def test_nothing_is_held_elsewhere_where_the_device_is_the_host(ranks: Callable[..., None]) -> None:
-    ranks(1, **{"offload.level": "optimizer"})
+    ranks(1, **{"memory.offload": "optimizer"})
     weight = tf.Variable([1.0])
     step = wh.function(lambda x: weight.assign_sub(x))
     with pytest.raises(ConfigError, match="the device is the host"):

@@ -50,14 +50,14 @@ CASES: dict[str, tuple[Callable[[], Step], Sequence[Rates], dict[str, Any]]] = {
     "alone": (classifier, [SLOW_LINK], {}),
     "tensors": (classifier, [MIDDLE], {}),
     "optimizer state": (lambda: classifier(adam=True), [Rates(1e15, 1e6, 0.0, 0.0, 1e15, "for the test")], {}),
-    "pipeline": (deep, [THIN_LINK], {"pipeline.num_stages": 2}),
-    "micro-batches": (deep, [FREE_LINK], {"pipeline.num_micro_batch": 2}),
-    "zero": (deep, [FREE_LINK], {"zero.level": "3", "zero.min_bytes": 0}),
+    "pipeline": (deep, [THIN_LINK], {"pipeline.stages": 2}),
+    "micro-batches": (deep, [FREE_LINK], {"pipeline.micro_batches": 2}),
+    "zero": (deep, [FREE_LINK], {"memory.zero": 3, "memory.zero_min_bytes": 0}),
     "convolutions": (lambda: of_zoo("convnet"), [FREE_LINK], {}),
     "attention": (lambda: of_zoo("gpt"), [FREE_LINK], {}),
     "a loop": (lambda: of_zoo("lstm"), [FREE_LINK], {}),
     "unequal ranks": (deep, [FREE_LINK, Rates(1e8, 2e8, 0.0, 0.0, 1e15, "for the test")], {}),
-    "mixed precision": (deep, [FREE_LINK], {"amp.level": "O1"}),
+    "mixed precision": (deep, [FREE_LINK], {"precision.compute_dtype": "bfloat16"}),
 }
 
 
@@ -93,7 +93,7 @@ def test_what_was_predicted_is_what_runs(
     monkeypatch.setattr(predict, "lower_ranks", lowered_some)
     monkeypatch.setattr(team, "predicted", predicted)
     monkeypatch.setattr(compile, "lower_ranks", lower_ranks)
-    ranks(2, auto_parallel=True, **config)
+    ranks(2, **{"mesh.auto_parallel": True, **config})
     make()()
     chosen = context.current().auto
     assert chosen is not None
@@ -107,17 +107,17 @@ def test_what_was_predicted_is_what_runs(
 
 def test_memory_limit_bytes_binds_the_choice(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
     speed(SLOW_LINK)  # every rank alone is the fastest way, and needs the whole weight and its two moments
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     classifier(adam=True)()
     free = context.current().auto
     assert free is not None and free.strategy.replicated
     wh.shutdown()
-    ranks(2, auto_parallel=True, **{"memory.limit_bytes": int(0.8 * free.held_bytes)})
+    ranks(2, **{"mesh.auto_parallel": True, "memory.limit_bytes": int(0.8 * free.held_bytes)})
     classifier(adam=True)()
     bound = context.current().auto
     assert bound is not None and bound.held_bytes <= 0.8 * free.held_bytes
     wh.shutdown()
-    ranks(2, auto_parallel=True, **{"memory.limit_bytes": 100_000})
+    ranks(2, **{"mesh.auto_parallel": True, "memory.limit_bytes": 100_000})
     with pytest.raises(PlanError, match="fits into the ranks' memory in no way"):
         classifier(adam=True)()
 
@@ -126,14 +126,14 @@ def test_the_cgroups_limit_binds_the_choice(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speed(SLOW_LINK)
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     classifier(adam=True)()
     free = context.current().auto
     assert free is not None and free.strategy.replicated
     wh.shutdown()
     limit = int(0.8 * free.held_bytes)
     monkeypatch.setattr(memory_plan, "memory_limit_bytes", lambda: 2 * limit)  # of the host's two ranks together
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     classifier(adam=True)()
     bound = context.current().auto
     assert bound is not None and bound.held_bytes <= limit

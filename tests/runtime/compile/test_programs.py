@@ -21,7 +21,7 @@ RATE_AND_STEPS = 0.1
 @pytest.fixture(params=one_of(2, [(3, (5, 0, 3)), (2, ())]), ids=["3:5-0-3", "2"])
 def spread(request: pytest.FixtureRequest, ranks: Callable[..., None]) -> None:
     size, shares = request.param
-    ranks(size, **{"replica.shares": shares, "sync_batch_norm": True, "random": "global"})
+    ranks(size, **{"batch.shares": shares, "batch.norm_statistics": "batch", "batch.random": "global"})
 
 
 def data(rows: int, features: int = 6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""gradient_checkpoint.type: activations that are computed again for the backward pass, by marks and by bytes."""
+"""memory.recompute: activations that are computed again for the backward pass, by marks and by bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whale.errors import PlanError
 from whale.ir.plan import Plan
 
 Start = Callable[..., None]
-TYPE = "gradient_checkpoint.type"
+TYPE = "memory.recompute"
 
 
 def nothing() -> AbstractContextManager[None]:
@@ -69,11 +69,11 @@ class Model:
         [
             (1, {}, 0.0, nothing),
             (1, {}, 0.3, nothing),
-            (2, {"pipeline.num_micro_batch": 3}, 0.0, nothing),
-            (2, {"zero.level": "3"}, 0.0, nothing),
-            (2, {"zero.level": "3", "pipeline.num_micro_batch": 2}, 0.3, nothing),
+            (2, {"pipeline.micro_batches": 3}, 0.0, nothing),
+            (2, {"memory.zero": 3}, 0.0, nothing),
+            (2, {"memory.zero": 3, "pipeline.micro_batches": 2}, 0.3, nothing),
             (2, {}, 0.0, wh.split),
-            (2, {"pipeline.num_micro_batch": 4}, 0.0, wh.stage),
+            (2, {"pipeline.micro_batches": 4}, 0.0, wh.stage),
         ],
         several=True,
     ),
@@ -82,9 +82,9 @@ def test_losses_and_weights_are_the_same(
     ranks: Start, count: int, config: dict[str, Any], dropout: float, half: Any
 ) -> None:
     x = tf.random.stateless_normal([12, 8], [2, 3], dtype=tf.float64)
-    config = {"zero.min_bytes": 0, "random": "global", **config}
+    config = {"memory.zero_min_bytes": 0, "batch.random": "global", **config}
     found = []
-    for kind in ("", "collection", "auto", *(["stage"] if half is wh.stage else [])):
+    for kind in ("", "marked", "auto", *(["stage"] if half is wh.stage else [])):
         ranks(count, **config, **{TYPE: kind})
         model = Model(wh.function, 8, 9, 3, dropout, half)
         found.append(model.run(x))
@@ -121,7 +121,7 @@ def test_the_collection_of_a_session(ranks: Start) -> None:
 
     plain, none = run("")
     wh.shutdown()
-    losses, names = run("collection")
+    losses, names = run("marked")
     np.testing.assert_array_equal(losses, plain)
     # The gradient of the last result depends on nothing behind it: what leads to it is not computed again.
     assert not none and [n for n in names if "Tanh" in n] == ["Tanh_2/whale_again", "Tanh/whale_again"], names
@@ -154,17 +154,17 @@ def test_a_scope_of_what_is_computed_again(ranks: Start) -> None:
         return found, names
 
     plain, none = run("")
-    found, names = run("collection")
+    found, names = run("marked")
     for value, other in zip(found, plain):
         np.testing.assert_array_equal(value, other)
     # The gradient of the last product depends on nothing behind it, so what it reads is held.
     assert not none and sum(n.startswith("Softmax") for n in names) == 3, names
     assert not any("MatMul" in n for n in names)
     with pytest.raises(PlanError, match="one of the two"):
-        run("collection", held=True)
+        run("marked", held=True)
 
 
-@pytest.mark.parametrize(("kind", "action"), [("collection", r"wh\.checkpoint"), ("stage", r"wh\.stage")])
+@pytest.mark.parametrize(("kind", "action"), [("marked", r"wh\.checkpoint"), ("stage", r"wh\.stage")])
 def test_nothing_marked(ranks: Start, kind: str, action: str) -> None:
     ranks(1, **{TYPE: kind})
     with pytest.raises(PlanError, match=action):
@@ -178,12 +178,12 @@ def test_activations_between_checkpoints_are_not_held(ranks: Start, micro_batche
     one = rows * width * 8 // micro_batches
 
     def peak_bytes(kind: str) -> int:
-        ranks(1, **{TYPE: kind, "pipeline.num_micro_batch": micro_batches})
+        ranks(1, **{TYPE: kind, "pipeline.micro_batches": micro_batches})
         peaks = peaks_above(lambda: partial(Model(wh.function, width, layers, 4).step, x))
         wh.shutdown()
         return peaks[0]
 
-    held, marked, chosen = map(peak_bytes, ("", "collection", "auto"))
+    held, marked, chosen = map(peak_bytes, ("", "marked", "auto"))
     # Of each layer, two tensors are held, or those of one of four segments, and three checkpoints.
     assert held >= 2 * layers * one, (held, one)
     assert marked <= held * 0.5, (marked, held, one)

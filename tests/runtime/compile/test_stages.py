@@ -181,7 +181,7 @@ def on(ranks: list[list[int]], stage: Stage) -> Stage:
 )
 def test_stages_on_unequal_numbers_of_ranks(ranks: Start, make: Any, groups: list, micro_batches: int) -> None:
     count = sum(map(len, groups))
-    setting = {"pipeline.num_micro_batch": micro_batches}
+    setting = {"pipeline.micro_batches": micro_batches}
     plan = assert_equals_one_device(ranks, lambda stage: make(on(groups, stage)), count, **setting)
     assert [list(group.ranks) for group in plan.stage_groups] == groups
     assert plan.split_flops_fraction == 1.0

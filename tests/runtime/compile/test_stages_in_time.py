@@ -22,7 +22,7 @@ Start = Callable[..., None]
 
 
 def setting(name: str, micro_batches: int) -> dict[str, Any]:
-    return {"pipeline.num_micro_batch": micro_batches, "pipeline.schedule": name}
+    return {"pipeline.micro_batches": micro_batches, "pipeline.schedule": name}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ class Scoped(Chain):
 
 @pytest.mark.parametrize(
     ("stages", "count", "micro_batches", "config"),
-    [(2, 4, 4, {}), (0, 2, 2, {}), (2, 2, 2, {"pipeline.num_micro_batch": 2})],
+    [(2, 4, 4, {}), (0, 2, 2, {}), (2, 2, 2, {"pipeline.micro_batches": 2})],
 )
 def test_the_scope_says_how_many_micro_batches(
     ranks: Start, stages: int, count: int, micro_batches: int, config: dict[str, Any]
@@ -159,8 +159,8 @@ def test_a_pipeline_holds_for_what_is_created_under_it_and_for_what_it_decorates
 
 
 def test_numbers_that_contradict_each_other_are_refused(ranks: Start) -> None:
-    ranks(2, **{"pipeline.num_micro_batch": 1})
-    with pytest.raises(PlanError, match=r"num_micro_batch=4\), pipeline.num_micro_batch=1 \(code\)"), wh.pipeline(4):
+    ranks(2, **{"pipeline.micro_batches": 1})
+    with pytest.raises(PlanError, match=r"num_micro_batch=4\), pipeline.micro_batches=1 \(code\)"), wh.pipeline(4):
         pass
     for wrong in (0, True, 2.0):
         with pytest.raises(PlanError, match="integer of at least 1"), wh.pipeline(wrong):  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def test_a_stage_holds_the_bytes_of_its_live_micro_batches(ranks: Start) -> None
     stages = 3
 
     def found_bytes(name: str, wide: int, micro_batches: int) -> int:
-        ranks(stages, **{"pipeline.num_micro_batch": micro_batches, "pipeline.schedule": name})
+        ranks(stages, **{"pipeline.micro_batches": micro_batches, "pipeline.schedule": name})
         found = trained_peak_bytes(wide, stages, micro_batches)
         wh.shutdown()
         return found
@@ -85,7 +85,7 @@ def sent_on_peak_bytes(micro_batches: int) -> int:
 def test_a_slow_consumer_leaves_its_producers_memory_flat(ranks: Start) -> None:
     found = []
     for micro_batches in (6, 24):
-        ranks(2, **{"pipeline.num_micro_batch": micro_batches})
+        ranks(2, **{"pipeline.micro_batches": micro_batches})
         found.append(sent_on_peak_bytes(micro_batches))
         wh.shutdown()
     few, many = found

@@ -72,7 +72,7 @@ def test_a_team_finds_what_one_process_finds(
         return found[1]
 
     monkeypatch.setattr(auto, "best_way", both)
-    ranks(4, auto_parallel=True)
+    ranks(4, **{"mesh.auto_parallel": True})
     worst = difference(expected, Classifier(wh.function).train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     alone, together = found
@@ -112,7 +112,7 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
 
     monkeypatch.setattr(team, "predicted", hardly_faster)
     monkeypatch.setattr(auto, "best_way", together)
-    ranks(4, auto_parallel=True)
+    ranks(4, **{"mesh.auto_parallel": True})
     worst = difference(expected, Classifier(wh.function).train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert found[0].made.plan == plans[0].made(found[0].chosen.strategy).plan

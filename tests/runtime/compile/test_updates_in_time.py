@@ -14,7 +14,7 @@ from benchmarks.giant.measure import ALONE, SPREAD, Scopes
 from whale.errors import PlanError
 
 Start = Callable[..., None]
-MICRO_BATCHES = {"pipeline.num_micro_batch": 2}
+MICRO_BATCHES = {"pipeline.micro_batches": 2}
 
 
 class Bags:
@@ -68,7 +68,7 @@ def test_optimizers_that_divide_rows_of_gradients_by_sums(
 ) -> None:
     """Keras takes a branch if a sum is 0: rows of gradients wait there for sums of all micro-batches."""
     plain = trained(Bags(ALONE, form, OPTIMIZERS[name]()), tf.function)
-    ranks(len(shares), **MICRO_BATCHES, **{"replica.shares": shares})
+    ranks(len(shares), **MICRO_BATCHES, **{"batch.shares": shares})
     for found, expected in zip(trained(Bags(SPREAD, form, OPTIMIZERS[name]()), wh.function), plain):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 

@@ -60,7 +60,7 @@ def test_the_result_is_that_of_one_device_to_the_precision_of_the_wire(ranks: St
 
 def test_groups_of_ranks_round_what_they_send_each_other(ranks: Start) -> None:
     one, _ = trained(tf.function)
-    ranks(4, mesh="data=2,tensor=2", **{"communication.wire_dtype": "bfloat16"})
+    ranks(4, mesh=wh.Mesh(data=2, tensor=2), **{"communication.wire_dtype": "bfloat16"})
     weights, _ = trained(wh.function, wh.split)
     for weight, other in zip(weights, one):
         error = np.max(np.abs(weight - other)) / np.max(np.abs(other))
@@ -75,7 +75,7 @@ def test_groups_of_ranks_round_what_they_send_each_other(ranks: Start) -> None:
 @pytest.mark.parametrize("level", [1, 3])
 def test_gradients_are_rounded_on_their_way_to_state_that_lies_split(ranks: Start, level: int) -> None:
     one, losses_of_one = trained(tf.function, momentum=True)
-    rest = {"zero.level": level, "zero.min_bytes": 0, "pipeline.num_micro_batch": 2}
+    rest = {"memory.zero": level, "memory.zero_min_bytes": 0, "pipeline.micro_batches": 2}
     ranks(2, **{"communication.wire_dtype": "bfloat16", **rest})
     weights, losses = trained(wh.function, momentum=True)
     np.testing.assert_allclose(losses, losses_of_one, rtol=4 * 2.0**-8)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from whale.config import Config
+from whale.config import Config, Mesh
 from whale.errors import PlanError
 from whale.ir.layout import split
 from whale.ir.mesh import one_axis
@@ -21,12 +21,11 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize(
     ("given", "size", "changes"),
     [
-        ({"mesh": "data=2,tensor=2"}, 2, {"mesh": "tensor=2"}),
-        ({"mesh": "stage=2,data=4"}, 6, {"mesh": "stage=2,data=3"}),
-        ({"mesh": "data=2,tensor=2"}, 3, {"mesh": ""}),
-        ({"mesh": "expert=4"}, 3, {"mesh": "expert=3"}),
-        ({"split.ranks": 2}, 3, {"split.ranks": 0}),
-        ({"split.ranks": 2}, 4, {}),
+        ({"mesh": Mesh(data=2, tensor=2)}, 2, {"mesh": Mesh(tensor=2)}),
+        ({"mesh": Mesh(stage=2, data=4)}, 6, {"mesh": Mesh(stage=2, data=3)}),
+        ({"mesh": Mesh(data=2, tensor=2)}, 3, {"mesh": Mesh()}),
+        ({"mesh": Mesh(expert=4)}, 3, {"mesh": Mesh(expert=3)}),
+        ({"mesh": Mesh(tensor=2)}, 3, {"mesh": Mesh(tensor=3)}),
         ({}, 3, {}),
     ],
 )

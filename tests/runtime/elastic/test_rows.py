@@ -41,13 +41,13 @@ def test_batches_before_are_read_again_and_the_next_ones_stay() -> None:
     ("size", "shares", "again"), [(2, (), False), (2, (2, 2), False), (2, (3, 1), True), (3, (), True), (1, (), True)]
 )
 def test_rows_of_a_part_are_read_again_where_they_are_others_now(size: int, shares: tuple, again: bool) -> None:
-    context: Any = SimpleNamespace(size=size, config={"replica.shares": shares})
+    context: Any = SimpleNamespace(size=size, config={"batch.shares": shares})
     part = ShardedTensor(tf.zeros([2, 5]), (2, 2), 0)
     part.source = (SimpleNamespace(read_again=lambda number: ["not this", f"of batch {number}"]), 7, 1)
     assert rows_again(context, part) == ("of batch 7" if again else part)
 
 
 def test_rows_that_nobody_can_read_again_are_an_error() -> None:
-    context: Any = SimpleNamespace(size=3, config={"replica.shares": ()})
+    context: Any = SimpleNamespace(size=3, config={"batch.shares": ()})
     with pytest.raises(ClusterError, match="are gone with it"):
         rows_again(context, ShardedTensor(tf.zeros([2, 5]), (2, 2), 0))

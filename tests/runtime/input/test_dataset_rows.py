@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from whale.capture.sharded import ShardedTensor
-from whale.config import Config
+from whale.config import Config, Mesh
 from whale.errors import ProgramError
 from whale.runtime.input.data import ShardedDataset
 
@@ -37,7 +37,7 @@ class _Rank:
     comms: list[_Comm]
     config: Config
     elements: int = 0
-    split_ranks: int = 0
+    mesh: Mesh = field(default_factory=Mesh)
     between_processes: bool = True
     trace: None = None
     elastic: None = None
@@ -54,7 +54,7 @@ class _Rank:
 def of_ranks(make: Make, size: int, shares: tuple[int, ...] = ()) -> list[ShardedDataset]:
     """The dataset as each rank has it; every rank builds its own, as every process does."""
     said: dict[str, bytes] = {}
-    config = Config({"replica.shares": shares}, environment={})
+    config = Config({"batch.shares": shares}, environment={})
     return [ShardedDataset(make(), _Rank(r, size, [_Comm(size, said)], config), "row") for r in range(size)]
 
 
@@ -183,9 +183,9 @@ def test_functions_of_the_dataset_do_not_queue_behind_the_kernels_of_a_step(aske
     options = tf.data.Options()
     if asked is not None:
         options.threading.private_threadpool_size = asked
-    context = _Rank(0, 1, [], Config({"input.threads": 2}, environment={}), between_processes=False)
+    context = _Rank(0, 1, [], Config(environment={}), between_processes=False)
     shared = ShardedDataset(samples(8).map(double).batch(4).with_options(options), context, "row")
-    assert shared._read.options().threading.private_threadpool_size == (asked or 2)
+    assert shared._read.options().threading.private_threadpool_size == (asked or 1)
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
@@ -203,7 +203,7 @@ def test_the_queue_is_bounded(prefetch: int) -> None:
     plain = tf.data.Options()
     plain.experimental_optimization.apply_default_optimizations = False
     source = source.with_options(plain)
-    config = Config({"input.prefetch": prefetch}, environment={})
+    config = Config({"batch.prefetch": prefetch}, environment={})
     context = _Rank(0, 1, [], config, between_processes=False)
     for taken, _ in enumerate(ShardedDataset(source, context, "row"), 1):
         deadline_s = time.monotonic() + 60

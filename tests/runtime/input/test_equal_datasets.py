@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import whale_ops
 from whale.capture.sharded import ShardedTensor
-from whale.config import Config
+from whale.config import Config, Mesh
 from whale.errors import ProgramError
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.equal_datasets import Summary
@@ -38,10 +38,10 @@ class Rank:
     rank: int
     comms: list[Any]
     other_hashes: tuple[int, ...] = ()
-    config: Config = field(default_factory=lambda: Config({"check.inputs": 4}, environment={}))
+    config: Config = field(default_factory=lambda: Config({"debug.check_inputs": 4}, environment={}))
     size: int = 2
     elements: int = 0
-    split_ranks: int = 0
+    mesh: Mesh = field(default_factory=Mesh)
     between_processes: bool = True
     local_batch: bool = False
     trace: None = None

@@ -25,7 +25,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 def _called(times: int, every: int, between_processes: bool = True, local_batch: bool = False) -> list[Any]:
     context: Any = SimpleNamespace(
-        config={"check.inputs": every}, between_processes=between_processes, local_batch=local_batch
+        config={"debug.check_inputs": every}, between_processes=between_processes, local_batch=local_batch
     )
     call = equal_inputs.compared(lambda tensors: tensors, context, "step", ["x", "y"], {"y"}, {"captured": -1})
     return [call([number, number]) for number in range(times)]

@@ -1,4 +1,4 @@
-"""``attention.scores_bytes``: attention in blocks of queries equals one device, and holds no scores of all queries."""
+"""``memory.attention_scores_bytes``: attention in blocks of queries equals one device, with few scores held."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.context import Model
 from tests.memory import peaks_above
 
 LIMIT = 1e-10
-BLOCKS = {"attention.scores_bytes": 1}
+BLOCKS = {"memory.attention_scores_bytes": 1}
 
 
 def train(model: Any) -> list[np.ndarray]:
@@ -42,11 +42,11 @@ def blocks_of(step: Any) -> set[int]:
     [
         (1, {}, contextlib.nullcontext, (2, 130, 2, 4), "matmul", {65}),
         (2, {}, wh.replica, (3, 193, 2, 4), "einsum", {64, 65}),
-        (2, {"pipeline.num_micro_batch": 2}, wh.replica, (4, 128, 1, 4), "where", {64}),
-        (2, {"gradient_checkpoint.type": "auto"}, wh.replica, (2, 128, 2, 4), "dense", {64}),
+        (2, {"pipeline.micro_batches": 2}, wh.replica, (4, 128, 1, 4), "where", {64}),
+        (2, {"memory.recompute": "auto"}, wh.replica, (2, 128, 2, 4), "dense", {64}),
         (2, {}, wh.split, (2, 128, 2, 4), "matmul", {64}),
         (2, {}, partial(wh.split, context=1), (1, 256, 1, 4), "where", {64}),
-        (4, {"mesh": {"data": 2, "context": 2}}, partial(wh.split, context=1), (2, 258, 1, 4), "einsum", {64, 65}),
+        (4, {"mesh": wh.Mesh(data=2, context=2)}, partial(wh.split, context=1), (2, 258, 1, 4), "einsum", {64, 65}),
     ],
     ids=str,
 )
@@ -69,7 +69,7 @@ def peak_and_predicted_bytes(scores_bytes: int, ranks: Callable[..., None]) -> t
         made.append(Model(wh.function, contextlib.nullcontext, (1, 2048, 1, 32), form="where", dtype="float32"))
         return lambda: made[0].step(*made[0].batch(0))
 
-    ranks(1, **{"attention.scores_bytes": scores_bytes})
+    ranks(1, **{"memory.attention_scores_bytes": scores_bytes})
     # In which order TensorFlow runs what may run at the same time differs from step to step.
     peak = statistics.median(peaks_above(step))
     predicted = sum(held[0] for held in wh.plan(made[0].step, *made[0].batch(0)).memory.values())

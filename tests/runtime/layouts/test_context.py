@@ -14,7 +14,6 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.context import Model, heads_bytes, ring_bytes
 from tests.draws import one_of
-from whale.config import parse_mesh
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Split
 from whale.ir.mesh import chain
@@ -95,7 +94,7 @@ def test_keys_and_values_go_round(
 ) -> None:
     """Where ranks are more than heads; what the counters see is what the plan says."""
     expected = train(Model(tf.function, contextlib.nullcontext, shape, form=form))
-    ranks(count, mesh=parse_mesh(mesh))
+    ranks(count, mesh=wh.Mesh.parse(mesh))
     model = Model(wh.function, SCOPE, shape, form=form)
     assert worst(train(model), expected) <= LIMIT
     plan = model.step.plan(*model.batch(0))

@@ -75,8 +75,8 @@ def test_fewer_groups_than_ranks_are_dispatched_all_the_same() -> None:
 
 @pytest.mark.parametrize("form", one_of(2, ["scatter", "gather"]))
 def test_unequal_rows_and_micro_batches(form: str) -> None:
-    for config in ({"replica.shares": [2, 1, 1]}, {"pipeline.num_micro_batch": 2}):
-        count = 3 if "replica.shares" in config else 2
+    for config in ({"batch.shares": [2, 1, 1]}, {"pipeline.micro_batches": 2}):
+        count = 3 if "batch.shares" in config else 2
         line = Line(form, partial(experts.Experts, form=form, experts=6), 0, count, config)
         assert difference(line) <= LIMIT
 
@@ -84,19 +84,19 @@ def test_unequal_rows_and_micro_batches(form: str) -> None:
 def test_a_layer_of_fewer_experts_than_ranks_in_micro_batches() -> None:
     """A rank without experts has their biases' sums in each micro-batch all the same."""
     made = partial(experts.Layer, experts=3, hidden=8, width=16, each=8, groups_of_rows=8, balance="group", shared=8)
-    assert difference(Line("layer", made, 0, config={"pipeline.num_micro_batch": 2})) <= LIMIT
+    assert difference(Line("layer", made, 0, config={"pipeline.micro_batches": 2})) <= LIMIT
 
 
 def test_a_group_of_all_rows_and_unequal_ones() -> None:
     """Slots are cut behind a dimension of one group; rows are as many as shares say."""
     made = partial(experts.Layer, experts=4, hidden=8, width=16, each=24, groups_of_rows=0, choose="experts")
-    assert difference(Line("layer", made, 0, 3, {"replica.shares": [3, 2, 1]})) <= LIMIT
+    assert difference(Line("layer", made, 0, 3, {"batch.shares": [3, 2, 1]})) <= LIMIT
 
 
 def test_groups_of_data_and_experts() -> None:
     """Axis by axis: what one axis has cut, the other cuts again."""
     for form in ("scatter", "gather"):
-        line = Line(form, partial(experts.Experts, form=form), 0, 4, {"mesh": "data=2,tensor=2"})
+        line = Line(form, partial(experts.Experts, form=form), 0, 4, {"mesh": wh.Mesh(data=2, tensor=2)})
         assert difference(line) <= LIMIT
 
 

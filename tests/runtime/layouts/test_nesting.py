@@ -183,14 +183,14 @@ def in_session(nest: Any, scopes: Any, opened: Any) -> list[np.ndarray]:
 
 
 NESTS = [
-    (usual, 8, {"mesh": "stage=2,data=2,tensor=2"}, 1.0),
-    (replica_in_split, 4, {"mesh": "data=2,tensor=2"}, 0.7),
-    (split_in_split, 8, {"mesh": "data=2,tensor=2,expert=2"}, 1.0),
-    (split_in_split_of_stages, 8, {"mesh": "stage=2,tensor=2,expert=2"}, 1.0),
+    (usual, 8, {"mesh": wh.Mesh(stage=2, data=2, tensor=2)}, 1.0),
+    (replica_in_split, 4, {"mesh": wh.Mesh(data=2, tensor=2)}, 0.7),
+    (split_in_split, 8, {"mesh": wh.Mesh(data=2, tensor=2, expert=2)}, 1.0),
+    (split_in_split_of_stages, 8, {"mesh": wh.Mesh(stage=2, tensor=2, expert=2)}, 1.0),
     (stages_in_split, 4, {}, 1.0),
     (slices, 8, {}, 1.0),
-    (slices_of_a_mesh, 4, {"mesh": "data=2,tensor=2"}, 1.0),
-    (unequal_slices, 6, {"mesh": "tensor=2"}, 1.0),
+    (slices_of_a_mesh, 4, {"mesh": wh.Mesh(data=2, tensor=2)}, 1.0),
+    (unequal_slices, 6, {"mesh": wh.Mesh(tensor=2)}, 1.0),
     (overlapping_in_micro_batches, 4, {}, 1.0),
     (statistics_before_stages, 4, {}, 1.0),
 ]
@@ -215,8 +215,8 @@ def test_a_step_equals_one_device(ranks: Start, nest: Any, count: int, config: d
     one_of(
         2,
         [
-            (usual, 8, {"mesh": "stage=2,data=2,tensor=2"}),
-            (slices_of_a_mesh, 4, {"mesh": "data=2,tensor=2"}),
+            (usual, 8, {"mesh": wh.Mesh(stage=2, data=2, tensor=2)}),
+            (slices_of_a_mesh, 4, {"mesh": wh.Mesh(data=2, tensor=2)}),
             (slices, 8, {}),
         ],
         several=True,

@@ -99,7 +99,7 @@ def test_each_rank_normalises_its_own_rows(
     ranks: Any, normalise: Normalise, dtype: str, limit: float, shares: tuple[int, ...]
 ) -> None:
     losses, values = expected(dtype, normalise, shares)
-    ranks(len(shares), **{"replica.shares": list(shares)})
+    ranks(len(shares), **{"batch.shares": list(shares)})
     model = Model(dtype)
     step = wh.function(lambda x, y: train(model, normalise, x, y))
     got = [float(step(*map(tf.constant, batch))) for batch in batches(dtype)]
@@ -135,7 +135,7 @@ def by_custom_gradient(model: Model, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor
 
 def test_moments_whose_gradient_has_another_form_stay_whole(ranks: Any) -> None:
     losses, values = expected("float64", by_custom_gradient, (ROWS,))
-    ranks(2, **{"replica.shares": [5, 3]})
+    ranks(2, **{"batch.shares": [5, 3]})
     model = Model("float64")
     step = wh.function(lambda x, y: train(model, by_custom_gradient, x, y))
     got = [float(step(*map(tf.constant, batch))) for batch in batches("float64")]
@@ -145,7 +145,7 @@ def test_moments_whose_gradient_has_another_form_stay_whole(ranks: Any) -> None:
 
 def test_the_whole_batch_when_asked(ranks: Any) -> None:
     losses, values = expected("float64", simple, (ROWS,))
-    ranks(2, **{"replica.shares": [5, 3], "sync_batch_norm": True})
+    ranks(2, **{"batch.shares": [5, 3], "batch.norm_statistics": "batch"})
     model = Model("float64")
     step = wh.function(lambda x, y: train(model, simple, x, y))
     got = [float(step(*map(tf.constant, batch))) for batch in batches("float64")]
@@ -177,7 +177,7 @@ def drawn(draw: Callable[[tf.Tensor], tf.Tensor], start: Any, shares: Sequence[i
     """Two steps of noise added to zeros: [2, rows, 5]."""
     tf.random.set_seed(4)
     GENERATOR[:] = [tf.random.Generator.from_seed(6)]
-    start(len(shares), **{"replica.shares": list(shares), "random": mode})
+    start(len(shares), **{"batch.shares": list(shares), "batch.random": mode})
     step = wh.function(lambda x: draw(x) + tf.reduce_sum(x))
     result = np.stack([step(tf.zeros([ROWS, 5])).numpy() for _ in range(2)])
     plan = step.plan(tf.zeros([ROWS, 5]))
@@ -222,7 +222,7 @@ def test_micro_batches_draw_from_streams_of_their_own(ranks: Any, draw: Any, siz
     """No two parts of the batch are alike: neither two of one rank, nor one's second and the next one's first."""
     tf.random.set_seed(4)
     GENERATOR[:] = [tf.random.Generator.from_seed(6)]
-    ranks(2, random="local", **{"pipeline.num_micro_batch": 2})
+    ranks(2, **{"batch.random": "local", "pipeline.micro_batches": 2})
     weight = tf.Variable(1.0)
 
     @wh.function

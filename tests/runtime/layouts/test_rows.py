@@ -54,10 +54,10 @@ class Embedded:
 @pytest.mark.parametrize(
     "count, config, form",
     [
-        (3, {"replica.shares": [2, 1, 1]}, {}),
-        (4, {"pipeline.num_micro_batch": 2}, {}),
+        (3, {"batch.shares": [2, 1, 1]}, {}),
+        (4, {"pipeline.micro_batches": 2}, {}),
         (4, {}, {"staged": True, "micro_batches": 2}),
-        (2, {"zero.level": "1"}, {}),
+        (2, {"memory.zero": 1}, {}),
     ],
 )
 def test_however_a_step_is_spread(count: int, config: Mapping[str, Any], form: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from tests.draws import one_of
 from tests.oracle.metric import difference, limit
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
-from whale.config import parse_mesh
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Split
 from whale.ir.mesh import one_axis
@@ -135,7 +134,7 @@ def test_a_transformer_under_one_scope_sums_twice_forward_and_twice_backward_in_
     ranks: Callable[..., None],
 ) -> None:
     """Megatron-LM's layout: attention by heads, the feed-forward layers by columns and then rows."""
-    ranks(2, random="global")
+    ranks(2, **{"batch.random": "global"})
     program = build(case_named("gpt"), Setting("float64", "sgd", wh.function, scope=wh.split, gradients=False))
     plan = program.plan(program.batches(1)[0])
     sums = [r.ref.node for r in plan.reshards if r.source == P_SUM and r.target == B and r.bytes > 100]
@@ -271,8 +270,8 @@ def test_layers_over_axes_of_their_own(ranks: Callable[..., None], mesh: str, ro
             loss = alone.loss(tf.constant(x), nothing, nothing)
         for v, slope in zip((alone.one, alone.two), tape.gradient(loss, (alone.one, alone.two))):
             v.assign_sub(0.1 * slope)
-    sizes = parse_mesh(mesh)
-    ranks(int(np.prod(list(sizes.values()))), mesh=mesh)
+    sizes = wh.Mesh.parse(mesh)
+    ranks(int(np.prod(list(sizes.values()))), mesh=sizes)
     model = Layers()
 
     @wh.function

@@ -57,7 +57,7 @@ def trained(function: Any, steps: Any, xs: Any, ys: Any) -> tuple[Any, list[floa
     return step, [float(step(xs, ys)) for _ in range(2)] + w.numpy().reshape(-1).tolist()
 
 
-@pytest.mark.parametrize("config", [{}, {"replica.shares": [5, 3]}, {"pipeline.num_micro_batch": 2}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"batch.shares": [5, 3]}, {"pipeline.micro_batches": 2}], ids=str)
 @pytest.mark.parametrize("steps", [ranged, gathered, unrolled, unstacked])
 def test_rows_are_divided_and_batches_are_not(ranks: Callable[..., None], steps: Any, config: dict[str, Any]) -> None:
     _, expected = trained(tf.function, steps, X, Y)
@@ -65,7 +65,7 @@ def test_rows_are_divided_and_batches_are_not(ranks: Callable[..., None], steps:
     step, found = trained(wh.function, steps, X, Y)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     plan = step.plan(X, Y)
-    sizes = tuple(config.get("replica.shares", (4, 4)))
+    sizes = tuple(config.get("batch.shares", (4, 4)))
     assert [(b.placement.dim, b.placement.sizes) for b in plan.batch_inputs] == [(1, sizes)] * 2
     assert "dimension 1" in plan.batch_inputs[0].origin
     assert plan.split_flops == plan.total_flops > 0

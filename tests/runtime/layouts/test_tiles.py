@@ -16,13 +16,13 @@ import whale as wh
 ROWS, WIDTH, CLASSES = 12, 10, 14  # of which no axis divides all evenly
 Start = Callable[..., None]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "both axes": {"mesh": "data=3,tensor=2"},
-    "both axes, zero 1": {"mesh": "data=3,tensor=2", "zero.level": 1, "zero.min_bytes": 0},
-    "tensor, zero 1": {"mesh": "data=3,tensor=2", "zero.level": 1, "zero.min_bytes": 0},
-    "tensor, zero 3": {"mesh": "data=2,tensor=3", "zero.level": 3, "zero.min_bytes": 0},
-    "tensor first, zero 3": {"mesh": "tensor=2,data=3", "zero.level": 3, "zero.min_bytes": 0},
+    "both axes": {"mesh": wh.Mesh(data=3, tensor=2)},
+    "both axes, zero 1": {"mesh": wh.Mesh(data=3, tensor=2), "memory.zero": 1, "memory.zero_min_bytes": 0},
+    "tensor, zero 1": {"mesh": wh.Mesh(data=3, tensor=2), "memory.zero": 1, "memory.zero_min_bytes": 0},
+    "tensor, zero 3": {"mesh": wh.Mesh(data=2, tensor=3), "memory.zero": 3, "memory.zero_min_bytes": 0},
+    "tensor first, zero 3": {"mesh": wh.Mesh(tensor=2, data=3), "memory.zero": 3, "memory.zero_min_bytes": 0},
     "micro-batches, zero 3": {
-        "mesh": "data=2,tensor=2", "zero.level": 3, "zero.min_bytes": 0, "pipeline.num_micro_batch": 3
+        "mesh": wh.Mesh(data=2, tensor=2), "memory.zero": 3, "memory.zero_min_bytes": 0, "pipeline.micro_batches": 3
     },
 }  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_initial_values_are_made_tile_by_tile(ranks: Start) -> None:
         return [getattr(layer.kernel, "value", layer.kernel)]
 
     (wanted,) = (w.numpy() for w in made())
-    ranks(6, mesh="data=3,tensor=2")
+    ranks(6, mesh=wh.Mesh(data=3, tensor=2))
     with wh.split(axis=("data", "tensor")):
         (kernel,) = made()
 

@@ -55,8 +55,8 @@ def test_tables_of_bags_lie_whole_and_travel_together() -> None:
         2,
         [
             (2, {}, {"weighted": True}, 1),
-            pytest.param(3, {"replica.shares": [2, 1, 1]}, {"optimizer": partial(lazy, "Adagrad")}, 2, marks=LAZY),
-            pytest.param(2, {"zero.level": 1, "zero.min_bytes": 0}, {"optimizer": lazy}, 3, marks=LAZY),
+            pytest.param(3, {"batch.shares": [2, 1, 1]}, {"optimizer": partial(lazy, "Adagrad")}, 2, marks=LAZY),
+            pytest.param(2, {"memory.zero": 1, "memory.zero_min_bytes": 0}, {"optimizer": lazy}, 3, marks=LAZY),
         ],
         several=True,
     ),
@@ -69,7 +69,8 @@ def test_as_on_one_device(count: int, config: Mapping[str, Any], form: Mapping[s
 
 
 @pytest.mark.parametrize(
-    "count, config", one_of(2, [(2, {"pipeline.num_micro_batch": 2}), (4, {"mesh": "data=2,tensor=2"})], several=True)
+    "count, config",
+    one_of(2, [(2, {"pipeline.micro_batches": 2}), (4, {"mesh": wh.Mesh(data=2, tensor=2)})], several=True),
 )
 def test_micro_batches_and_meshes_divide_tables(count: int, config: Mapping[str, Any]) -> None:
     assert not placed(SMALL, count, config)[0]

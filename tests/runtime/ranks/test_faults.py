@@ -35,7 +35,7 @@ def heard() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("config", [{}, {"pipeline.num_micro_batch": 2}], ids=["step", "micro-batches"])
+@pytest.mark.parametrize("config", [{}, {"pipeline.micro_batches": 2}], ids=["step", "micro-batches"])
 def test_an_error_of_a_layer_stays_whatever_the_layer_is_called(ranks: Start, config: dict[str, Any]) -> None:
     ranks(2, **config)
     step = wh.function(checked)
@@ -79,7 +79,7 @@ def test_an_error_of_an_own_kernel_that_computes_is_this_ranks(
     assert heard().startswith(f"rank 0 failed: {kind.__name__}: ")
 
 
-@pytest.mark.parametrize("config", [{}, {"pipeline.num_micro_batch": 2}], ids=["step", "micro-batches"])
+@pytest.mark.parametrize("config", [{}, {"pipeline.micro_batches": 2}], ids=["step", "micro-batches"])
 @pytest.mark.parametrize(
     ("end", "said"),
     [

@@ -103,7 +103,7 @@ def test_a_file_in_place_of_code(ranks: Callable[..., None], tmp_path: Path) -> 
     _, expected = trained(tf.function, keras_model)
     file = tmp_path / "scopes.json"
     file.write_text(json.dumps({"dense": {"stage": 0}, "*1": {"stage": 1, "split": {"dim": -1}}, "head": {"stage": 1}}))
-    ranks(2, annotate=str(file))
+    ranks(2, **{"mesh.annotations": str(file)})
     step, found = trained(wh.function, keras_model)
     same(found, expected)
     assert len(step.plan(X).stage_groups) == 2
@@ -144,7 +144,7 @@ def test_what_is_no_annotation(ranks: Callable[..., None], tmp_path: Path) -> No
     for text in ("{", '{"a": {"splt": {}}}', '{"a": {"split": {"dims": 1}}}'):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"annotations cannot be read(.|\n)*decoder/layers"):
-            ranks(2, annotate=str(file))
+            ranks(2, **{"mesh.annotations": str(file)})
         wh.shutdown()
 
 
@@ -157,6 +157,6 @@ def test_annotations_of_which_nothing_comes_are_told(
     step(X)
     wh.shutdown()
     assert "no step of this run had anything for the annotations 'nothing_here'\n" in capsys.readouterr().err
-    wh.init({"communication.transport": "in-process", "cluster.ranks": 2}, solo=True)
+    wh.init({"communication.in_process_ranks": 2}, solo=True)
     with pytest.raises(PlanError, match="the ranks of this run each run one of their own"):
         wh.annotate({"head": wh.split()})

@@ -41,7 +41,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_host_device(tmp_path_factory.mktemp("device"))
 
 
-PINNED = {"communication.backend": "pinned", "communication.group_bytes": 0}  # tensors in several pieces
+PINNED = {"communication.backend": "pinned", "communication.bucket_bytes": 0}  # tensors in several pieces
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ def trained(
     ("count", "options"),
     [
         (2, {}),
-        (3, {"replica.shares": [5, 0, 7], "communication.group_bytes": 0}),
-        (2, {"pipeline.num_micro_batch": 2, "replica.shares": [8, 4]}),
+        (3, {"batch.shares": [5, 0, 7], "communication.bucket_bytes": 0}),
+        (2, {"pipeline.micro_batches": 2, "batch.shares": [8, 4]}),
     ],
     ids=["even", "uneven", "micro-batches"],
 )
 def test_a_step_computes_what_one_device_computes(with_devices: Start, count: int, options: dict[str, Any]) -> None:
-    centred = "pipeline.num_micro_batch" not in options
+    centred = "pipeline.micro_batches" not in options
     one, losses_of_one, _ = trained(tf.function, centred=centred)
     with_devices(count, **{**NCCL, **options})
     weights, losses, _ = trained(wh.function, centred=centred)
@@ -115,7 +115,7 @@ def test_gradients_can_travel_with_16_bits(with_devices: Start) -> None:
 
 def equals_one_device(start: Start, options: dict[str, Any]) -> None:
     """Four ranks that ``start`` begins train as one device does."""
-    centred = "pipeline.num_micro_batch" not in options
+    centred = "pipeline.micro_batches" not in options
     one, losses_of_one, _ = trained(tf.function, centred=centred)
     start(4, **options)
     scope = (lambda: wh.split(axis="expert")) if "mesh" in options else nullcontext
@@ -128,9 +128,9 @@ def equals_one_device(start: Start, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": "data=2,expert=2"},
-        {"mesh": "data=2,expert=2", "pipeline.num_micro_batch": 2},
-        {"zero.level": 3, "replica.shares": [1, 2, 4, 5]},
+        {"mesh": wh.Mesh(data=2, expert=2)},
+        {"mesh": wh.Mesh(data=2, expert=2), "pipeline.micro_batches": 2},
+        {"memory.zero": 3, "batch.shares": [1, 2, 4, 5]},
     ],
     ids=["groups", "groups and micro-batches", "zero 3"],
 )
@@ -161,7 +161,7 @@ def test_stages_send_from_device_to_device(with_devices: Start) -> None:
         return [float(step(tf.constant(x))) for _ in range(3)]
 
     wanted = losses_of(tf.function, nullcontext)
-    with_devices(4, **NCCL, **{"pipeline.num_micro_batch": 3})
+    with_devices(4, **NCCL, **{"pipeline.micro_batches": 3})
     np.testing.assert_allclose(losses_of(wh.function, wh.stage), wanted, rtol=1e-12)
 
 
@@ -220,7 +220,7 @@ def test_auto_parallel_measures_the_devices_beside_the_host(library: Path) -> No
 def test_the_buffers_of_nccl_are_memory_of_a_step(with_devices: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator for all ranks, and one for each axis along which something is summed or gathered."""
     monkeypatch.setattr(memory_plan, "limit_bytes", lambda config, local: (100 << 20, "memory of the GPU, A"))
-    with_devices(4, **NCCL, mesh="data=2,expert=2")
+    with_devices(4, **NCCL, mesh=wh.Mesh(data=2, expert=2))
     with pytest.raises(PlanError, match=r"NCCL \d\.\d GiB") as refused:
         trained(wh.function, scope=lambda: wh.split(axis="expert"))
     assert "memory of the GPU, A" in str(refused.value)
@@ -309,9 +309,9 @@ def test_ranks_without_a_gpu_are_refused_where_they_cannot_take_part(
 @pytest.mark.parametrize(
     "options",
     [
-        {"replica.shares": [5, 0, 4, 3]},
-        {"mesh": "data=2,expert=2", "pipeline.num_micro_batch": 2},
-        {"zero.level": 3, "replica.shares": [1, 2, 4, 5]},
+        {"batch.shares": [5, 0, 4, 3]},
+        {"mesh": wh.Mesh(data=2, expert=2), "pipeline.micro_batches": 2},
+        {"memory.zero": 3, "batch.shares": [1, 2, 4, 5]},
     ],
     ids=["shares", "groups and micro-batches", "zero 3"],
 )

@@ -16,9 +16,9 @@ from whale.runtime.run.context import process
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"plan": "missing.json"}, PlanError),
-        ({"annotate": "missing.json"}, ConfigError),
-        ({"annotate": "wrong.json"}, PlanError),
+        ({"mesh.plan": "missing.json"}, PlanError),
+        ({"mesh.annotations": "missing.json"}, ConfigError),
+        ({"mesh.annotations": "wrong.json"}, PlanError),
         ({"communication.backend": "horovod"}, ConfigError),
     ],
     ids=["plan", "annotations", "ranks", "horovod"],

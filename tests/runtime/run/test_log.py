@@ -33,7 +33,7 @@ def test_debug_says_what_is_compiled_and_records_have_ranks(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("WHALE_LOG_LEVEL", "debug")
+    monkeypatch.setenv("WHALE_DEBUG_LOG", "debug")
     ranks(2)
     weight = tf.Variable(tf.ones((3, 2)))
 
@@ -51,7 +51,7 @@ def test_debug_says_what_is_compiled_and_records_have_ranks(
 def test_a_level_leaves_out_what_is_below(
     ranks: Callable[..., None], records: list[logging.LogRecord], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks(2, **{"log.level": "error"})
+    ranks(2, **{"debug.log": "error"})
     log.warning("not shown")
     log.error("shown\n  next: as it is")
     assert capsys.readouterr().err == "whale: shown\n  next: as it is\n"
@@ -62,11 +62,11 @@ def test_a_rank_is_the_launchers_and_no_other_handler_repeats_a_line() -> None:
     lines = "import logging; logging.basicConfig(); from whale.log import log\n"
     lines += "log.addHandler(handler := logging.StreamHandler()); handler.setFormatter(logging.Formatter('%(rank)d'))\n"
     lines += "log.info('hello')"
-    environment = {**os.environ, "WHALE_RANK": "3", "WHALE_SIZE": "4", "WHALE_LOG_LEVEL": "info"}
+    environment = {**os.environ, "WHALE_RANK": "3", "WHALE_SIZE": "4", "WHALE_DEBUG_LOG": "info"}
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, env=environment, check=False)
     assert done.stderr.splitlines() == ["whale: hello", "3"]
 
 
 def test_a_wrong_level_is_refused(ranks: Callable[..., None]) -> None:
-    with pytest.raises(wh.ConfigError, match=r"wrong value.*'log\.level'"):
-        ranks(1, **{"log.level": "loud"})
+    with pytest.raises(wh.ConfigError, match=r"wrong value.*'debug\.log'"):
+        ranks(1, **{"debug.log": "loud"})

@@ -1,4 +1,4 @@
-"""amp.dtype=float16: scaled losses, and steps that overflow on one rank, which are skipped on all."""
+"""precision.compute_dtype=float16: scaled losses, and steps that overflow on one rank, which are skipped on all."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ import tensorflow as tf
 
 import whale as wh
 from whale.errors import ConfigError, PlanError
+from whale.runtime.run import loss_scale
 
 Start = Callable[..., None]
-FLOAT16 = {"amp.level": "O1", "amp.dtype": "float16", "amp.initial_scale": 1024.0, "amp.growth_steps": 2}
+FLOAT16 = {"precision.compute_dtype": "float16"}
+
+
+@pytest.fixture(autouse=True)
+def _quick_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that adapts begins with 1024, and grows after two steps."""
+    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 1024.0)
+    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 2)
 
 
 def batch(overflows: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
@@ -57,12 +65,12 @@ class Model:
     [
         (1, {}, nullcontext),
         (2, {}, nullcontext),
-        (2, {"pipeline.num_micro_batch": 2}, nullcontext),
-        (2, {"zero.level": 1, "zero.min_bytes": 0}, nullcontext),
-        (2, {"zero.level": 3, "zero.min_bytes": 0}, nullcontext),
+        (2, {"pipeline.micro_batches": 2}, nullcontext),
+        (2, {"memory.zero": 1, "memory.zero_min_bytes": 0}, nullcontext),
+        (2, {"memory.zero": 3, "memory.zero_min_bytes": 0}, nullcontext),
         (2, {}, wh.split),
         (2, {}, wh.stage),
-        (4, {"pipeline.num_micro_batch": 4, "zero.level": 1, "zero.min_bytes": 0}, wh.stage),
+        (4, {"pipeline.micro_batches": 4, "memory.zero": 1, "memory.zero_min_bytes": 0}, wh.stage),
     ],
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Start, count: int, config: Any, scope: Any) -> None:
@@ -88,7 +96,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Start, count: int,
 
 def test_an_overflow_in_one_stage_skips_the_step_in_all(ranks: Start) -> None:
     """Gradients of the first stage's weights are beyond float16, those of the second one's are not."""
-    ranks(2, **FLOAT16, **{"pipeline.num_micro_batch": 2})
+    ranks(2, **FLOAT16, **{"pipeline.micro_batches": 2})
     model = Model(wh.function, wh.stage)
     model.weights[0].assign(tf.fill((12, 24), 1e-6))
     before = model.values()
@@ -102,7 +110,7 @@ def test_an_overflow_in_one_stage_skips_the_step_in_all(ranks: Start) -> None:
 
 def test_scaled_gradients_are_not_lost_below_the_range_of_float16(ranks: Start) -> None:
     def run(scale: float) -> np.ndarray:
-        ranks(1, **{**FLOAT16, "amp.initial_scale": scale})
+        ranks(1, **{**FLOAT16, "precision.loss_scale": scale})
         weights = [tf.Variable(tf.ones((8, 8)) / 8) for _ in range(2)]
 
         @wh.function
@@ -143,7 +151,7 @@ def test_gradients_of_the_rows_of_a_table_are_those_without_a_scale(ranks: Start
     np.testing.assert_allclose(trained(wh.function), plain, rtol=1e-6)
 
 
-def test_the_scale_goes_as_that_of_keras(ranks: Start) -> None:
+def test_the_scale_goes_as_that_of_keras(ranks: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     keras_3 = hasattr(tf.keras.optimizers, "LossScaleOptimizer")
     scaled = tf.keras.optimizers.LossScaleOptimizer if keras_3 else tf.keras.mixed_precision.LossScaleOptimizer
     optimizer = scaled(tf.keras.optimizers.SGD(0.1), initial_scale=64.0, dynamic_growth_steps=3)
@@ -154,7 +162,9 @@ def test_the_scale_goes_as_that_of_keras(ranks: Start) -> None:
     for overflows in pattern:
         optimizer.apply_gradients([(tf.fill((2,), np.inf if overflows else 1.0), weight)])
         expected.append(float(optimizer.dynamic_scale if keras_3 else optimizer.loss_scale))
-    ranks(1, **{**FLOAT16, "amp.initial_scale": 64.0, "amp.growth_steps": 3})
+    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 64.0)
+    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
+    ranks(1, **FLOAT16)
     model = Model(wh.function)
     found = []
     for overflows in pattern:

@@ -122,7 +122,7 @@ class Towers:
 
 def test_several_groups_of_each_kind(ranks: Start) -> None:
     expected = Towers(tf.function, lambda _: contextlib.nullcontext(), lambda _: contextlib.nullcontext()).train()
-    ranks(4, sync_batch_norm=True)
+    ranks(4, **{"batch.norm_statistics": "batch"})
     spread = Towers(wh.function, wh.replica, wh.split)
     found = spread.train()
     check_replicas()
@@ -140,11 +140,11 @@ def test_several_groups_of_each_kind(ranks: Start) -> None:
 @pytest.mark.parametrize(
     ("features", "classes", "config"),
     [
-        ([0, 1, 2], [1, 3], {"pipeline.num_micro_batch": 2}),
+        ([0, 1, 2], [1, 3], {"pipeline.micro_batches": 2}),
         (
             [0, 1],
             [1, 3],
-            {"mesh": "data=2,tensor=2"},
+            {"mesh": wh.Mesh(data=2, tensor=2)},
         ),  # tensor 1 of both, so each has half of the rows, and all classes
     ],
     ids=["micro-batches", "mesh"],
@@ -194,13 +194,13 @@ def test_a_session(ranks: Start) -> None:
 
 
 def test_what_cannot_be_had_says_what_can(ranks: Start) -> None:
-    ranks(2, **{"pipeline.num_micro_batch": 2})
+    ranks(2, **{"pipeline.micro_batches": 2})
     for kind, devices in ((wh.split, [0, 2]), (wh.replica, [1, 1]), (wh.stage, [])):
         with pytest.raises(PlanError, match=rf"wh\.{kind.__name__} is on (.|\n)*expected: +different ranks below 2"):
             with kind(devices=devices):
                 pass
     wh.shutdown()
-    ranks(4, mesh="data=2,tensor=2")
+    ranks(4, mesh=wh.Mesh(data=2, tensor=2))
     crooked = Classifier(wh.function, wh.replica, on(wh.split, [0, 1, 2]))
     with pytest.raises(PlanError, match=r"no block of the mesh(.|\n)*devices=\[0, 1, 2\], mesh data=2,tensor=2"):
         crooked.step(*crooked.batch(0))

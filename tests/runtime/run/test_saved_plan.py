@@ -22,6 +22,7 @@ from tests.runtime.compile.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
 from whale.errors import PlanError
 from whale.ir.fingerprint import fingerprint
+from whale.ir.mesh import Axis
 from whale.ir.plan import Plan, load_plan
 from whale.partition.mesh import plan_program
 from whale.passes.pass_manager import make_plan
@@ -69,19 +70,19 @@ def test_a_step_runs_under_a_saved_plan_and_others_are_planned(ranks: Callable[.
     assert show.diff(file, file) == "The plans are equal."
     # Marked, so that it is seen to be the file's: no plan is made with such a name of a device.
     replace(plan, devices=("first", "second")).save(path)
-    ranks(2, plan=str(path))
+    ranks(2, **{"mesh.plan": str(path)})
     deep = fresh()
     worst = difference(expected, deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert deep.step.plan(*deep.batch(0)).devices == ("first", "second")
     assert deep.evaluate.plan(*deep.batch(0)).devices == ("rank 0", "rank 1")
     wh.shutdown()
-    ranks(2, plan=str(path))
+    ranks(2, **{"mesh.plan": str(path)})
     with pytest.raises(PlanError, match="made for another program"):
         deep.step(*(rows[:8] for rows in deep.batch(0)))
     wh.shutdown()
     with pytest.raises(PlanError, match="another number of ranks"):
-        ranks(3, plan=str(path))
+        ranks(3, **{"mesh.plan": str(path)})
 
 
 def test_programs_of_the_plans_name_without_its_inputs_are_planned() -> None:
@@ -99,13 +100,13 @@ def test_what_auto_parallel_chose_is_kept_in_the_file(
     choices = search.choices
     monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.replicated and not c.split])
     path = tmp_path / "plan.json"
-    plan = saved(path, one_step, auto_parallel=True)
+    plan = saved(path, one_step, **{"mesh.auto_parallel": True})
     assert len(plan.stage_groups) == 2 and plan.searched
     saved(tmp_path / "rows.json", one_step)
     text = show.diff(planfile.load(tmp_path / "rows.json"), planfile.load(path))
     assert "stages" in text and "no longer: " in text and "batch x: S(0)[8,8] -> S(0)[16]" in text, text
     monkeypatch.setattr(auto, "best_way", None)  # nothing is chosen any more
-    ranks(2, plan=str(path), auto_parallel=True)
+    ranks(2, **{"mesh.plan": str(path), "mesh.auto_parallel": True})
     deep = fresh()
     worst = difference(expected, deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
@@ -114,12 +115,12 @@ def test_what_auto_parallel_chose_is_kept_in_the_file(
 
 def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp_path: Path) -> None:
     path, profile = tmp_path / "plan.json", tmp_path / "profile.json"
-    parts = {"pipeline.num_micro_batch": 2}  # operations of micro-batches are inside calls
+    parts = {"pipeline.micro_batches": 2}  # operations of micro-batches are inside calls
     saved(path, one_step, **parts)
     write(TABLE, profile)
     meter = analyze._Meter(3)
     with context.measured_run(meter):
-        ranks(2, plan=str(path), **parts)
+        ranks(2, **{"mesh.plan": str(path), **parts})
         deep = fresh()
         with pytest.raises(analyze._Done):
             for number in range(20):
@@ -190,7 +191,7 @@ def test_a_plan_of_whole_batches_serves_ranks_that_pass_their_rows() -> None:
     assert found is not None and all(b.local for b in found.batch_inputs)
     check(program, found)
     assert found.reshards == make_plan(program, local).reshards
-    several = plan_program(scoped(program), settings.but(size=4, split__ranks=2))
+    several = plan_program(scoped(program), settings.but(size=4, mesh=(Axis("tensor", 2),)))
     saved_several = SavedPlan("plan.json", replace(several, fingerprint=fingerprint(program)))
     several_local = settings.but(size=4, batch__local={b.name: b.placement.sizes for b in several.batch_inputs})
     with pytest.raises(PlanError, match="a saved plan of several axes, or of stages, takes whole batches"):

@@ -31,7 +31,7 @@ def fails() -> None:
 
 
 def test_steps_contain_their_operations_on_every_rank(ranks: Callable[..., None], tmp_path: Path) -> None:
-    ranks(2, trace=str(tmp_path / "trace.json"))
+    ranks(2, **{"debug.trace": str(tmp_path / "trace.json")})
     w = tf.Variable(tf.ones([3, 2]))
 
     @wh.function
@@ -65,7 +65,7 @@ def test_steps_contain_their_operations_on_every_rank(ranks: Callable[..., None]
 
 
 def test_session_runs_are_steps(ranks: Callable[..., None], tmp_path: Path) -> None:
-    ranks(2, trace=str(tmp_path / "trace.json"))
+    ranks(2, **{"debug.trace": str(tmp_path / "trace.json")})
     with tf.Graph().as_default():
         x = tf.compat.v1.placeholder(tf.float32, [8, 3], name="x")
         total = tf.reduce_sum(x, name="total")
@@ -81,8 +81,8 @@ def test_session_runs_are_steps(ranks: Callable[..., None], tmp_path: Path) -> N
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "trace.json"
     with pytest.raises(ConfigError, match="the trace cannot be written") as caught:
-        wh.init({"trace": str(path)})
-    assert caught.value.facts["given"] == f"trace = {str(path)!r} (code)"
+        wh.init({"debug.trace": str(path)})
+    assert caught.value.facts["given"] == f"debug.trace = {str(path)!r} (code)"
 
 
 def test_each_process_has_a_file_of_its_own() -> None:

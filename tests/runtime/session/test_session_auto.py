@@ -38,12 +38,12 @@ def test_stages_with_as_many_micro_batches_as_are_asked_for(
     ranks: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = steps(v1.Session, 8)
-    ranks(4, **{"auto_parallel": True, "pipeline.num_stages": 2, "pipeline.num_micro_batch": 2})
+    ranks(4, **{"mesh.auto_parallel": True, "pipeline.stages": 2, "pipeline.micro_batches": 2})
     np.testing.assert_allclose(steps(wh.Session, 8), alone, rtol=1e-10)
     assert "pipeline of 2 stages, 2 micro-batches" in capsys.readouterr().err
 
 
 def test_why_there_is_no_such_pipeline_is_said(ranks: Callable[..., None]) -> None:
-    ranks(4, **{"auto_parallel": True, "pipeline.num_stages": 2, "pipeline.num_micro_batch": 2})
+    ranks(4, **{"mesh.auto_parallel": True, "pipeline.stages": 2, "pipeline.micro_batches": 2})
     with pytest.raises(PlanError, match="6 rows cannot be divided into 2 micro-batches of 2 replicas"):
         steps(wh.Session, 6)

@@ -12,10 +12,20 @@ import tensorflow as tf
 import whale as wh
 from tests.draws import one_of
 from whale.errors import PlanError
+from whale.runtime.run import loss_scale
 
 Start = Callable[..., None]
 v1 = tf.compat.v1
-FLOAT16 = {"amp.level": "O1", "amp.dtype": "float16", "amp.initial_scale": 1024.0, "amp.growth_steps": 2}
+FLOAT16 = {"precision.compute_dtype": "float16"}
+
+
+@pytest.fixture(autouse=True)
+def _quick_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that adapts begins with 1024, and grows after two steps."""
+    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 1024.0)
+    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 2)
+
+
 OPTIMIZERS = {
     "sgd": lambda: v1.train.GradientDescentOptimizer(0.1),
     "momentum": lambda: v1.train.MomentumOptimizer(0.1, 0.9),
@@ -83,7 +93,7 @@ def test_a_run_that_overflows_changes_nothing(ranks: Start, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "config", "scope"),
-    [(2, {"pipeline.num_micro_batch": 2}, wh.stage), (2, {"zero.level": 1, "zero.min_bytes": 0}, wh.replica)],
+    [(2, {"pipeline.micro_batches": 2}, wh.stage), (2, {"memory.zero": 1, "memory.zero_min_bytes": 0}, wh.replica)],
 )
 def test_a_run_that_overflows_on_one_rank_changes_nothing_on_others(
     ranks: Start, count: int, config: Any, scope: Any

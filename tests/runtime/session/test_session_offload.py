@@ -60,14 +60,17 @@ class Net:
 
 
 @pytest.mark.parametrize(
-    ("how", "level"), one_of(3, [("replica", "v0"), ("zero", "optimizer"), ("stages", "optimizer")], several=True)
+    ("how", "level"),
+    one_of(3, [("replica", "parameters"), ("zero", "optimizer"), ("stages", "optimizer")], several=True),
 )
 def test_state_lies_in_the_hosts_memory(ranks: Start, tmp_path: Path, how: str, level: str) -> None:
     plain = Net()
     with v1.Session(graph=plain.graph) as session:
         expected = plain.trained(session, str(tmp_path / "plain"))
-    more = {"zero": {"zero.level": 1, "zero.min_bytes": 0}, "stages": {"pipeline.num_micro_batch": 2}}.get(how, {})
-    ranks(2, **{"offload.level": level, **more})
+    more = {"zero": {"memory.zero": 1, "memory.zero_min_bytes": 0}, "stages": {"pipeline.micro_batches": 2}}.get(
+        how, {}
+    )
+    ranks(2, **{"memory.offload": level, **more})
     net = Net(wh.stage) if how == "stages" else Net()
     with wh.Session(graph=net.graph, config=TWO_DEVICES) as session:
         found = net.trained(session, str(tmp_path / "spread"))
@@ -88,7 +91,7 @@ def test_state_lies_in_the_hosts_memory(ranks: Start, tmp_path: Path, how: str, 
 
 
 def test_a_session_without_another_device_is_refused(ranks: Start) -> None:
-    ranks(2, **{"offload.level": "optimizer"})
+    ranks(2, **{"memory.offload": "optimizer"})
     net = Net()
     with pytest.raises(ConfigError, match="the device is the host"):
         wh.Session(graph=net.graph)

@@ -13,6 +13,7 @@ import tensorflow as tf
 import whale as wh
 from tests.draws import one_of
 from tests.runtime.variables.test_deferred import INPUTS, OUTPUTS, V1_NAMES, raw, v1_initializers
+from whale.frontends.tf1.monitored import MonitoredTrainingSession
 from whale.runtime.session.variables import SessionVariables
 
 Start = Callable[..., None]
@@ -79,13 +80,13 @@ def settled(session: wh.Session) -> SessionVariables:
 def test_a_session_trains_what_lies_split(ranks: Start, tmp_path: Path, how: int | str) -> None:
     wanted = Net().story(v1.Session, str(tmp_path / "alone"))
     if isinstance(how, int):
-        ranks(3, **{"zero.level": how, "zero.min_bytes": 0})
+        ranks(3, **{"memory.zero": how, "memory.zero_min_bytes": 0})
         net = Net()
     elif how == "2x2 zero":
-        ranks(4, **{"split.ranks": 2, "zero.level": 1, "zero.min_bytes": 0})
+        ranks(4, **{"mesh": wh.Mesh(tensor=2), "memory.zero": 1, "memory.zero_min_bytes": 0})
         net = Net(wh.split)
     else:
-        ranks(4, mesh=how)
+        ranks(4, mesh=wh.Mesh.parse(how))
         net = Net(wh.split)
     found = net.story(wh.Session, str(tmp_path / "spread"))
     for value, other in zip(found, wanted, strict=True):
@@ -111,7 +112,7 @@ def test_first_values_are_parts_of_those_of_one_device(ranks: Start) -> None:
     with v1.Session(graph=graph) as alone:
         alone.run(start)
         wanted = alone.run(made)
-    ranks(3, **{"zero.level": 3, "zero.min_bytes": 0})
+    ranks(3, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
     graph, made, x, step, start = program()
     with wh.Session(graph=graph) as session:
         session.run(start)
@@ -132,7 +133,7 @@ def test_what_is_asked_for_before_is_whole_and_then_cut(ranks: Start) -> None:
         evaluated = alone.run(net.loss, net.batch)
         alone.run(net.train, net.batch)
         after = alone.run(net.variables)
-    ranks(2, **{"zero.level": 1, "zero.min_bytes": 0})
+    ranks(2, **{"memory.zero": 1, "memory.zero_min_bytes": 0})
     net = Net()
     with wh.Session(graph=net.graph) as session:
         session.run(net.start)
@@ -147,7 +148,7 @@ def test_what_is_asked_for_before_is_whole_and_then_cut(ranks: Start) -> None:
 
 
 def test_a_save_that_reads_more_than_it_writes(ranks: Start, tmp_path: Path) -> None:
-    ranks(2, **{"zero.level": 3, "zero.min_bytes": 0})
+    ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
     net = Net()
     with net.graph.as_default():
         path = tf.constant(str(tmp_path / "model"))
@@ -167,7 +168,7 @@ def test_a_save_that_reads_more_than_it_writes(ranks: Start, tmp_path: Path) -> 
 
 
 def test_a_checkpoint_without_a_variable_is_refused_as_ever(ranks: Start, tmp_path: Path) -> None:
-    ranks(2, **{"zero.level": 3, "zero.min_bytes": 0})
+    ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
     net = Net()
     with net.graph.as_default():
         one = v1.train.Saver(net.variables[:1])
@@ -200,8 +201,8 @@ def test_a_monitored_session_saves_and_goes_on(ranks: Start, tmp_path: Path) -> 
             return losses, running.run(variables)
 
     wanted = trained(v1.train.MonitoredTrainingSession, str(tmp_path / "alone"))
-    ranks(2, **{"zero.level": 3, "zero.min_bytes": 0})
-    found = trained(wh.MonitoredTrainingSession, str(tmp_path / "spread"))
+    ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
+    found = trained(MonitoredTrainingSession, str(tmp_path / "spread"))
     assert len(found[0]) == 5
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
     for value, other in zip(found[1], wanted[1], strict=True):
@@ -224,7 +225,7 @@ def test_a_weight_that_is_read_for_its_norm_too_is_not_gathered_for_it(ranks: St
         return plan.logical_bytes
 
     plain = moved({})
-    assert plain * share * 0.9 < moved({"zero.level": level, "zero.min_bytes": 0}) <= plain * share + 64
+    assert plain * share * 0.9 < moved({"memory.zero": level, "memory.zero_min_bytes": 0}) <= plain * share + 64
 
 
 def test_fewer_experts_than_ranks_are_read_in_a_run_of_their_own(ranks: Start) -> None:

@@ -17,8 +17,8 @@ from whale.errors import ProgramError
 
 Start = Callable[..., None]
 v1 = tf.compat.v1
-ZERO_1, ZERO_3 = ({"zero.level": level, "zero.min_bytes": 0} for level in (1, 3))
-PIPELINE = {"auto_parallel": True, "pipeline.num_stages": 2}
+ZERO_1, ZERO_3 = ({"memory.zero": level, "memory.zero_min_bytes": 0} for level in (1, 3))
+PIPELINE = {"mesh.auto_parallel": True, "pipeline.stages": 2}
 
 
 class Net:

@@ -33,7 +33,7 @@ def _train(session: Callable[[tf.Graph], Any]) -> Sequence[Any]:
 @pytest.mark.parametrize("shares", [[5, 3, 0], [0, 8]], ids=str)
 def test_streams_go_on_from_run_to_run(ranks: Callable[..., None], shares: list[int]) -> None:
     expected = _train(lambda graph: v1.Session(graph=graph))
-    ranks(len(shares), random="global", **{"replica.shares": shares})
+    ranks(len(shares), **{"batch.random": "global", "batch.shares": shares})
     found = _train(lambda graph: wh.Session(graph=graph))
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(b[0], a[0], rtol=1e-12)

@@ -63,7 +63,7 @@ def test_full_recompute_holds_less_and_computes_more() -> None:
     programs = {}
     for kind in ("none", "full"):
         d = f.Gpt(**{**TEXT, "layers": 3, "sequence": 32, "batch": 8}, recompute=kind)
-        settings = PlanSettings(size=1).but(memory__recompute="" if kind == "none" else "collection")
+        settings = PlanSettings(size=1).but(memory__recompute="" if kind == "none" else "marked")
         programs[kind] = normalise(program_of(d), settings)
         if kind == "full":
             assert contents(programs[kind]) == contents(normalise(traced(d), settings))
@@ -75,7 +75,7 @@ def test_full_recompute_holds_less_and_computes_more() -> None:
 
 def test_selective_recompute_repeats_the_scores_of_attention_and_holds_none_of_them() -> None:
     d = f.Gpt(**{**TEXT, "layers": 3, "sequence": 32, "batch": 8}, recompute="selective")
-    settings = PlanSettings(size=1).but(memory__recompute="collection")
+    settings = PlanSettings(size=1).but(memory__recompute="marked")
     program = normalise(program_of(d), settings)
     assert contents(program) == contents(normalise(traced(d), settings))
     again = [(n, w) for n, w in program_work(program) if n.marks.recomputed]
@@ -115,7 +115,7 @@ def test_what_lies_between_products_is_divided_along_the_sequence(kind: str) -> 
     for parallel in (False, True):
         d = f.Gpt(layers=layers, hidden=256, heads=4, sequence=128, vocabulary=4096, batch=1, recompute=kind,
                   tensor_parallel=True, sequence_parallel=parallel, optimizer="sgd")  # type: ignore[arg-type]  # fmt: skip
-        settings = PlanSettings(size=ranks).but(memory__recompute="" if kind == "none" else "collection")
+        settings = PlanSettings(size=ranks).but(memory__recompute="" if kind == "none" else "marked")
         program = normalise(program_of(d), settings)
         planned = Planned(program, plan_program(program, settings), settings)
         lies = planned.plan.strategies[""]

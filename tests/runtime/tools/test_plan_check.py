@@ -55,7 +55,7 @@ def clusters(folder: Path, name: str, count: int, gb: float) -> str:
 
 
 def test_a_plan_is_checked_against_script_and_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = made(tmp_path, {"zero.level": 1})
+    path = made(tmp_path, {"memory.zero": 1})
     capsys.readouterr()
     assert main(["check", str(path), "--cluster", clusters(tmp_path, "good.yaml", 2, 8)]) == 0
     assert capsys.readouterr().out.startswith("good: ")
@@ -78,7 +78,7 @@ def test_a_plan_that_does_not_fit_an_accelerator_names_the_hosts_memory(tmp_path
     on = dry_run.PredictionTarget(None, clusters(tmp_path, "small.yaml", 2, (needed - 1) / 1e9))
     with pytest.raises(PlanError) as error:
         dry_run.main(str(tmp_path / "s.py"), (), 2, prediction=on)
-    assert "offload.level=optimizer (" in str(error.value)
+    assert "memory.offload=optimizer (" in str(error.value)
 
 
 def test_exchanges_that_nobody_answers_are_found() -> None:
@@ -96,7 +96,7 @@ def test_exchanges_that_nobody_answers_are_found() -> None:
 
 def pipeline(tmp_path: Path) -> list[Program]:
     """What two ranks run of a pipeline of two stages."""
-    path = made(tmp_path, {"auto_parallel": True, "pipeline.num_stages": 2})
+    path = made(tmp_path, {"mesh.auto_parallel": True, "pipeline.stages": 2})
     plan = load_plan(path)
     assert len(plan.stage_groups) == 2
     assert plan.script == ("s.py",)  # from the plan's folder, with which it may move

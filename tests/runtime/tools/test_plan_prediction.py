@@ -79,16 +79,16 @@ def planned_here(model: Model, rows: int = 16) -> Planned:
 
 PLANS = {
     "even": (2, {}, contextlib.nullcontext),
-    "uneven": (3, {"replica.shares": [9, 5, 2]}, contextlib.nullcontext),
+    "uneven": (3, {"batch.shares": [9, 5, 2]}, contextlib.nullcontext),
     "split": (2, {}, wh.split),
-    "groups": (4, {"split.ranks": 2}, wh.split),
-    "state": (2, {"zero.level": 1, "zero.min_bytes": 0}, contextlib.nullcontext),
-    "pipeline": (2, {"pipeline.num_micro_batch": 4}, wh.stage),
-    "pipelines": (4, {"pipeline.num_micro_batch": 2, "pipeline.schedule": "gpipe"}, wh.stage),
-    "micro-batches": (2, {"pipeline.num_micro_batch": 4}, contextlib.nullcontext),
+    "groups": (4, {"mesh": wh.Mesh(tensor=2)}, wh.split),
+    "state": (2, {"memory.zero": 1, "memory.zero_min_bytes": 0}, contextlib.nullcontext),
+    "pipeline": (2, {"pipeline.micro_batches": 4}, wh.stage),
+    "pipelines": (4, {"pipeline.micro_batches": 2, "pipeline.schedule": "gpipe"}, wh.stage),
+    "micro-batches": (2, {"pipeline.micro_batches": 4}, contextlib.nullcontext),
     "tree": (3, {"communication.algorithm": "tree"}, contextlib.nullcontext),
     "ring": (4, {"communication.algorithm": "ring"}, contextlib.nullcontext),
-    "state of three": (3, {"zero.level": 2, "zero.min_bytes": 0}, contextlib.nullcontext),
+    "state of three": (3, {"memory.zero": 2, "memory.zero_min_bytes": 0}, contextlib.nullcontext),
 }
 
 
@@ -194,7 +194,7 @@ def test_the_planned_program_may_be_planned_otherwise(ranks: Start) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_what_devices_exchange_is_predicted_by_their_own_rates(ranks: Start, micro_batches: int) -> None:
     """Losses and gradients, in micro-batches as well; a profile without the backend's exchanges is refused."""
-    ranks(2, **{"pipeline.num_micro_batch": micro_batches})
+    ranks(2, **{"pipeline.micro_batches": micro_batches})
     planned = planned_here(Model())
     through = [msgspec.structs.replace(c, samples=[(1e3, 2e-3), (1e6, 5e-3)], through="nccl") for c in TABLE.curves]
     table = msgspec.structs.replace(TABLE, curves=[*TABLE.curves, *through])
@@ -208,7 +208,7 @@ def test_what_devices_exchange_is_predicted_by_their_own_rates(ranks: Start, mic
 
 
 def test_sliders_and_mesh_of_a_page(ranks: Start) -> None:
-    ranks(4, **{"split.ranks": 2})
+    ranks(4, mesh=wh.Mesh(tensor=2))
     planned = planned_here(Model(wh.split), rows=1 << 16)
     programs = rank_programs(planned)
     machine = measured_machine(TABLE, 4, (), 0)

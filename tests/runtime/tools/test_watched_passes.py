@@ -1,4 +1,4 @@
-"""The passes over a step as a user sees them: `whale plan -v`, and WHALE_DUMP in plans and runs."""
+"""The passes over a step as a user sees them: `whale plan -v`, and WHALE_DEBUG_DUMP in plans and runs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_a_plan_says_what_each_pass_took_and_changed(tmp_path: Path, capsys: pyt
     assert rows["lay_out"][2].endswith("layouts of nodes") and float(rows["lay_out"][1]) > 0
     assert rows["partition"][2].endswith("nodes") and "new" in rows["partition"][2]
     assert rows["elementwise"][2].endswith("nodes")
-    assert rows["micro_batches"][1:] == ["-", "off; on by pipeline.num_micro_batch"]
+    assert rows["micro_batches"][1:] == ["-", "off; on by pipeline.micro_batches"]
     assert rows["unique_keys"][1] == "-"
 
 
 def test_a_mesh_is_planned_axis_by_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(script(tmp_path, "wh.split()"))
-    path.write_text(path.read_text().replace("wh.init()", 'wh.init({"split.ranks": 2})'))
+    path.write_text(path.read_text().replace("wh.init()", 'wh.init({"mesh": wh.Mesh(tensor=2)})'))
     dry_run.main(str(path), (), 4, verbose=True)
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert rows["lay_out"].endswith("(2 times)")
@@ -57,7 +57,7 @@ def test_a_mesh_is_planned_axis_by_axis(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_plan_is_dumped_up_to_what_ranks_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHALE_DUMP", str(tmp_path / "dump"))
+    monkeypatch.setenv("WHALE_DEBUG_DUMP", str(tmp_path / "dump"))
     dry_run.main(script(tmp_path), (), 2)
     names = dumped(tmp_path / "dump")
     assert {"captured", "inline", "lay_out", "fuse_all_reduces", "plan", "partition", "elementwise"} <= names
@@ -66,7 +66,7 @@ def test_a_plan_is_dumped_up_to_what_ranks_compute(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_is_dumped_up_to_what_tensorflow_gets(ranks: Callable[..., None], tmp_path: Path) -> None:
-    ranks(2, dump=str(tmp_path), **{"pipeline.num_micro_batch": 2})
+    ranks(2, **{"debug.dump": str(tmp_path), "pipeline.micro_batches": 2})
     one = tf.Variable(tf.ones((64, 96)))
 
     @wh.function

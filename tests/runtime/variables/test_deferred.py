@@ -178,7 +178,7 @@ def test_slots_that_a_step_creates_are_born_split_and_its_names_are_those_of_lat
 
 def test_what_is_needed_before_a_step_is_made_whole(ranks: Start) -> None:
     first, _ = alone()
-    ranks(2, **{"zero.level": 1})
+    ranks(2, **{"memory.zero": 1})
     net = Net()
     read, assigned, traced, kept = net.large()[:4]
     np.testing.assert_array_equal(read.numpy(), first[0])
@@ -201,7 +201,7 @@ def test_what_stays_whole_and_little_variables_are_made_without_recording_them(
         copied.build((None, 64))
     assert not recorded and all(deferred_of(getattr(w, "value", w)) is None for w in copied.weights)
     wh.shutdown()
-    ranks(2, auto_parallel=True)
+    ranks(2, **{"mesh.auto_parallel": True})
     small, large, more = (tf.keras.layers.Dense(32) for _ in range(3))
     small.build((None, 64))
     large.build((None, 10_000))  # 1.28 MB
@@ -252,7 +252,7 @@ def test_a_value_may_come_from_elsewhere_region_by_region(ranks: Start) -> None:
 
 
 def test_what_cannot_be_recorded_is_run_once(ranks: Start) -> None:
-    ranks(2, **{"zero.level": 1})
+    ranks(2, **{"memory.zero": 1})
     np.random.seed(7)
     drawn = tf.Variable(lambda: np.random.randn(50, 50))
     np.random.seed(7)
@@ -263,7 +263,7 @@ def test_what_cannot_be_recorded_is_run_once(ranks: Start) -> None:
 
 
 def test_random_numbers_of_version_1_are_part_of_their_stream(ranks: Start) -> None:
-    ranks(2, **{"zero.level": 1})
+    ranks(2, **{"memory.zero": 1})
     tf.random.set_seed(5)
     variables = [tf.Variable(lambda: tf.random.normal((50, 50), stddev=2.0)) for _ in range(2)]
     after = tf.random.uniform((3,))
@@ -291,7 +291,7 @@ def test_slots_of_version_1_are_born_split(ranks: Start, monkeypatch: pytest.Mon
         return losses, [optimizer.get_slot(kernel, name) for name in optimizer.get_slot_names()]
 
     wanted, _ = trained(tf.function)
-    ranks(3, **{"zero.level": 1, "zero.min_bytes": 0})
+    ranks(3, **{"memory.zero": 1, "memory.zero_min_bytes": 0})
     monkeypatch.setattr(Initial, "whole", None)  # nobody makes one
     found, slots = trained(wh.function)
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
@@ -322,7 +322,7 @@ def test_parts_of_initial_values_of_version_1_are_those_of_the_whole(ranks: Star
         ]
 
     whole = [v.numpy() for v in variables()]
-    ranks(3, **{"zero.level": 3, "zero.min_bytes": 0})
+    ranks(3, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
     made = variables()
 
     @wh.function

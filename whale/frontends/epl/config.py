@@ -42,7 +42,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "offload.level": ("", "v0"),
     "amp.level": ("", "o1"),
 }
-_NEVER = 2**31 - 1  # steps until a fixed scale of losses would grow
 
 
 class WrongConfig(ConfigError, ValueError):
@@ -131,20 +130,20 @@ class Config:
         """Returns the keys of ``wh.Config`` that have the same meaning; batches are each rank's own."""
         found: dict[str, Any] = {"batch.mode": "local"}
         found["pipeline.schedule"] = "gpipe" if self.pipeline.strategy == "preferforward" else "1f1b"
-        found["gradient_checkpoint.type"] = self.gradient_checkpoint.type
-        found["zero.level"] = {"": "0", "v0": "1", "v1": "2", "v2": "3"}[self.zero.level]
-        found["offload.level"] = self.offload.level
+        found["memory.recompute"] = {"collection": "marked"}.get(kept := self.gradient_checkpoint.type, kept)
+        found["memory.zero"] = ("", "v0", "v1", "v2").index(self.zero.level)
+        found["memory.offload"] = {"v0": "parameters"}.get(self.offload.level, "")
         found["communication.wire_dtype"] = "float16" if self.communication.fp16 else ""
         if self.auto.auto_parallel:
-            found["auto_parallel"] = True
-            found["pipeline.num_stages"] = max(0, self.pipeline.num_stages)
-            found["pipeline.num_micro_batch"] = self.pipeline.num_micro_batch
+            found["mesh.auto_parallel"] = True
+            found["pipeline.stages"] = max(0, self.pipeline.num_stages)
+            found["pipeline.micro_batches"] = self.pipeline.num_micro_batch
         if self.amp.level:
-            found.update({"amp.level": "O1", "amp.dtype": "float16"})
+            found["precision.compute_dtype"] = "float16"
             if self.amp.loss_scale != "dynamic":
-                found.update({"amp.initial_scale": float(self.amp.loss_scale), "amp.growth_steps": _NEVER})
+                found["precision.loss_scale"] = float(self.amp.loss_scale)
         # A setting at its default is left to Whale's own sources.
-        usual = {"pipeline.schedule": "1f1b", "zero.level": "0"}
+        usual = {"pipeline.schedule": "1f1b", "memory.zero": 0}
         return {key: value for key, value in found.items() if value != usual.get(key, "")}
 
 

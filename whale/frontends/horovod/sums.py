@@ -220,9 +220,9 @@ def reduce_in_buckets(
     """Averages gradients over the ranks, except None; what is ready at about the same time travels together.
 
     Backward passes make the last variables' gradients first, so messages are filled from the end, up to
-    ``communication.group_bytes`` each.
+    ``communication.bucket_bytes`` each.
     """
-    limit = context_of(name, None).config["communication.group_bytes"]
+    limit = context_of(name, None).config["communication.bucket_bytes"]
     results, bucket, held, number = list(values), [], 0, 0  # type: ignore[var-annotated]
 
     def send() -> None:

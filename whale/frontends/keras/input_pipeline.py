@@ -88,7 +88,7 @@ class FedIterator:
 def _takes_whole_batches(context: Context) -> bool:
     """Whether a plan may divide a batch in another way than by the ranks' rows, so that each rank reads all of it."""
     saved = context.saved is not None and context.saved.takes_whole_batches
-    return saved or context.stages_seen or bool(context.config["auto_parallel"])
+    return saved or context.stages_seen or bool(context.config["mesh.auto_parallel"])
 
 
 def whole(data: Any) -> Any:
@@ -131,7 +131,7 @@ def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | N
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.dtype.name not in UNMOVABLE for s in specs):
         return None
-    if context.config["check.inputs"] and not again:
+    if context.config["debug.check_inputs"] and not again:
         given = dict(named_parts(next(iter(arrays))))
         order = {f"the order of rows ({what})": value for what, value in built_of(indices).items()}
         refuse_other_values(given | order, context, "fit, evaluate or predict", "these arrays")

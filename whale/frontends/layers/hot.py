@@ -30,7 +30,7 @@ def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> 
       batches: ids of the table [batch, ...] as arrays; negative ones are absent.
       ranks: among which a batch is divided.
       count: as many of the ids that most parts of batches have, whether the exchange pays or not: rows that
-        accelerators have room for, beside a table in their hosts' memory (``offload.level="tables"``).
+        accelerators have room for, beside a table in their hosts' memory (``memory.offload="tables"``).
 
     Raises:
       ProgramError: there is no batch, or one has fewer rows than ranks.

@@ -49,8 +49,8 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
       noise: standard deviation of what is added to the router's logits in training.
       activation: of the experts.
 
-    The router computes in float32 where the layer, or ``amp.level``, computes in 16 bits: rounded logits would choose
-    other experts.
+    The router computes in float32 where the layer, or ``precision.compute_dtype``, computes in 16 bits: rounded logits
+    would choose other experts.
 
     Raises:
       ProgramError: arguments that fit no layer.

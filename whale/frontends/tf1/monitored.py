@@ -1,4 +1,4 @@
-"""Implements ``wh.MonitoredTrainingSession``: TensorFlow's, with its hooks and Scaffold, around a ``wh.Session``."""
+"""Makes ``MonitoredTrainingSession``: TensorFlow's, with its hooks and Scaffold, around a ``wh.Session``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
       ClusterError: made before ``wh.init``.
       ProgramError: ``master`` names a server.
     """
-    current("wh.MonitoredTrainingSession")
+    current("MonitoredTrainingSession")
     with always():
         return monitored_session.MonitoredTrainingSession(*args, **kwargs)

@@ -33,7 +33,7 @@ def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             "SyncReplicasOptimizer sums the gradients of other batches than one of each replica",
             given=f"replicas_to_aggregate={waits}, total_num_replicas={replicas}",
             expected="equal numbers: a step of Whale is one global batch, divided over the ranks",
-            action="give both the number of ranks, and sum over steps by pipeline.num_micro_batch",
+            action="give both the number of ranks, and sum over steps by pipeline.micro_batches",
         )
     _tell(context)
     if optimizer._variable_averages is not None:

@@ -28,7 +28,7 @@ def taken() -> Context | None:
     if context.planned_size > 1 or context.dry is not None or context.meter is not None:
         return context
     config = context.config
-    said = (key for key in config if key != "plan_cache")  # which says nothing of how a program is to be run
+    said = (key for key in config if key != "mesh.plan_cache")  # which says nothing of how a program is to be run
     return context if any(config.origin(key) != "default" for key in said) else None
 
 

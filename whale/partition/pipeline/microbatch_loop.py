@@ -226,7 +226,7 @@ class _Outliner:
                         op=node.name,
                         given=node.op,
                         expected="sums and gatherings",
-                        action="report the program; `WHALE_DUMP=dir` writes it",
+                        action="report the program; `WHALE_DEBUG_DUMP=dir` writes it",
                     )
                 kind.region[node.name] = "join"
                 kind.joins[node.name] = node.inputs[1]

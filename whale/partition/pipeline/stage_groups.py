@@ -21,7 +21,7 @@ from whale.partition.pipeline.stages import Stages
 from whale.passes.analysis.axes import data_coordinates
 from whale.passes.analysis.batch import batch_inputs, rows_of_ranks
 from whale.passes.analysis.rank_groups import in_positions
-from whale.passes.analysis.stages import DATA, STAGE, TENSOR, stage_of
+from whale.passes.analysis.stages import DATA, STAGE, stage_of
 from whale.passes.in_time.stage_groups import Cut
 from whale.passes.normalize.annotate import task_graphs
 from whale.passes.plan_builder import expand
@@ -77,9 +77,9 @@ def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
         raise PlanError(
             "no rank of a stage has a share of the batch",
             op=group.name,
-            given=f"replica.shares={list(shares)}, ranks {list(group.ranks)}",
+            given=f"batch.shares={list(shares)}, ranks {list(group.ranks)}",
             expected="a rank at least of each stage with rows",
-            action="change replica.shares or the devices of the stages",
+            action="change batch.shares or the devices of the stages",
         )
     return _Kind(size, mesh, mine)
 
@@ -100,7 +100,6 @@ def _of_kinds(
         kind: inside.but(
             size=kind.size,
             mesh=kind.mesh,
-            split__ranks=0,
             split__tiles=_known(settings, kind),
             batch__inputs=_shared_out(program, settings, kind),
             batch__shares=kind.shares,
@@ -151,8 +150,6 @@ def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
     An inner axis that does not fit into the group is as large as the ranks can be divided.
     """
     given = [a for a in settings.mesh if a.name != STAGE and a.size > 1]
-    if not settings.mesh and settings.split.ranks:
-        given = [Axis(DATA, max(1, size // settings.split.ranks)), Axis(TENSOR, settings.split.ranks)]
     if prod(a.size for a in given) == size or not given:
         return tuple(given)
     left, found = size, []

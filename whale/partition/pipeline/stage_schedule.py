@@ -116,7 +116,7 @@ class WholeInTime:
                         op=node.name,
                         given=f"{found}, {wanted}",
                         expected="the same",
-                        action="set pipeline.num_micro_batch=1",
+                        action="set pipeline.micro_batches=1",
                     )
         each = {name for name, region in regions.items() if region == EACH}
         groups = self.plan.stage_groups

@@ -51,8 +51,7 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
     """
     used = set(named_axes(all_paths(program)))
     used |= {axis or TENSOR for tiles in settings.split.tiles.values() for axis in tiles.axes}
-    given = settings.mesh or _of_groups(settings)  # a program without stages divides rows over their axis
-    axes = _completed(given, used, settings.size)
+    axes = _completed(settings.mesh, used, settings.size)  # a program without stages divides rows over their axis
     return _merged(axes, used)
 
 
@@ -72,23 +71,9 @@ def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
 
 def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
     """Returns the batch inputs with the rows of every rank, as the user asks for them (see ``batch_inputs``)."""
-    asked, ranks = settings.batch, settings.split.ranks
-    mesh = {a.name: a.size for a in settings.mesh} or ({TENSOR: ranks} if ranks else {})
-    coordinates = data_coordinates(mesh, settings.size) if asked.shares else ()
+    asked = settings.batch
+    coordinates = data_coordinates({a.name: a.size for a in settings.mesh}, settings.size) if asked.shares else ()
     return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local, coordinates)
-
-
-def _of_groups(settings: PlanSettings) -> tuple[Axis, ...]:
-    """Returns the mesh that ``split.ranks`` is short for."""
-    size, group = settings.size, settings.split.ranks
-    if group > size or (group and size % group):
-        raise PlanError(
-            "the ranks cannot be divided into equal groups",
-            given=f"split.ranks={group}, {size} ranks",
-            expected=f"split.ranks={' or '.join(str(n) for n in range(1, size + 1) if size % n == 0)}",
-            action="change split.ranks or the number of ranks",
-        )
-    return (Axis(DATA, size // group), Axis(TENSOR, group)) if group else ()
 
 
 def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:

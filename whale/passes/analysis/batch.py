@@ -34,10 +34,10 @@ def rows_of_ranks(
     if len(shares) not in (parts, groups) or not any(shares):
         or_so = f", or {groups}, one for each coordinate of the axis data" if 1 < groups < parts else ""
         raise PlanError(
-            "the batch cannot be split as `replica.shares` asks",
+            "the batch cannot be split as `batch.shares` asks",
             given=f"shares {list(shares)} for {parts} ranks",
             expected=f"{parts} numbers, not all 0, for example {list(even_sizes(size, parts))}{or_so}",
-            action="change replica.shares or the number of ranks",
+            action="change batch.shares or the number of ranks",
         )
     rows = proportional_sizes(size, tuple(shares))
     if len(shares) == parts:
@@ -103,7 +103,7 @@ def batch_inputs(
     if marked:
         origin = "user (batch.inputs)"
     elif usual:
-        origin = "rule: dimension {} has the rows of replica.shares"
+        origin = "rule: dimension {} has the rows of batch.shares"
     rows = []
     for name in chosen:
         size = candidates[name]
@@ -112,6 +112,6 @@ def batch_inputs(
             rows.append(BatchInput(name, split(0, sizes), "user (each rank passes its rows)", local=True))
             continue
         how = "; dimension 0 is read one element at a time" if dims[name] else ""
-        how += ", in proportion to replica.shares" if shares and sizes != tuple(shares) and not given else ""
+        how += ", in proportion to batch.shares" if shares and sizes != tuple(shares) and not given else ""
         rows.append(BatchInput(name, split(dims[name], sizes), origin.format(dims[name]) + how))
     return tuple(rows)

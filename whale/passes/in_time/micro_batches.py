@@ -351,7 +351,7 @@ def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
                 op=f"{wants.name} ({wants.op})",
                 given=f"{parts} micro-batches; every rank has rows of its own of {ref}, and all are wanted at once",
                 expected="rows in multiples of the micro-batches, a wh.split scope around the whole model, or none",
-                action="change the rows of a batch or of a rank, or pipeline.num_micro_batch",
+                action="change the rows of a batch or of a rank, or pipeline.micro_batches",
             )
 
 
@@ -379,6 +379,6 @@ def _second_round(node: Node, given: str, parts: int) -> AcrossMicroBatchesError
         op=f"{node.name} ({node.op})",
         given=f"{parts} micro-batches; it {given}",
         expected="until the gradients are summed, values that each micro-batch computes by itself",
-        action="set pipeline.num_micro_batch=1; if it is a batch statistic that each micro-batch may take of its own "
-        "rows, set pipeline.micro_batch_statistics=true",
+        action="set pipeline.micro_batches=1; if it is a batch statistic that each micro-batch may take of its own "
+        "rows, set batch.norm_statistics=micro-batch",
     )

@@ -34,7 +34,7 @@ from whale.sharding_rules.graph import Use, called_functions, uses_of_variables
 
 COPY = "WhaleOffload"
 TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
-LEVELS = {"optimizer": ("slots",), "v0": ("slots", "parameters")}  # the kinds that do at another level
+LEVELS = {"optimizer": ("slots",), "parameters": ("slots", "parameters")}  # the kinds that do at another level
 _BY_ROWS = READS_ROWS | SCATTERS | APPLIES_ROWS
 _RUNS_PARTS = BRANCHES | CALLS  # some nodes of their functions may be computed there
 
@@ -70,9 +70,9 @@ def offloaded(program: Program, level: str) -> tuple[str, ...]:
             raise PlanError(
                 "a variable cannot lie in the host's memory",
                 op=f"{node.name} ({node.op}), which uses {variables[taken[0]].name}",
-                given=f'offload.level="{level}"',
+                given=f'memory.offload="{level}"',
                 expected="reads and updates outside of loops, of variables that are no scalars",
-                action="update it behind the loop, or leave offload.level out",
+                action="update it behind the loop, or leave memory.offload out",
             )
     return tuple(v.node for v in program.variables if v.node in found)
 
@@ -99,10 +99,10 @@ def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
             "a table cannot lie in the host's memory",
             op=f"{whole[handle].node.name} ({whole[handle].node.op}), which changes all of "
             f"{program.variable_of[handle].name}",
-            given=f'offload.level="{TABLES}"',
+            given=f'memory.offload="{TABLES}"',
             expected="an optimizer that reads and changes the rows in use alone",
             action="wrap an optimizer of Keras 3: wh.optimizers.lazy(optimizer); or take one that updates single rows "
-            '(SGD, Momentum, Adagrad, Ftrl); or offload.level="v0", which moves whole gradients',
+            '(SGD, Momentum, Adagrad, Ftrl); or memory.offload="parameters", which moves whole gradients',
         )
     return found - whole.keys() - read
 

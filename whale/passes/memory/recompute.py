@@ -1,4 +1,4 @@
-"""Recomputes activations for the backward pass (``gradient_checkpoint.type``), so that they are not held until then.
+"""Recomputes activations for the backward pass (``memory.recompute``), so that they are not held until then.
 
 Chen et al., "Training deep nets with sublinear memory cost", 2016. Some tensors of the forward pass, the checkpoints,
 are held; they cut it into segments. What the backward pass reads of a segment, it reads from a copy of the segment's
@@ -47,25 +47,25 @@ def recompute(program: Program, kind: str) -> Program:
     forward = _Forward(program)
     if not forward.backward or any(n.marks.recomputed for n in program.nodes):
         return program  # no gradients, or done before
-    ways = {"collection": forward.marked, "auto": forward.chosen, "stage": forward.sent}
+    ways = {"marked": forward.marked, "auto": forward.chosen, "stage": forward.sent}
     numbers = ways[kind]()
     if kind == "stage" and not numbers:
         raise PlanError(
             "the model has no stages whose activations could be computed again",
             op=program.name,
-            given='gradient_checkpoint.type="stage"',
+            given='memory.recompute="stage"',
             expected="two stages or more",
-            action='build the parts of the model under wh.stage(), or set gradient_checkpoint.type="auto"',
+            action='build the parts of the model under wh.stage(), or set memory.recompute="auto"',
         )
-    if kind == "collection" and not numbers:
+    if kind == "marked" and not numbers:
         raise PlanError(
             "no activation is marked to be held",
             op=program.name,
-            given='gradient_checkpoint.type="collection"',
+            given='memory.recompute="marked"',
             expected="marked tensors of the forward pass",
             action='mark them with wh.checkpoint(tensor) or tf.compat.v1.add_to_collection("checkpoints", tensor), '
             "or what is computed again with wh.recompute(), "
-            'or set gradient_checkpoint.type="auto"',
+            'or set memory.recompute="auto"',
         )
     return _Copies(forward, numbers).run() if numbers else program
 

@@ -119,9 +119,9 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
                 raise PlanError(
                     "a weight cannot be sharded between steps",
                     op=f"{node.name} ({node.op}), which uses {variable.name} {list(t.shape or ())}",
-                    given="zero.level=3",
+                    given="memory.zero=3",
                     expected="reads and lookups, and updates of the whole variable outside of loops",
-                    action="update the variable behind the loop, raise zero.min_bytes, or set zero.level=2",
+                    action="update the variable behind the loop, raise memory.zero_min_bytes, or set memory.zero=2",
                 )
 
 

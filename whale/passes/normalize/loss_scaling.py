@@ -1,4 +1,4 @@
-"""Makes steps whose gradients overflow change nothing (``amp.dtype=float16``): the updates ask whether all are finite.
+"""Makes steps whose gradients overflow change nothing (mixed precision in float16): updates ask whether all are finite.
 
 Tracing has scaled losses and marked the unscaled gradients (whale.capture.scaling). Here one answer is made of all of
 them, in ordinary nodes: propagation finds that it needs sums over ranks, so it is the same everywhere, and waits for
@@ -58,9 +58,9 @@ def skip_overflow(program: Program) -> Program:
             raise PlanError(
                 "gradients are computed inside a loop or branch",
                 op=inside.name,
-                given='amp.dtype="float16"',
+                given='precision.compute_dtype="float16"',
                 expected="the tape outside of loops, branches and functions that are compiled on their own",
-                action='compute gradients outside, or set amp.dtype="bfloat16"',
+                action='compute gradients outside, or set precision.compute_dtype="bfloat16"',
             )
     gradients = [n for n in program.nodes if n.marks.unscaled]
     if not gradients or f"{_NAME}/0" in program.by_name:  # none, or done before
@@ -168,10 +168,10 @@ class _Skipper:
             raise PlanError(
                 "an update that is one op with the optimizer's arithmetic cannot be skipped when gradients overflow",
                 op=f"{node.name} ({node.op})",
-                given='amp.dtype="float16"',
+                given='precision.compute_dtype="float16"',
                 expected="updates by assign, assign_add and assign_sub, as the optimizers of Keras 3 make them, or "
                 "gradient descent, momentum, Adam, Adagrad or Adadelta of TensorFlow 1",
-                action='use such an optimizer, or set amp.dtype="bfloat16"',
+                action='use such an optimizer, or set precision.compute_dtype="bfloat16"',
             )
         handle, value = node.inputs
         t = self.program.type_of(value)

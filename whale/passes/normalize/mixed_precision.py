@@ -1,4 +1,4 @@
-"""Mixed precision (``amp.level=O1``): products and convolutions in 16 bits, sums, losses and updates in float32.
+"""Mixed precision (``precision``): products and convolutions in 16 bits, sums, losses and updates in float32.
 
 Micikevicius et al., "Mixed precision training", ICLR 2018; the lists are a part of those of TensorFlow's
 ``auto_mixed_precision``. An op that only passes numbers on (``_BETWEEN``) is computed in 16 bits where it lies

@@ -61,7 +61,7 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
             op=f"{node.name} ({node.op})",
             given=", ".join(map(str, state)),
             expected="a placement that the body keeps",
-            action="report the program; `WHALE_DUMP=dir` writes it",
+            action="report the program; `WHALE_DEBUG_DUMP=dir` writes it",
         )
     for ref, placement, of_one in zip(function.outputs, state, names):
         inner.need(ref, placement, node, of_one)

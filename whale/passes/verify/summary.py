@@ -38,7 +38,7 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
     if means or fused:
         found.append(
             f"batch statistics of each rank's own rows in {fused + len(means) // 2} normalisations"
-            " (sync_batch_norm=true: of the whole batch)"
+            " (batch.norm_statistics=batch: of the whole batch)"
         )
     if drawn:
         found.append(f"{len(drawn)} random tensors drawn by each rank for its own rows (random=global: as one device)")

@@ -34,8 +34,6 @@ from whale.planner.graph_search.pipelines import chain, staged
 from whale.planner.graph_search.strategies import over_all, scoped, trains
 
 AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
-# What the settings of passes call a word of a strategy, where they have another one.
-WORDS = {"none": "", "marked": "collection", "parameters": "v0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +170,12 @@ def apply(
     if strategy.replicated and not settings.batch.local:
         return program, settings.but(batch__inputs=())
     if strategy.split:
-        ranks = strategy.tensor if strategy.tensor < settings.size else 0
-        return inside or scoped(program, strategy), settings.but(split__ranks=ranks)
+        in_groups = strategy.tensor < settings.size and not settings.mesh
+        mesh = (Axis(TENSOR, strategy.tensor),) if in_groups else settings.mesh
+        return inside or scoped(program, strategy), settings.but(mesh=mesh)
     changed = settings.but(zero__level=strategy.zero) if strategy.zero else settings
     if strategy.offload != "none":
-        changed = changed.but(memory__offload=WORDS.get(strategy.offload, strategy.offload))
+        changed = changed.but(memory__offload=strategy.offload)
     if strategy.pipelined or strategy.tensor > 1:
         # A stage that does not train is sent the values that it reads.
         last = strategy.in_order[-1][1] if strategy.pipelined else 0
@@ -210,9 +209,8 @@ def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, 
 
 def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStrategy:
     """Returns the strategy with what it leaves to a program's settings written down, as they are when it is applied."""
-    words = {value: name for name, value in WORDS.items()}
-    recompute: Recompute = words.get(settings.memory.recompute, settings.memory.recompute)  # type: ignore[assignment]
-    offload: Offload = words.get(settings.memory.offload, settings.memory.offload)  # type: ignore[assignment]
+    recompute: Recompute = settings.memory.recompute or "none"  # type: ignore[assignment]
+    offload: Offload = settings.memory.offload or "none"  # type: ignore[assignment]
     return msgspec.structs.replace(
         strategy,
         micro_batches=strategy.micro_batches or settings.time.micro_batches,
@@ -226,7 +224,7 @@ def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStr
 def recompute_of(strategy: ParallelStrategy) -> str:
     """Returns how a program's activations are computed again: it has no layers whose own could be (see `Recompute`)."""
     how = next((one for one in strategy.recomputes if one != "none"), "none")
-    return AUTO if how in ("selective", "full") else WORDS.get(how, how)
+    return AUTO if how in ("selective", "full") else how.replace("none", "")
 
 
 def predicted(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:

@@ -382,9 +382,9 @@ def _looked_at(
         why = why_none(program, settings.size, rows, local, stages, settings.time.micro_batches)
         raise PlanError(
             "no way to spread the program was found",
-            given=f"pipeline.num_stages={stages}",
+            given=f"pipeline.stages={stages}",
             reason=why,
-            action="leave pipeline.num_stages out, or change the number of stages, micro-batches or rows",
+            action="leave pipeline.stages out, or change the number of stages, micro-batches or rows",
         )
     return lasting
 

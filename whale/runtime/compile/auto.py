@@ -62,7 +62,7 @@ def spread_program(
 
     Raises:
       PlanError: no way to spread the program can run, or fits into the ranks' memory.
-      ClusterError: the profile that `cost_model.profile` names cannot be read, or does not describe these ranks.
+      ClusterError: the profile that `mesh.profile` names cannot be read, or does not describe these ranks.
     """
     if settings.size == 1 or has_scopes(program):
         return Applied(program, settings)
@@ -125,7 +125,7 @@ def _agreed(
     def look(team: RankTeam | None = None) -> tuple[ChosenStrategy, Made]:
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
             try:
-                found = best_way(program, settings, environment, context.config["pipeline.num_stages"], team=team)
+                found = best_way(program, settings, environment, context.config["pipeline.stages"], team=team)
             except DoesNotFitError as error:
                 error.action = options(min(environment.limits_bytes))
                 raise
@@ -162,7 +162,9 @@ def _kept(program: Program, settings: PlanSettings, context: Context, number: in
     if context.dry is not None or not context.between_processes:
         return chosen
     mine = msgspec.json.encode(chosen) if context.rank == 0 else None
-    said = context.comms[0].broadcast_bytes(f"whale/auto/{number}/kept", mine, 0, context.config["check.timeout_s"])
+    said = context.comms[0].broadcast_bytes(
+        f"whale/auto/{number}/kept", mine, 0, context.config["debug.check_timeout_s"]
+    )
     return msgspec.json.decode(said, type=ChosenStrategy | None)
 
 
@@ -183,16 +185,16 @@ def _say(chosen: ChosenStrategy, lines: list[str]) -> None:
 
 
 def _profile(context: Context) -> MachineProfile | None:
-    """Reads the profile that `cost_model.profile` names, if any; it describes one host, so all ranks have to be
+    """Reads the profile that `mesh.profile` names, if any; it describes one host, so all ranks have to be
     there.
     """
-    path = context.config["cost_model.profile"]
+    path = context.config["mesh.profile"]
     if not path:
         return None
     if context.between_processes and context.place.local_size != context.size:
         raise ClusterError(
             "a profile describes one host, and the ranks are on several",
-            given=f"cost_model.profile: {path}",
-            action="leave cost_model.profile out: the ranks are then measured for a moment",
+            given=f"mesh.profile: {path}",
+            action="leave mesh.profile out: the ranks are then measured for a moment",
         )
     return tables.read(path)

@@ -187,7 +187,7 @@ def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, contex
         return ""
     left = not_by_rows(program, plan.offloaded)
     why = "; ".join(f"{name}, for {op}" for name, op in left.items())
-    text = f'`{plan.program}` needs all of what offload.level="{TABLES}" would keep in the host\'s memory: {why}'
+    text = f'`{plan.program}` needs all of what memory.offload="{TABLES}" would keep in the host\'s memory: {why}'
     if not left or text in context.on_device:
         return ""
     context.on_device.add(text)
@@ -260,7 +260,7 @@ def _spread(
     program: Program, settings: PlanSettings, context: Context, number: int, captured: Program | None, options: Options
 ) -> Applied:
     """Returns the program and its settings as `auto_parallel`, or the plan of a described model, has them."""
-    if not context.config["auto_parallel"] and context.auto is None and context.described is None:
+    if not context.config["mesh.auto_parallel"] and context.auto is None and context.described is None:
         return Applied(program, settings)
     return spread_program(program, settings, context, number, captured, options)
 

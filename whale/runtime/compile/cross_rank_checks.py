@@ -41,7 +41,7 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
     if not context.between_processes:
         return
     mark = fingerprint(program)
-    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
     mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
     before = context.compiled_for.get(program.name, "")
     purpose = _purpose(program.name, _inputs(program), number, before)
@@ -111,7 +111,7 @@ def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
     """
     if context.between_processes:
         number, before = context.programs, context.compiled_for.get(name, "")
-        purpose, timeout_s = _purpose(name, inputs, number, before), context.config["check.timeout_s"]
+        purpose, timeout_s = _purpose(name, inputs, number, before), context.config["debug.check_timeout_s"]
         said = context.comms[0].allgather_bytes(f"whale/kept/{number}", mark.encode(), timeout_s, purpose)
         mark = mark if all(other == mark.encode() for other in said) else ""
     if mark:
@@ -162,7 +162,7 @@ def agreed_plan(
     """
     if not context.between_processes:
         return made_plan(program, context, settings, made)
-    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
     planning = f"the planning of program {number}, `{program.name}` (rank 0 is planning)"
     if context.rank == 0:
         try:

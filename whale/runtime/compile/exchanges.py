@@ -35,7 +35,7 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
         return
     found = {rank: phases_of_exchanges(one, bool(plan.stage_groups)) for rank, one in zip(context.ranks, programs)}
     if context.between_processes:
-        timeout_s = context.config["check.timeout_s"]
+        timeout_s = context.config["debug.check_timeout_s"]
         said = context.comms[0].allgather_bytes(
             f"whale/exchanges/{number}", msgspec.json.encode(found[context.rank]), timeout_s
         )
@@ -116,7 +116,7 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
                     op=key,
                     given=f"rank {rank} has it in {_text(counts)}, rank {other} in {_text(theirs)}",
                     expected="the same phase on every rank",
-                    action="set pipeline.num_micro_batch=1, or leave out the axis whose ranks these are",
+                    action="set pipeline.micro_batches=1, or leave out the axis whose ranks these are",
                 )
 
 

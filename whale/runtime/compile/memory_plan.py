@@ -1,7 +1,7 @@
 """Predicts what a step will take in memory, before it runs: by rank and category, against what the devices have.
 
 The prediction is made of the programs that the ranks would run (see cost_model.graph.peak_memory), so the schedule,
-micro-batches, recomputation, mixed precision and `zero.level` are in it by themselves.
+micro-batches, recomputation, mixed precision and `memory.zero` are in it by themselves.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def refuse_what_does_not_fit(
         mine.append(found)
     said = dict(zip(programs, mine))
     if context.between_processes:
-        comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+        comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
         each = comm.allgather_bytes(f"whale/memory/{number}", msgspec.json.encode(mine[0]), timeout_s)
         said = {rank: msgspec.json.decode(one, type=_Rank) for rank, one in enumerate(each)}
     if all(one.fits for one in said.values()):
@@ -198,18 +198,20 @@ def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> lis
     found = []
     if settings.size > 1:
         levels = (level for level in (1, 3) if level > settings.zero.level)
-        found += [_Option(f"zero.level={level}", {"zero__level": level}) for level in levels]
+        found += [_Option(f"memory.zero={level}", {"zero__level": level}) for level in levels]
     if recomputes and settings.memory.recompute != "auto":
-        found.append(_Option("gradient_checkpoint.type=auto", {"memory__recompute": "auto"}))
+        found.append(_Option("memory.recompute=auto", {"memory__recompute": "auto"}))
     if beside_host:
-        levels_above = {"": ("tables", "optimizer", "v0"), "optimizer": ("v0",)}.get(settings.memory.offload, ())
-        found += [_Option(f"offload.level={level}", {"memory__offload": level}) for level in levels_above]
+        levels_above = {"": ("tables", "optimizer", "parameters"), "optimizer": ("parameters",)}.get(
+            settings.memory.offload, ()
+        )
+        found += [_Option(f"memory.offload={level}", {"memory__offload": level}) for level in levels_above]
     count = max(2, 2 * settings.time.micro_batches)
     while count <= _MOST_MICRO_BATCHES:
-        found.append(_Option(f"pipeline.num_micro_batch={count}", {"time__micro_batches": count}))
+        found.append(_Option(f"pipeline.micro_batches={count}", {"time__micro_batches": count}))
         count *= 4
     if not settings.precision.matmul_dtype:
-        found.append(_Option("amp.level=O1", {"precision__matmul_dtype": "bfloat16"}))
+        found.append(_Option("precision.compute_dtype=bfloat16", {"precision__matmul_dtype": "bfloat16"}))
     if not settings.batch.local and not settings.batch.shares:
         found.append(_Option(f"{2 * settings.size} ranks", {"size": 2 * settings.size}))
     return found

@@ -1,4 +1,4 @@
-"""Finds the device that computes under ``offload.level``, and counts bytes between it and the host's memory."""
+"""Finds the device that computes under ``memory.offload``, and counts bytes between it and the host's memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
     if not others:
         raise ConfigError(
             "nothing can be held in the host's memory instead of the device's: the device is the host",
-            given=f"offload.level={config['offload.level']!r}, and no device beside {HOST_DEVICE}",
+            given=f"memory.offload={config['memory.offload']!r}, and no device beside {HOST_DEVICE}",
             expected="an accelerator; to try it without one, a second logical device of the processor "
             "(tf.config.set_logical_device_configuration; of a session, ConfigProto(device_count={'CPU': 2}))",
-            action='leave it out; zero.level=3, gradient_checkpoint.type="auto" and more micro-batches save memory',
+            action='leave it out; memory.zero=3, memory.recompute="auto" and more micro-batches save memory',
         )
     return others[0]
 

@@ -78,7 +78,7 @@ def keep_strategy(program: Program, context: Context, settings: PlanSettings, ch
 
 def folder_of(context: Context) -> Path | None:
     """Returns where plans are kept; None: they are not."""
-    return None if context.dry is not None else folder_named(context.config["plan_cache"])
+    return None if context.dry is not None else folder_named(context.config["mesh.plan_cache"])
 
 
 def _plan_name(program: Program, settings: PlanSettings) -> str:
@@ -94,12 +94,12 @@ def machine(context: Context) -> tuple[object, ...]:
     settings.
     """
     limit, _ = limit_bytes(context.config, context.local_ranks)
-    config = {k: context.config[k] for k in ("pipeline.num_stages", "communication.transport", "cost_model.profile")}
-    if config["cost_model.profile"]:
+    config = {k: context.config[k] for k in ("pipeline.stages", "communication.in_process_ranks", "mesh.profile")}
+    if config["mesh.profile"]:
         with contextlib.suppress(OSError):  # the search says what is wrong with it
-            config["cost_model.profile"] = Path(config["cost_model.profile"]).read_bytes()
+            config["mesh.profile"] = Path(config["mesh.profile"]).read_bytes()
     host = platform.node(), platform.machine(), len(os.sched_getaffinity(0)), context.local_ranks, limit, _devices()
-    return config, host, context.config.link
+    return config, host, context.config.network.link
 
 
 def _devices() -> list[str]:

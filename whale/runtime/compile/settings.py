@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from cost_model.cluster.cluster_file import Cluster
 from whale.errors import PlanError
@@ -15,7 +15,6 @@ from whale.passes.settings import (
     MemorySettings,
     PlanSettings,
     PrecisionSettings,
-    SplitSettings,
     TimeSettings,
     ZeroSettings,
 )
@@ -27,53 +26,45 @@ from whale_ops.processor import multiplies_by_avx2
 def settings_of(context: Context) -> PlanSettings:
     """Returns the planner's settings for the run."""
     config = context.config
-    if config["pipeline.num_stages"] and not config["auto_parallel"]:
+    if config["pipeline.stages"] and not config["mesh.auto_parallel"]:
         raise PlanError(
             "a number of stages is for auto_parallel to keep to; without it stages are those of the program",
-            given=f"pipeline.num_stages={config['pipeline.num_stages']}, auto_parallel=False",
-            expected="auto_parallel=True, or wh.stage in the program",
-            action="set auto_parallel, or leave pipeline.num_stages out",
+            given=f"pipeline.stages={config['pipeline.stages']}, mesh.auto_parallel=False",
+            expected="mesh.auto_parallel=True, or wh.stage in the program",
+            action="set mesh.auto_parallel, or leave pipeline.stages out",
         )
-    if config["mesh"] and config["split.ranks"]:
-        raise PlanError(
-            "a mesh and its short form say two things",
-            given=f"mesh={config['mesh']}, split.ranks={config['split.ranks']}",
-            expected="one of the two",
-            action="leave split.ranks out: mesh has the sizes of all axes",
-        )
-    fuse = FuseSettings(**{one.name: config[f"fuse.{one.name}"] for one in fields(FuseSettings)})
+    fuse = FuseSettings(**dict.fromkeys(config["kernels"], True))
     return PlanSettings(
         size=context.size,
         batch=BatchSettings(
-            shares=tuple(config["replica.shares"]),
+            shares=tuple(config["batch.shares"]),
             marked=tuple(config["batch.inputs"]),
-            local_statistics=not config["sync_batch_norm"],
-            local_streams=config["random"] == "local",
+            local_statistics=config["batch.norm_statistics"] != "batch",
+            local_streams=config["batch.random"] == "local",
         ),
-        split=SplitSettings(ranks=context.split_ranks or config["split.ranks"]),
-        zero=ZeroSettings(config.zero_level, config["zero.min_bytes"], config["zero.ahead"]),
+        zero=ZeroSettings(config["memory.zero"], config["memory.zero_min_bytes"], config["memory.zero_prefetch"]),
         time=TimeSettings(
-            micro_batches=config["pipeline.num_micro_batch"],
+            micro_batches=config["pipeline.micro_batches"],
             schedule=config["pipeline.schedule"],
-            local_statistics=config["pipeline.micro_batch_statistics"],
+            local_statistics=config["batch.norm_statistics"] == "micro-batch",
         ),
         memory=MemorySettings(
-            recompute=config["gradient_checkpoint.type"],
-            offload=config["offload.level"],
+            recompute=config["memory.recompute"],
+            offload=config["memory.offload"],
             limit_bytes=config["memory.limit_bytes"],
-            scores_bytes=config["attention.scores_bytes"],
+            scores_bytes=config["memory.attention_scores_bytes"],
         ),
-        precision=PrecisionSettings(config["amp.dtype"] if config["amp.level"] == "O1" else ""),
+        precision=PrecisionSettings(config["precision.compute_dtype"]),
         exchange=ExchangeSettings(
-            group_bytes=config["communication.group_bytes"],
+            group_bytes=config["communication.bucket_bytes"],
             backend=config["communication.backend"],
             wire_dtype=config["communication.wire_dtype"],
         ),
         observer=PassObserver(
-            config["dump"] if context.rank == 0 else "", context.dry.passes if context.dry is not None else None
+            config["debug.dump"] if context.rank == 0 else "", context.dry.passes if context.dry is not None else None
         ),
         fuse=fused_on(context.dry.cluster if context.dry is not None else None, fuse),
-        mesh=tuple(Axis(name, size) for name, size in config.mesh.items()),
+        mesh=tuple(Axis(name, size) for name, size in context.mesh.items()),
     )
 
 

@@ -141,11 +141,9 @@ def _compiled(
         return found
 
     with span(context.trace, "capture", "compile"):
-        marks = (
-            context.config["gradient_checkpoint.type"] or context.config["auto_parallel"] or context.auto is not None
-        )
+        marks = context.config["memory.recompute"] or context.config["mesh.auto_parallel"] or context.auto is not None
         trace = traced(bool(marks), drawing)
-    if context.config["offload.level"] and context.dry is None:
+    if context.config["memory.offload"] and context.dry is None:
         compute_device(context.config)  # refused before anything is sent
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {t.op.name: own.sizes for t, own in zip(trace.inputs, tensors) if isinstance(own, ShardedTensor)}

@@ -33,7 +33,7 @@ from whale.runtime.run.annotate import variable_names
 from whale.runtime.run.context import Context, unique
 
 # Of the configuration what changes nothing of what ranks run.
-_NO_MATTER = frozenset({"plan_cache", "log.level", "trace", "input.prefetch", "input.threads", "check.timeout_s"})
+_NO_MATTER = frozenset({"mesh.plan_cache", "debug.log", "debug.trace", "batch.prefetch", "debug.check_timeout_s"})
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -187,7 +187,7 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
 def _may_keep(context: Context) -> bool:
     """Whether what a rank runs is decided by what ``_digest`` knows, and nobody needs its program besides."""
     others = context.dry, context.saved, context.described, context.meter, context.own_programs, context.elastic
-    return all(one is None for one in others) and not context.config["dump"]
+    return all(one is None for one in others) and not context.config["debug.dump"]
 
 
 def _digest(
@@ -195,7 +195,7 @@ def _digest(
 ) -> str:
     config = {key: value for key, value in context.config.items() if key not in _NO_MATTER}
     named: list[Any] = [context.annotations, variable_names(trace.variables) if context.annotations else {}]
-    auto = context.auto, machine(context) if context.config["auto_parallel"] else ()
+    auto = context.auto, machine(context) if context.config["mesh.auto_parallel"] else ()
     run = (
         context.size, context.ranks, context.comm_name, context.local_ranks, context.scopes[-1:],
         context.split_everything, context.solo, number,

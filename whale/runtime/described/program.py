@@ -24,7 +24,7 @@ RATE = 1e-3
 def program_of(d: Description, mark_gradients: bool = False) -> Program:
     """Returns the captured step; not normalised. Allocates no weights.
 
-    With recompute it carries the marks for ``PlanSettings.memory.recompute="collection"``, and if asked for, those of
+    With recompute it carries the marks for ``PlanSettings.memory.recompute="marked"``, and if asked for, those of
     gradients without it.
     """
     with tf.Graph().as_default() as graph:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whale.capture.captured import CapturedVariable
-from whale.config import Config
+from whale.config import Config, Mesh
 from whale.errors import ClusterError, ConfigError, PlanError
 from whale.partition.variable_use import VariableUse
 from whale.runtime.ranks.ranks import Ranks
@@ -24,8 +24,8 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
         wrong = f"{ranks.size} ranks started by {ranks.place.launcher}"
     elif config["batch.mode"] == "local":
         wrong = 'batch.mode "local": the rows that a rank brings are gone with it'
-    elif config["offload.level"]:
-        wrong = f"offload.level {config['offload.level']!r}"
+    elif config["memory.offload"]:
+        wrong = f"memory.offload {config['memory.offload']!r}"
     elif config["communication.backend"] != "whale":
         wrong = f"communication.backend {config['communication.backend']!r}, whose ranks do not go on"
     if wrong:
@@ -71,9 +71,9 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
             raise PlanError(
                 "a part of a variable would be gone with the one rank that holds it",
                 variable=names.get(node, node),
-                given='elastic with elastic.redundancy "replicas", and a plan that gives a part to one rank',
-                expected='elastic.redundancy "memory", which keeps a copy on another rank, or replicas of each part',
-                action='leave elastic.redundancy out, or set it to "memory"',
+                given='fault.elastic "replicas", and a plan that gives a part to one rank',
+                expected='fault.elastic "memory", which keeps a copy on another rank, or replicas of each part',
+                action='set fault.elastic to "memory"',
             )
 
 
@@ -105,17 +105,15 @@ def fitting(config: Config, size: int) -> dict[str, Any]:
     Else axes have no sizes: those that the program names share the ranks.
     """
     changes: dict[str, Any] = {}
-    if config["split.ranks"] and size % config["split.ranks"]:
-        changes["split.ranks"] = 0
-    if config["auto_parallel"] and config["pipeline.num_stages"] and size % config["pipeline.num_stages"]:
-        changes["pipeline.num_stages"] = 0
+    if config["mesh.auto_parallel"] and config["pipeline.stages"] and size % config["pipeline.stages"]:
+        changes["pipeline.stages"] = 0
     if config["mesh"]:
-        sizes = dict(config.mesh)
+        sizes = dict(config["mesh"])
         grows = "data" if "data" in sizes else next(iter(sizes))
         others = math.prod(count for name, count in sizes.items() if name != grows)
         fits = size % others == 0
         sizes[grows] = size // others
-        changes["mesh"] = ",".join(f"{name}={count}" for name, count in sizes.items() if count > 1) if fits else ""
+        changes["mesh"] = Mesh(**{name: count for name, count in sizes.items() if count > 1}) if fits else Mesh()
     return changes
 
 

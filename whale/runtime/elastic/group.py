@@ -128,7 +128,7 @@ class Group:
     def divide(self, shares: list[int]) -> None:
         """The shares of rows are these from now on."""
         context = self._of()
-        context.config = context.config.but({"replica.shares": shares})
+        context.config = context.config.but({"batch.shares": shares})
         if context.auto is not None:
             even = msgspec.structs.replace(context.auto.strategy, shares=())
             context.auto = msgspec.structs.replace(context.auto, strategy=even)
@@ -177,8 +177,8 @@ class Group:
         if len(members) == 1:
             return None
         config = self._of().config
-        hosts = hosts_left(config["communication.emulate_hosts"], members)
-        return self.communicator(members, 1, share_memory=config["communication.shared_memory"], hosts=hosts)
+        hosts = hosts_left(config.network.hosts, members)
+        return self.communicator(members, 1, share_memory=config["communication.shared_memory"] != "none", hosts=hosts)
 
     def offer(self, welcome: Welcome | None) -> tuple[whale_ops.Communicator, tuple[int, ...], list[str], Welcome]:
         """Connects all ranks that are there; (through what, their numbers, their hosts, what newcomers are told).
@@ -189,7 +189,7 @@ class Group:
           CommError: one of them is gone.
         """
         members = self.ranks.there
-        comm = self.communicator(members, 3, share_memory=self._of().config["communication.shared_memory"])
+        comm = self.communicator(members, 3, share_memory=self._of().config["communication.shared_memory"] != "none")
         known = Welcome(*sent(comm, 0, None if welcome is None else tuple(vars(welcome).values())))
         return comm, members, [one.decode() for one in gathered(comm, socket.gethostname().encode())], known
 

@@ -22,7 +22,7 @@ def rows_again(context: Ranks, value: Any) -> Any:
         return value if iterator is None else iterator.read_again(place[0])[place[1]]
     if len(value.sizes) == context.size:
         rows = sum(value.sizes)
-        if value.source is None or value.sizes == rows_of_ranks(rows, context.size, context.config["replica.shares"]):
+        if value.source is None or value.sizes == rows_of_ranks(rows, context.size, context.config["batch.shares"]):
             return value
     if value.source is None:
         raise ClusterError(

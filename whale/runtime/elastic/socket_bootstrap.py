@@ -48,7 +48,7 @@ def connected(
     """
     if APART_VARIABLE not in os.environ:
         return connect(name, place, config), None
-    if config["communication.shared_memory"] and config["communication.shared_tensors"]:
+    if config["communication.shared_memory"] == "tensors":
         share_where_possible(config, place)
     known = _reached(watch, place.size)
     sockets = known.door.connected(
@@ -58,8 +58,8 @@ def connected(
         name,
         place.rank,
         sockets,
-        share_memory=config["communication.shared_memory"],
-        hosts=config["communication.emulate_hosts"],
+        share_memory=config["communication.shared_memory"] != "none",
+        hosts=config.network.hosts,
     )
     return (comm,), known
 

@@ -62,7 +62,7 @@ class ShardedDataset:
         self._seed = context.survived(self._common_seed) if shares_rows else self._drawn_seed()
         self._orders, self._counts_ends = Orders(dataset), counts_ends(dataset)
         # Of ranks that go on without others, or with more, each may have begun elsewhere.
-        self._every = context.config["check.inputs"] if shares_rows and context.elastic is None else 0
+        self._every = context.config["debug.check_inputs"] if shares_rows and context.elastic is None else 0
         self._compares = [not drawn for drawn in drawn_leaves(dataset)] if self._every else [False] * len(self._leaves)
         self._divide()
         several = context.between_processes or context.elastic is not None  # one that is alone may not stay so
@@ -100,14 +100,15 @@ class ShardedDataset:
         else:
             self.report = self._by_rows()
         if options.threading.private_threadpool_size is None:
-            # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing.
-            options.threading.private_threadpool_size = context.config["input.threads"]
+            # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing. One
+            # thread: the processors are for the step's.
+            options.threading.private_threadpool_size = 1
         self._one_ahead = bool(keeps_orders(self._whole))
         if self._one_ahead:
             options.experimental_optimization.inject_prefetch = False
             self._read = self._read.with_options(options)
             return
-        ahead = context.config["input.prefetch"]
+        ahead = context.config["batch.prefetch"]
         if restarts(self._whole):  # what is read ahead begins an order: no earlier than where TensorFlow alone does it
             ahead = 1
             options.experimental_optimization.inject_prefetch = False
@@ -181,7 +182,7 @@ class ShardedDataset:
         try:
             if not all(isinstance(s, tf.TensorSpec) and s.dtype.name not in UNMOVABLE for s in self._leaves):
                 raise Unknown("its batches hold strings, ragged or sparse tensors")
-            ahead = self._context.config["input.prefetch"]
+            ahead = self._context.config["batch.prefetch"]
             own = own_rows(self._whole, self._shares, rank, lambda: next(seeds), ahead, self._every)
             if self._context.elastic is not None and self._orders.now() is None:
                 raise Unknown("where ranks that are gone were in its order is known to the dataset alone")
@@ -203,7 +204,7 @@ class ShardedDataset:
         """A seed that rank 0 draws; checks that all ranks have the same kind of dataset on the way. Collective."""
         context = self._context
         drawn = self._drawn_seed()
-        parts = built_of(self._whole) if context.config["check.inputs"] else {}
+        parts = built_of(self._whole) if context.config["debug.check_inputs"] else {}
         mine = str(self._whole.element_spec), int(self._whole.cardinality()), drawn, checksums(parts)
         key, context.elements = f"whale/element/{context.elements}", context.elements + 1
 
@@ -333,8 +334,8 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
 
     Use it where the loop takes its batches: ``for x, y in wh.shard(dataset): step(x, y)``. Its elements are those of
     ``dataset`` with a ``wh.ShardedTensor`` in place of every tensor that has the batch's rows; a step of
-    ``wh.function`` takes them as the whole batch. The shares are those of ``replica.shares``. At most
-    ``input.prefetch`` batches are read ahead. In one process (with the in-process transport too) its elements are whole
+    ``wh.function`` takes them as the whole batch. The shares are those of ``batch.shares``. At most
+    ``batch.prefetch`` batches are read ahead. In one process (with the in-process transport too) its elements are whole
     batches.
 
     Args:

@@ -47,8 +47,8 @@ def compared(
 ) -> Callable[[list[Any]], Any]:
     """Wraps ``call`` so that arguments that each rank brings whole, or has read whole, are compared between the ranks.
 
-    That is done on the first three calls and on every ``check.inputs``-th after; captured tensors, and what captured
-    tables hold, are compared once.
+    That is done on the first three calls and on every ``debug.check_inputs``-th after; captured tensors, and what
+    captured tables hold, are compared once.
 
     Args:
       step: its name.
@@ -56,7 +56,7 @@ def compared(
       parts: those of which each rank brings its own rows.
       constants: what the step takes beside its arguments, by name.
     """
-    every = context.config["check.inputs"]
+    every = context.config["debug.check_inputs"]
     brings = constants or any(name not in parts for name in names) or (parts and context.elastic is None)
     if not every or not context.between_processes or context.local_batch or not brings:
         return call
@@ -94,7 +94,9 @@ def refuse_other_values(
     purpose = f"the comparison of what `{step}` is given in {when}"
 
     def exchange(data: bytes) -> list[bytes]:
-        return context.comms[0].allgather_bytes(f"whale/inputs{key}", data, context.config["check.timeout_s"], purpose)
+        return context.comms[0].allgather_bytes(
+            f"whale/inputs{key}", data, context.config["debug.check_timeout_s"], purpose
+        )
 
     given = {name: value for name, value in given.items() if _is_compared(value)}
     everyone = exchange(msgspec.json.encode((step, checksums(given))))
@@ -117,7 +119,7 @@ def refuse_other_values(
             argument=found.name,
             given=f"ranks {' and '.join(found.ranks)} have read different values in {when}",
             **{"likely cause": likely_cause(context, found.reordered)},
-            expected="the same dataset in the same order on every rank (compared as check.inputs says)",
+            expected="the same dataset in the same order on every rank (compared as debug.check_inputs says)",
             action="remove what depends on the rank, give it a seed after wh.init(), or sort it; or, where each rank "
             'is to read files of its own, wh.shard(dataset, by="file") or batch.mode="local"',
         )
@@ -127,7 +129,7 @@ def refuse_other_values(
         argument=found.name,
         given=f"ranks {' and '.join(found.ranks)} pass different values in {when}",
         **{"likely cause": likely_cause(context, found.reordered)},
-        expected="the same values on every rank (compared on the first steps and every check.inputs-th)",
+        expected="the same values on every rank (compared on the first steps and every debug.check_inputs-th)",
         action='use wh.shard(dataset), or batch.mode="local" where each rank reads files of its own; give '
         "shuffles made before wh.init(), and random maps, a seed; remove what depends on the rank",
     )

@@ -14,7 +14,6 @@ from whale.errors import ProgramError
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.axes import data_coordinates
 from whale.passes.analysis.batch import rows_of_ranks
-from whale.passes.analysis.stages import TENSOR
 from whale.runtime.run.context import Context
 
 ELEMENT_TIMEOUT_S = 3600.0  # waits until a rank has a batch: a pipeline may take long to fill its buffers
@@ -32,11 +31,9 @@ class Brought(msgspec.Struct, frozen=True):
 
 
 def rows_of(rows: int, context: Context) -> tuple[int, ...]:
-    """Returns how many of a batch's rows each rank of the run has, as `replica.shares` asks."""
-    config = context.config
-    ranks = context.split_ranks or config["split.ranks"]
-    mesh = config.mesh or ({TENSOR: ranks} if ranks else {})
-    return rows_of_ranks(rows, context.size, config["replica.shares"], data_coordinates(mesh, context.size))
+    """Returns how many of a batch's rows each rank of the run has, as `batch.shares` asks."""
+    coordinates = data_coordinates(context.mesh, context.size)
+    return rows_of_ranks(rows, context.size, context.config["batch.shares"], coordinates)
 
 
 def brought(values: Sequence[Any]) -> Brought:

@@ -165,9 +165,7 @@ def programs(
 
 
 def _alone(planned: Planned) -> Program:
-    settings = planned.settings.but(
-        size=1, devices=(), batch__shares=(), batch__local={}, split__ranks=0, zero__level=0
-    )
+    settings = planned.settings.but(size=1, devices=(), batch__shares=(), batch__local={}, mesh=(), zero__level=0)
     plan = make_plan(planned.program, settings)
     return partition_for_rank(planned.program, plan, 0, "", None)
 

@@ -32,7 +32,7 @@ def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> No
         )
     # This exchange compares the names: every other rank has to make it at the same place of its script.
     purpose = f"the reading of the variable {name!r}, {one} (every rank has to read it)"
-    said = ranks.comms[0].allgather_bytes("whale/read", name.encode(), ranks.config["check.timeout_s"], purpose)
+    said = ranks.comms[0].allgather_bytes("whale/read", name.encode(), ranks.config["debug.check_timeout_s"], purpose)
     other = next((rank for rank, n in enumerate(said) if n != said[0]), None)
     if other is not None:
         raise CommError(

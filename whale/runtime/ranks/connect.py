@@ -17,11 +17,10 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
       ClusterError: MPI knows another number of ranks than the launcher.
       CommError: MPI cannot be loaded or started.
     """
-    if config["communication.shared_memory"] and config["communication.shared_tensors"]:
+    if config["communication.shared_memory"] == "tensors":
         share_where_possible(config, place)
-    comm = whale_ops.mpi(
-        name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
-    )
+    shares = config["communication.shared_memory"] != "none"
+    comm = whale_ops.mpi(name, share_memory=shares, hosts=config.network.hosts)
     if comm.size != place.size:
         raise ClusterError(
             "MPI and the launcher disagree about the number of ranks",
@@ -35,16 +34,16 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
 def as_configured(comm: whale_ops.Communicator, config: Config) -> None:
     """Sets a communicator's algorithm and emulated link from the configuration."""
     comm.set_algorithm(config["communication.algorithm"])
-    if config.link is not None:
-        comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
+    if (link := config.network.link) is not None:
+        comm.set_link(link.latency_s, link.bandwidth_bytes_per_s)
 
 
 def share_where_possible(config: Config, place: ProcessPlace) -> None:
     """Has TensorFlow place large tensors where the machine's other ranks can map them; warns if it cannot."""
-    if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
+    if place.local_size == 1 or config.network.link is not None:  # an emulated link carries all that ranks exchange
         return
     if (obstacle := share_tensors()) and place.local_rank == 0:
         log.warning(
             f"large tensors are not shared between the ranks of this machine ({obstacle}), so all-reduces of "
-            "them are slower; call wh.init() before making tensors, or set communication.shared_tensors to false"
+            "them are slower; call wh.init() before making tensors, or set communication.shared_memory to messages"
         )

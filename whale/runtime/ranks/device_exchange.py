@@ -39,7 +39,7 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
       ClusterError: on every rank, naming those that cannot: there is no GPU, no compiler for its kernels, no NCCL,
         TensorFlow has started with several GPUs, or they cannot be connected.
     """
-    backend, threads = config["communication.backend"], config["communication.transport"] == "in-process"
+    backend, threads = config["communication.backend"], config["communication.in_process_ranks"] > 0
     if backend not in DEVICE_BACKENDS:
         if (size > 1 or joins()) and not threads and (lacks := own_gpu(place.local_rank).lacks):
             log.warning(f"all ranks of this host compute on its first GPU: {lacks}")
@@ -47,7 +47,7 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
     if threads:
         raise ConfigError(
             "GPUs exchange tensors of processes, and the in-process transport has one",
-            given=f'communication.backend "{backend}" with communication.transport "in-process"',
+            given=f'communication.backend "{backend}" with communication.in_process_ranks',
             expected="the transport between processes",
             action='start the script with `whale run -np 2`, or set communication.backend to "whale"',
         )
@@ -56,7 +56,7 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
     (comm,) = comms
     gpu = take_gpu(place.local_rank)
     if gpu.ordinal is not None and not gpu.lacks:
-        folder = folder_named(config["plan_cache"])
+        folder = folder_named(config["mesh.plan_cache"])
         gpu = Gpu(gpu.ordinal, device_code.lacks(library(), backend, gpu.ordinal, folder))
     open_device(config, comm, gpu)
 
@@ -80,7 +80,7 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
     Raises:
       ClusterError: as `start`.
     """
-    backend, buffer_bytes = config["communication.backend"], config["communication.group_bytes"]
+    backend, buffer_bytes = config["communication.backend"], config["communication.bucket_bytes"]
     lacks = gpu.lacks or ("" if gpu.ordinal is not None or backend == PINNED else NO_GPU)
     said = comm.allgather_bytes(
         "whale/device",
@@ -121,7 +121,7 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
 def device_buffer_bytes(config: Config) -> int:
     """Returns the bytes of GPU memory that exchanges take, beside what NCCL itself allocates."""
     copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # pinned: of the host
-    return copies * max(config["communication.group_bytes"], _LEAST_BUFFER_BYTES)
+    return copies * max(config["communication.bucket_bytes"], _LEAST_BUFFER_BYTES)
 
 
 def library() -> Path:

@@ -25,10 +25,10 @@ def start(config: Config, size: int, ranks: Sequence[int]) -> None:
       ConfigError: the ranks are threads of this process, which Horovod cannot join.
       ClusterError: Horovod is not installed, does not load, or counts its ranks differently.
     """
-    if config["communication.transport"] == "in-process":
+    if config["communication.in_process_ranks"]:
         raise ConfigError(
             "Horovod joins processes, and the in-process transport has one",
-            given='communication.backend "horovod" with communication.transport "in-process"',
+            given='communication.backend "horovod" with communication.in_process_ranks',
             expected="the transport between processes",
             action='start the script with `whale run -np 2`, or set communication.backend to "whale"',
         )

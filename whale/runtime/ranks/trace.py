@@ -168,11 +168,11 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
     Raises:
       ConfigError: the file cannot be written, or ``whale run --trace`` and the key ``trace`` both ask for a trace.
     """
-    pipe, asked = own_descriptor(TRACE_PIPE_VARIABLE), config["trace"]
+    pipe, asked = own_descriptor(TRACE_PIPE_VARIABLE), config["debug.trace"]
     if pipe is not None and asked:
         raise ConfigError(
             "two traces are asked for",
-            given=f"whale run --trace, and trace = {asked!r} ({config.origin('trace')})",
+            given=f"whale run --trace, and debug.trace = {asked!r} ({config.origin('debug.trace')})",
             expected="one of them: --trace makes one file of all ranks, the key one file for each process",
             action="leave one out",
         )
@@ -187,7 +187,7 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
     except OSError as error:
         raise ConfigError(
             "the trace cannot be written",
-            given=f"trace = {asked!r} ({config.origin('trace')})",
+            given=f"debug.trace = {asked!r} ({config.origin('debug.trace')})",
             reason=error,
             expected="the path of a file in a folder that exists, on every host",
             action="correct the path",

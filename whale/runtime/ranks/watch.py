@@ -102,7 +102,7 @@ class Watch:
                     self._lose(message)
         config = self._config
         limits = {"freeze_s": config["fault.freeze_s"], "notice_s": config["fault.notice_s"]}
-        self._tell({"joining": False, **limits, "elastic": config["elastic"]})
+        self._tell({"joining": False, **limits, "elastic": bool(config["fault.elastic"])})
 
     def changes(self, more_than: int, timeout_s: float) -> list[Change]:
         """Returns the changes of ranks that `whale run` has told all ranks, in the order in which it told them.

@@ -34,7 +34,7 @@ def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
             "annotations say how a program is divided, and the ranks of this run each run one of their own",
             given=", ".join(map(repr, patterns)),
             expected="no annotations with wh.init(solo=True) and with scripts for Horovod",
-            action="leave out solo=True, or the annotations (wh.annotate, WHALE_ANNOTATE, whale run --annotate)",
+            action="leave out solo=True, or the annotations (wh.annotate, mesh.annotations, whale run --annotate)",
         )
     for text, scopes in patterns.items():
         for scope in scopes:
@@ -84,7 +84,7 @@ def read_annotations(path: str) -> dict[str, list[NamedScope]]:
             "the annotations cannot be read",
             given=f"{path}: {error}",
             expected=f"a JSON file like {_EXAMPLE}",
-            action="correct the file, or the path in the key annotate (WHALE_ANNOTATE, whale run --annotate)",
+            action="correct the file, or the path in the key mesh.annotations (whale run --annotate)",
         ) from error
     return {text: scopes.named() for text, scopes in found.items()}
 

@@ -11,12 +11,14 @@ from typing import Any, Protocol, TypeVar
 from cost_model.cluster.cluster_file import Cluster
 from whale.capture.captured import CapturedVariable
 from whale.capture.scaling import FedScale, LossScale
+from whale.config import Mesh
 from whale.errors import ClusterError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.patterns import Pattern
+from whale.passes.analysis.stages import TENSOR
 from whale.passes.run_passes import PassLog
 from whale.passes.settings import PlanSettings
 from whale.planner.report.planfile import PlanFile
@@ -155,7 +157,7 @@ class Context(Ranks):
       meter: what measures the steps of this run; None: nobody asks.
       own_programs: None: the ranks run one program together, which is the usual case.
       meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
-      split_ranks: ranks in a row that divide tensors together, where a mesh of the script says so; 0: as configured.
+      split_ranks: ranks in a row that divide tensors together, where the script says so by a number; 0: as configured.
       split_everything: whether steps are planned as if they stood inside of ``wh.split``.
       written: paths that the first rank has written, and others might read too early.
       annotations: scopes by names of layers and variables; annotated: the patterns that anything matched so far.
@@ -254,6 +256,12 @@ class Context(Ranks):
         return self.size if self.dry is None else self.dry.size
 
     @property
+    def mesh(self) -> Mesh:
+        """Returns the sizes of axes that the configuration gives, or a number of ranks that divide tensors."""
+        said = self.config["mesh"]
+        return said if said or not self.split_ranks else Mesh(**{TENSOR: self.split_ranks})
+
+    @property
     def local_ranks(self) -> int:
         """Returns how many of the ranks that programs are planned for share this host."""
         return max(1, self.place.local_size if self.between_processes else self.planned_size)
@@ -278,16 +286,16 @@ class Context(Ranks):
     @property
     def may_divide_variables(self) -> bool:
         """Tells whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
-        if self.dry is not None or (self.size == 1 and not self.config["offload.level"]):
+        if self.dry is not None or (self.size == 1 and not self.config["memory.offload"]):
             return False
-        return bool(self._asks_to_divide or self.config["auto_parallel"])
+        return bool(self._asks_to_divide or self.config["mesh.auto_parallel"])
 
     @property
     def _asks_to_divide(self) -> bool:
         """Tells whether the script or its configuration divides variables; else the search may."""
         return bool(
-            self.config.zero_level
-            or self.config["offload.level"]
+            self.config["memory.zero"]
+            or self.config["memory.offload"]
             or (self.scopes and not self._only_replicates)
             or self.dividing_scope_seen
         )

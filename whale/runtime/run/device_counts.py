@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from whale.errors import PlanError
+from whale.passes.analysis.stages import TENSOR
 from whale.runtime.run.context import current
 
 _SCHEDULES = {"preferbackward": "1f1b", "preferbackwardoptimizer": "1f1b", "preferforward": "gpipe"}
@@ -33,8 +32,8 @@ def split_over(count: int | None) -> None:
         return
     check_count("split", count)
     config = context.config
-    known = context.split_ranks or config["split.ranks"] or (context.planned_size if context.dividing_scope_seen else 0)
-    if config["mesh"] or (known and known != count):
+    known = context.mesh.get(TENSOR) or (context.planned_size if context.dividing_scope_seen else 0)
+    if (config["mesh"] or known) and known != count:
         raise PlanError(
             "tensors of a run are divided over one number of ranks",
             given=f"device_count={count}, and {config['mesh'] or f'{known} ranks'} before",
@@ -55,16 +54,9 @@ def one_of_a_stage(count: int | None) -> None:
         )
 
 
-def is_a_stage(count: int | None) -> bool:
-    """Tells whether a part of the model with so many devices has ranks of its own."""
-    size = current("the scope wh.replicate").planned_size
-    check_count("replicate", count)
-    return (count or 1) < size or size == 1
-
-
 def configured_number() -> int:
     """Returns the number of micro-batches that the configuration asks for."""
-    return int(current("the scope wh.pipeline").config["pipeline.num_micro_batch"])
+    return int(current("the scope wh.pipeline").config["pipeline.micro_batches"])
 
 
 def same_schedule(strategy: str | None) -> None:
@@ -78,26 +70,3 @@ def same_schedule(strategy: str | None) -> None:
         expected="the same",
         action="set the key pipeline.schedule",
     )
-
-
-def spread_by_itself(modes: Sequence[str]) -> None:
-    """Has steps that are compiled from now on spread in these ways; none: in the fastest.
-
-    Raises:
-      PlanError: there is no such way.
-    """
-    context = current("wh.auto_parallel()")
-    if unknown := [mode for mode in modes if mode not in ("replica", "replicate", "split", "pipeline", "stage")]:
-        raise PlanError(
-            "there is no such way to spread a model",
-            given=unknown[0],
-            expected="wh.replica, wh.split, wh.pipeline, or a list of them",
-            action="correct modes, or leave it out",
-        )
-    if modes and set(modes) <= {"replica", "replicate"}:
-        return
-    if modes and set(modes) <= {"replica", "replicate", "split"}:
-        context.split_everything = True
-        context.dividing_scope_seen = True
-        return
-    context.config = context.config.but({"auto_parallel": True})

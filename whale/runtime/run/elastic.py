@@ -74,7 +74,7 @@ class Elastic:
         refuse(context, joins() > 0)
         context.variables.keeps_first = True
         self._context: weakref.ref[Context] = weakref.ref(context)
-        self._balance = Balance() if context.config["elastic.rebalance"] else None
+        self._balance = Balance() if context.config["fault.rebalance"] else None
         self._watched: Watched | None = None  # the program of the latest step
         self._group = Group(lambda: self._run)
         self._commits, self._times = Commits(), Times()
@@ -208,11 +208,11 @@ class Elastic:
         context = self._run
         if not divides(uses, context.size) or not context.comms:
             return
-        copies = context.config["elastic.redundancy"] == "memory"
+        copies = context.config["fault.elastic"] == "memory"
         refuse_variables(variables)
         refuse_plan(uses, {c.node: c.name for c in variables}, context.size, copies)
         if self._generations is None:
-            host = host_name(context.config["communication.emulate_hosts"], self._group.me)
+            host = host_name(context.config.network.hosts, self._group.me)
             said = context.comms[0].allgather_bytes("whale/elastic/hosts", host.encode(), TURN_TIMEOUT_S)
             self._generations = Generations(context, context.variables, [one.decode() for one in said], copies)
 
@@ -268,8 +268,8 @@ class Elastic:
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
         counted = self._at.calls, self._at.steps, len(context.variables.known), context.programs, context.elements
-        mine = *counted, socket.gethostname(), self.divisions, list(context.config["replica.shares"]), keeps
-        left = self._commits.steps_left if context.config["elastic.join"] == "weighed" else None
+        mine = *counted, socket.gethostname(), self.divisions, list(context.config["batch.shares"]), keeps
+        left = self._commits.steps_left if context.config["fault.join"] == "weighed" else None
         return [Said(*unpack(one)) for one in gathered(meeting, pack((*mine, self._times.weighed(left))))]
 
     def _become(
@@ -369,7 +369,7 @@ class Elastic:
             return False
         self._be_whole(meeting, said, WHOLE)
         counted = self._at.calls, self._at.steps, context.programs, context.elements, group.divisions + 1
-        self._grow(Welcome(*counted, list(context.config["replica.shares"]), state()))
+        self._grow(Welcome(*counted, list(context.config["batch.shares"]), state()))
         return True
 
 

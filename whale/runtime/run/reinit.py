@@ -13,7 +13,7 @@ from whale.log import set_level
 from whale.runtime.run.context import Context, running
 
 # Keys of settings that the ranks were connected with; these stay as they are until ranks are connected again.
-_CONNECTED = ("communication.", "cluster.", "fault.", "trace", "elastic")
+_CONNECTED = ("communication.", "fault.", "debug.trace", "debug.emulate")
 
 
 def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
@@ -37,8 +37,8 @@ def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
                 expected="the same value",
                 action="set it in the first init, or call wh.shutdown() in between",
             )
-    if config.origin("log.level") != "default":
-        set_level(config["log.level"])
+    if config.origin("debug.log") != "default":
+        set_level(config["debug.log"])
     _forget(context)
     context.config = config
     return True

@@ -48,13 +48,13 @@ def refuse_lone_writes(context: Context, step: str) -> None:
 def with_equal_replicas(
     call: Callable[[list[Any]], Any], context: Context, step: str, handles: Collection[int]
 ) -> Callable[[list[Any]], Any]:
-    """Wraps ``call`` so that the copies of a step's variables are compared before every ``check.replicas``-th call.
+    """Wraps ``call``: copies of a step's variables are compared before every ``debug.check_replicas``-th call.
 
     Args:
       step: its name.
       handles: numbers (``id``) of the handles of its variables.
     """
-    every = context.config["check.replicas"]
+    every = context.config["debug.check_replicas"]
     if not every or not context.between_processes:
         return call
     calls = 0
@@ -62,7 +62,7 @@ def with_equal_replicas(
     def checked(tensors: list[Any]) -> Any:
         nonlocal calls
         if not calls % every:
-            when = f"call {calls} of the step `{step}` (check.replicas)"
+            when = f"call {calls} of the step `{step}` (debug.check_replicas)"
             refuse_differences(context.variables.held(context, None, handles), context, when)
         calls += 1
         return call(tensors)

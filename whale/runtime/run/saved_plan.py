@@ -99,7 +99,7 @@ class SavedPlan:
                 op=batch.name,
                 given=f"rows {list(sizes)}",
                 expected=str(batch.placement),
-                action="make the plan again, or set replica.shares to its rows",
+                action="make the plan again, or set batch.shares to its rows",
             )
         return replace(batch, local=True)
 

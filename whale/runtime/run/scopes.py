@@ -224,7 +224,7 @@ def one_number(context: Context, paths: Iterable[str]) -> int:
     Raises:
       PlanError: scopes ask for different numbers, or for another one than the configuration sets.
     """
-    key = "pipeline.num_micro_batch"
+    key = "pipeline.micro_batches"
     asked = {n: f"wh.pipeline(num_micro_batch={n})" for n in micro_batches_in(paths)}
     origin = context.config.origin(key)
     if origin != "default" or not asked:

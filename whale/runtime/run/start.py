@@ -73,12 +73,12 @@ def init(
 
     Args:
       config: a ``wh.Config`` or a mapping of dotted keys.
-      plan: file of the plan that the script's step runs under, as the key ``plan``.
+      plan: file of the plan that the script's step runs under, as the key ``mesh.plan``.
       solo: whether each rank may train by itself. Otherwise a run of several processes that trains, and of which Whale
         distributes nothing, ends with exit code 2.
-      elastic: whether the ranks go on in their processes when others are killed, frozen or lost; the key ``elastic``.
-      ranks: so many ranks as threads of this process; short for the keys ``cluster.ranks`` and
-        ``communication.transport="in-process"``.
+      elastic: whether the ranks go on in their processes when others are killed, frozen or lost; "memory" for the key
+        ``fault.elastic`` that says nothing.
+      ranks: so many ranks as threads of this process; the key ``communication.in_process_ranks``.
 
     Raises:
       ConfigError: an unknown key or a wrong value; ``TF_CONFIG`` names tasks that are no workers.
@@ -89,9 +89,10 @@ def init(
     """
     if ranks is not None:
         config = config if isinstance(config, Config) else Config(config or {})
-        config = config.but({"communication.transport": "in-process", "cluster.ranks": ranks})
+        config = config.but({"communication.in_process_ranks": ranks})
     if elastic:
-        config = (config if isinstance(config, Config) else Config(config or {})).but({"elastic": True})
+        config = config if isinstance(config, Config) else Config(config or {})
+        config = config if config["fault.elastic"] else config.but({"fault.elastic": "memory"})
     going_on = process.context
     if going_on is not None and going_on.own_programs is None and not plan and not solo:
         begin_again(config)
@@ -109,12 +110,12 @@ def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
       ClusterError: the ranks cannot be connected, or Whale runs.
     """
     config = config if isinstance(config, Config) else Config(config or {})
-    if _in_process(config) and config["cluster.ranks"] > 1:
+    if _in_process(config) and config["communication.in_process_ranks"] > 1:
         raise ConfigError(
             "the ranks of one process have no programs of their own",
-            given='communication.transport "in-process"',
+            given=f"communication.in_process_ranks={config['communication.in_process_ranks']}",
             expected="a process for each rank",
-            action="start the ranks with `whale run` or mpirun, and leave communication.transport out",
+            action="start the ranks with `whale run` or mpirun, and leave communication.in_process_ranks out",
         )
     _begin(config, "", own_programs=True, solo=True)
 
@@ -130,21 +131,21 @@ def _begin(
             action="call wh.shutdown() in between, or remove one",
         )
     config = config if isinstance(config, Config) else Config(config or {})
-    if config.origin("log.level") != "default":
-        set_level(config["log.level"])
+    if config.origin("debug.log") != "default":
+        set_level(config["debug.log"])
     place = process_place()
     _check_in_process(config, place)
     if place.launcher == "none" and not (solo or _in_process(config) or process.dry is not None):
         check_alone()
     # What a file says is known before the ranks are connected: one that cannot be read is nothing to undo.
-    path = (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["plan"]
+    path = (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["mesh.plan"]
     saved = read_saved_plan(path, _size(config, place)) if path else None
-    annotations = read_annotations(config["annotate"]) if config["annotate"] else {}
+    annotations = read_annotations(config["mesh.annotations"]) if config["mesh.annotations"] else {}
     process.runs += 1
     keep_sources_with_run()
     trace = None
     if process.dry is None:
-        ranks = tuple(range(config["cluster.ranks"])) if _in_process(config) else (place.rank,)
+        ranks = tuple(range(config["communication.in_process_ranks"])) if _in_process(config) else (place.rank,)
         trace = open_trace(config, place, ranks, process.runs)
     try:
         with span(trace, "wh.init", "init"):
@@ -195,11 +196,11 @@ def _size(config: Config, place: ProcessPlace) -> int:
     """How many ranks programs will be planned for."""
     if process.dry is not None:
         return process.dry.size
-    return config["cluster.ranks"] if _in_process(config) else place.size
+    return config["communication.in_process_ranks"] if _in_process(config) else place.size
 
 
 def _in_process(config: Config) -> bool:
-    return bool(config["communication.transport"] == "in-process")
+    return bool(config["communication.in_process_ranks"])
 
 
 def _check_in_process(config: Config, place: ProcessPlace) -> None:
@@ -207,15 +208,15 @@ def _check_in_process(config: Config, place: ProcessPlace) -> None:
         return
     if place.size > 1:
         raise ConfigError(
-            "the in-process transport runs all ranks in one process, but a launcher started several",
+            "all ranks are asked for in one process, but a launcher started several",
             given=f"{place.size} processes ({place.launcher})",
             expected="one process",
-            action='start the script alone, or set communication.transport to "mpi"',
+            action="start the script alone, or leave communication.in_process_ranks out",
         )
     if config["batch.mode"] == "local":
         raise ConfigError(
             "the ranks of one process have no batches of their own",
-            given='communication.transport "in-process" with batch.mode "local"',
+            given='communication.in_process_ranks with batch.mode "local"',
             expected='batch.mode "global": the script runs once and passes one batch',
             action="start the ranks with `whale run`, or leave batch.mode out",
         )
@@ -231,9 +232,9 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is not None:
         size, ranks, comms = 1, (0,), ()
     elif _in_process(config):
-        size = config["cluster.ranks"]
+        size = config["communication.in_process_ranks"]
         ranks = tuple(range(size))
-        comms = whale_ops.in_process(name, size, hosts=config["communication.emulate_hosts"]) if size > 1 else ()
+        comms = whale_ops.in_process(name, size, hosts=config.network.hosts) if size > 1 else ()
     elif place.size > 1 and not joins():
         watch = Watch(config, trace)
         try:
@@ -244,7 +245,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         watch.look_after(comms[0])
         size, ranks = comms[0].size, (comms[0].rank,)
     elif joins():
-        if not config["elastic"]:
+        if not config["fault.elastic"]:
             raise ConfigError(
                 "a process cannot join a run that is not elastic",
                 given="a process that `whale run --hosts-from` has started, and elastic=False",
@@ -253,7 +254,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
             )
         watch = Watch(config, trace)
         size, ranks, comms = 1, (0,), ()
-        if config["communication.shared_memory"] and config["communication.shared_tensors"]:
+        if config["communication.shared_memory"] == "tensors":
             share_where_possible(config, place)
         watch.look_after(None)
     else:
@@ -270,7 +271,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None and config["fault.notice_s"]:
         process.context.notice = Notice()
         process.context.at_end.append(process.context.notice.stop)
-    if process.dry is None and config["elastic"] and (size > 1 or joins()):
+    if process.dry is None and config["fault.elastic"] and (size > 1 or joins()):
         process.context.elastic = Elastic(process.context)
     if process.dry is None:
         device_exchange.start(config, place, size, comms)
@@ -405,7 +406,7 @@ def _share_random_state(context: Context, solo: bool) -> None:
     if joins():
         said = bytes.fromhex(context.watch.start())  # type: ignore[union-attr]
     else:
-        timeout_s, known = context.config["check.timeout_s"], hash(_ANY_TEXT).to_bytes(8, "little", signed=True)
+        timeout_s, known = context.config["debug.check_timeout_s"], hash(_ANY_TEXT).to_bytes(8, "little", signed=True)
         everyone = context.comms[0].allgather_bytes("whale/random", known + mine, timeout_s)
         said = everyone[0][8:]
         context.other_hashes = tuple(r for r, one in enumerate(everyone) if one[:8] != everyone[0][:8])

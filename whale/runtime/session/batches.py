@@ -109,7 +109,7 @@ def compared_feeds(run: Run, context: Context, name: str, number: int, fed: Coll
       name, number: of the program.
       fed: names of what every rank feeds.
     """
-    every = context.config["check.inputs"]
+    every = context.config["debug.check_inputs"]
     if not every or not context.between_processes or not fed:
         return run
     calls = 0

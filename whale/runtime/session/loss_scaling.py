@@ -55,6 +55,6 @@ class ScaledLosses:
                 "gradients of losses that are not scaled are lost in float16",
                 op=update.name,
                 given="gradients that were built before wh.init, or a MetaGraph of a run without scales",
-                expected='gradients that are built after wh.init with amp.dtype="float16"',
-                action='call wh.init() before the graph is built, or set amp.dtype="bfloat16"',
+                expected='gradients that are built after wh.init with precision.compute_dtype="float16"',
+                action='call wh.init() before the graph is built, or set precision.compute_dtype="bfloat16"',
             )

@@ -64,7 +64,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
     Raises:
       ClusterError: made before ``wh.init``.
       ProgramError: ``target`` names a server.
-      ConfigError: ``offload.level`` without a device beside the host's memory.
+      ConfigError: ``memory.offload`` without a device beside the host's memory.
     """
 
     def __init__(self, target: str = "", graph: tf.Graph | None = None, config: Any = None):
@@ -80,13 +80,13 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         super().__init__("", graph, config)
         self._fed = threading.local()  # ``rows``: of every rank, of what a thread's run is fed with a part of
         self._acts_between = False
-        offloads = self._whale.dry is None and bool(self._whale.config["offload.level"])
+        offloads = self._whale.dry is None and bool(self._whale.config["memory.offload"])
         self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
         self._runs: dict[Hashable, Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
         self._saving: dict[Hashable, list[tf.Operation]] = {}  # operations of a run that write checkpoints
         self._lock = threading.Lock()  # queue runners run beside the main thread
-        self._captures = GraphCapture(self.graph, bool(self._whale.config["gradient_checkpoint.type"]))
+        self._captures = GraphCapture(self.graph, bool(self._whale.config["memory.recompute"]))
         self._scaled = ScaledLosses(fed_scale_of(self._whale), self._captures)
         self._capture_only = False
         graph = self._ranks_graph

@@ -219,7 +219,7 @@ class SessionVariables:
         if not self.context.between_processes:
             return mine
         data = mine.to_bytes(8, "little") if self.context.rank == 0 else None
-        timeout_s = self.context.config["check.timeout_s"]
+        timeout_s = self.context.config["debug.check_timeout_s"]
         key = f"whale/session_seed/{self.context.elements}"
         self.context.elements += 1
         return int.from_bytes(self.context.comms[0].broadcast_bytes(key, data, 0, timeout_s), "little")

@@ -274,7 +274,7 @@ def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_slide
         devices=(),
         batch__shares=(),
         batch__local={},
-        split__ranks=0,
+        mesh=(),
         zero__level=0,
         time__micro_batches=1,
     )
@@ -313,7 +313,7 @@ def _described(path: str, ranks: int, passes: PassLog | None = None) -> Planned:
     from whale.runtime import described
 
     description = described.read(path)
-    settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "collection")
+    settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "marked")
     watched = settings.but(observer=PassObserver("", passes))
     program = normalise(described.program_of(description), watched)
     plan = make_any_plan(program, watched)

@@ -25,7 +25,7 @@ class MemoryReport:
       variables: category (parameters, slots, buffers) -> bytes of the variables that these ranks hold now, exactly.
       predicted: name of a program -> category -> bytes at the fullest moment of a step, of the first of these ranks:
         variables, gradients, weights that are gathered, activations.
-      on_host_bytes: of the variables, what lies in the host's memory beside an accelerator (``offload.level``).
+      on_host_bytes: of the variables, what lies in the host's memory beside an accelerator (``memory.offload``).
       copied: bytes that steps have copied to the host's memory, and from it, since the process began.
       copied_each_step: name of a program -> bytes that a step of it is predicted to copy to the host's memory, and from
         it, on all of these ranks; without rows of which only the step knows how many there are.

@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import PlanError
+from whale.ir.mesh import Axis
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan_text import human_bytes
 from whale.ir.program import Program, Ref
 from whale.partition.lower import make_any_plan
 from whale.passes.analysis.scopes import split_scope
+from whale.passes.analysis.stages import TENSOR
 from whale.passes.normalize.annotate import annotate
+from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
 from whale.planner.graph_search.strategies import products
 
@@ -94,9 +97,9 @@ def with_choice(planned: Planned, one: WhatIf) -> Planned:
         program = _rescoped(program, inside, _whole)
         if not any(split_scope(n.scope) for nodes in products(program).values() for n in nodes):
             program = _rescoped(program, program.by_name.keys(), _whole)  # what is left has nothing to be divided for
-        return _planned(program, planned, settings.split.ranks)
+        return _planned(program, planned.settings)
     program = annotate(_rescoped(program, inside, _divided))
-    return _planned(program, planned, 0 if one.ways == settings.size else one.ways)
+    return _planned(program, settings.but(mesh=(Axis(TENSOR, one.ways),) if one.ways < settings.size else ()))
 
 
 def _divided(path: str) -> str:
@@ -116,8 +119,7 @@ def _rescoped(program: Program, names: Set[str], scope: Callable[[str], str]) ->
     return replace(program, nodes=nodes, variables=variables)
 
 
-def _planned(program: Program, planned: Planned, split_ranks: int) -> Planned:
-    settings = planned.settings.but(split__ranks=split_ranks)
+def _planned(program: Program, settings: PlanSettings) -> Planned:
     try:
         return Planned(program, make_any_plan(program, settings), settings)
     except PlanError as error:

@@ -25,7 +25,7 @@ def agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Ini
     mine = [deferred_of(c.variable) for c in new]
     if not context.between_processes or not new:
         return mine
-    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
     data = None
     if context.rank == 0:
         data = pack(["reader" if i is not None and i.reader is not None else _said(i) for i in mine])

@@ -191,7 +191,7 @@ class VariableOwner:
                     op=c.name,
                     given="a step after which it would lie in the host's memory",
                     expected="the training step, which shows what is an optimizer's state, before others that use it",
-                    action="run the training step first, or leave offload.level out",
+                    action="run the training step first, or leave memory.offload out",
                 )
             self.follow()
             self.moved += 1
@@ -380,9 +380,9 @@ def _refuse_elsewhere(entry: _Entry | None, c: CapturedVariable, use: VariableUs
             raise PlanError(
                 "a variable that is sharded over the ranks of a stage is used outside of it",
                 op=c.name,
-                given="zero.level",
+                given="memory.zero",
                 expected="steps with the same stages, or programs that do not use it",
-                action="leave zero.level out, or use the variable under the same wh.stage",
+                action="leave memory.zero out, or use the variable under the same wh.stage",
             )
 
 

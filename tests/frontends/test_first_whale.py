@@ -1,4 +1,4 @@
-"""wh.cluster: slices of the ranks."""
+"""Names of the first Whale: slices of the ranks, and a default for what stands outside of scopes."""
 
 from __future__ import annotations
 

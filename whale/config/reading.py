@@ -1,7 +1,7 @@
 """Reads the configuration: dotted keys, one table of what is known, one order of sources.
 
 A value is taken from the first source that has it: code (the dict given to `Config`), the environment
-(``WHALE_COMMUNICATION_GROUP_BYTES`` for ``communication.group_bytes``), the JSON file named by ``WHALE_CONFIG``
+(``WHALE_COMMUNICATION_BUCKET_BYTES`` for ``communication.bucket_bytes``), the JSON file named by ``WHALE_CONFIG``
 (an object of dotted keys), the default. A key that is not in the table is an error, never ignored.
 """
 
@@ -9,81 +9,19 @@ from __future__ import annotations
 
 import copy
 import difflib
-import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from whale.config_keys import KEYS, Key
+from whale.config.keys import KEYS, SECTIONS, Key
+from whale.config.values import EmulatedNetwork, Mesh, parse_network
 from whale.errors import ConfigError
 
 FILE_VARIABLE = "WHALE_CONFIG"
 # The first Whale had variables of this section that are no keys here, and job scripts still set them.
 _OF_FIRST_WHALE = "WHALE_COMMUNICATION_"
-
-
-_BY_NAME = {key.name: key for key in KEYS}
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """An emulated link between ranks."""
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-
-
-def parse_link(text: str) -> Link | None:
-    """Reads the value of ``communication.emulate_link``: latency in microseconds, bandwidth in 10^6 bytes per second.
-
-    Args:
-        text: for example ``"latency_us=50,bandwidth_MBps=200"``. A part left out means no delay of that kind
-            (latency 0 s, infinite bandwidth). An empty text means that no link is emulated.
-
-    Raises:
-        ConfigError: a part is unknown, given twice, or not a number in its range.
-    """
-    if not text:
-        return None
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = part.strip().partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        smallest_is_legal = name == "latency_us" and value == 0
-        if name not in ("latency_us", "bandwidth_MBps") or name in found or not (value > 0 or smallest_is_legal):
-            raise ConfigError(
-                "an emulated link cannot be read",
-                given=repr(text),
-                expected="latency_us=<number>,bandwidth_MBps=<number>",
-                action=f"correct the part {part.strip()!r}",
-            )
-        found[name] = value
-    return Link(found.get("latency_us", 0.0) * 1e-6, found.get("bandwidth_MBps", math.inf) * 1e6)
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Reads the value of ``mesh``: names of axes with their sizes, outermost first; an empty text names none.
-
-    Raises:
-        ConfigError: a part is no name with a positive number, or a name is there twice.
-    """
-    found: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, number = (p.strip() for p in part.partition("="))
-        if not name.isidentifier() or not number.isdigit() or int(number) < 1 or name in found:
-            raise ConfigError(
-                "a mesh cannot be read",
-                given=repr(text),
-                expected="names with sizes, each name once: stage=2,data=2,tensor=2",
-                action=f"correct the part {part!r}",
-            )
-        found[name] = int(number)
-    return found
 
 
 class Config(Mapping[str, Any]):
@@ -145,19 +83,9 @@ class Config(Mapping[str, Any]):
         return self._origins[_known(name, "code").name]
 
     @property
-    def zero_level(self) -> int:
-        """Returns ``zero.level`` as a number."""
-        return {"v0": 1, "v1": 2}.get(self["zero.level"]) or int(self["zero.level"])
-
-    @property
-    def link(self) -> Link | None:
-        """Returns the emulated link, or None."""
-        return parse_link(self["communication.emulate_link"])
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Returns ``mesh`` as sizes by names."""
-        return parse_mesh(self["mesh"])
+    def network(self) -> EmulatedNetwork:
+        """Returns what is emulated of a network."""
+        return parse_network(self["debug.emulate_network"])
 
     def _take(self, values: Mapping[str, Any], origin: str) -> None:
         for name, value in values.items():
@@ -168,8 +96,9 @@ class Config(Mapping[str, Any]):
         self._origins[key.name] = origin
 
 
+_BY_NAME = {key.name: key for key in KEYS}
 # Keys as scripts of the first Whale write them.
-_BARE = {"num_micro_batch": "pipeline.num_micro_batch", "num_task_graph": "pipeline.num_stages"}
+_BARE = {"num_micro_batch": "pipeline.micro_batches", "num_task_graph": "pipeline.stages"}
 
 
 def _known(name: object, origin: str) -> Key:
@@ -177,58 +106,105 @@ def _known(name: object, origin: str) -> Key:
         return _BY_NAME[_BARE[name]]
     if isinstance(name, str) and name in _BY_NAME:
         return _BY_NAME[name]
-    near = difflib.get_close_matches(str(name), _BY_NAME, n=1, cutoff=0.5)
+    near = nearest(str(name))
     raise ConfigError(
         f"unknown configuration key {name!r}",
         source=origin,
-        expected=near[0] if near else ", ".join(_BY_NAME),
-        action=f"write {near[0]!r}" if near else "use one of the known keys",
+        expected=near or ", ".join(_BY_NAME),
+        action=f"write {near!r}, if that is meant: {_BY_NAME[near].help}" if near else "use one of the known keys",
     )
+
+
+def nearest(name: str, alike: float = 0.6) -> str:
+    """Returns the known key that an unknown name most likely means; "" where none is like it.
+
+    Keys are alike by their letters, and where words of the name stand in the other's name, values or explanation: what
+    is called otherwise elsewhere is found by what it does. A word that few keys have says most.
+
+    Args:
+        alike: from where on two are, between 0 and 2, the same name.
+    """
+    name = name.lower()
+    words = [word for word in re.findall("[a-z0-9]+", name) if len(word) > 2]
+    said = {word: {key.name: _says(key, word) for key in KEYS} for word in words}
+    weights = {word: 1.0 / (1 + sum(much > 0 for much in said[word].values())) for word in words}
+    most = sum(weights.values()) or 1.0
+    likeness = {
+        key.name: difflib.SequenceMatcher(None, name, key.name).ratio()
+        + sum(weight * said[word][key.name] for word, weight in weights.items()) / most
+        for key in KEYS
+    }
+    best = max(likeness, key=lambda one: likeness[one])
+    return best if likeness[best] >= alike else ""
+
+
+def _says(key: Key, word: str) -> float:
+    """Tells how much a key says of a word, or of one that it begins: in its name most, in its explanation least."""
+    for much, text in ((1.0, key.name), (0.8, " ".join(key.choices)), (0.5, key.help)):
+        if re.search(rf"(?<![a-z0-9]){word}", text.lower()):
+            return much
+    return 0.0
 
 
 def _checked(key: Key, value: Any, origin: str) -> Any:
     """Checks a value and returns it in the key's own type (list -> tuple, int -> float where a float is expected)."""
 
     def wrong() -> ConfigError:
-        expected = " or ".join(repr(choice) for choice in key.choices) or key.type
-        if key.minimum is not None:
-            expected += f", at least {key.minimum:g}" + (" each" if key.type.startswith("list") else "")
         return ConfigError(
             f"a wrong value for the configuration key {key.name!r}",
             given=repr(value),
             source=origin,
-            expected=expected,
+            expected=_expected(key),
             action=f"correct it; the key means: {key.help}",
         )
 
-    element: type
-    if key.name == "mesh" and isinstance(value, Mapping):
-        value = ",".join(f"{name}={size}" for name, size in value.items())
-    if key.choices and type(value) is int:
-        value = str(value)  # zero.level=1
+    if key.type == "mesh" and origin != "code" and isinstance(value, str):
+        value = Mesh.parse(value)
+    if key.type == "float" and type(value) is int:
+        value = float(value)  # a whole number is a good float; anything else keeps its type and is refused below
     if key.type.startswith("list"):
         if not isinstance(value, (list, tuple)):
             raise wrong()
-        element = str if key.type == "list[str]" else int
-        value, parts = tuple(value), tuple(value)
-    elif key.type == "float":
-        # A whole number is a good float; anything else keeps its type and is refused below.
-        value = float(value) if type(value) is int else value
-        element, parts = float, (value,)
+        value = parts = tuple(value)
     else:
-        element, parts = {"str": str, "int": int, "bool": bool}[key.type], (value,)
+        parts = (value,)
     # type() instead of isinstance(): True is an int in Python, and never a number of bytes.
-    if any(type(part) is not element for part in parts):
+    if any(type(part) is not _TYPES[key.type] for part in parts):
         raise wrong()
     if key.minimum is not None and not all(part >= key.minimum for part in parts):
         raise wrong()
-    if key.choices and value not in key.choices:
+    if key.maximum is not None and not all(part <= key.maximum for part in parts):
         raise wrong()
-    if key.name == "communication.emulate_link":
-        parse_link(value)
-    if key.name == "mesh":
-        parse_mesh(value)
+    if key.choices and not set(parts) <= set(key.choices):
+        raise wrong()
+    if key.name == "debug.emulate_network":
+        parse_network(value)
     return value
+
+
+_TYPES: dict[str, type] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list[int]": int,
+    "list[str]": str,
+    "mesh": Mesh,
+}
+
+
+def _expected(key: Key) -> str:
+    """Describes the values that a key may have."""
+    if key.type == "mesh":
+        return "wh.Mesh(stage=2, data=2, tensor=2) in code, stage=2,data=2,tensor=2 in files and the environment"
+    a_list = key.type.startswith("list")
+    expected = " or ".join(repr(choice) for choice in key.choices)
+    expected = f"a list of {expected}" if a_list and expected else expected or key.type
+    if key.minimum is not None:
+        expected += f", at least {key.minimum:g}"
+    if key.maximum is not None:
+        expected += f" and at most {key.maximum:g}"
+    return expected + " each" * (a_list and key.minimum is not None)
 
 
 def _parse(key: Key, text: str) -> Any:
@@ -248,26 +224,39 @@ def _parse(key: Key, text: str) -> Any:
     return text
 
 
+# Variables that launchers and tools set for processes, and those that Kubernetes makes for a service of that name.
+_NO_KEYS = re.compile(
+    "WHALE_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|RESTART|JOINS|PEERS|GROWS|APART|CONTROL|TRACE_PIPE|RUN_FILES|COUNTERS|PROGRESS"
+    "|TTY|LOOPBACK|EMULATE_LINK|(LAUNCHER|TEST|SERVICE|PORT)_.*)"
+)
+
+
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[Key, str]]:
     by_variable = {key.variable: key for key in KEYS}
-    # Only variables of a known section can be misspelt keys; others (WHALE_RANK) belong to other parts.
-    sections = tuple({f"WHALE_{key.name.split('.')[0].upper()}_" for key in KEYS if "." in key.name})
+    sections = tuple(f"WHALE_{section.upper()}_" for section in SECTIONS)
     found = []
     for variable, text in environment.items():
         if variable in by_variable:
             found.append((by_variable[variable], text))
-        elif variable.startswith(_OF_FIRST_WHALE) and not difflib.get_close_matches(
-            variable.removeprefix(_OF_FIRST_WHALE), [v.removeprefix(_OF_FIRST_WHALE) for v in by_variable], 1, 0.8
-        ):
+            continue
+        if not variable.startswith("WHALE_") or variable == FILE_VARIABLE or _NO_KEYS.fullmatch(variable):
+            continue
+        name = variable.removeprefix("WHALE_").replace("_", ".")
+        if variable.startswith(_OF_FIRST_WHALE):
+            rest, *known = (one.removeprefix(_OF_FIRST_WHALE) for one in (variable, *by_variable))
+            is_misspelt = bool(difflib.get_close_matches(rest, known, 1, 0.8))
+        else:
+            is_misspelt = variable.startswith(sections) or bool(nearest(name, 0.9))
+        if not is_misspelt:
             warnings.warn(f"{variable}={text} sets nothing: no key of Whale's configuration is called so", stacklevel=4)
-        elif variable.startswith(sections):
-            near = difflib.get_close_matches(variable, by_variable, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"the environment variable {variable} sets no known configuration key",
-                given=f"{variable}={text}",
-                expected=near[0] if near else ", ".join(by_variable),
-                action="correct or unset it",
-            )
+            continue
+        near = nearest(name)
+        raise ConfigError(
+            f"the environment variable {variable} sets no known configuration key",
+            given=f"{variable}={text}",
+            expected=_BY_NAME[near].variable if near else ", ".join(by_variable),
+            action="correct or unset it",
+        )
     return found
 
 
@@ -282,6 +271,6 @@ def _read_file(path: str) -> Mapping[str, Any]:
             "the configuration file cannot be read",
             given=f"{FILE_VARIABLE}={path}",
             reason=error,
-            expected='a JSON object of dotted keys, for example {"communication.group_bytes": 1048576}',
+            expected='a JSON object of dotted keys, for example {"communication.bucket_bytes": 1048576}',
             action="correct the path or the file",
         ) from error
