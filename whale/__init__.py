@@ -119,10 +119,10 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'whale' has no attribute {name!r}")
-    from whale.ir.collector import no_garbage_collection
+    from whale.ir.collector import suspend_garbage_collection
 
     try:
-        with no_garbage_collection():
+        with suspend_garbage_collection():
             module = importlib.import_module(_PUBLIC[name])
         value = module if _PUBLIC[name].endswith(f".{name}") and not hasattr(module, name) else getattr(module, name)
     except ModuleNotFoundError as error:

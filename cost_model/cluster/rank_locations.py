@@ -10,7 +10,7 @@ from cost_model.cluster.pools import Machines
 from whale.errors import ClusterError
 
 
-def pool_runs(machines: Machines, ranks: int) -> list[tuple[int, int, int]]:
+def list_pool_runs(machines: Machines, ranks: int) -> list[tuple[int, int, int]]:
     """Returns (first rank, end, pool's number) of each run of equal devices on one host, until all ranks have a device.
 
     Raises:

@@ -9,7 +9,7 @@ from whale.ir.program import Node
 from whale.ir.values import TensorType
 
 
-def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
+def count_matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
     """Counts the FLOPs of a matrix product or convolution (2 per multiply-add), 0 for any other op."""
     op = node.op
     if op in MATMULS:
@@ -19,7 +19,7 @@ def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
         transposed = node.attrs.get("transpose_a" if op == "MatMul" else "adj_x", False)
         return 2 * node.outputs[0].elements * (shape[-2 if transposed else -1] or 1)
     if op in EINSUMS:
-        return _einsum_flops(node, inputs)
+        return _count_einsum_flops(node, inputs)
     if op in CONVOLUTIONS:
         if op in FILTER_GRADIENTS:
             image, kernel = inputs[-1], node.outputs[0]
@@ -36,7 +36,7 @@ def matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
     return 0
 
 
-def _einsum_flops(node: Node, inputs: Sequence[TensorType]) -> int:
+def _count_einsum_flops(node: Node, inputs: Sequence[TensorType]) -> int:
     equation = str(node.attrs.get("equation", "")).split("->")[0].split(",")
     sizes: dict[str, int] = {}
     rest = 1

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cost_model.kernels.contraction import matmul_flops
-from cost_model.kernels.loop_counts import Turns, turns
+from cost_model.kernels.contraction import count_matmul_flops
+from cost_model.kernels.loop_counts import LoopTurns, find_turns
 from whale.ir.ops import (
     ALIASES,
     ASKS_SHAPE,
@@ -31,8 +31,8 @@ from whale.ir.ops import (
     REDUCTIONS,
     SOFTMAXES,
 )
-from whale.ir.program import Node, Program, function_refs
-from whale.ir.values import TensorType, item_bytes
+from whale.ir.program import Node, Program, iterate_function_refs
+from whale.ir.values import TensorType, count_item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def _add_n(node: Node, inputs: Inputs) -> Work:
 
 def _contraction(node: Node, inputs: Inputs) -> Work:
     operands = [one for one in inputs if one.dtype not in ("int32", "int64")]  # sizes of gradients are not operands
-    return _streaming(node, operands, float(matmul_flops(node, inputs)))
+    return _streaming(node, operands, float(count_matmul_flops(node, inputs)))
 
 
 def _softmax(node: Node, inputs: Inputs) -> Work:
@@ -277,7 +277,7 @@ def _program_flops(node: Node) -> float:
 def _fused_update(node: Node, inputs: Inputs) -> Work:
     """Counts an update of many variables: its program once for each element; variables are read and written."""
     elements = sum(math.prod(shape.dims or ()) for shape in node.attrs["shapes"])
-    each = item_bytes(str(node.attrs["T"]))
+    each = count_item_bytes(str(node.attrs["T"]))
     variables = node.attrs["H"] * elements / len(node.attrs["shapes"])
     taken = sum(float(one.bytes) for one in inputs if one.dtype != "resource")
     results = sum(float(one.bytes) for one in node.outputs)
@@ -321,39 +321,39 @@ _TABLE: dict[str, Formula] = {
 }
 
 
-def covered(op: str) -> bool:
+def is_covered(op: str) -> bool:
     """Tells whether an op type has a formula of its own."""
     return op in _TABLE
 
 
-def work(node: Node, inputs: Inputs) -> Work:
+def estimate_work(node: Node, inputs: Inputs) -> Work:
     """Returns a node's work; an op without a formula reads its operands, writes its results, one FLOP per element."""
     formula = _TABLE.get(node.op)
     if formula is not None:
         return formula(node, inputs)
-    return _streaming(node, inputs, float(sum(one.elements for one in node.outputs if item_bytes(one.dtype))))
+    return _streaming(node, inputs, float(sum(one.elements for one in node.outputs if count_item_bytes(one.dtype))))
 
 
-def program_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
+def iterate_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
     """Yields every node and what it does, those of called functions as often as they run.
 
     Args:
         trips: how often the bodies of loops run whose number of turns does not follow from the program.
     """
-    yield from _program_work(program, program.functions, trips, {})
+    yield from _iterate_program_work(program, program.functions, trips, {})
 
 
-def _program_work(
+def _iterate_program_work(
     program: Program, functions: Mapping[str, Program], trips: int, arguments: Mapping[int, int]
 ) -> Iterator[tuple[Node, Work]]:
-    counted = turns(program, functions, arguments)
+    counted = find_turns(program, functions, arguments)
     for node in program.nodes:
-        yield node, work(node, [program.type_of(ref) for ref in node.inputs])
-        loop = counted.get(node.name, Turns(trips, {})) if node.op in LOOPS else Turns(1, {})
-        for key, function in function_refs(node):
+        yield node, estimate_work(node, [program.find_type(ref) for ref in node.inputs])
+        loop = counted.get(node.name, LoopTurns(trips, {})) if node.op in LOOPS else LoopTurns(1, {})
+        for key, function in iterate_function_refs(node):
             body = functions.get(function.name)
             if body is None:
                 continue
             # A loop asks once more than it goes on.
             for _ in range(loop.count + (node.op in LOOPS and key == "cond")):
-                yield from _program_work(body, functions, trips, loop.arguments)
+                yield from _iterate_program_work(body, functions, trips, loop.arguments)

@@ -27,22 +27,22 @@ class Body:
     effects: list[str]
 
 
-def body_graph(caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None) -> Body:
+def load_body(caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None) -> Body:
     """Returns the body of function ``name``, typed for ``arguments`` (None: for the types that the function declares).
 
     The graph that the function was traced as is used when it is at least as specific; otherwise the body is imported
     again, so that TensorFlow's shape functions see the caller's shapes.
     """
     function_def = library[name]
-    traced = _traced_graph(caller, name)
-    if traced is not None and _fits(traced, function_def, arguments):
-        body = _from_traced(traced, function_def)
+    traced = _find_traced_graph(caller, name)
+    if traced is not None and _is_fitting_trace(traced, function_def, arguments):
+        body = _make_traced_body(traced, function_def)
         if body is not None:
             return body
-    return _imported(caller, library, function_def, arguments)
+    return _import_body(caller, library, function_def, arguments)
 
 
-def _traced_graph(graph: tf.Graph | None, name: str) -> func_graph.FuncGraph | None:
+def _find_traced_graph(graph: tf.Graph | None, name: str) -> func_graph.FuncGraph | None:
     while graph is not None:
         function = graph._functions.get(name)
         if function is not None:
@@ -52,19 +52,19 @@ def _traced_graph(graph: tf.Graph | None, name: str) -> func_graph.FuncGraph | N
     return None
 
 
-def _fits(traced: func_graph.FuncGraph, function_def: Any, arguments: list[tf.Tensor] | None) -> bool:
+def _is_fitting_trace(traced: func_graph.FuncGraph, function_def: Any, arguments: list[tf.Tensor] | None) -> bool:
     # A trace's inputs and outputs grow when its gradient is taken, after the FunctionDef was made.
     if len(traced.inputs) != len(function_def.signature.input_arg):
         return False
     if arguments is None:
         return True
     return all(
-        own.dtype == given.dtype and (own.dtype in _HANDLES or _at_least(own.shape, given.shape))
+        own.dtype == given.dtype and (own.dtype in _HANDLES or _is_compatible_and_known(own.shape, given.shape))
         for own, given in zip(traced.inputs, arguments)
     )
 
 
-def _at_least(own: tf.TensorShape, given: tf.TensorShape) -> bool:
+def _is_compatible_and_known(own: tf.TensorShape, given: tf.TensorShape) -> bool:
     if given.rank is None:
         return True
     if own.rank != given.rank:
@@ -72,7 +72,7 @@ def _at_least(own: tf.TensorShape, given: tf.TensorShape) -> bool:
     return all(g is None or g == o for o, g in zip(own.as_list(), given.as_list()))
 
 
-def _from_traced(traced: func_graph.FuncGraph, function_def: Any) -> Body | None:
+def _make_traced_body(traced: func_graph.FuncGraph, function_def: Any) -> Body | None:
     """Wraps the traced graph as a Body; returns None when its node names are not those of ``function_def``."""
     arguments = {a.name: t for a, t in zip(function_def.signature.input_arg, traced.inputs)}
     graph_def = traced.as_graph_def()
@@ -87,12 +87,12 @@ def _from_traced(traced: func_graph.FuncGraph, function_def: Any) -> Body | None
             continue
         node, output_arg, index = text.split(":")
         op = traced.get_operation_by_name(node)
-        outputs.append(op.outputs[_output_range(op)[output_arg] + int(index)])
+        outputs.append(op.outputs[_map_output_ranges(op)[output_arg] + int(index)])
     effects = [function_def.control_ret[c] for c in function_def.signature.control_output]
     return Body(traced, graph_def, [t.op.name for t in traced.inputs], outputs, effects)
 
 
-def _output_range(op: tf.Operation) -> dict[str, int]:
+def _map_output_ranges(op: tf.Operation) -> dict[str, int]:
     """Maps each output argument to the number of its first output."""
     first: dict[str, int] = {}
     count = 0
@@ -108,23 +108,23 @@ def _output_range(op: tf.Operation) -> dict[str, int]:
     return first
 
 
-def settled_graph(graph_def: Any) -> tf.Graph:
+def import_settled_graph(graph_def: Any) -> tf.Graph:
     """Imports ``graph_def`` into a new graph, with loops and branches as static as their inputs allow.
 
     Writes to ``graph_def`` (see ``whale.capture.loops``).
     """
     library = {f.signature.name: f for f in graph_def.library.function}
 
-    def imported() -> tf.Graph:
+    def import_graph() -> tf.Graph:
         graph = tf.Graph()
         with graph.as_default():
             tf.graph_util.import_graph_def(graph_def, name="")
         return graph
 
-    return import_settled(graph_def, imported, lambda g, name, given: body_graph(g, library, name, given).outputs)
+    return import_settled(graph_def, import_graph, lambda g, name, given: load_body(g, library, name, given).outputs)
 
 
-def _imported(
+def _import_body(
     caller: tf.Graph, library: Mapping[str, Any], function_def: Any, arguments: list[tf.Tensor] | None
 ) -> Body:
     signature = function_def.signature
@@ -138,12 +138,12 @@ def _imported(
         node.attr.pop("_output_shapes", None)
     # With the callees at hand TensorFlow infers shapes through calls.
     present = {f.signature.name for f in graph_def.library.function}
-    graph_def.library.function.extend(library[n] for n in _callees(graph_def, library) if n not in present)
+    graph_def.library.function.extend(library[n] for n in _list_callees(graph_def, library) if n not in present)
     # The importer refuses names that no node reads.
     read = {text for node in graph_def.node for text in node.input}
     given: dict[str, tf.Tensor] = {}
 
-    def imported() -> func_graph.FuncGraph:
+    def import_function() -> func_graph.FuncGraph:
         with caller.as_default():
             graph = func_graph.FuncGraph(signature.name)
         with graph.as_default():
@@ -163,17 +163,19 @@ def _imported(
             tf.graph_util.import_graph_def(graph_def, input_map=input_map, name="")
         return graph
 
-    graph = import_settled(graph_def, imported, lambda g, name, given: body_graph(g, library, name, given).outputs)
+    graph = import_settled(
+        graph_def, import_function, lambda g, name, given: load_body(g, library, name, given).outputs
+    )
 
-    def tensor_of(text: str) -> tf.Tensor:
+    def find_tensor(text: str) -> tf.Tensor:
         return given[text] if text in given else graph.get_tensor_by_name(flat_names[text])
 
-    outputs = [tensor_of(function_def.ret[r.name]) for r in signature.output_arg]
+    outputs = [find_tensor(function_def.ret[r.name]) for r in signature.output_arg]
     effects = [function_def.control_ret[c] for c in signature.control_output]
     return Body(graph, None, [t.op.name for t in graph.inputs], outputs, effects)
 
 
-def _callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
+def _list_callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
     """Lists the functions that the nodes of ``graph_def`` call, directly or through others."""
     found: dict[str, None] = {}
     todo = [graph_def.node]

@@ -25,7 +25,7 @@ def import_settled(graph_def: Any, imported: Callable[[], tf.Graph], results: Re
     loose = [n for n in graph_def.node if _is_loose(n)]
     loops = [n for n in loose if n.op in LOOPS]
     branches = [n for n in loose if n.op in BRANCHES]
-    recorded = {n.name: _recorded(n) for n in loose}
+    recorded = {n.name: _read_recorded_shapes(n) for n in loose}
     for node in loops:
         # Without recorded shapes a While passes its inputs' shapes on.
         node.attr["output_shapes"].list.ClearField("shape")
@@ -34,15 +34,15 @@ def import_settled(graph_def: Any, imported: Callable[[], tf.Graph], results: Re
         changed = False
         for node in loops:
             op = graph.get_operation_by_name(node.name)
-            changed |= _write(node, op, _kept_by_loop(graph, node, op, recorded[node.name], results))
+            changed |= _write_shapes(node, op, _loosen_loop_shapes(graph, node, op, recorded[node.name], results))
         for node in branches:
             op = graph.get_operation_by_name(node.name)
-            changed |= _write(node, op, _agreed_by_branches(graph, node, op, recorded[node.name], results))
+            changed |= _write_shapes(node, op, _merge_branch_shapes(graph, node, op, recorded[node.name], results))
         if not changed:
             return graph
 
 
-def _recorded(node: Any) -> list[tf.TensorShape]:
+def _read_recorded_shapes(node: Any) -> list[tf.TensorShape]:
     return [tf.TensorShape(s) for s in node.attr["output_shapes"].list.shape]
 
 
@@ -53,20 +53,20 @@ def _is_loose(node: Any) -> bool:
     return any(s.unknown_rank or any(d.size < 0 for d in s.dim) for s in shapes)
 
 
-def _write(node: Any, op: tf.Operation, shapes: Sequence[tf.TensorShape]) -> bool:
+def _write_shapes(node: Any, op: tf.Operation, shapes: Sequence[tf.TensorShape]) -> bool:
     """Records ``shapes`` unless the outputs have them already; says whether it did."""
-    if _dims([t.shape for t in op.outputs]) == _dims(shapes):
+    if _list_dims([t.shape for t in op.outputs]) == _list_dims(shapes):
         return False
     del node.attr["output_shapes"].list.shape[:]
     node.attr["output_shapes"].list.shape.extend(s.as_proto() for s in shapes)
     return True
 
 
-def _dims(shapes: Sequence[tf.TensorShape]) -> list[Any]:
+def _list_dims(shapes: Sequence[tf.TensorShape]) -> list[Any]:
     return [None if s.rank is None else tuple(s.as_list()) for s in shapes]
 
 
-def _kept_by_loop(
+def _loosen_loop_shapes(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
     """Returns the shapes of the loop's outputs, loosened where one iteration of the body does not keep them."""
@@ -75,11 +75,11 @@ def _kept_by_loop(
     kept = []
     for i, (own, result) in enumerate(zip(op.outputs, returned, strict=True)):
         shape = own.shape.most_specific_common_supertype([result.shape]) if own.shape.rank is not None else own.shape
-        kept.append(_with_recorded(shape, recorded[i]))
+        kept.append(_merge_recorded(shape, recorded[i]))
     return kept
 
 
-def _agreed_by_branches(
+def _merge_branch_shapes(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
     """Returns the shapes on which all alternatives of a branch node agree, for each of its outputs."""
@@ -93,11 +93,11 @@ def _agreed_by_branches(
         shape = result.shape
         if shape.rank is not None:
             shape = shape.most_specific_common_supertype([other[i].shape for other in others])
-        agreed.append(_with_recorded(shape, recorded[i]))
+        agreed.append(_merge_recorded(shape, recorded[i]))
     return agreed
 
 
-def _with_recorded(shape: tf.TensorShape | None, recorded: tf.TensorShape) -> tf.TensorShape:
+def _merge_recorded(shape: tf.TensorShape | None, recorded: tf.TensorShape) -> tf.TensorShape:
     """Merges a shape with the one that the node was built with, which holds in any case, if they are compatible."""
     shape = tf.TensorShape(None) if shape is None else shape
     return shape.merge_with(recorded) if shape.is_compatible_with(recorded) else shape

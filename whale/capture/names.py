@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from whale.ir.program import Program, renamed
+from whale.ir.program import Program, rename_nodes
 
 _NUMBER = re.compile(r"[_.]?\d+")
 
@@ -25,7 +25,7 @@ class Names:
         self._used = set(used)
         self._numbers: dict[str, int] = {}
 
-    def unused(self, name: str) -> str:
+    def make_unused(self, name: str) -> str:
         """``name``, with the least number that makes it another one if it is in use; it is in use from now on."""
         unique, n = name, self._numbers.get(name, 1)
         while unique in self._used:
@@ -35,7 +35,7 @@ class Names:
         return unique
 
 
-def of_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+def name_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
     """New names for the captured tensors that have none of their own: ``scope/995`` becomes ``scope/captured``.
 
     Args:
@@ -47,11 +47,11 @@ def of_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
     for name in names:
         scope, _, last = name.rpartition("/")
         if last.isdigit():
-            found[name] = used.unused(f"{scope}/captured" if scope else "captured")
+            found[name] = used.make_unused(f"{scope}/captured" if scope else "captured")
     return found
 
 
-def with_lasting_arguments(body: Program) -> Program:
+def rename_arguments(body: Program) -> Program:
     """``body`` with arguments that are called as TensorFlow calls them, without numbers."""
     used = Names({n.name for n in body.nodes} - set(body.inputs))
-    return renamed(body, {n: used.unused(_NUMBER.sub("", n).strip("_/") or "argument") for n in body.inputs})
+    return rename_nodes(body, {n: used.make_unused(_NUMBER.sub("", n).strip("_/") or "argument") for n in body.inputs})

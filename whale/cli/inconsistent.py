@@ -11,7 +11,7 @@ _CONTRADICTIONS = (LookupError, ValueError, TypeError, ArithmeticError, Attribut
 
 
 @contextmanager
-def refused_if_inconsistent(*paths: object) -> Iterator[None]:
+def refuse_inconsistent(*paths: object) -> Iterator[None]:
     """Turns an unexpected error inside into a PlanError about the files, whose parts are valid but do not fit together.
 
     Raises:

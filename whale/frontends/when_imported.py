@@ -9,7 +9,7 @@ from types import ModuleType
 from whale.imports import Finder, Load
 
 
-def when_imported(names: Collection[str], change: Callable[[ModuleType], None]) -> None:
+def change_when_imported(names: Collection[str], change: Callable[[ModuleType], None]) -> None:
     """Changes modules of these names: now those that are loaded, others when they are. Safe to repeat."""
 
     def load_and_change(load: Load, module: ModuleType) -> None:

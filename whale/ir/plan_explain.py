@@ -7,7 +7,7 @@ import fnmatch
 from whale.errors import PlanError
 from whale.ir.layout import Strategy
 from whale.ir.plan import Plan, Reshard
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 from whale.ir.program import Node
 
 MOST_OPS = 5  # explained at a time
@@ -34,7 +34,7 @@ def find_ops(plan: Plan, pattern: str) -> list[str]:
     return found
 
 
-def op_table(plan: Plan) -> list[str]:
+def list_op_rows(plan: Plan) -> list[str]:
     """Returns a row for each operation: its layout, the bytes that resharding its operands and results moves, its
     origin.
     """
@@ -45,12 +45,12 @@ def op_table(plan: Plan) -> list[str]:
     rows = [f"{'operation':44} {'layout':44} {'moved':>10}  why"]
     for name, s in plan.strategies.get("", {}).items():
         short = name if len(name) <= 44 else "..." + name[-41:]
-        sent = human_bytes(moved[name]) if moved.get(name) else ""
-        rows.append(f"{short:44} {layout_of(s):44} {sent:>10}  {s.why}")
+        sent = format_bytes(moved[name]) if moved.get(name) else ""
+        rows.append(f"{short:44} {format_layout(s):44} {sent:>10}  {s.why}")
     return rows
 
 
-def explained_of_plan(plan: Plan, pattern: str) -> list[str]:
+def explain_operations(plan: Plan, pattern: str) -> list[str]:
     """Describes what a saved plan decides for the operations that a pattern names.
 
     Raises:
@@ -59,33 +59,33 @@ def explained_of_plan(plan: Plan, pattern: str) -> list[str]:
     lines: list[str] = []
     found = find_ops(plan, pattern)
     for name in found[:MOST_OPS]:
-        lines += [name, *decided(plan, name, None), ""]
+        lines += [name, *explain_operation(plan, name, None), ""]
     if len(found) > MOST_OPS:
         lines += [f"... and {len(found) - MOST_OPS} more", ""]
     return [*lines, "Chains and alternatives need the program: `whale plan SCRIPT --explain OP`."]
 
 
-def layout_of(s: Strategy) -> str:
+def format_layout(s: Strategy) -> str:
     """Formats a strategy as text."""
     return "first rank only" if s.once else str(s)
 
 
-def decided(plan: Plan, name: str, node: Node | None) -> list[str]:
+def explain_operation(plan: Plan, name: str, node: Node | None) -> list[str]:
     """Describes an operation's layout and the reshards of its results, and of its operands if ``node`` is given."""
     s = plan.strategies[""][name]
-    lines = [f"  layout   {layout_of(s)}   ({s.why})"]
+    lines = [f"  layout   {format_layout(s)}   ({s.why})"]
     read = set(node.inputs) if node is not None else set()
     for r in plan.reshards:
         if r.graph or not r.bytes:
             continue
         if r.ref.node == name:
-            lines.append(f"  result   {_moves(r, plan)}")
+            lines.append(f"  result   {_format_move(r, plan)}")
         elif r.ref in read and node is not None and s.inputs[node.inputs.index(r.ref)] == r.target:
-            lines.append(f"  operand  {r.ref} {_moves(r, plan)}")
+            lines.append(f"  operand  {r.ref} {_format_move(r, plan)}")
     return lines
 
 
-def _moves(r: Reshard, plan: Plan) -> str:
+def _format_move(r: Reshard, plan: Plan) -> str:
     others = len(plan.groups.get(r.group, ())) - 1 if r.group >= 0 else 0
     together = f", together with {others} others" if others > 0 else ""
-    return f"{r.source} -> {r.target}, {human_bytes(r.bytes)}{together}" + (f" ({r.origin})" if r.origin else "")
+    return f"{r.source} -> {r.target}, {format_bytes(r.bytes)}{together}" + (f" ({r.origin})" if r.origin else "")

@@ -12,7 +12,7 @@ from whale.launcher.mpirun import PLAN_VARIABLE, Options
 from whale.launcher.run import run
 
 
-def measure(plan: str, script: Sequence[str], ranks: int, steps: int, profile: str) -> tuple[bytes, list[bytes]]:
+def measure_script(plan: str, script: Sequence[str], ranks: int, steps: int, profile: str) -> tuple[bytes, list[bytes]]:
     """Runs some steps of a script on that many ranks of this host and returns the prediction and the measurements.
 
     Args:

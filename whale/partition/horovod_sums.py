@@ -16,7 +16,7 @@ from whale.ir.emitter import Emitter
 from whale.ir.layout import B, Partial
 from whale.ir.ops import ALL_REDUCE
 from whale.ir.plan import Reshard
-from whale.ir.program import Node, Program, Ref, rewired
+from whale.ir.program import Node, Program, Ref, rewire
 from whale.passes.analysis.uses import taken_by_updates
 from whale.passes.resharding.horovod import HOROVOD_DTYPES
 
@@ -38,8 +38,8 @@ def give_to_horovod(program: Program, rank: int, size: int, comm: str) -> Progra
         r = Reshard("", Ref(node.name), Partial("sum"), B, key, 0, backend="horovod")
         emitter.all_reduce(name, node.inputs[1:], node.outputs, r, key)
         emitter.nodes[name] = replace(emitter.nodes[name], controls=node.controls)
-        moved.update((ref, Ref(name, ref.index)) for ref in node.refs())
-    return rewired(program, emitter.nodes, moved) if moved else program
+        moved.update((ref, Ref(name, ref.index)) for ref in node.list_refs())
+    return rewire(program, emitter.nodes, moved) if moved else program
 
 
 def _can_go(program: Program, node: Node, size: int) -> bool:
@@ -47,4 +47,4 @@ def _can_go(program: Program, node: Node, size: int) -> bool:
         return False
     if any(t.dtype not in HOROVOD_DTYPES for t in node.outputs):
         return False
-    return "wire_dtype" not in node.attrs and all(taken_by_updates(program, ref) for ref in node.refs())
+    return "wire_dtype" not in node.attrs and all(taken_by_updates(program, ref) for ref in node.list_refs())

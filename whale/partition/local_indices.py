@@ -11,7 +11,7 @@ import numpy as np
 from whale.ir.emitter import Emitter
 from whale.ir.marks import Marks
 from whale.ir.program import Ref
-from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
+from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
 from whale.sharding_rules.base import Window
 
 
@@ -26,19 +26,19 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
     """
     source, t = inputs[window.indices], types[window.indices]
     if window.column is not None:
-        return _of_column(e, name, window, inputs, types)
+        return _emit_column_window(e, name, window, inputs, types)
     kind = {"T": DType(t.dtype)}
 
-    def number(suffix: str, value: int) -> Ref:
-        return e.const(f"{name}/{suffix}", np.array(value, numpy_dtype(t.dtype)))
+    def emit_number(suffix: str, value: int) -> Ref:
+        return e.const(f"{name}/{suffix}", np.array(value, find_numpy_dtype(t.dtype)))
 
-    moved = e.add(f"{name}/from_first", "Sub", (source, number("offset", window.offset)), kind, (t,))
-    near = e.add(f"{name}/not_above", "Minimum", (moved, number("last", window.size - 1)), kind, (t,))
-    near = e.add(f"{name}/not_below", "Maximum", (near, number("first", 0)), kind, (t,))
+    moved = e.add(f"{name}/from_first", "Sub", (source, emit_number("offset", window.offset)), kind, (t,))
+    near = e.add(f"{name}/not_above", "Minimum", (moved, emit_number("last", window.size - 1)), kind, (t,))
+    near = e.add(f"{name}/not_below", "Maximum", (near, emit_number("first", 0)), kind, (t,))
     flags = (TensorType("bool", t.shape),)
     inside = e.add(f"{name}/inside", "Equal", (moved, near), {**kind, "incompatible_shape_error": True}, flags)
     if window.masked is None:
-        near = e.add(f"{name}/or_none", "SelectV2", (inside, moved, number("none", -1)), kind, (t,))
+        near = e.add(f"{name}/or_none", "SelectV2", (inside, moved, emit_number("none", -1)), kind, (t,))
     inputs[window.indices] = near
     if window.masked is not None and window.masked >= 0:
         at = window.masked
@@ -46,14 +46,14 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
     return inside
 
 
-def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
+def _emit_column_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
     """Does the same for indices of several columns.
 
     Operands with rows of their own lose those that fall elsewhere. Where there are elements alone, whose flags have
     their shape, those that fall elsewhere keep the old value.
     """
     source, t = inputs[window.indices], types[window.indices]
-    shape = static_shape(t)
+    shape = require_static_shape(t)
     *lead, columns = shape
     one = TensorType(t.dtype, tuple(lead))
     begin, end, at = [0] * len(lead) + [window.column], [*lead, (window.column or 0) + 1], np.int32
@@ -69,7 +69,7 @@ def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: 
     kind = {"T": DType(t.dtype)}
     change = e.add(f"{name}/change", "Sub", (seen[0], column), kind, (one,))
     change = e.reshape(f"{name}/changes", change, t.dtype, (*lead, 1))
-    only = e.const(f"{name}/only", np.eye(columns, dtype=numpy_dtype(t.dtype))[window.column])
+    only = e.const(f"{name}/only", np.eye(columns, dtype=find_numpy_dtype(t.dtype))[window.column])
     spread = e.add(f"{name}/by_column", "Mul", (change, only), kind, (t,))
     local = e.add(f"{name}/local", "AddV2", (source, spread), kind, (t,))
     inputs[window.indices] = local
@@ -90,7 +90,7 @@ def _of_column(e: Emitter, name: str, window: Window, inputs: list[Ref], types: 
     own = e.add(f"{name}/own", "Where", (flags,), {"T": DType("bool")}, (TensorType("int64", (None, 1)),))
     for operand in (window.indices, window.rows):
         t = types[operand]
-        rest = static_shape(t)[len(lead) :]
+        rest = require_static_shape(t)[len(lead) :]
         flat = e.reshape(f"{name}/flat_{operand}", inputs[operand], t.dtype, (count, *rest))
         found = (TensorType(t.dtype, (None, *rest)),)
         attrs = {"Tparams": DType(t.dtype), "Tindices": DType("int64")}
@@ -102,8 +102,8 @@ def emit_zeroed(
     e: Emitter, name: str, window: Window, values: Ref, t: TensorType, inside: Ref, indices: TensorType
 ) -> Ref:
     """Emits ``values``, of type ``t``, with zeros where the index falls elsewhere."""
-    flags = static_shape(indices)
-    shape = (1,) * window.at + flags + (1,) * (len(static_shape(t)) - window.at - len(flags))
+    flags = require_static_shape(indices)
+    shape = (1,) * window.at + flags + (1,) * (len(require_static_shape(t)) - window.at - len(flags))
     flag = inside if shape == flags else e.reshape(f"{name}/whale_inside", inside, "bool", shape)
-    zero = e.const(f"{name}/whale_zero", np.zeros((), numpy_dtype(t.dtype)))
+    zero = e.const(f"{name}/whale_zero", np.zeros((), find_numpy_dtype(t.dtype)))
     return e.add(name, "SelectV2", (flag, values, zero), {"T": DType(t.dtype)}, (t,))

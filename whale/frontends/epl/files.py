@@ -28,7 +28,7 @@ def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, u
     Raises:
       ProgramError: the files cannot be divided evenly, and neither is allowed.
     """
-    found = [op for op in graph.get_operations() if op.type == "TensorSliceDataset" and _names_files(op)]
+    found = [op for op in graph.get_operations() if op.type == "TensorSliceDataset" and _is_naming_files(op)]
     for op in found:
         uses = [(use, i) for use in op.outputs[0].consumers() for i, t in enumerate(use.inputs) if t is op.outputs[0]]
         count = op.inputs[0].shape.as_list()[0]
@@ -56,7 +56,7 @@ def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, u
     return len(found)
 
 
-def _names_files(op: tf.Operation) -> bool:
+def _is_naming_files(op: tf.Operation) -> bool:
     """Tells whether the elements of a TensorSliceDataset are strings that some dataset behind it opens."""
     if len(op.inputs) != 1 or op.inputs[0].dtype != tf.string or op.inputs[0].shape.rank != 1:
         return False
@@ -65,13 +65,13 @@ def _names_files(op: tf.Operation) -> bool:
     while pending:
         one = pending.pop()
         if one.type in _MAPS:
-            return _opens(one.get_attr("f").name, functions)
+            return _is_opening_files(one.get_attr("f").name, functions)
         pending += [use for t in one.outputs for use in t.consumers() if use.type.endswith("Dataset")]
     return False
 
 
-def _opens(name: str, functions: Mapping[str, Any]) -> bool:
+def _is_opening_files(name: str, functions: Mapping[str, Any]) -> bool:
     """Tells whether a function, or one that it refers to, opens files."""
     nodes = functions[name].node_def
     inner = {a.func.name for n in nodes for a in n.attr.values() if a.func.name in functions}
-    return any(n.op in _READS for n in nodes) or any(_opens(other, functions) for other in inner)
+    return any(n.op in _READS for n in nodes) or any(_is_opening_files(other, functions) for other in inner)

@@ -8,12 +8,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops import iterator_ops
 
-from whale.frontends.epl.building import active
+from whale.frontends.epl.building import is_active
 
 _READS = ("IteratorGetNext", "IteratorGetNextSync")
 
 
-def change() -> None:
+def patch_iterators() -> None:
     """Patches iterators to give an unknown dimension 0 in graphs of the library's scripts, whatever is told of it."""
     if hasattr(iterator_ops, "_whale_epl"):
         return
@@ -23,8 +23,8 @@ def change() -> None:
     @functools.wraps(begin)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        if active():
-            self._element_spec = tf.nest.map_structure(_open, self._element_spec)
+        if is_active():
+            self._element_spec = tf.nest.map_structure(_open_shape, self._element_spec)
             flat = [s.shape for s in tf.nest.flatten(self._element_spec) if isinstance(s, tf.TensorSpec)]
             if len(flat) == len(self._flat_tensor_shapes):
                 self._flat_tensor_shapes = flat
@@ -34,7 +34,7 @@ def change() -> None:
 
     @functools.wraps(told)
     def set_shape(self: Any, shape: Any) -> None:
-        if active() and not hasattr(self, "numpy") and self.op.type in _READS:
+        if is_active() and not hasattr(self, "numpy") and self.op.type in _READS:
             shape = tf.TensorShape(shape)
             shape = tf.TensorShape([None, *shape[1:]]) if shape.rank else shape
         told(self, shape)
@@ -42,7 +42,7 @@ def change() -> None:
     tf.Tensor.set_shape = set_shape
 
 
-def _open(spec: Any) -> Any:
+def _open_shape(spec: Any) -> Any:
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return spec
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype, spec.name)

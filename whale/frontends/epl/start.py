@@ -15,22 +15,22 @@ from whale.frontends.epl.config import Config
 from whale.frontends.epl.env import Env
 from whale.frontends.epl.files import slice_files
 from whale.frontends.epl.graph import Graph
-from whale.frontends.epl.merged import growing, merge
+from whale.frontends.epl.merged import merge_outputs, unfreeze_graph
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
 from whale.log import log
-from whale.runtime.run.context import current
-from whale.runtime.run.graph_semantics import Batches
+from whale.runtime.run.context import require_current
+from whale.runtime.run.graph_semantics import BatchReaders
 from whale.runtime.run.reinit import begin_again
 
 VERSION = "0.6.0"  # of the library whose names these are
 
 
-class WrongStart(ProgramError, RuntimeError):
+class WrongStartError(ProgramError, RuntimeError):
     """The error of ``epl.init`` where it cannot be; scripts for the library expect a RuntimeError."""
 
 
-def switch() -> None:
+def switch_to_resources() -> None:
     """Switches variables and control flow to forms that can be distributed, for graphs that are built from now on."""
     tf.compat.v1.enable_resource_variables()
     tf.compat.v1.enable_control_flow_v2()
@@ -53,7 +53,7 @@ def init(config: Config | None = None) -> None:
             "the configuration is none", given=repr(config), expected="an epl.Config", action="pass epl.Config({...})"
         )
     if tf.executing_eagerly():
-        raise WrongStart(
+        raise WrongStartError(
             "scripts of the Easy Parallel Library build graphs, and eager execution is on",
             given="tf.executing_eagerly()",
             expected="graphs of TensorFlow 1",
@@ -63,13 +63,13 @@ def init(config: Config | None = None) -> None:
     env = Env.get()
     env.reset()
     env.config = config
-    switch()
-    if not begin_again(config.as_whale()):
-        whale_start.init(config.as_whale())
-    building.change()
-    reading.change()
-    context = current("epl.init()")
-    context.meaning = _Meaning()
+    switch_to_resources()
+    if not begin_again(config.to_whale()):
+        whale_start.init(config.to_whale())
+    building.patch_gradients()
+    reading.patch_iterators()
+    context = require_current("epl.init()")
+    context.meaning = _EplSemantics()
     if context.seeds is not None:
         context.seeds.leave_draws_to_ranks()
     # Task graphs come to lie apart or split; that is known when they are all there.
@@ -88,12 +88,12 @@ def set_default_strategy(strategy: Any) -> None:
     Raises:
       PlanError: another strategy, or ``auto.auto_parallel``.
     """
-    current("epl.set_default_strategy()")
+    require_current("epl.set_default_strategy()")
     Graph.get(may_create=True).set_default_strategy(strategy)
 
 
 def _tell(config: Config) -> None:
-    context = current("epl.init()")
+    context = require_current("epl.init()")
     ignored = {
         "gradient_checkpoint.check_gradients": config.gradient_checkpoint.check_gradients,
         "gradient_checkpoint.end_taskgraph": config.gradient_checkpoint.end_taskgraph != -1,
@@ -103,56 +103,56 @@ def _tell(config: Config) -> None:
             log.warning(f"{name} has no effect")
 
 
-class _Meaning:
-    """The library's meaning of graphs; see ``whale.runtime.run.graph_semantics.Meaning``."""
+class _EplSemantics:
+    """The library's meaning of graphs; see ``whale.runtime.run.graph_semantics.GraphSemantics``."""
 
-    def batches(self, graph: tf.Graph) -> Batches:
-        return Env.get().graph_of(graph).layout.batches
+    def find_batch_readers(self, graph: tf.Graph) -> BatchReaders:
+        return Env.get().find_graph(graph).layout.batches
 
-    def scoped(self, program: Program, graph: tf.Graph) -> Program:
-        mine = Env.get().graph_of(graph)
+    def apply_scopes(self, program: Program, graph: tf.Graph) -> Program:
+        mine = Env.get().find_graph(graph)
         paths = mine.layout.paths
-        after = _after(program, mine.differentiated)
+        after = _find_after_gradients(program, mine.differentiated)
         if "(ranks=" in "".join(paths.values()):
             # A run that has something of some stages only, such as one of initializers, is every rank's.
             marks = {n.scope for n in program.nodes if n.op not in ("VarHandleOp", "Const")}
             if not {f"{PREFIX}{k}" for k in paths} <= {mark.rpartition("/")[2] for mark in marks}:
                 paths = {}
 
-        def path(mark: str, name: str = "") -> str:
+        def make_path(mark: str, name: str = "") -> str:
             if not mark.startswith(PREFIX):
                 return mark
             return "" if name in after else paths.get(int(mark.removeprefix(PREFIX)), "")
 
-        def whole(one: Program, top: bool) -> Program:
+        def apply_to_graph(one: Program, top: bool) -> Program:
             nodes = tuple(
-                n if not n.scope else replace(n, scope=path(n.scope, n.name if top else "")) for n in one.nodes
+                n if not n.scope else replace(n, scope=make_path(n.scope, n.name if top else "")) for n in one.nodes
             )
-            variables = tuple(replace(v, scope=path(v.scope)) for v in one.variables)
-            functions = {name: whole(f, False) for name, f in one.functions.items()}
+            variables = tuple(replace(v, scope=make_path(v.scope)) for v in one.variables)
+            functions = {name: apply_to_graph(f, False) for name, f in one.functions.items()}
             return replace(one, nodes=nodes, variables=variables, functions=functions)
 
-        return whole(program, True)
+        return apply_to_graph(program, True)
 
-    def fetched(self, graph: tf.Graph, fetch: Any) -> Any:
-        mine = Env.get().graph_of(graph)
-        self._files(mine, graph)
-        merge(mine, graph)
+    def find_fetched(self, graph: tf.Graph, fetch: Any) -> Any:
+        mine = Env.get().find_graph(graph)
+        self._divide_files(mine, graph)
+        merge_outputs(mine, graph)
         return mine.merged.get(fetch.name, fetch)
 
-    def _files(self, mine: Graph, graph: tf.Graph) -> None:
+    def _divide_files(self, mine: Graph, graph: tf.Graph) -> None:
         """Divides the files of the graph's datasets, before anything of it runs."""
         io = Env.get().config.io
         readers = mine.layout.batches.readers
         if not io.slicing or mine.sliced or len(readers) < 2:
             return
         mine.sliced = True
-        replica = sum(reader <= current("io.slicing").rank for reader in readers) - 1
-        with growing(graph):
+        replica = sum(reader <= require_current("io.slicing").rank for reader in readers) - 1
+        with unfreeze_graph(graph):
             slice_files(graph, replica, len(readers), io.drop_last_files, io.unbalanced_io_slicing)
 
 
-def _after(program: Program, differentiated: set[str]) -> set[str]:
+def _find_after_gradients(program: Program, differentiated: set[str]) -> set[str]:
     """Returns names of nodes computed from gradients: what clips and applies them belongs to no task graph."""
     found: set[str] = set()
     for node in program.nodes:

@@ -6,7 +6,7 @@ from typing import Any
 
 from whale.errors import ProgramError
 from whale.frontends.keras.install import install
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -27,7 +27,7 @@ def distribute(model: Any) -> Any:
       ClusterError: called before ``wh.init``.
       ProgramError: it is no such model, or the ranks of this run train alone.
     """
-    if current("wh.distribute()").solo:
+    if require_current("wh.distribute()").solo:
         raise ProgramError(
             "wh.distribute in a run whose ranks train alone",
             given="wh.init(solo=True)",

@@ -12,33 +12,33 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.client import session
 
-from whale.frontends.tf1.taking import replace_function, replace_method, taken
+from whale.frontends.tf1.taking import find_spread_run, replace_function, replace_method
 
 
-def change() -> None:
+def patch_sessions() -> None:
     """Patches the classes to make Whale's sessions during a run."""
     for kind in (session.Session, session.InteractiveSession):
-        kind.__new__ = staticmethod(_new)
-    replace_function(tf.compat.v1.train.MonitoredTrainingSession, _monitored)
-    replace_method(tf.compat.v1.train.Supervisor, "__init__", _supervisor)
+        kind.__new__ = staticmethod(_make_session)
+    replace_function(tf.compat.v1.train.MonitoredTrainingSession, _init_monitored)
+    replace_method(tf.compat.v1.train.Supervisor, "__init__", _init_supervisor)
 
 
-def _new(kind: type, *args: Any, **kwargs: Any) -> Any:
+def _make_session(kind: type, *args: Any, **kwargs: Any) -> Any:
     made = kind
-    if kind in (session.Session, session.InteractiveSession) and taken() is not None:
+    if kind in (session.Session, session.InteractiveSession) and find_spread_run() is not None:
         from whale.runtime.session.session import InteractiveSession, Session
 
         made = Session if kind is session.Session else InteractiveSession
     return object.__new__(made)
 
 
-def _monitored(original: Any, master: str = "", is_chief: bool = True, *args: Any, **kwargs: Any) -> Any:
+def _init_monitored(original: Any, master: str = "", is_chief: bool = True, *args: Any, **kwargs: Any) -> Any:
     """Makes every rank a chief, so that all have the same hooks and make the same runs."""
-    return original(master, is_chief or taken() is not None, *args, **kwargs)
+    return original(master, is_chief or find_spread_run() is not None, *args, **kwargs)
 
 
-def _supervisor(original: Any, *args: Any, **kwargs: Any) -> None:
+def _init_supervisor(original: Any, *args: Any, **kwargs: Any) -> None:
     given = inspect.signature(original).bind(*args, **kwargs)
-    if taken() is not None:
+    if find_spread_run() is not None:
         given.arguments["is_chief"] = True
     original(*given.args, **given.kwargs)

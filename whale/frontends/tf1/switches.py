@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from whale.frontends.tf1.taking import replace_function, taken
+from whale.frontends.tf1.taking import find_spread_run, replace_function
 from whale.log import log
 
 _SWITCHES = {
@@ -15,20 +15,20 @@ _SWITCHES = {
 }
 
 
-def change() -> None:
+def patch_switches() -> None:
     """Patches ``disable_v2_behavior`` to leave both as they are during a run."""
     for _, name, _ in _SWITCHES.values():
-        replace_function(getattr(tf.compat.v1, name), _kept)
+        replace_function(getattr(tf.compat.v1, name), _keep_behavior)
 
 
-def _kept(original: Callable[[], None]) -> None:
-    if taken() is None:
+def _keep_behavior(original: Callable[[], None]) -> None:
+    if find_spread_run() is None:
         original()
 
 
 def turn_on() -> None:
     """Turns on what is off, until the end of the run, and logs it."""
-    context = taken()
+    context = find_spread_run()
     if context is None:
         return
     v1 = tf.compat.v1

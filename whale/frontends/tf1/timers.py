@@ -8,27 +8,27 @@ from typing import Any
 from tensorflow.python.training import basic_session_run_hooks, coordinator
 
 from whale.errors import ProgramError
-from whale.frontends.tf1.taking import replace_method, taken
+from whale.frontends.tf1.taking import find_spread_run, replace_method
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
 
 
-def change() -> None:
+def patch_timers() -> None:
     """Patches hooks' timers and a supervisor's threads to follow the first rank."""
-    replace_method(basic_session_run_hooks.SecondOrStepTimer, "should_trigger_for_step", _triggers)
+    replace_method(basic_session_run_hooks.SecondOrStepTimer, "should_trigger_for_step", _should_trigger)
     replace_method(coordinator.LooperThread, "start", _start)
 
 
-def _triggers(original: Any, timer: Any, step: int) -> bool:
+def _should_trigger(original: Any, timer: Any, step: int) -> bool:
     mine = bool(original(timer, step))
-    context = taken()
+    context = find_spread_run()
     if context is None or timer._every_secs is None:  # by steps: alike on all ranks
         return mine
-    return _first_ranks(mine, context)
+    return _follow_first_rank(mine, context)
 
 
-def _first_ranks(mine: bool, context: Context) -> bool:
-    if not context.between_processes:
+def _follow_first_rank(mine: bool, context: Context) -> bool:
+    if not context.has_other_processes:
         return mine
     key = f"whale/element/{context.elements}"
     context.elements += 1
@@ -41,7 +41,7 @@ def _start(original: Any, thread: Any) -> None:
 
     Threads of several ranks would make their runs in different orders.
     """
-    context = taken()
+    context = find_spread_run()
     if context is None:
         original(thread)
         return
@@ -54,14 +54,14 @@ def _start(original: Any, thread: Any) -> None:
         )
     due_s = time.time()
 
-    def turn() -> None:
+    def run_turn() -> None:
         nonlocal due_s
         if thread._coord.should_stop():
-            context.between_runs.remove(turn)
-        elif _first_ranks(time.time() >= due_s, context):
+            context.between_runs.remove(run_turn)
+        elif _follow_first_rank(time.time() >= due_s, context):
             due_s = time.time() + thread._timer_interval_secs
             thread.run_loop()
 
     thread.start_loop()
-    turn()
-    context.between_runs.append(turn)
+    run_turn()
+    context.between_runs.append(run_turn)

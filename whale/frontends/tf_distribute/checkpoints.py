@@ -11,10 +11,10 @@ from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError
-from whale.runtime.checkpoint.gathering import whole_on_first_rank
+from whale.runtime.checkpoint.gathering import gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.run.context import Context, running
+from whale.runtime.run.context import Context, find_running
 
 
 def install() -> None:
@@ -26,11 +26,11 @@ def install() -> None:
 
     @functools.wraps(original)
     def _write(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        context = running()
-        if context is None or not context.between_processes or context.own_programs is not None:
+        context = find_running()
+        if context is None or not context.has_other_processes or context.own_programs is not None:
             return original(self, file_prefix, options)
-        with whole_on_first_rank(ObjectGraphView(self).breadth_first_traversal()[0], context), captures_steps():
-            return _written_once(lambda: original(self, file_prefix, options), os.fspath(file_prefix), context)
+        with gather_on_first_rank(ObjectGraphView(self).breadth_first_traversal()[0], context), captures_steps():
+            return _write_once(lambda: original(self, file_prefix, options), os.fspath(file_prefix), context)
 
     _write._whale_original = original  # type: ignore[attr-defined]
     kind._write = _write
@@ -40,13 +40,13 @@ def install() -> None:
         try:
             delete(filespec)
         except tf.errors.NotFoundError:  # another rank was the first to delete the same old checkpoint
-            if running() is None:
+            if find_running() is None:
                 raise
 
     checkpoint_management._delete_file_if_exists = _delete_file_if_exists
 
 
-def _written_once(write: Any, prefix: str, context: Context) -> str:
+def _write_once(write: Any, prefix: str, context: Context) -> str:
     comm = context.comms[0]
     purpose = f"the saving of the checkpoint {prefix} (every rank has to save it)"
     places = [data.decode() for data in comm.allgather_bytes("whale/strategy/save", prefix.encode(), purpose=purpose)]

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.tf_distribute.steps import taken_from
+from whale.frontends.tf_distribute.steps import refuse_taking
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.run.context import Context
 
@@ -31,7 +31,7 @@ class DistributedDataset(ShardedDataset):
         super().__init__(dataset, context, "row")
 
     def __iter__(self) -> Any:
-        taken_from("iter() of a distributed dataset")
+        refuse_taking("iter() of a distributed dataset")
         return DistributedIterator(super().__iter__(), self.element_spec)
 
 
@@ -46,7 +46,7 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        taken_from("next() of a distributed dataset's iterator")
+        refuse_taking("next() of a distributed dataset's iterator")
         return next(self._batches)
 
     def get_next(self) -> Any:

@@ -13,8 +13,8 @@ from whale.errors import ProgramError
 from whale.frontends import start
 from whale.frontends.tf_distribute import checkpoints, steps, workers
 from whale.frontends.tf_distribute.datasets import DistributedDataset
-from whale.runtime.run.context import Context, current, running
-from whale.runtime.run.tf_config import check, tf_config
+from whale.runtime.run.context import Context, find_running, require_current
+from whale.runtime.run.tf_config import check_tf_config, read_tf_config
 
 _REDUCTIONS = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}
 
@@ -55,10 +55,10 @@ class Strategy:
                 expected="wh.Strategy(); a process for each device",
                 action="start as many processes as there are devices: `whale run -np 4 script.py`",
             )
-        said = tf_config()
-        if running() is None:
+        said = read_tf_config()
+        if find_running() is None:
             start.init(config)
-        context = current("wh.Strategy()")
+        context = require_current("wh.Strategy()")
         if context.own_programs is not None:
             raise ProgramError(
                 "wh.Strategy() and hvd.init() mean different programs",
@@ -67,10 +67,10 @@ class Strategy:
                 action="remove one of the two",
             )
         if context.dry is None:
-            check(said, context.rank, context.size, context.place.launcher)
+            check_tf_config(said, context.rank, context.size, context.place.launcher)
         steps.install()
         checkpoints.install()
-        self._steps = steps.Steps()
+        self._steps = steps.CompiledSteps()
         self.cluster_resolver = workers.Resolver(said, context.rank, context.size)
         self.extended = Extended(self)
 
@@ -82,7 +82,7 @@ class Strategy:
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Opens the scope for models and variables, in which TensorFlow sees no strategy: all ranks run one program."""
-        _context("strategy.scope()")
+        _require_context("strategy.scope()")
         yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -96,10 +96,10 @@ class Strategy:
           ProgramError: in a graph that Whale does not see.
         """
         kwargs = kwargs or {}
-        if steps.inside_a_step():
+        if steps.is_inside_step():
             return fn(*args, **kwargs)
-        _context("strategy.run()")
-        return self._steps.of(fn)(*args, **kwargs)
+        _require_context("strategy.run()")
+        return self._steps.find_step(fn)(*args, **kwargs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Returns ``value``, which is that of all replicas already; with ``axis`` its sum or mean along it.
@@ -129,13 +129,13 @@ class Strategy:
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> DistributedDataset:
         """Returns a dataset of global batches, of which each rank reads its rows; see ``wh.shard``."""
-        return DistributedDataset(dataset, _context("strategy.experimental_distribute_dataset()"))
+        return DistributedDataset(dataset, _require_context("strategy.experimental_distribute_dataset()"))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], Any], options: Any = None
     ) -> DistributedDataset:
         """Returns what ``dataset_fn`` makes for one pipeline of one replica, of which each rank reads its rows."""
-        context = _context("strategy.distribute_datasets_from_function()")
+        context = _require_context("strategy.distribute_datasets_from_function()")
         one = tf.distribute.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)
         return DistributedDataset(dataset_fn(one), context)
 
@@ -168,7 +168,7 @@ class Extended:
     parameter_devices = worker_devices
 
     def _in_multi_worker_mode(self) -> bool:
-        return current("strategy.extended").between_processes
+        return require_current("strategy.extended").has_other_processes
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Runs a function as ``run`` does."""
@@ -202,8 +202,8 @@ class Extended:
         _refuse(f"strategy.extended.{name}")
 
 
-def _context(what: str) -> Context:
-    return current(what)
+def _require_context(what: str) -> Context:
+    return require_current(what)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -16,7 +16,7 @@ SILENCE_S = 4 * HEARTBEAT_S  # heartbeats may be late by that much, however shor
 STALL_GATHER_S = 1.0  # between the first report of a wait and the line about it: others report theirs meanwhile
 
 
-class Lookout:
+class FailureDetector:
     """The detector of failures that no rank reports.
 
     Args:
@@ -64,7 +64,7 @@ class Lookout:
         if self._trace is not None:
             self._trace.look_after(self._links.values())
         for link in self._links.values():
-            failure = link.frozen(now_s, SILENCE_S)
+            failure = link.find_freeze(now_s, SILENCE_S)
             if failure is not None:
                 # A silent worker will not report an end; a stopped script can still be killed, and that is reported.
                 link.exited = link.stopped_s is None
@@ -74,8 +74,8 @@ class Lookout:
         waiting = next((link.rank for link in self._links.values() if link.joining and not link.exited), None)
         for rank, link in self._links.items():
             # One that has ended in wh.init, too: who waits for it there is told nothing before MPI has connected all.
-            if waiting is not None and link.code == 0 and link.joining is not False and not self._ending.begun:
-                self._ending.fail(ranks.absent(rank, waiting, called=link.joining is not None))
+            if waiting is not None and link.code == 0 and link.joining is not False and not self._ending.has_begun:
+                self._ending.fail(ranks.make_absent_failure(rank, waiting, called=link.joining is not None))
         if now_s >= self._stall_report_s:
             self._stall_report_s = math.inf
-            self._say(stalls.report(self._links, now_s))
+            self._say(stalls.report_stalls(self._links, now_s))

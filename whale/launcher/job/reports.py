@@ -6,17 +6,17 @@ import time
 
 from whale.launcher.job import ranks
 from whale.launcher.job.ending import Ending
-from whale.launcher.job.failure_detector import Lookout
+from whale.launcher.job.failure_detector import FailureDetector
 from whale.launcher.job.output import Printer
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.protocol import Exit, FromScript, Kind, Raised, Stopped, unpack
+from whale.launcher.protocol import ExitStatus, FrameKind, RaisedReport, ScriptMessage, StopReport, unpack
 
 _HIDDEN_BYTES = 1 << 18
-_STREAM_OF = {Kind.STDOUT: 0, Kind.STDERR: 1}
+_STREAM_OF = {FrameKind.STDOUT: 0, FrameKind.STDERR: 1}
 
 
-class Reports:
+class ReportHandler:
     """The handler of frames from ranks that have come up.
 
     Args:
@@ -32,7 +32,7 @@ class Reports:
         self,
         printer: Printer,
         ending: Ending,
-        lookout: Lookout,
+        lookout: FailureDetector,
         trace: TraceFile | None,
         progress: RunProgress | None,
         verbose: bool,
@@ -44,7 +44,7 @@ class Reports:
         self._progress = progress
         self._verbose = verbose
 
-    def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> None:
+    def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> None:
         """Acts on one frame of a rank.
 
         Raises:
@@ -52,42 +52,42 @@ class Reports:
         """
         if kind in _STREAM_OF:
             # After the first failure, or when being stopped, the ranks complain about exactly that.
-            if kind is Kind.STDERR and self._ending.begun and not self._verbose:
+            if kind is FrameKind.STDERR and self._ending.has_begun and not self._verbose:
                 link.hidden += payload[: _HIDDEN_BYTES - len(link.hidden)]
             else:
                 self._printer.write(rank, _STREAM_OF[kind], payload)
-        elif kind is Kind.FAILURE:
+        elif kind is FrameKind.FAILURE:
             link.raised = True
-            self._ending.fail(ranks.raised(rank, unpack(payload, Raised)))
-        elif kind is Kind.EXIT:
-            self._take_exit(link, rank, unpack(payload, Exit))
-        elif kind is Kind.DEAF and link.joining is False:  # else it may have become another program
-            self._ending.fail(ranks.closed(rank))
-        elif kind is Kind.STOPPED:
-            link.stopped_s = time.monotonic() if unpack(payload, Stopped).stopped else None
-        elif kind is Kind.SCRIPT:
-            self._take_message(link, rank, unpack(payload, FromScript))
-        elif kind in (Kind.CLOCK, Kind.TRACE) and self._trace is not None:
+            self._ending.fail(ranks.make_raised_failure(rank, unpack(payload, RaisedReport)))
+        elif kind is FrameKind.EXIT:
+            self._take_exit(link, rank, unpack(payload, ExitStatus))
+        elif kind is FrameKind.DEAF and link.joining is False:  # else it may have become another program
+            self._ending.fail(ranks.make_closed_failure(rank))
+        elif kind is FrameKind.STOPPED:
+            link.stopped_s = time.monotonic() if unpack(payload, StopReport).stopped else None
+        elif kind is FrameKind.SCRIPT:
+            self._take_message(link, rank, unpack(payload, ScriptMessage))
+        elif kind in (FrameKind.CLOCK, FrameKind.TRACE) and self._trace is not None:
             self._trace.take(link, kind, payload)
 
-    def _take_exit(self, link: ranks.RankLink, rank: int, status: Exit) -> None:
+    def _take_exit(self, link: ranks.RankLink, rank: int, status: ExitStatus) -> None:
         link.exited, link.stopped_s = True, None
         self._printer.flush_rank(rank)
         link.code = status.code
-        failure = ranks.ended(rank, status)
+        failure = ranks.make_exit_failure(rank, status)
         if failure is None:
             # Ranks to which it has said good-bye know it better.
             self._ending.tell_others(rank, "has ended without wh.shutdown (exit code 0)")
         elif not link.raised:
             self._ending.fail(failure)
 
-    def _take_message(self, link: ranks.RankLink, rank: int, message: FromScript) -> None:
+    def _take_message(self, link: ranks.RankLink, rank: int, message: ScriptMessage) -> None:
         link.take(message)
         if self._progress is not None:
             if message.progress is not None:
                 self._progress.take(rank, message.progress)
             if message.plan is not None:
                 self._progress.take_plan(rank, message.plan["name"], message.plan["text"])
-        if message.stall is not None and not self._ending.begun:
+        if message.stall is not None and not self._ending.has_begun:
             link.stall = message.stall
             self._lookout.expect_stalls()

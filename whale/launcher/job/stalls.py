@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from whale.launcher.job.ranks import RankLink
 
 
-def report(links: Mapping[int, RankLink], now_s: float) -> str:
+def report_stalls(links: Mapping[int, RankLink], now_s: float) -> str:
     """Formats the ranks' reports of their longest waits as text, and clears them.
 
     For example::
@@ -29,22 +29,22 @@ def report(links: Mapping[int, RankLink], now_s: float) -> str:
             link.stall = None
     waiting = {rank for members in waits.values() for rank in members}
     lines = [
-        f"{_ranks(members)} {'has' if len(members) == 1 else 'have'} waited {longest_s[key]:.0f} s in {key[0]}"
-        + (f" for {_ranks(key[1])}" if key[1] else "")
+        f"{_format_ranks(members)} {'has' if len(members) == 1 else 'have'} waited {longest_s[key]:.0f} s in {key[0]}"
+        + (f" for {_format_ranks(key[1])}" if key[1] else "")
         for key, members in waits.items()
     ]
     for rank in sorted({rank for _, missing in waits for rank in missing} - waiting):
         if rank in links:
-            lines.append(f"  rank {rank} {_state(links[rank], now_s)}")
+            lines.append(f"  rank {rank} {_format_state(links[rank], now_s)}")
     return "\n".join(lines)
 
 
-def _ranks(numbers: tuple[int, ...] | list[int]) -> str:
+def _format_ranks(numbers: tuple[int, ...] | list[int]) -> str:
     *first, last = map(str, numbers)
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
-def _state(link: RankLink, now_s: float) -> str:
+def _format_state(link: RankLink, now_s: float) -> str:
     if link.exited:
         return f"({link.host}) has ended"
     if link.stopped_s is not None:

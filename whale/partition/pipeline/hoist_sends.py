@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from whale.ir.emitter import COMMUNICATOR
 from whale.ir.ops import POINT_TO_POINT
-from whale.ir.program import Node, Program, Ref, topological
+from whale.ir.program import Node, Program, Ref, sort_nodes
 from whale.ir.values import DType, Func, Shape
 from whale.partition.pipeline.microbatch_loop import CALL
 
 
 @dataclass(frozen=True)
-class _Outside:
+class _OutsideBody:
     """A function without its sends and receives.
 
     Attributes:
@@ -38,7 +38,7 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
     Args:
       room: (number of the sending stage group, of the receiving one) -> results of one kind that may be under way.
     """
-    taken = {name: _taken_out(body) for name, body in program.functions.items()}
+    taken = {name: _take_out(body) for name, body in program.functions.items()}
     if not any(o.received or o.sent for o in taken.values()):
         return program
     nodes: dict[str, Node] = {}
@@ -55,11 +55,11 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
         arguments = []
         for n in outside.received:
             name = f"{n.name}/{number}"
-            waits = _latest(readers.setdefault(n.name, []), room(_edge(n)))
-            nodes[name] = replace(_keyed(n, number), name=name, inputs=(Ref(COMMUNICATOR),), controls=waits)
+            waits = _find_latest(readers.setdefault(n.name, []), room(_find_edge(n)))
+            nodes[name] = replace(_change_key(n, number), name=name, inputs=(Ref(COMMUNICATOR),), controls=waits)
             readers[n.name].append(node.name)
             arguments.append(Ref(name))
-        results = tuple(outside.body.type_of(r) for r in outside.body.outputs[len(node.outputs) :])
+        results = tuple(outside.body.find_type(r) for r in outside.body.outputs[len(node.outputs) :])
         attrs = {
             **node.attrs,
             "Tin": (*node.attrs["Tin"], *(DType(n.outputs[0].dtype) for n in outside.received)),
@@ -67,7 +67,7 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
             "shapes": (*node.attrs["shapes"], *(Shape(t.shape) for t in results)),
         }
         outputs = (*node.outputs, *results)
-        waits = tuple(w for n in outside.sent for w in _latest(sends.get(n.name, []), room(_edge(n))))
+        waits = tuple(w for n in outside.sent for w in _find_latest(sends.get(n.name, []), room(_find_edge(n))))
         nodes[node.name] = replace(
             node, inputs=(*node.inputs, *arguments), controls=(*node.controls, *waits), attrs=attrs, outputs=outputs
         )
@@ -75,18 +75,18 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
             name = f"{n.name}/{number}"
             sends.setdefault(n.name, []).append(name)
             operands = (Ref(COMMUNICATOR), Ref(node.name, len(node.outputs) + i))
-            nodes[name] = replace(_keyed(n, number), name=name, inputs=operands, controls=())
+            nodes[name] = replace(_change_key(n, number), name=name, inputs=operands, controls=())
             effects.append(name)
     functions = {name: outside.body for name, outside in taken.items()}
-    return replace(program, nodes=topological(nodes), effects=tuple(effects), functions=functions)
+    return replace(program, nodes=sort_nodes(nodes), effects=tuple(effects), functions=functions)
 
 
-def _latest(before: Sequence[str], count: int) -> tuple[str, ...]:
+def _find_latest(before: Sequence[str], count: int) -> tuple[str, ...]:
     """Returns, as controls, the one of ``before`` that has to be over before there is room for one more."""
     return (before[-count],) if len(before) >= count else ()
 
 
-def _taken_out(body: Program) -> _Outside:
+def _take_out(body: Program) -> _OutsideBody:
     moves = [n for n in body.nodes if n.op in POINT_TO_POINT and n.marks.micro_batch_rows]
     received = tuple(n for n in moves if n.op == "WhaleRecv")
     sent = tuple(n for n in moves if n.op == "WhaleSend")
@@ -106,16 +106,16 @@ def _taken_out(body: Program) -> _Outside:
         outputs=(*body.outputs, *(n.inputs[1] for n in sent)),
         effects=tuple(n for n in body.effects if n not in names),
     )
-    return _Outside(without, received, sent)
+    return _OutsideBody(without, received, sent)
 
 
-def _edge(node: Node) -> tuple[int, int]:
+def _find_edge(node: Node) -> tuple[int, int]:
     """Returns the numbers of the stage groups between which a tensor is sent."""
     assert node.marks.edge is not None, node.name
     return node.marks.edge
 
 
-def _keyed(node: Node, number: str) -> Node:
+def _change_key(node: Node, number: str) -> Node:
     """Gives what is sent or received for each micro-batch the key of one of them."""
     attrs = {**node.attrs, "key": f"{node.attrs['key']}/{number}"}
-    return replace(node, attrs=attrs, marks=node.marks.but(micro_batch_rows="", edge=None))
+    return replace(node, attrs=attrs, marks=node.marks.replace_marks(micro_batch_rows="", edge=None))

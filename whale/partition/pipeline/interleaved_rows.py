@@ -12,16 +12,16 @@ from dataclasses import replace
 from itertools import chain
 
 from whale.ir.emitter import Emitter
-from whale.ir.layout import Split, split, times_of
+from whale.ir.layout import Split, find_multiple, split
 from whale.ir.ops import COLLECTIVES, ROW_EXCHANGES
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import TensorType, static_shape
+from whale.ir.values import TensorType, require_static_shape
 
 _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
 _OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise
 
 
-def interleaved_split(rows: int, micro_batches: int) -> Split:
+def make_interleaved_split(rows: int, micro_batches: int) -> Split:
     """Returns how ``rows`` rows of a rank are cut into micro-batches in turn."""
     return split(0, (1,) * micro_batches, rows // micro_batches)
 
@@ -33,36 +33,36 @@ def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple
       rows: of the ranks along each axis of the mesh, multiples of the micro-batches.
     """
 
-    def of_graph(graph: Program) -> Program:
-        nodes = [new for node in graph.nodes for new in _seen(graph, node, micro_batches, rows)]
-        return graph if len(nodes) == len(graph.nodes) else graph.with_nodes(tuple(nodes))
+    def interleave_graph(graph: Program) -> Program:
+        nodes = [new for node in graph.nodes for new in _view_rows(graph, node, micro_batches, rows)]
+        return graph if len(nodes) == len(graph.nodes) else graph.replace_nodes(tuple(nodes))
 
-    functions = {name: of_graph(body) for name, body in program.functions.items()}
-    main = of_graph(program)
+    functions = {name: interleave_graph(body) for name, body in program.functions.items()}
+    main = interleave_graph(program)
     if main is program and all(functions[name] is body for name, body in program.functions.items()):
         return program
     return replace(main, functions=functions)
 
 
-def _seen(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple[int, ...]]) -> list[Node]:
+def _view_rows(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple[int, ...]]) -> list[Node]:
     """Puts ``node`` between two views of what it moves, where that has rows, or as many indices as if it had."""
-    if node.op not in _OPS or not node.outputs[0].is_static or not graph.type_of(node.inputs[1]).is_static:
+    if node.op not in _OPS or not node.outputs[0].is_static or not graph.find_type(node.inputs[1]).is_static:
         return [node]
     turns: dict[int, int] = {}  # dimension -> indices of one turn
     for name in _SIZES.keys() & node.attrs.keys():
         sizes = tuple(map(int, node.attrs[_SIZES[name]]))
-        if times := max(times_of(sizes, along) for along in rows):
+        if times := max(find_multiple(sizes, along) for along in rows):
             turns[int(node.attrs[name])] = micro_batches * times
-    return _in_views(graph, node, turns, micro_batches) if turns else [node]
+    return _put_in_views(graph, node, turns, micro_batches) if turns else [node]
 
 
-def _in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batches: int) -> list[Node]:
+def _put_in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batches: int) -> list[Node]:
     """Makes ``node`` see dimensions as (turns, indices of one), and marks that of rows where there is just one."""
     e = Emitter(0, 1, "", "")
-    source, made = graph.type_of(node.inputs[1]), node.outputs[0]
+    source, made = graph.find_type(node.inputs[1]), node.outputs[0]
 
-    def viewed(t: TensorType) -> TensorType:
-        dims = ((n // turns[i], turns[i]) if i in turns else (n,) for i, n in enumerate(static_shape(t)))
+    def view_type(t: TensorType) -> TensorType:
+        dims = ((n // turns[i], turns[i]) if i in turns else (n,) for i, n in enumerate(require_static_shape(t)))
         return TensorType(t.dtype, tuple(chain.from_iterable(dims)))
 
     attrs = dict(node.attrs)
@@ -72,10 +72,10 @@ def _in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batche
         attrs[name] = dim + sum(other < dim for other in turns)
     marks = node.marks
     if len(turns) == 1:
-        marks = marks.but(runs=(next(iter(turns)) + 1, micro_batches))
-    seen = e.reshape(f"{node.name}/turns", node.inputs[1], source.dtype, static_shape(viewed(source)))
+        marks = marks.replace_marks(runs=(next(iter(turns)) + 1, micro_batches))
+    seen = e.reshape(f"{node.name}/turns", node.inputs[1], source.dtype, require_static_shape(view_type(source)))
     name = f"{node.name}/in_turn"
-    inputs, outputs = (node.inputs[0], seen), (viewed(made),)
+    inputs, outputs = (node.inputs[0], seen), (view_type(made),)
     e.nodes[name] = replace(node, name=name, inputs=inputs, attrs=attrs, outputs=outputs, marks=marks)
-    e.reshape(node.name, Ref(name), made.dtype, static_shape(made))
+    e.reshape(node.name, Ref(name), made.dtype, require_static_shape(made))
     return [n.marked(cut_in_runs=True) if n.op == "Reshape" else n for n in e.nodes.values()]

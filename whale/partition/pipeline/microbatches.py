@@ -6,55 +6,55 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from whale.ir.layout import Split, even_sizes, split
+from whale.ir.layout import Split, divide_evenly, split
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
-from whale.partition.axis_partitioner import axes_with_rows, chain, prefix_of
+from whale.partition.axis_partitioner import count_axes_with_rows, iterate_levels, make_prefix
 from whale.partition.identical_ranks import is_alike
-from whale.partition.pipeline.interleaved_rows import interleave_rows, interleaved_split
+from whale.partition.pipeline.interleaved_rows import interleave_rows, make_interleaved_split
 from whale.partition.pipeline.microbatch_loop import outline
 from whale.partition.rank_mapping import ROWS_OF_GROUP
-from whale.partition.resharding import reshard_name
+from whale.partition.resharding import make_reshard_name
 from whale.passes.analysis.rank_groups import brings_rows_together, named_ranks
 from whale.passes.in_time.micro_batches import EACH, time_plan
 from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
 
 
-def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
+def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
     """Finds the nodes of a rank's program that yield its rows of the batch, and how micro-batches cut these.
 
     Args:
       position: of the rank in the mesh of the plan's axes.
     """
-    axes = [p.size for p in chain(plan)]
+    axes = [p.size for p in iterate_levels(plan)]
     found: dict[str, Split] = {}
     for b in plan.batch_inputs:
         assert isinstance(b.placement, Split)
         groups = len(b.placement.sizes)  # of ranks that have the same rows
-        last, group = axes_with_rows(axes, groups) - 1, position * groups // prod(axes)
+        last, group = count_axes_with_rows(axes, groups) - 1, position * groups // prod(axes)
         place = group % axes[last]
         sizes = b.placement.sizes[group - place : group - place + axes[last]]
         own, parts = split(b.placement.dim, sizes, b.placement.blocks), b.placement.sizes
         of_groups = tuple(sum(parts[i : i + axes[last]]) for i in range(0, len(parts), axes[last]))
         whole = split(b.placement.dim, of_groups, b.placement.blocks)
-        of_group = [b.name, reshard_name(ROWS_OF_GROUP, Ref(b.name), whole)]
-        of_rank = [f"{b.name}/whale_rows", reshard_name(prefix_of(last), Ref(b.name), own)]
+        of_group = [b.name, make_reshard_name(ROWS_OF_GROUP, Ref(b.name), whole)]
+        of_rank = [f"{b.name}/whale_rows", make_reshard_name(make_prefix(last), Ref(b.name), own)]
         # Where each rank has some rows of each micro-batch, those of its group are in micro-batches as well, and what
         # is cut of them follows.
-        candidates = [(n, own.local(place)) for n in (*of_group, *of_rank)]
+        candidates = [(n, own.local_size(place)) for n in (*of_group, *of_rank)]
         if b.placement.blocks == micro_batches and not b.local:
             candidates += [(n, own.extent) for n in of_group]
         for name, count in reversed(candidates):
             node = program.by_name.get(name)
             if node is not None and (node.outputs[0].shape or (None,))[0] == count:
                 if count:  # a rank without rows has nothing to cut
-                    found[name] = split(0, even_sizes(count, micro_batches))
+                    found[name] = split(0, divide_evenly(count, micro_batches))
                 break
     return found
 
 
-def keeps_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
+def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
     """Tells whether the rows that ranks bring themselves can stay where they are.
 
     They can if ranks need none of others' rows, or each rank has equally many rows of every micro-batch.
@@ -67,21 +67,21 @@ def keeps_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batche
     return not named_ranks(program) and all(len({*sizes}) == 1 and sizes[0] % micro_batches == 0 for sizes in rows)
 
 
-def own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
+def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
     """Returns the rows of the ranks along each axis, where they bring equally many themselves for every micro-batch.
 
     Args:
       program: of all ranks.
     """
     brought = [b.placement.sizes for b in plan.batch_inputs if b.local and isinstance(b.placement, Split)]
-    if not keeps_own_rows(program, brought, plan.micro_batches):
+    if not can_keep_own_rows(program, brought, plan.micro_batches):
         return set()
-    axes = [p.size for p in chain(plan)]
+    axes = [p.size for p in iterate_levels(plan)]
     return {(sizes[0] * prod(axes[level + 1 :]),) * size for sizes in brought for level, size in enumerate(axes)}
 
 
 @dataclass(frozen=True, slots=True)
-class InTime:
+class MicrobatchProgram:
     """The program of a rank, its rows, and the plan of its micro-batches; one for all ranks that run the same."""
 
     program: Program
@@ -90,35 +90,35 @@ class InTime:
     regions: Mapping[str, str]
 
 
-def in_micro_batches(
+def divide_in_micro_batches(
     program: Program,
     plan: Plan,
     rank: int,
     settings: PlanSettings,
     own: Collection[tuple[int, ...]],
-    known: list[InTime],
+    known: list[MicrobatchProgram],
 ) -> Program:
     """Rewrites what ``rank`` runs on all its rows to micro-batches that run one after the other.
 
     Args:
       program: what it runs on all its rows.
-      own: see ``own_rows``.
+      own: see ``find_own_rows``.
       known: of ranks of the same plan; this one's is added if none runs the same but for values.
 
     Raises:
       PlanError: a value of all micro-batches is needed before the last one is through.
     """
-    rows = batch_rows(program, plan, rank, plan.micro_batches)
+    rows = find_batch_rows(program, plan, rank, plan.micro_batches)
     if not plan.batch_inputs:
         return program
     together = interleave_rows(program, plan.micro_batches, own) if own else program
     if together is not program:
-        rows = {name: interleaved_split(cut.extent, plan.micro_batches) for name, cut in rows.items()}
+        rows = {name: make_interleaved_split(cut.extent, plan.micro_batches) for name, cut in rows.items()}
     program = prepared(together)
     one = next((one for one in known if one.rows == rows and is_alike(one.program, program)), None)
     if one is None:
         streams, statistics = settings.batch.local_streams, settings.time.local_statistics
-        one = InTime(program, rows, *time_plan(program, plan.micro_batches, rows, streams, statistics))
+        one = MicrobatchProgram(program, rows, *time_plan(program, plan.micro_batches, rows, streams, statistics))
         known.append(one)
     each = {name for name, region in one.regions.items() if region == EACH}
     return outline(program, one.plan, each)

@@ -9,11 +9,11 @@ from whale.errors import PlanError
 from whale.ir.layout import Split, parse_placement, split
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
-from whale.ir.schedule import credits, live_micro_batches, schedule
+from whale.ir.schedule import count_credits, count_live_micro_batches, make_schedule
 from whale.partition.identical_ranks import is_alike
 from whale.partition.pipeline.hoist_sends import hoist_sends
 from whale.partition.pipeline.microbatch_loop import Call, outline
-from whale.partition.pipeline.microbatches import InTime, batch_rows
+from whale.partition.pipeline.microbatches import MicrobatchProgram, find_batch_rows
 from whale.partition.pipeline.stages import Stages
 from whale.passes.analysis.stages import stage_of, stages_of
 from whale.passes.in_time.micro_batches import EACH, time_plan
@@ -25,7 +25,7 @@ _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class AgreedPhases:
     """The phase and stage of what is computed for each micro-batch, as coordinates with rows know them.
 
     A coordinate without rows reads nothing of what it sends, so it cannot tell by itself.
@@ -39,13 +39,13 @@ class Agreed:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(coordinates: Sequence[WholeInTime]) -> Agreed:
+    def merge(coordinates: Sequence[WholeSchedule]) -> AgreedPhases:
         """Merges what some coordinates know: each node's earliest kind, and the stage that the first of them names."""
         kinds = {name: k for kind in "WBF" for one in coordinates for name, k in one.kinds.items() if k == kind}
-        return Agreed(kinds, {name: stage for one in reversed(coordinates) for name, stage in one.stages.items()})
+        return AgreedPhases(kinds, {name: stage for one in reversed(coordinates) for name, stage in one.stages.items()})
 
 
-class WholeInTime:
+class WholeSchedule:
     """The program of one coordinate as if it had all stages, in micro-batches: what all its ranks have to agree on.
 
     Attributes:
@@ -60,7 +60,7 @@ class WholeInTime:
         number: int,
         at: tuple[int, ...],
         settings: PlanSettings,
-        agreed: Agreed = Agreed(),
+        agreed: AgreedPhases = AgreedPhases(),
     ):
         """Plans the micro-batches of the whole program at one coordinate.
 
@@ -69,25 +69,29 @@ class WholeInTime:
           agreed: what other coordinates know.
         """
         plan = self.plan = stages.plan
-        levels, mesh = stages.levels(number), stages.meshes[number]
+        levels, mesh = stages.make_level_partitioner(number), stages.meshes[number]
         at = at or (0,) * len(mesh.axes)
-        self.mine, self.position, self.settings = plan.of(plan.stage_groups[number]), levels.position(at), settings
+        self.mine, self.position, self.settings = (
+            plan.find_group_plan(plan.stage_groups[number]),
+            levels.position(at),
+            settings,
+        )
         self.numbers, self.agreed = {stage: i for i, stage in enumerate(stages_of(expanded))}, agreed
-        self._known: list[InTime] = []
-        whole = self._prepared(levels.with_own_rows(levels.program(at), expanded, at))
-        time, regions = self._planned(whole, {})
+        self._known: list[MicrobatchProgram] = []
+        whole = self._prepare(levels.cut_own_rows(levels.program(at), expanded, at))
+        time, regions = self._plan(whole, {})
         each = {name for name, region in regions.items() if region == EACH}
         strategies = time.strategies[""]
         self.rows: dict[Ref, Split] = {}
         for node in expanded.nodes:
             if node.name in each:
-                for ref, placement in zip(node.refs(), strategies[node.name].outputs):
+                for ref, placement in zip(node.list_refs(), strategies[node.name].outputs):
                     if isinstance(placement, Split):
                         self.rows[ref] = placement
         self.kinds = kinds(whole, each, self.numbers, plan.schedule == "zb-h1", agreed.kinds)
         self.stages = {n.name: stage for n in whole.nodes if n.name in each and (stage := stage_of(n.scope))}
 
-    def pipelined(self, program: Program, number: int) -> Program:
+    def pipeline(self, program: Program, number: int) -> Program:
         """Rolls up the program of this coordinate's rank in stage group ``number``, in the schedule's order.
 
         Args:
@@ -97,19 +101,19 @@ class WholeInTime:
           PlanError: a value of all micro-batches is needed before the last one is through; the chunks of the groups
             are not alike; a tensor is cut otherwise by its sender than by its receiver.
         """
-        program = self._prepared(program)
+        program = self._prepare(program)
         travels = (node for node in program.nodes if node.op in _TRAVELS and node.marks.micro_batch_rows)
-        cuts = {node.name: _as_split(node) for node in travels}
+        cuts = {node.name: _find_split(node) for node in travels}
         # Ranks of a stage mostly run the same but for values.
         one = next((one for one in self._known if one.rows == cuts and is_alike(one.program, program)), None)
         if one is None:
             received = {name: cut for name, cut in cuts.items() if program.by_name[name].op != "WhaleSend"}
-            one = InTime(program, cuts, *self._planned(program, received))
+            one = MicrobatchProgram(program, cuts, *self._plan(program, received))
             self._known.append(one)
         time, regions = one.plan, one.regions
         for node in program.nodes:
             if node.op == "WhaleSend" and node.marks.micro_batch_rows:
-                wanted, found = _as_split(node), time.strategies[""][node.name].inputs[1]
+                wanted, found = _find_split(node), time.strategies[""][node.name].inputs[1]
                 if found != wanted:
                     raise PlanError(
                         "two stages cut a tensor into micro-batches in two ways",
@@ -129,31 +133,31 @@ class WholeInTime:
             )
         chunks = {stage: i for i, stage in enumerate(groups[number].stages)}
         phases = phases_of_rank(program, each, self.kinds, chunks)
-        rows = schedule(self.plan.schedule, len(groups), len(chunks), self.plan.micro_batches)
+        rows = make_schedule(self.plan.schedule, len(groups), len(chunks), self.plan.micro_batches)
         here = set(phases.values())
         named = [(f"{p.kind.name}{p.chunk}", p.micro_batch) for p in rows[number]]
         calls = [Call(phase, micro_batch) for phase, micro_batch in named if phase in here]
-        waiting = credits(rows)
+        waiting = count_credits(rows)
 
-        def room(edge: tuple[int, int]) -> int:
+        def count_room(edge: tuple[int, int]) -> int:
             """Returns how many results of one kind may be under way between two stage groups.
 
             That is one that is read and those that may wait; past other stages, no more is sent than is alive.
             """
-            return 1 + waiting.get(edge, live_micro_batches(rows[edge[0]]))
+            return 1 + waiting.get(edge, count_live_micro_batches(rows[edge[0]]))
 
-        return hoist_sends(outline(program, time, each, calls, phases), room)
+        return hoist_sends(outline(program, time, each, calls, phases), count_room)
 
-    def _prepared(self, program: Program) -> Program:
+    def _prepare(self, program: Program) -> Program:
         return prepared(in_stages_of_readers(program, self.numbers, self.agreed.stages))
 
-    def _planned(self, program: Program, received: dict[str, Split]) -> tuple[Plan, dict[str, str]]:
-        rows = {**batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
+    def _plan(self, program: Program, received: dict[str, Split]) -> tuple[Plan, dict[str, str]]:
+        rows = {**find_batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
         streams, statistics = self.settings.batch.local_streams, self.settings.time.local_statistics
         return time_plan(program, self.plan.micro_batches, rows, streams, statistics)
 
 
-def _as_split(node: Node) -> Split:
+def _find_split(node: Node) -> Split:
     """Returns how micro-batches cut what ``node`` sends or receives for each of them."""
     placement = parse_placement(node.marks.micro_batch_rows)
     assert isinstance(placement, Split)

@@ -9,7 +9,7 @@ import msgspec
 from whale.errors import CommError
 
 
-class Said(msgspec.Struct):
+class RankMessage(msgspec.Struct):
     """A rank's message to the others: an error, a digest of what it is about to write, and of the first its folder.
 
     Attributes:
@@ -27,17 +27,17 @@ class Said(msgspec.Struct):
     place: str = ""
 
 
-def encoded(said: Said) -> bytes:
+def encode_message(said: RankMessage) -> bytes:
     """Encodes a message for the other ranks."""
     return msgspec.msgpack.encode(said)
 
 
-def decoded(everyone: Sequence[bytes]) -> list[Said]:
+def decode_messages(everyone: Sequence[bytes]) -> list[RankMessage]:
     """Decodes what the ranks have said, in order of ranks."""
-    return [msgspec.msgpack.decode(one, type=Said) for one in everyone]
+    return [msgspec.msgpack.decode(one, type=RankMessage) for one in everyone]
 
 
-def check_equal(said: Sequence[Said]) -> None:
+def check_equal(said: Sequence[RankMessage]) -> None:
     """Refuses ranks that are about to do different things.
 
     Raises:
@@ -47,18 +47,18 @@ def check_equal(said: Sequence[Said]) -> None:
     for rank, other in enumerate(said):
         if other.place != first.place:
             given = f"rank 0 uses {first.place}, rank {rank} uses {other.place}"
-            raise _different("the ranks use different checkpoints", given, "the same folder and checkpoint")
+            raise _make_difference_error("the ranks use different checkpoints", given, "the same folder and checkpoint")
         if other.number != first.number:
             given = f"rank 0 saves number {first.number}, rank {rank} saves number {other.number}"
-            raise _different("the ranks save checkpoints of different numbers", given, "the same number")
+            raise _make_difference_error("the ranks save checkpoints of different numbers", given, "the same number")
         if other.digest != first.digest:
             what = "have checkpoints of other variables, or of variables that lie otherwise"
-            raise _different(
+            raise _make_difference_error(
                 "the ranks save different objects", f"rank 0 and rank {rank} {what}", "the same tf.train.Checkpoint"
             )
 
 
-def _different(message: str, given: str, expected: str) -> CommError:
+def _make_difference_error(message: str, given: str, expected: str) -> CommError:
     return CommError(
         message,
         given=given,

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from whale.log import log
-from whale.runtime.variables.checkpoint_regions import variable_of
+from whale.runtime.variables.checkpoint_regions import find_variable
 
 
-def say_left_out(saved: Iterable[Any], where: str) -> bool:
+def is_left_out(saved: Iterable[Any], where: str) -> bool:
     """Warns of weights of saved models and layers that are not saved themselves; tells whether there are any.
 
     Args:
@@ -18,13 +18,13 @@ def say_left_out(saved: Iterable[Any], where: str) -> bool:
       where: its directory.
     """
     saved = list(saved)
-    known = {id(v) for v in map(variable_of, saved) if v is not None}
+    known = {id(v) for v in map(find_variable, saved) if v is not None}
     missing: dict[str, None] = {}
     for holder in saved:
         if hasattr(type(holder), "add_weight"):
             with contextlib.suppress(ValueError):  # Keras 2: it has not been built
                 missing.update(
-                    (getattr(w, "path", w.name), None) for w in holder.weights if id(variable_of(w)) not in known
+                    (getattr(w, "path", w.name), None) for w in holder.weights if id(find_variable(w)) not in known
                 )
     if missing:
         log.warning(

@@ -7,8 +7,8 @@ import threading
 
 import tensorflow as tf
 
-from whale.runtime.checkpoint.agreement import Said
-from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
+from whale.runtime.checkpoint.agreement import RankMessage
+from whale.runtime.checkpoint.folder import CheckpointFolder, find_mark, write_part
 
 _LOOK_EVERY_S = 0.02
 
@@ -42,7 +42,7 @@ class Saving:
         self._thread.start()
 
     def write_parts(self) -> None:
-        """Writes the parts of this process's ranks; ``written`` raises what goes wrong."""
+        """Writes the parts of this process's ranks; ``await_written`` raises what goes wrong."""
         try:
             while self._shares:
                 rank, share = self._shares.popitem()
@@ -53,12 +53,12 @@ class Saving:
         self._shares.clear()  # the snapshot: variables can be updated in place again
         self._own_written.set()
 
-    def written(self) -> Said:
+    def await_written(self) -> RankMessage:
         """Waits for this process's parts."""
         self._own_written.wait()
         if self._error is not None:
             raise self._error
-        return Said()
+        return RankMessage()
 
     def install(self) -> None:
         """Waits until the checkpoint is complete; all parts are written."""
@@ -66,7 +66,7 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         elif self._folder is not None:
-            self._complete()
+            self._check_complete()
         if self._error is not None:
             raise self._error
 
@@ -84,13 +84,13 @@ class Saving:
         if self._folder is None or self._error is not None:
             return
         # The parts are awaited by their marks, not by a message: while steps run, ranks exchange nothing else.
-        while not all(map(os.path.exists, map(mark_of, self._parts))):
+        while not all(map(os.path.exists, map(find_mark, self._parts))):
             if self._all_written.wait(_LOOK_EVERY_S):
                 break
         if not self._abandoned:
-            self._complete()
+            self._check_complete()
 
-    def _complete(self) -> None:
+    def _check_complete(self) -> None:
         assert self._folder is not None
         try:
             self._folder.install(self._temporary, self._parts, self._path)

@@ -49,16 +49,16 @@ def attention(
     rows, length, width = x.shape.as_list()
     size = width // heads
 
-    def parted(t: tf.Tensor, count: int) -> list[tf.Tensor]:
+    def split_heads(t: tf.Tensor, count: int) -> list[tf.Tensor]:
         # Head by head, as Megatron-LM's weights lie: whoever has a run of columns has whole heads.
         split = tf.reshape(t, (rows, t.shape[1], heads, count, size))
         return [tf.transpose(part, (0, 2, 1, 3)) for part in tf.unstack(split, axis=3)]
 
     if memory is None:
-        query, key, value = parted(dense(weight, f"{name}/qkv", x, 3 * width), 3)
+        query, key, value = split_heads(dense(weight, f"{name}/qkv", x, 3 * width), 3)
     else:
-        (query,) = parted(dense(weight, f"{name}/q", x, width), 1)
-        key, value = parted(dense(weight, f"{name}/kv", memory, 2 * width), 2)
+        (query,) = split_heads(dense(weight, f"{name}/q", x, width), 1)
+        key, value = split_heads(dense(weight, f"{name}/kv", memory, 2 * width), 2)
     with core():
         scores = tf.matmul(query, key, transpose_b=True) * tf.constant(size**-0.5, x.dtype)
         if causal:

@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class Progress:
+class CallProgress:
     """The calls and steps that a rank has made so far.
 
     Attributes:
@@ -27,7 +27,7 @@ class Progress:
 
 
 @dataclass
-class Step:
+class ReplayStep:
     """A call that took a step, kept for when the ranks go back to before it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Step:
 
 
 @dataclass
-class Calls:
+class CallLog:
     """The calls of this rank, and what it needs to make the latest again.
 
     Attributes:
@@ -54,9 +54,9 @@ class Calls:
     """
 
     again: Callable[[Any], Any]
-    at: Progress = field(default_factory=Progress)
-    undone: Step | None = None
-    _last: Step | None = None
+    at: CallProgress = field(default_factory=CallProgress)
+    undone: ReplayStep | None = None
+    _last: ReplayStep | None = None
     _steps_before: int = 0  # steps taken before the call that goes on
     _drawn: list[Any] = field(default_factory=list)  # batches of that call
     _drawn_again: int = 0
@@ -65,16 +65,16 @@ class Calls:
         """Prepares for a call that is about to be made."""
         self._drawn, self._drawn_again, self._steps_before = [], 0, self.at.steps
 
-    def once_more(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def prepare_again(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepares for making the call again; returns its arguments, renewed."""
         self._drawn_again = 0
         return tf.nest.map_structure(self.again, (args, kwargs))  # type: ignore[no-any-return]
 
-    def took(self, take: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
+    def record_step(self, take: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
         """Records that the call has taken a step, which may have to be taken again."""
-        self._last = Step(self.at.steps, take, args, kwargs, self._drawn)
+        self._last = ReplayStep(self.at.steps, take, args, kwargs, self._drawn)
 
-    def drawn(self, draw: Callable[[], _T]) -> _T:
+    def draw_batch(self, draw: Callable[[], _T]) -> _T:
         """Returns a batch that a step reads itself: the next one, or the same when the call is made again."""
         if self._drawn_again < len(self._drawn):
             known = self._drawn[self._drawn_again]
@@ -117,15 +117,15 @@ class Calls:
         return self.at.calls, self.at.steps
 
 
-def in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def wrap_in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Wraps ``take`` so that it runs in the scopes that are entered now, wherever the script is when it is called."""
     entered = list(scopes)
 
-    def inside(args: Any, kwargs: Any) -> Any:
+    def run_inside(args: Any, kwargs: Any) -> Any:
         around, scopes[:] = list(scopes), entered
         try:
             return take(args, kwargs)
         finally:
             scopes[:] = around
 
-    return inside
+    return run_inside

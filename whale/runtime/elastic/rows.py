@@ -14,7 +14,7 @@ from whale.runtime.ranks.ranks import Ranks
 ALONE = "_whale_source"
 
 
-def rows_again(context: Ranks, value: Any) -> Any:
+def cut_rows_again(context: Ranks, value: Any) -> Any:
     """Returns the rows of a batch that are this rank's now."""
     if type(value) is not ShardedTensor:
         reference, *place = getattr(value, ALONE, None) or (lambda: None, 0, 0)

@@ -18,13 +18,13 @@ SIZES_BYTES = (1 << 16, 1 << 20, 1 << 24)
 ROUNDS, COPIES = 5, 4
 
 
-def found_gpus() -> list[Gpu]:
+def find_gpus() -> list[Gpu]:
     """Returns the GPUs of this process."""
     driver = gpu_driver.look()
     return [Gpu(gpu.name, gpu.memory_bytes / 1e9) for gpu in driver.gpus] if driver is not None else []
 
 
-def copies(devices: Sequence[str]) -> list[Copies]:
+def measure_copies(devices: Sequence[str]) -> list[Copies]:
     """Measures seconds of copies from each device to each other one.
 
     Args:
@@ -32,12 +32,12 @@ def copies(devices: Sequence[str]) -> list[Copies]:
     """
     found = []
     for source, target in itertools.permutations(devices, 2):
-        samples = [(float(size), _copy_s(source, target, size)) for size in SIZES_BYTES]
+        samples = [(float(size), _measure_copy_s(source, target, size)) for size in SIZES_BYTES]
         found.append(Copies(source, target, samples))
     return found
 
 
-def _copy_s(source: str, target: str, size_bytes: int) -> float:
+def _measure_copy_s(source: str, target: str, size_bytes: int) -> float:
     with tf.device(source):
         tensors = [tf.random.uniform([size_bytes // 4]) for _ in range(COPIES)]
     rounds = []

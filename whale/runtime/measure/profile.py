@@ -23,17 +23,17 @@ from cost_model.graph.predict import predict_ranks
 from cost_model.graph.signature import dtype_of
 from whale import python
 from whale.errors import ClusterError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.program import Program
 from whale.partition.mesh import plan_program
 from whale.partition.spmd import partition_for_rank
 from whale.passes.pass_manager import make_plan
 from whale.planner.graph_search.plan_prediction import Planned, rank_programs
 from whale.runtime.measure import operations as measure
-from whale.runtime.measure.gpus import copies, found_gpus
+from whale.runtime.measure.gpus import find_gpus, measure_copies
 from whale.runtime.measure.links import Links
-from whale.runtime.measure.steps import step_seconds
-from whale.runtime.measure.without_exchanges import apart, talks_inside
+from whale.runtime.measure.steps import measure_step_seconds
+from whale.runtime.measure.without_exchanges import has_inner_exchanges, remove_exchanges
 from whale.runtime.tools.dry_run import first_step
 
 SECONDS_FOR_OPERATIONS = 25.0
@@ -52,29 +52,35 @@ while last < end:
 """
 
 
-def machine(out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]) -> MachineProfile:
+def measure_machine(
+    out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]
+) -> MachineProfile:
     """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and returns the table.
 
     Raises:
       ClusterError: the ranks did not start.
     """
-    links = measured_links(ranks)
+    links = measure_links(ranks)
     curves, wake_s = links.curves, links.wake_s
     say(f"{sum(len(c.samples) for c in curves)} exchanges between {ranks} ranks")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     from whale.runtime.measure import samples
 
-    found, _ = measure.measure(list(measure.distinct(samples.programs()).values()), SECONDS_FOR_OPERATIONS, say)
-    call_s, node_s = measure.overheads()
+    found, _ = measure.measure(
+        list(measure.find_distinct(samples.make_programs()).values()), SECONDS_FOR_OPERATIONS, say
+    )
+    call_s, node_s = measure.measure_overheads()
     name = platform.node() or "local"
     devices = [one.name for one in tf.config.list_logical_devices("GPU")]
-    gpus, copied = (found_gpus(), copies(["/device:CPU:0", *devices])) if devices else ([], [])
-    table = MachineProfile(name, cores, memory_gb, call_s, node_s, _slice_s(), wake_s, found, curves, [], gpus, copied)
+    gpus, copied = (find_gpus(), measure_copies(["/device:CPU:0", *devices])) if devices else ([], [])
+    table = MachineProfile(
+        name, cores, memory_gb, call_s, node_s, _measure_slice_s(), wake_s, found, curves, [], gpus, copied
+    )
     tables.write(table, out)
     return table
 
 
-def _slice_s() -> float:
+def _measure_slice_s() -> float:
     """Measures seconds that a computing thread keeps its core when another waits: two on each see how long they stand
     still.
     """
@@ -89,7 +95,7 @@ def _slice_s() -> float:
     return statistics.quantiles(found, n=4)[0]  # where others run as well, most stand still for several slices
 
 
-def measured_links(ranks: int, variables: Mapping[str, str] = MappingProxyType({})) -> Links:
+def measure_links(ranks: int, variables: Mapping[str, str] = MappingProxyType({})) -> Links:
     """Measures what exchanges between so many ranks take.
 
     Args:
@@ -112,7 +118,7 @@ def measured_links(ranks: int, variables: Mapping[str, str] = MappingProxyType({
         return msgspec.json.decode(path.read_bytes(), type=Links)
 
 
-def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> MachineProfile:
+def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> MachineProfile:
     """Measures what a script's first step consists of, on one device and as ``ranks`` ranks would run it.
 
     The step is captured, not run; it is measured on random values. The table of the machine is completed.
@@ -123,10 +129,10 @@ def script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[
     """
     table = tables.read(out)
     planned = first_step(path, args, ranks)
-    return programs(table, [planned], out, say)
+    return measure_programs(table, [planned], out, say)
 
 
-def programs(
+def measure_programs(
     table: MachineProfile, planned: Sequence[Planned], out: Path, say: Callable[[str], None]
 ) -> MachineProfile:
     """Measures what all ranks of some plans run, and whole steps side by side; writes the larger table."""
@@ -135,14 +141,14 @@ def programs(
     for p in planned:
         programs = ranks[id(p)]
         marked = runs.setdefault(len(programs), {})
-        marked[fingerprint(p.program)] = [_alone(p)] * len(programs)
-        if any(map(talks_inside, programs)):
+        marked[compute_fingerprint(p.program)] = [_make_alone(p)] * len(programs)
+        if any(map(has_inner_exchanges, programs)):
             say(f"{p.program.name}: a loop communicates, so only its step on one device is measured")
         elif len(programs) > 1:
-            marked[fingerprint(programs[0])] = list(map(apart, programs))
+            marked[compute_fingerprint(programs[0])] = list(map(remove_exchanges, programs))
     measured_s: dict[tuple[str, int], float] = {}
     for count, marked in runs.items():
-        for (mark, run), seconds in zip(marked.items(), step_seconds(list(marked.values()))):
+        for (mark, run), seconds in zip(marked.items(), measure_step_seconds(list(marked.values()))):
             measured_s[mark, count] = max(1e-6, seconds - table.call_s)
             what = "on one device" if run[0] is run[-1] else "as the ranks run it but for exchanges"
             say(f"{run[0].name}: {1e3 * seconds:.1f} ms {what}, {count} side by side")
@@ -150,12 +156,12 @@ def programs(
     every = [one for marked in runs.values() for run in marked.values() for one in run]
     every += [one for programs in ranks.values() for one in programs]
     known = {o.signature for o in table.operations}
-    new = [one for name, one in measure.distinct(every).items() if name not in known]
+    new = [one for name, one in measure.find_distinct(every).items() if name not in known]
     found, skipped = measure.measure(new, 120.0, say)
     say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
     table = table.merged(found)
     steps = [
-        Step(mark, measured_s[mark, count], _predicted_s(table, run), count)
+        Step(mark, measured_s[mark, count], _predict_s(table, run), count)
         for count, marked in runs.items()
         for mark, run in marked.items()
     ]
@@ -164,7 +170,7 @@ def programs(
     return table
 
 
-def _alone(planned: Planned) -> Program:
+def _make_alone(planned: Planned) -> Program:
     settings = planned.settings.but(
         size=1, devices=(), batch__shares=(), batch__local={}, split__ranks=0, zero__level=0
     )
@@ -172,7 +178,7 @@ def _alone(planned: Planned) -> Program:
     return partition_for_rank(planned.program, plan, 0, "", None)
 
 
-def _predicted_s(table: MachineProfile, run: Sequence[Program]) -> float:
+def _predict_s(table: MachineProfile, run: Sequence[Program]) -> float:
     """Predicts seconds of steps side by side by their operations as they are alone, calls left out."""
     found = predict_ranks(run, measured_machine(table, len(run)), plays=0).ranks
     return sum(one.end_s for one in found) / len(found)
@@ -184,7 +190,7 @@ def replan(planned: Planned, **changes: object) -> Planned:
     return Planned(planned.program, plan_program(planned.program, settings), settings)
 
 
-def summary(table: MachineProfile) -> str:
+def format_summary(table: MachineProfile) -> str:
     """Returns some lines about a table, for people."""
     fastest: dict[tuple[str, str], tuple[float, str]] = {}  # by op and dtype: the rate and its unit
     for o in table.operations:

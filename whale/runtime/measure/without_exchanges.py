@@ -12,18 +12,18 @@ import numpy as np
 
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, TensorType, static_shape
+from whale.ir.values import DType, TensorType, require_static_shape
 from whale.passes.normalize.emitter import NodeEmitter
 
 _JOINED = MEETINGS | {"WhaleCommunicator"}  # what only holds ranks together
 
 
-def talks_inside(program: Program) -> bool:
+def has_inner_exchanges(program: Program) -> bool:
     """Tells whether a loop or branch communicates: its exchanges cannot be left out."""
     return any(n.op in EXCHANGES or n.op in _JOINED for body in program.functions.values() for n in body.nodes)
 
 
-def apart(program: Program) -> Program:
+def remove_exchanges(program: Program) -> Program:
     """Returns ``program`` without exchanges; what it only receives becomes inputs, what it only sends outputs."""
     nodes: dict[str, Node] = {}
     inputs, outputs = list(program.inputs), list(program.outputs)
@@ -44,11 +44,11 @@ def apart(program: Program) -> Program:
         outputs += node.inputs if not node.outputs else ()
         for k, kind in enumerate(node.outputs):
             if k < len(node.inputs):
-                found = _formed(NodeEmitter(program, node, nodes, taken), node.inputs[k], kind, inputs)
+                found = _reshape_to(NodeEmitter(program, node, nodes, taken), node.inputs[k], kind, inputs)
             else:
-                found = _given(f"{node.name}/given", kind, nodes, inputs)
+                found = _add_input(f"{node.name}/given", kind, nodes, inputs)
             stands_for[Ref(node.name, k)] = found
-        stand = [stands_for[r].node for r in node.refs()] or [r.node for r in node.inputs]
+        stand = [stands_for[r].node for r in node.list_refs()] or [r.node for r in node.inputs]
         waits_for[node.name] = tuple(dict.fromkeys(stand))
     return replace(
         program,
@@ -59,13 +59,13 @@ def apart(program: Program) -> Program:
     )
 
 
-def _given(name: str, kind: TensorType, nodes: dict[str, Node], inputs: list[str]) -> Ref:
+def _add_input(name: str, kind: TensorType, nodes: dict[str, Node], inputs: list[str]) -> Ref:
     nodes[name] = Node(name, "Placeholder", (), (), {"dtype": DType(kind.dtype)}, (kind,))
     inputs.append(name)
     return Ref(name)
 
 
-def _formed(emit: NodeEmitter, source: Ref, kind: TensorType, inputs: list[str]) -> Ref:
+def _reshape_to(emit: NodeEmitter, source: Ref, kind: TensorType, inputs: list[str]) -> Ref:
     """Returns ``source`` in the shape of ``kind``: its first numbers, or followed by as many as are missing."""
     own = emit.type_of(source)
     if own.shape == kind.shape:
@@ -77,11 +77,11 @@ def _formed(emit: NodeEmitter, source: Ref, kind: TensorType, inputs: list[str])
     missing = kind.elements - own.elements
     part = TensorType(kind.dtype, (kind.elements,))
     if missing > 0:
-        rest = _given(f"{emit.node.name}/rest", TensorType(kind.dtype, (missing,)), emit.nodes, inputs)
+        rest = _add_input(f"{emit.node.name}/rest", TensorType(kind.dtype, (missing,)), emit.nodes, inputs)
         axis = emit.const("axis", np.array(0, np.int32))
         row = emit.node_of("more", "ConcatV2", (row, rest, axis), part, {"N": 2, "T": dtype, "Tidx": index})
     elif missing < 0:
         begin, size = (emit.const(n, np.array([v], np.int32)) for n, v in (("begin", 0), ("size", kind.elements)))
         row = emit.node_of("part", "Slice", (row, begin, size), part, {"T": dtype, "Index": index})
-    shape = emit.const("shape", np.array(static_shape(kind), np.int32))
+    shape = emit.const("shape", np.array(require_static_shape(kind), np.int32))
     return emit.node_of("apart", "Reshape", (row, shape), kind, shaped)

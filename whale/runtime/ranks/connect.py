@@ -18,8 +18,8 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
       CommError: MPI cannot be loaded or started.
     """
     if config["communication.shared_memory"] and config["communication.shared_tensors"]:
-        share_where_possible(config, place)
-    comm = whale_ops.mpi(
+        share_tensors_if_possible(config, place)
+    comm = whale_ops.connect_mpi(
         name, share_memory=config["communication.shared_memory"], hosts=config["communication.emulate_hosts"]
     )
     if comm.size != place.size:
@@ -32,14 +32,14 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
     return (comm,)
 
 
-def as_configured(comm: whale_ops.Communicator, config: Config) -> None:
+def configure_communicator(comm: whale_ops.Communicator, config: Config) -> None:
     """Sets a communicator's algorithm and emulated link from the configuration."""
     comm.set_algorithm(config["communication.algorithm"])
     if config.link is not None:
         comm.set_link(config.link.latency_s, config.link.bandwidth_bytes_per_s)
 
 
-def share_where_possible(config: Config, place: ProcessPlace) -> None:
+def share_tensors_if_possible(config: Config, place: ProcessPlace) -> None:
     """Has TensorFlow place large tensors where the machine's other ranks can map them; warns if it cannot."""
     if place.local_size == 1 or config.link is not None:  # an emulated link carries all that ranks exchange
         return

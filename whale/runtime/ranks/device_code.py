@@ -6,7 +6,7 @@ from pathlib import Path
 
 from whale.errors import CommError
 from whale.log import log
-from whale.runtime.ranks.cache_files import Damaged, KeptFiles
+from whale.runtime.ranks.cache_files import CacheFolder, DamagedFileError
 from whale_ops import device_code, device_library, gpu_driver
 
 
@@ -20,22 +20,22 @@ def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
     Raises:
       CommError: the GPU cannot be asked, no compiler for it is found, or the driver refuses what it has made.
     """
-    architecture = device_library.architecture_of(library, ordinal)
+    architecture = device_library.find_architecture(library, ordinal)
     driver = gpu_driver.look()
     newest = driver.cuda[0] if driver is not None and not driver.failure else None
     nvrtc = device_code.choose([*device_code.find_nvrtcs()], architecture, newest)
-    device_library.load_kernels(library, ordinal, code_of(nvrtc, architecture, folder))
+    device_library.load_kernels(library, ordinal, load_code(nvrtc, architecture, folder))
 
 
-def code_of(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) -> bytes:
+def load_code(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) -> bytes:
     """Returns machine code for GPUs of an architecture: kept from the same sources and compiler, or compiled now."""
-    files = None if folder is None else KeptFiles(folder)
+    files = None if folder is None else CacheFolder(folder)
     version = ".".join(map(str, nvrtc.version))
-    name = f"{nvrtc.target(architecture)}-nvrtc-{version}-{device_code.source_digest()}.kernels"
+    name = f"{nvrtc.find_target(architecture)}-nvrtc-{version}-{device_code.compute_source_digest()}.kernels"
     try:
         if files is not None and (kept := files.get(name)) is not None:
             return kept
-    except Damaged:
+    except DamagedFileError:
         log.warning("the GPU kernels that were kept are damaged, and are compiled anew")
     except OSError:
         pass  # writing says why
@@ -48,7 +48,7 @@ def code_of(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) ->
     return code
 
 
-def lacks(library: Path, backend: str, ordinal: int, folder: Path | None) -> str:
+def find_missing(library: Path, backend: str, ordinal: int, folder: Path | None) -> str:
     """Prepares a GPU for a backend. Returns what is missing for it; "" is nothing."""
     try:
         if backend == "nccl":

@@ -17,7 +17,7 @@ _NAME_LIMIT = 100  # characters of a program's name: a session's run bears those
 _PAGE_BYTES = resource.getpagesize()
 
 
-class Progress:
+class StepProgress:
     """Counts the steps of this process, from any thread."""
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Progress:
         self._told: dict[str, Any] = {}
         self._begun_ns = time.monotonic_ns()
 
-    def steps(self, call: Callable[..., _T], name: str) -> Callable[..., _T]:
+    def count_steps(self, call: Callable[..., _T], name: str) -> Callable[..., _T]:
         """Returns the same callable, whose calls are counted under the program's name."""
         name = name[:_NAME_LIMIT]
 
-        def counted(*args: Any) -> _T:
+        def run_counted(*args: Any) -> _T:
             start_s = time.perf_counter()
             result = call(*args)
             taken_s = time.perf_counter() - start_s
@@ -39,9 +39,9 @@ class Progress:
                 self._programs[name] = calls + 1, seconds + taken_s
             return result
 
-        return counted
+        return run_counted
 
-    def news(self, comm: Communicator | None) -> dict[str, Any] | None:
+    def take_news(self, comm: Communicator | None) -> dict[str, Any] | None:
         """Returns all sums in the form of `whale.launcher.protocol.Progress`; None if no step ran since they were last
         asked for.
         """

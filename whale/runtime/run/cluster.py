@@ -8,7 +8,7 @@ from typing import Any
 
 from whale.config import Config
 from whale.errors import ClusterError
-from whale.runtime.run.context import process, running
+from whale.runtime.run.context import find_running, process
 from whale.started import process_place
 
 Slice = tuple[tuple[int, ...], ...]
@@ -55,8 +55,8 @@ def cluster(
     if layout is None:
         hosts = isinstance(worker_hosts, str) and worker_hosts != "all"
         layout = "all" if worker_hosts is None or hosts else worker_hosts
-    context = running()
-    size = _size_to_be() if context is None else context.planned_size
+    context = find_running()
+    size = _find_planned_size() if context is None else context.planned_size
     if isinstance(layout, Mapping):
         kind, value = next(iter(layout.items()), ("", None))
     else:  # {"all"} as well
@@ -79,7 +79,7 @@ def cluster(
     )
 
 
-def _size_to_be() -> int:
+def _find_planned_size() -> int:
     """Returns the number of ranks of a run that has not begun."""
     if process.dry is not None:
         return process.dry.size

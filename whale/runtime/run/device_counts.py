@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whale.errors import PlanError
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 _SCHEDULES = {"preferbackward": "1f1b", "preferbackwardoptimizer": "1f1b", "preferforward": "gpipe"}
 
 
 def check_count(kind: str, count: int | None) -> None:
     """Raises PlanError where so many devices of a replica do not divide the ranks."""
-    size = current(f"the scope wh.{kind}").planned_size
+    size = require_current(f"the scope wh.{kind}").planned_size
     if count is not None and (count < 1 or (size > 1 and size % count)):
         raise PlanError(
             f"the ranks cannot be divided among parts of wh.{kind}",
@@ -22,13 +22,13 @@ def check_count(kind: str, count: int | None) -> None:
         )
 
 
-def split_over(count: int | None) -> None:
+def set_split_ranks(count: int | None) -> None:
     """Has so many ranks in a row divide tensors together, in all of the run.
 
     Raises:
       PlanError: it does not divide the ranks, or the run has another number.
     """
-    context = current("the scope wh.split")
+    context = require_current("the scope wh.split")
     if count is None or context.planned_size == 1:
         return
     check_count("split", count)
@@ -44,7 +44,7 @@ def split_over(count: int | None) -> None:
     context.split_ranks = count
 
 
-def one_of_a_stage(count: int | None) -> None:
+def refuse_unnamed_stage(count: int | None) -> None:
     """Raises PlanError for a stage of several ranks that are not named."""
     if count not in (None, 1):
         raise PlanError(
@@ -55,21 +55,21 @@ def one_of_a_stage(count: int | None) -> None:
         )
 
 
-def is_a_stage(count: int | None) -> bool:
+def is_stage(count: int | None) -> bool:
     """Tells whether a part of the model with so many devices has ranks of its own."""
-    size = current("the scope wh.replicate").planned_size
+    size = require_current("the scope wh.replicate").planned_size
     check_count("replicate", count)
     return (count or 1) < size or size == 1
 
 
-def configured_number() -> int:
+def read_micro_batches() -> int:
     """Returns the number of micro-batches that the configuration asks for."""
-    return int(current("the scope wh.pipeline").config["pipeline.num_micro_batch"])
+    return int(require_current("the scope wh.pipeline").config["pipeline.num_micro_batch"])
 
 
-def same_schedule(strategy: str | None) -> None:
+def check_schedule(strategy: str | None) -> None:
     """Raises PlanError where a pipeline asks for another order of micro-batches than the run has."""
-    config = current("the scope wh.pipeline").config
+    config = require_current("the scope wh.pipeline").config
     if strategy is None or _SCHEDULES.get(strategy.lower(), strategy) == config["pipeline.schedule"]:
         return
     raise PlanError(
@@ -80,13 +80,13 @@ def same_schedule(strategy: str | None) -> None:
     )
 
 
-def spread_by_itself(modes: Sequence[str]) -> None:
+def set_auto_parallel_modes(modes: Sequence[str]) -> None:
     """Has steps that are compiled from now on spread in these ways; none: in the fastest.
 
     Raises:
       PlanError: there is no such way.
     """
-    context = current("wh.auto_parallel()")
+    context = require_current("wh.auto_parallel()")
     if unknown := [mode for mode in modes if mode not in ("replica", "replicate", "split", "pipeline", "stage")]:
         raise PlanError(
             "there is no such way to spread a model",

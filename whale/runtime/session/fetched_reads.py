@@ -17,10 +17,10 @@ def read_last(program: Program) -> Program:
     outputs = list(program.outputs)
     added: dict[str, Node] = {}
     for i, ref in enumerate(outputs):
-        read = _read(program, ref)
+        read = _find_read(program, ref)
         if read is None:
             continue
-        updates = _updates(program, read)
+        updates = _list_updates(program, read)
         if updates:
             name = f"{read.name}/fetched"
             added[name] = replace(read, name=name, controls=tuple(updates))
@@ -30,13 +30,13 @@ def read_last(program: Program) -> Program:
     return replace(program, nodes=(*program.nodes, *added.values()), outputs=tuple(outputs))
 
 
-def _read(program: Program, ref: Ref) -> Node | None:
+def _find_read(program: Program, ref: Ref) -> Node | None:
     """Returns the read of a variable that a fetched tensor is, if no control input orders it; else None."""
     node = program.by_name[ref.node]
     return node if node.op == "ReadVariableOp" and not node.controls else None
 
 
-def _updates(program: Program, read: Node) -> list[str]:
+def _list_updates(program: Program, read: Node) -> list[str]:
     """Returns the names of the nodes that change what is read, or may."""
     users = program.consumers.get(read.inputs[0], ())
     return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))

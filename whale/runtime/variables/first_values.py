@@ -12,25 +12,25 @@ from whale.capture.captured import CapturedVariable
 from whale.errors import CommError
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.variables.deferred import deferred_of
-from whale.runtime.variables.partial_initializers import Initial, Op
+from whale.runtime.variables.deferred import find_deferred
+from whale.runtime.variables.partial_initializers import DeferredInitial, RecordedOp
 
 
-def agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Initial | None]:
+def agree_on_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[DeferredInitial | None]:
     """Returns the first rank's initial values of variables that hold none there; None for those that it has made.
 
     Raises:
       CommError: a variable is restored from a checkpoint on the first rank only.
     """
-    mine = [deferred_of(c.variable) for c in new]
-    if not context.between_processes or not new:
+    mine = [find_deferred(c.variable) for c in new]
+    if not context.has_other_processes or not new:
         return mine
     comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
     data = None
     if context.rank == 0:
-        data = pack(["reader" if i is not None and i.reader is not None else _said(i) for i in mine])
+        data = pack(["reader" if i is not None and i.reader is not None else _encode_initial(i) for i in mine])
     said = unpack(comm.broadcast_bytes("whale/first_values/initial", data, 0, timeout_s))
-    firsts = [one if one == "reader" else _heard(one) for one in said]
+    firsts = [one if one == "reader" else _decode_initial(one) for one in said]
     for i, (c, first, own) in enumerate(zip(new, firsts, mine)):
         if first == "reader":
             firsts[i] = own  # its reader knows the file
@@ -45,23 +45,23 @@ def agreed_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[Ini
     return firsts
 
 
-def _said(initial: Initial | None) -> tuple[Any, ...] | None:
+def _encode_initial(initial: DeferredInitial | None) -> tuple[Any, ...] | None:
     if initial is None:
         return None
     ops = [(op.kind, op.attrs, op.operands, op.first, op.shapes, op.dtypes) for op in initial.ops]
     return initial.shape, initial.dtype, initial.little, ops, initial.result
 
 
-def _heard(said: Any) -> Initial | None:
+def _decode_initial(said: Any) -> DeferredInitial | None:
     if said is None:
         return None
     shape, dtype, little, ops, result = said
-    return Initial(shape, dtype, little, tuple(Op(*op) for op in ops), result)
+    return DeferredInitial(shape, dtype, little, tuple(RecordedOp(*op) for op in ops), result)
 
 
 def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
     """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     by_dtype: dict[str, list[Any]] = {}
     for c in captured:

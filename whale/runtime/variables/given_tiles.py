@@ -9,7 +9,7 @@ from whale.errors import PlanError
 from whale.ir.mesh import Tiles
 
 
-def given_tiles(captured: CapturedVariable) -> Tiles | None:
+def find_given_tiles(captured: CapturedVariable) -> Tiles | None:
     """Returns how the script says that the variable lies; None: it says nothing."""
     return getattr(captured.variable, "_whale_tiles", None)
 
@@ -28,7 +28,7 @@ def refuse_other_tiles(
       PlanError: with the first such variable.
     """
     for c in captured:
-        given = given_tiles(c)
+        given = find_given_tiles(c)
         if given is None or not given.cuts or known.get(c.node) != given:
             continue
         found = planned.get(c.node, Tiles())

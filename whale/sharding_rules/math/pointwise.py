@@ -25,7 +25,7 @@ def bitcast(op: OpView) -> str:
     return "* n^ -> *" if len(before) > len(after) else "* -> * n^"
 
 
-def fixed_range(op: OpView) -> str:
+def clip_by_value(op: OpView) -> str:
     """ClipByValue: bounds are scalars or like the operand."""
     bounds = [t.shape for t in op.inputs[1:]]
     return "*, ., . -> *" if all(b == () for b in bounds) else "*, *, * -> *"
@@ -70,7 +70,7 @@ RULES = (
     rule("Betainc", "*, *, * -> *"),
     rule("Select", select, lin="1&2"),
     rule("SelectV2", "*, *, * -> *", lin="1&2"),
-    rule("ClipByValue", fixed_range, mono="0"),
+    rule("ClipByValue", clip_by_value, mono="0"),
     # Gradients, linear in the incoming one.
     rule("ReluGrad Relu6Grad EluGrad SeluGrad LeakyReluGrad SoftplusGrad SoftsignGrad", "*, * -> *", lin="0"),
     rule("SigmoidGrad TanhGrad RsqrtGrad SqrtGrad ReciprocalGrad InvGrad", "*, * -> *", lin="1"),

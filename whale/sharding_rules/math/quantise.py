@@ -7,7 +7,7 @@ from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
-def given_range(op: OpView) -> str:
+def quantise_range(op: OpView) -> str:
     """whether the range is given (else it is found in all the data) and for the whole tensor"""
     if int(op.attr("axis", -1)) != -1:
         return REPLICATED
@@ -22,5 +22,5 @@ RULES = (
     rule("FakeQuantWithMinMaxVarsGradient", "p*+, p*+, ., . -> p*, ., .", lin="0"),
     rule("FakeQuantWithMinMaxVarsPerChannel", "p* c, c, c -> p* c", mono="0"),
     rule("FakeQuantWithMinMaxVarsPerChannelGradient", "p*+ c, p*+ c, c, c -> p* c, c, c", lin="0"),
-    rule("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4", given_range),
+    rule("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4", quantise_range),
 )

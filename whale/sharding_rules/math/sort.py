@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import axis, freeze, names, term
+from whale.sharding_rules.dims import freeze, make_labels, read_axis, write_term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
@@ -11,10 +11,10 @@ from whale.sharding_rules.registry import rule
 def cumulative(op: OpView) -> str:
     """the axis, which is whole"""
     before = op.inputs[0].shape
-    at = None if before is None else axis(op, 1, len(before))
+    at = None if before is None else read_axis(op, 1, len(before))
     if before is None or at is None:
         return REPLICATED
-    labels = term(freeze(names("a", len(before)), [at]))
+    labels = write_term(freeze(make_labels("a", len(before)), [at]))
     return f"{labels}, . -> {labels}"
 
 
@@ -23,9 +23,9 @@ def approximate_top_k(op: OpView) -> str:
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED
-    labels, at = names("a", len(before)), int(op.attr("reduction_dimension", -1)) % len(before)
-    result = term("k^" if n == at else x for n, x in enumerate(labels))
-    return f"{term(freeze(labels, [at]))} -> {result}, {result}"
+    labels, at = make_labels("a", len(before)), int(op.attr("reduction_dimension", -1)) % len(before)
+    result = write_term("k^" if n == at else x for n, x in enumerate(labels))
+    return f"{write_term(freeze(labels, [at]))} -> {result}, {result}"
 
 
 RULES = (

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 
 from whale.ir.values import TensorType
 from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import names, windows
+from whale.sharding_rules.dims import make_labels, write_windows
 from whale.sharding_rules.nn import halo
 from whale.sharding_rules.registry import rule
 
 
-def image(op: OpView, spatial: str | Sequence[str], channels: str, batch: str = "b", default: str = "NHWC") -> str:
+def write_image_term(
+    op: OpView, spatial: str | Sequence[str], channels: str, batch: str = "b", default: str = "NHWC"
+) -> str:
     """Writes the term of an image-like tensor: batch, spatial dimensions, channels, in the op's data format.
 
     Args:
@@ -25,19 +27,19 @@ def image(op: OpView, spatial: str | Sequence[str], channels: str, batch: str = 
     return " ".join([batch, *places, channels])
 
 
-def _channel_dim(op: OpView, rank: int) -> int:
+def _find_channel_dim(op: OpView, rank: int) -> int:
     return 1 if str(op.attr("data_format", "NHWC")).startswith("NC") else rank - 1
 
 
-def _grouped(op: OpView, image_operand: int | None, filter_depth: int | None) -> bool:
+def _is_grouped(op: OpView, image_operand: int | None, filter_depth: int | None) -> bool:
     """Tells whether the filter sees only a group of the input's channels (or that cannot be known)."""
     kind = op.outputs[0] if image_operand is None else op.inputs[image_operand]
     if kind.shape is None or filter_depth is None:
         return True
-    return kind.shape[_channel_dim(op, len(kind.shape))] != filter_depth
+    return kind.shape[_find_channel_dim(op, len(kind.shape))] != filter_depth
 
 
-def _groups(filter_shape: tuple[int | None, ...] | None, channels: int | None) -> tuple[str, str]:
+def _write_group_dims(filter_shape: tuple[int | None, ...] | None, channels: int | None) -> tuple[str, str]:
     """Writes the channel dimensions, in and out, of a grouped convolution: whole groups can be cut, if sizes
     are known.
     """
@@ -47,19 +49,19 @@ def _groups(filter_shape: tuple[int | None, ...] | None, channels: int | None) -
     return f"(g {depth})", f"(g {out // (channels // depth)})"
 
 
-def _channels(op: OpView, kind: TensorType) -> int | None:
-    return None if kind.shape is None else kind.shape[_channel_dim(op, len(kind.shape))]
+def _count_channels(op: OpView, kind: TensorType) -> int | None:
+    return None if kind.shape is None else kind.shape[_find_channel_dim(op, len(kind.shape))]
 
 
-def _depth(shape: tuple[int | None, ...] | None) -> int | None:
+def _find_filter_depth(shape: tuple[int | None, ...] | None) -> int | None:
     return None if shape is None or len(shape) < 2 else shape[-2]
 
 
-def _kernel(count: int, tail: str) -> str:
-    return " ".join([f"{k}^" for k in names("k", count)] + [tail])
+def _write_kernel_term(count: int, tail: str) -> str:
+    return " ".join([f"{k}^" for k in make_labels("k", count)] + [tail])
 
 
-def _spatial(
+def _write_spatial_dims(
     op: OpView, image: TensorType, kernel: TensorType, count: int, flag: str = ""
 ) -> tuple[list[str], list[str]]:
     """Writes the spatial dimensions before and after the convolution, cut together where the step divides them.
@@ -78,31 +80,34 @@ def _spatial(
     reach = [(size - 1) * gap + 1 for size, gap in zip(kernel.shape, apart)]  # type: ignore[operator]
     if count == 2 and op.attr("padding") == "SAME":
         reach = [min(size, step) for size, step in zip(reach, steps)]  # what is missing comes from neighbours
-    for i, found in enumerate(windows(image.shape[first : first + count], reach, steps)):
+    for i, found in enumerate(write_windows(image.shape[first : first + count], reach, steps)):
         if found is not None:
             before[i], after[i] = found.replace(f"s{i}", f"s{i}{flag}"), f"s{i}{flag}"
     return before, after
 
 
-def forward(count: int) -> Callable[[OpView], str]:
+def make_forward_spec(count: int) -> Callable[[OpView], str]:
     """Returns the spec of a convolution over ``count`` spatial dimensions."""
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution(op: OpView) -> str:
         """data_format and groups"""
-        if _grouped(op, 0, _depth(op.inputs[1].shape)):
-            c, o = _groups(op.inputs[1].shape, _channels(op, op.inputs[0]))
+        if _is_grouped(op, 0, _find_filter_depth(op.inputs[1].shape)):
+            c, o = _write_group_dims(op.inputs[1].shape, _count_channels(op, op.inputs[0]))
             before, kernel, after = c, f"i^ {o}", o
         else:
             before, kernel, after = "i+", "i+ o", "o"
-        rows = _spatial(op, op.inputs[0], op.inputs[1], count)
-        x, y = image(op, rows[0], before, default=default), image(op, rows[1], after, default=default)
-        return f"{x}, {_kernel(count, kernel)} -> {y}"
+        rows = _write_spatial_dims(op, op.inputs[0], op.inputs[1], count)
+        x, y = (
+            write_image_term(op, rows[0], before, default=default),
+            write_image_term(op, rows[1], after, default=default),
+        )
+        return f"{x}, {_write_kernel_term(count, kernel)} -> {y}"
 
     return convolution
 
 
-def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
+def make_input_gradient_spec(count: int, like: bool = False) -> Callable[[OpView], str]:
     """Returns the spec of the gradient for the input; ``like``: operand 0 is the input itself, of which only the shape
     matters.
     """
@@ -110,18 +115,18 @@ def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
 
     def convolution_input_gradient(op: OpView) -> str:
         """data_format and groups"""
-        grouped = _grouped(op, None, _depth(op.inputs[1].shape))
-        i, o = _groups(op.inputs[1].shape, _channels(op, op.outputs[0])) if grouped else ("i", "o+")
-        rows = _spatial(op, op.outputs[0], op.inputs[1], count)
-        result = image(op, rows[0], i, default=default)
+        grouped = _is_grouped(op, None, _find_filter_depth(op.inputs[1].shape))
+        i, o = _write_group_dims(op.inputs[1].shape, _count_channels(op, op.outputs[0])) if grouped else ("i", "o+")
+        rows = _write_spatial_dims(op, op.outputs[0], op.inputs[1], count)
+        result = write_image_term(op, rows[0], i, default=default)
         first = f"~{result}" if like else "[out0]"
-        kernel = _kernel(count, f"i^ {o}" if grouped else "i o+")
-        return f"{first}, {kernel}, {image(op, rows[1], o, default=default)} -> {result}"
+        kernel = _write_kernel_term(count, f"i^ {o}" if grouped else "i o+")
+        return f"{first}, {kernel}, {write_image_term(op, rows[1], o, default=default)} -> {result}"
 
     return convolution_input_gradient
 
 
-def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
+def make_filter_gradient_spec(count: int, like: bool = False) -> Callable[[OpView], str]:
     """Returns the spec of the gradient for the filter; ``like``: operand 1 is the filter itself, of which only the
     shape matters.
     """
@@ -129,76 +134,101 @@ def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
 
     def convolution_filter_gradient(op: OpView) -> str:
         """data_format and groups"""
-        grouped = _grouped(op, 0, _depth(op.outputs[0].shape))
-        i, o = _groups(op.outputs[0].shape, _channels(op, op.inputs[0])) if grouped else ("i", "o")
-        result = _kernel(count, f"i^ {o}" if grouped else "i o")
+        grouped = _is_grouped(op, 0, _find_filter_depth(op.outputs[0].shape))
+        i, o = _write_group_dims(op.outputs[0].shape, _count_channels(op, op.inputs[0])) if grouped else ("i", "o")
+        result = _write_kernel_term(count, f"i^ {o}" if grouped else "i o")
         first = f"~{result}" if like else "[out0]"
-        rows = _spatial(op, op.inputs[0], op.outputs[0], count, "+")
-        operand = image(op, rows[0], i, "b+", default)
-        return f"{operand}, {first}, {image(op, rows[1], o, 'b+', default)} -> {result}"
+        rows = _write_spatial_dims(op, op.inputs[0], op.outputs[0], count, "+")
+        operand = write_image_term(op, rows[0], i, "b+", default)
+        return f"{operand}, {first}, {write_image_term(op, rows[1], o, 'b+', default)} -> {result}"
 
     return convolution_filter_gradient
 
 
 def depthwise(op: OpView) -> str:
     """data_format"""
-    before, after = _spatial(op, op.inputs[0], op.inputs[1], 2)
-    return f"{image(op, before, 'c')}, k0^ k1^ c m^ -> {image(op, after, '(c m^)')}"
+    before, after = _write_spatial_dims(op, op.inputs[0], op.inputs[1], 2)
+    return f"{write_image_term(op, before, 'c')}, k0^ k1^ c m^ -> {write_image_term(op, after, '(c m^)')}"
 
 
 def depthwise_input_gradient(op: OpView) -> str:
     """data_format"""
-    before, after = _spatial(op, op.outputs[0], op.inputs[1], 2)
-    return f"[out0], k0^ k1^ c m^, {image(op, after, '(c m^)')} -> {image(op, before, 'c')}"
+    before, after = _write_spatial_dims(op, op.outputs[0], op.inputs[1], 2)
+    return f"[out0], k0^ k1^ c m^, {write_image_term(op, after, '(c m^)')} -> {write_image_term(op, before, 'c')}"
 
 
 def depthwise_filter_gradient(op: OpView) -> str:
     """data_format"""
-    before, after = _spatial(op, op.inputs[0], op.outputs[0], 2, "+")
-    return f"{image(op, before, 'c', 'b+')}, [out0], {image(op, after, '(c m^)', 'b+')} -> k0^ k1^ c m^"
+    before, after = _write_spatial_dims(op, op.inputs[0], op.outputs[0], 2, "+")
+    x, y = write_image_term(op, before, "c", "b+"), write_image_term(op, after, "(c m^)", "b+")
+    return f"{x}, [out0], {y} -> k0^ k1^ c m^"
 
 
-def any_rank(op: OpView) -> str:
+def general_convolution(op: OpView) -> str:
     """rank, batch_dims and channels_last of the general Conv"""
     shape, kernel = op.inputs[0].shape, op.inputs[1].shape
     if shape is None or kernel is None:
         return "replicated"
     count = len(kernel) - 2
-    lead = " ".join(names("b", len(shape) - count - 1))
+    lead = " ".join(make_labels("b", len(shape) - count - 1))
     last = op.attr("data_format", "CHANNELS_LAST") == "CHANNELS_LAST"
     whole = shape[-1 if last else len(shape) - count - 1] == kernel[-2]
     i, o, pair = ("i+", "o", "i+ o") if whole else ("c^", "o^", "i^ o^")
-    xs, ys = (" ".join(f"{k}^" for k in names(p, count)) for p in "xy")
+    xs, ys = (" ".join(f"{k}^" for k in make_labels(p, count)) for p in "xy")
     before, after = (f"{xs} {i}", f"{ys} {o}") if last else (f"{i} {xs}", f"{o} {ys}")
-    return f"{lead} {before}, {_kernel(count, pair)} -> {lead} {after}"
+    return f"{lead} {before}, {_write_kernel_term(count, pair)} -> {lead} {after}"
 
 
 RULES = (
-    rule("Conv2D", forward(2), lin="0|1", halo=halo.of_image, local=halo.of_rank),
-    rule("Conv3D", forward(3), lin="0|1"),
-    rule("Conv", any_rank, lin="0|1"),
-    rule("Conv2DBackpropInput", input_gradient(2), lin="1|2", halo=halo.of_slope, local=halo.of_rank),
-    rule("Conv2DBackpropInputV2", input_gradient(2, like=True), lin="1|2", halo=halo.of_slope, local=halo.of_rank),
-    rule("Conv2DBackpropFilter", filter_gradient(2), lin="0|2", halo=halo.of_image, local=halo.of_rank),
-    rule("Conv2DBackpropFilterV2", filter_gradient(2, like=True), lin="0|2", halo=halo.of_image, local=halo.of_rank),
-    rule("Conv3DBackpropInputV2", input_gradient(3), lin="1|2"),
-    rule("Conv3DBackpropInput", input_gradient(3, like=True), lin="1|2"),
-    rule("Conv3DBackpropFilterV2", filter_gradient(3), lin="0|2"),
-    rule("Conv3DBackpropFilter", filter_gradient(3, like=True), lin="0|2"),
-    rule("DepthwiseConv2dNative", depthwise, lin="0|1", halo=halo.of_image, local=halo.of_rank),
+    rule("Conv2D", make_forward_spec(2), lin="0|1", halo=halo.widen_image, local=halo.make_padding_explicit),
+    rule("Conv3D", make_forward_spec(3), lin="0|1"),
+    rule("Conv", general_convolution, lin="0|1"),
+    rule(
+        "Conv2DBackpropInput",
+        make_input_gradient_spec(2),
+        lin="1|2",
+        halo=halo.widen_gradient,
+        local=halo.make_padding_explicit,
+    ),
+    rule(
+        "Conv2DBackpropInputV2",
+        make_input_gradient_spec(2, like=True),
+        lin="1|2",
+        halo=halo.widen_gradient,
+        local=halo.make_padding_explicit,
+    ),
+    rule(
+        "Conv2DBackpropFilter",
+        make_filter_gradient_spec(2),
+        lin="0|2",
+        halo=halo.widen_image,
+        local=halo.make_padding_explicit,
+    ),
+    rule(
+        "Conv2DBackpropFilterV2",
+        make_filter_gradient_spec(2, like=True),
+        lin="0|2",
+        halo=halo.widen_image,
+        local=halo.make_padding_explicit,
+    ),
+    rule("Conv3DBackpropInputV2", make_input_gradient_spec(3), lin="1|2"),
+    rule("Conv3DBackpropInput", make_input_gradient_spec(3, like=True), lin="1|2"),
+    rule("Conv3DBackpropFilterV2", make_filter_gradient_spec(3), lin="0|2"),
+    rule("Conv3DBackpropFilter", make_filter_gradient_spec(3, like=True), lin="0|2"),
+    rule("DepthwiseConv2dNative", depthwise, lin="0|1", halo=halo.widen_image, local=halo.make_padding_explicit),
     rule(
         "DepthwiseConv2dNativeBackpropInput",
         depthwise_input_gradient,
         lin="1|2",
-        halo=halo.of_slope,
-        local=halo.of_rank,
+        halo=halo.widen_gradient,
+        local=halo.make_padding_explicit,
     ),
     rule(
         "DepthwiseConv2dNativeBackpropFilter",
         depthwise_filter_gradient,
         lin="0|2",
-        halo=halo.of_image,
-        local=halo.of_rank,
+        halo=halo.widen_image,
+        local=halo.make_padding_explicit,
     ),
     rule("Dilation2D", "b h^ w^ c, k0^ k1^ c -> b y^ x^ c"),
     rule("Dilation2DBackpropInput", "b h^ w^ c, k0^ k1^ c, b y^ x^ c -> b h^ w^ c", lin="2"),

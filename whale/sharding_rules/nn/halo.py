@@ -28,16 +28,16 @@ class _Axis:
     after: int
 
 
-def _shapes(op: OpView) -> tuple[Dims | None, Dims | None]:
+def _find_shapes(op: OpView) -> tuple[Dims | None, Dims | None]:
     """Returns the shapes of the image and of the filter."""
     if "BackpropInput" in op.node.op:
         return op.outputs[0].shape, op.inputs[1].shape
     return op.inputs[0].shape, op.outputs[0].shape if "BackpropFilter" in op.node.op else op.inputs[1].shape
 
 
-def _axes(op: OpView) -> list[_Axis]:
+def _find_axes(op: OpView) -> list[_Axis]:
     """Returns the spatial dimensions, padded as SAME says; none where sizes are unknown."""
-    image, kernel = _shapes(op)
+    image, kernel = _find_shapes(op)
     first = 2 if str(op.attr("data_format", "NHWC")).startswith("NC") else 1
     if image is None or kernel is None:
         return []
@@ -53,7 +53,7 @@ def _axes(op: OpView) -> list[_Axis]:
     return found
 
 
-def _crossed(op: OpView, strategy: Strategy) -> _Axis | None:
+def _find_crossed_axis(op: OpView, strategy: Strategy) -> _Axis | None:
     """Returns the divided dimension over which windows reach further than they step, or None."""
     if op.attr("padding") != "SAME":
         return None
@@ -61,10 +61,10 @@ def _crossed(op: OpView, strategy: Strategy) -> _Axis | None:
     image = strategy.outputs[0] if "BackpropInput" in op.node.op else strategy.inputs[0]
     if not isinstance(image, Split):
         return None
-    return next((a for a in _axes(op) if a.dim == image.dim and a.dim in cut and a.reach > a.step), None)
+    return next((a for a in _find_axes(op) if a.dim == image.dim and a.dim in cut and a.reach > a.step), None)
 
 
-def _wide(strategy: Strategy, i: int, halo: tuple[int, int]) -> Strategy | None:
+def _widen(strategy: Strategy, i: int, halo: tuple[int, int]) -> Strategy | None:
     have = strategy.inputs[i]
     if not isinstance(have, Split) or have.blocks > 1:
         return None
@@ -72,31 +72,31 @@ def _wide(strategy: Strategy, i: int, halo: tuple[int, int]) -> Strategy | None:
     return replace(strategy, inputs=(*strategy.inputs[:i], wide, *strategy.inputs[i + 1 :]))
 
 
-def of_image(op: OpView, strategy: Strategy) -> Strategy | None:
+def widen_image(op: OpView, strategy: Strategy) -> Strategy | None:
     """Widens the image (operand 0) by the rows that windows of the rank's own results reach."""
-    axis = _crossed(op, strategy)
-    return strategy if axis is None else _wide(strategy, 0, (axis.before, axis.reach - axis.step - axis.before))
+    axis = _find_crossed_axis(op, strategy)
+    return strategy if axis is None else _widen(strategy, 0, (axis.before, axis.reach - axis.step - axis.before))
 
 
-def of_slope(op: OpView, strategy: Strategy) -> Strategy | None:
+def widen_gradient(op: OpView, strategy: Strategy) -> Strategy | None:
     """Widens the incoming gradient (operand 2) to that of all windows that reach the rank's own rows."""
-    axis = _crossed(op, strategy)
+    axis = _find_crossed_axis(op, strategy)
     if axis is None:
         return strategy
     before, after = (axis.reach - 1 - axis.before) // axis.step, (axis.step - 1 + axis.before) // axis.step
-    return _wide(strategy, 2, (before, after))
+    return _widen(strategy, 2, (before, after))
 
 
-def of_rank(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def make_padding_explicit(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Makes the padding explicit: what lies outside of the image, counted from what the rank has of it."""
-    axis = _crossed(op, strategy)
+    axis = _find_crossed_axis(op, strategy)
     if axis is None:
         return UNCHANGED
     if "BackpropInput" in op.node.op:
         have, slope = strategy.outputs[0], strategy.inputs[2]
         assert isinstance(have, Split) and isinstance(slope, Split)
-        first, end = slope.span(coordinate)
-        begin, stop = have.span(coordinate)
+        first, end = slope.find_span(coordinate)
+        begin, stop = have.find_span(coordinate)
         margins = begin - (first * axis.step - axis.before), (end - 1) * axis.step - axis.before + axis.reach - stop
     else:
         have = strategy.inputs[0]
@@ -106,6 +106,6 @@ def of_rank(op: OpView, strategy: Strategy, coordinate: int) -> Local:
         margins = max(0, have.halo[0] - begin), max(0, stop + have.halo[1] - axis.size)
     rank = len(str(op.attr("data_format", "NHWC")))
     padding = [0] * (2 * rank)
-    for one in _axes(op):
+    for one in _find_axes(op):
         padding[2 * one.dim : 2 * one.dim + 2] = margins if one.dim == axis.dim else (one.before, one.after)
     return Local(attrs={"padding": "EXPLICIT", "explicit_paddings": tuple(padding)})

@@ -6,30 +6,30 @@ from collections.abc import Callable
 
 from whale.ir.values import Dims
 from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import constant, names, term, windows
+from whale.sharding_rules.dims import make_labels, read_constant, write_term, write_windows
 from whale.sharding_rules.registry import rule
 
 
-def _places(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[str], list[str]]:
+def _write_pooled_dims(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[str], list[str]]:
     """Writes an image's dimensions before and after the pooling; they are cut together where windows do not overlap.
 
     Args:
       operand: number of the operand that holds the window's size, before that of the steps; None: attributes do.
     """
-    window = list(op.attr("ksize", ())) if operand is None else constant(op, operand)
-    steps = list(op.attr("strides", ())) if operand is None else constant(op, operand + 1)
+    window = list(op.attr("ksize", ())) if operand is None else read_constant(op, operand)
+    steps = list(op.attr("strides", ())) if operand is None else read_constant(op, operand + 1)
     if not window or not steps:
         rest = len(str(op.attr("data_format", "NHWC"))) - 1
-        return ["b", *(f"{x}^" for x in names("x", rest))], ["b", *(f"{y}^" for y in names("y", rest))]
-    before, after = [f"{x}^" for x in names("x", len(window))], [f"{y}^" for y in names("y", len(window))]
+        return ["b", *(f"{x}^" for x in make_labels("x", rest))], ["b", *(f"{y}^" for y in make_labels("y", rest))]
+    before, after = [f"{x}^" for x in make_labels("x", len(window))], [f"{y}^" for y in make_labels("y", len(window))]
     if op.attr("padding") in ("SAME", "VALID"):
-        for n, found in enumerate(windows(image, window, steps)):
+        for n, found in enumerate(write_windows(image, window, steps)):
             if found is not None:
                 before[n], after[n] = found, f"s{n}"
     return before, after
 
 
-def pool(before: str, after: str, window: int | None = None) -> Callable[[OpView], str]:
+def make_pool_spec(before: str, after: str, window: int | None = None) -> Callable[[OpView], str]:
     """Returns the spec whose terms are images before (x) or after (y) the pooling; ``window``: operand that holds its
     size.
     """
@@ -38,13 +38,13 @@ def pool(before: str, after: str, window: int | None = None) -> Callable[[OpView
     def pooling(op: OpView) -> str:
         """the window and its steps"""
         image = op.inputs[operands.index("x")] if "x" in operands else op.outputs[0]
-        words = dict(zip("xy", map(term, _places(op, image.shape, window))))
+        words = dict(zip("xy", map(write_term, _write_pooled_dims(op, image.shape, window))))
         return f"{', '.join(words.get(w, w) for w in operands)} -> {words[after]}"
 
     return pooling
 
 
-def argmax_pool(before: str, after: str) -> Callable[[OpView], str]:
+def make_argmax_pool_spec(before: str, after: str) -> Callable[[OpView], str]:
     """Returns the spec of pooling with flat indices, which count channels, and the batch if
     ``include_batch_in_index``.
     """
@@ -60,20 +60,20 @@ def argmax_pool(before: str, after: str) -> Callable[[OpView], str]:
 
 
 RULES = (
-    rule("MaxPool", pool("x", "y"), mono="max:0"),
-    rule("AvgPool", pool("x", "y"), lin="0"),
-    rule("MaxPoolV2", pool("x, ., .", "y", window=1), mono="max:0"),
-    rule("MaxPool3D", pool("x", "y"), mono="max:0"),
-    rule("AvgPool3D", pool("x", "y"), lin="0"),
-    rule("MaxPoolGrad", pool("x, y, y", "x"), lin="2"),
-    rule("MaxPoolGradV2", pool("x, y, y, ., .", "x", window=3), lin="2"),
-    rule("MaxPoolGradGrad", pool("x, y, x", "y"), lin="2"),
-    rule("MaxPoolGradGradV2", pool("x, y, x, ., .", "y", window=3), lin="2"),
-    rule("MaxPool3DGrad", pool("x, y, y", "x"), lin="2"),
-    rule("MaxPool3DGradGrad", pool("x, y, x", "y"), lin="2"),
-    rule("AvgPoolGrad", pool("[out0], y", "x"), lin="1"),
-    rule("AvgPool3DGrad", pool("[out0], y", "x"), lin="1"),
-    rule("MaxPoolWithArgmax", argmax_pool("x", "y, y")),
-    rule("MaxPoolGradWithArgmax", argmax_pool("x, y, y", "x"), lin="1"),
-    rule("MaxPoolGradGradWithArgmax", argmax_pool("x, x, y", "y"), lin="1"),
+    rule("MaxPool", make_pool_spec("x", "y"), mono="max:0"),
+    rule("AvgPool", make_pool_spec("x", "y"), lin="0"),
+    rule("MaxPoolV2", make_pool_spec("x, ., .", "y", window=1), mono="max:0"),
+    rule("MaxPool3D", make_pool_spec("x", "y"), mono="max:0"),
+    rule("AvgPool3D", make_pool_spec("x", "y"), lin="0"),
+    rule("MaxPoolGrad", make_pool_spec("x, y, y", "x"), lin="2"),
+    rule("MaxPoolGradV2", make_pool_spec("x, y, y, ., .", "x", window=3), lin="2"),
+    rule("MaxPoolGradGrad", make_pool_spec("x, y, x", "y"), lin="2"),
+    rule("MaxPoolGradGradV2", make_pool_spec("x, y, x, ., .", "y", window=3), lin="2"),
+    rule("MaxPool3DGrad", make_pool_spec("x, y, y", "x"), lin="2"),
+    rule("MaxPool3DGradGrad", make_pool_spec("x, y, x", "y"), lin="2"),
+    rule("AvgPoolGrad", make_pool_spec("[out0], y", "x"), lin="1"),
+    rule("AvgPool3DGrad", make_pool_spec("[out0], y", "x"), lin="1"),
+    rule("MaxPoolWithArgmax", make_argmax_pool_spec("x", "y, y")),
+    rule("MaxPoolGradWithArgmax", make_argmax_pool_spec("x, y, y", "x"), lin="1"),
+    rule("MaxPoolGradGradWithArgmax", make_argmax_pool_spec("x, x, y", "y"), lin="1"),
 )

@@ -7,28 +7,28 @@ from __future__ import annotations
 import numpy as np
 
 from whale.ir.layout import Split
-from whale.ir.values import Shape, numpy_dtype
+from whale.ir.values import Shape, find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.registry import rule
 
 
-def _element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+def _set_element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
     """Sets the element shape of a cut list, which differs between ranks, to -1; it serves as an element shape only."""
     if not isinstance(strategy.inputs[0], Split):
         return (None,)
     kind = op.outputs[0]
     rank = kind.shape[0] if kind.shape else None
-    return (np.full(() if rank is None else (rank,), -1, numpy_dtype(kind.dtype)),)
+    return (np.full(() if rank is None else (rank,), -1, find_numpy_dtype(kind.dtype)),)
 
 
-def _element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _set_element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the element shape, an attribute here, to the local one."""
     placement, shape = strategy.inputs[0], op.attr("element_shape")
     if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED
     # The attribute leaves out the dimension that is concatenated.
     dims = list(shape.dims)
-    dims[placement.dim - 1] = placement.local(coordinate)
+    dims[placement.dim - 1] = placement.local_size(coordinate)
     return Local(attrs={"element_shape": Shape(tuple(dims))})
 
 
@@ -47,8 +47,8 @@ RULES = (
     rule("TensorListScatterV2", "n^ e*, ., [elements], . -> e*", copy="0"),
     rule("TensorListScatterIntoExistingList", "e*, n^ e*, . -> e*", copy="0&1"),
     rule("TensorListConcatV2", "k^ e*, [elements], . -> n^ e*, =.", copy="0"),
-    rule("TensorListConcat", "k^ e* -> n^ e*, =.", copy="0", local=_element_shape_attribute),
+    rule("TensorListConcat", "k^ e* -> n^ e*, =.", copy="0", local=_set_element_shape_attribute),
     rule("TensorListSplit", "n^ e*, [elements], . -> k^ e*", copy="0"),
     rule("TensorListLength", "? -> ."),
-    rule("TensorListElementShape", "? -> .", known=_element_shape_unknown),
+    rule("TensorListElementShape", "? -> .", known=_set_element_shape_unknown),
 )

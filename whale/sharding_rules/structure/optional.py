@@ -21,7 +21,7 @@ def get_value(op: OpView) -> str:
     return "e* -> e*" if len(op.outputs) == 1 and op.outputs[0].dtype != "variant" else REPLICATED
 
 
-def _local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _set_local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the shape of what is held, an attribute, to the local one."""
     placement, shapes = strategy.outputs[0], op.attr("output_shapes")
     if not isinstance(placement, Split) or not shapes:
@@ -31,7 +31,7 @@ def _local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 RULES = (
     rule("OptionalFromValue", from_value, copy="0"),
-    rule("OptionalGetValue", get_value, copy="0", local=_local_shapes),
+    rule("OptionalGetValue", get_value, copy="0", local=_set_local_shapes),
     rule("OptionalNone", "-> e*", produces_any=True, any_partial=True),
     rule("OptionalHasValue", "? -> ."),
 )
