@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from whale.errors import ProgramError as ProgramError
     from whale.errors import RuleError as RuleError
     from whale.errors import WhaleError as WhaleError
-    from whale.frontends.keras.distribute import distribute as distribute
+    from whale.frontends.keras.install import distribute as distribute
     from whale.frontends.launch import launch as launch
     from whale.frontends.layers import layers as layers
     from whale.frontends.layers import losses as losses
@@ -69,7 +69,7 @@ _PUBLIC = {
     "size": "whale.runtime.run.context",
     "local_rank": "whale.runtime.run.context",
     "Strategy": "whale.frontends.tf_distribute.strategy",
-    "distribute": "whale.frontends.keras.distribute",
+    "distribute": "whale.frontends.keras.install",
     "shutdown": "whale.runtime.run.start",
     "check_replicas": "whale.runtime.run.start",
     "restarts": "whale.started",

@@ -18,8 +18,7 @@ from cost_model.analytic.stage_costs import fully_sharded
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
-from cost_model.cluster.pools import Machines
-from cost_model.cluster.rank_locations import list_pool_runs
+from cost_model.cluster.pools import Machines, list_pool_runs
 from cost_model.simulator import Tasks, Timeline, memory_curve, simulate
 from whale.errors import PlanError
 from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, divide_chunks

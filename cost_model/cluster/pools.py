@@ -13,6 +13,7 @@ from functools import lru_cache
 from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
 from cost_model.hardware import Device, catalogue
 from cost_model.kernels.collectives import Group, make_group
+from whale.errors import ClusterError
 
 # The part of a host's memory that a job may use for offloaded data; the rest is the system's and the program's.
 OFFLOADED_FRACTION = 0.9
@@ -164,3 +165,32 @@ class Machines:
         network = entry.network
         crowd = max(first.host_devices, second.host_devices)
         return network.bytes_per_s * nics / crowd / entry.oversubscription, network.step_us.simple
+
+
+# Tells on which devices of a cluster the ranks of a job lie.
+#
+# Ranks are numbered over the cluster's hosts in the order of its file, and over a host's devices in the order of its
+# entry, as launchers do.
+def list_pool_runs(machines: Machines, ranks: int) -> list[tuple[int, int, int]]:
+    """Returns (first rank, end, pool's number) of each run of equal devices on one host, until all ranks have a device.
+
+    Raises:
+        ClusterError: the cluster has fewer devices.
+    """
+    cluster = machines.cluster
+    runs: list[tuple[int, int, int]] = []
+    first = number = 0
+    for host in cluster.hosts:
+        for _ in range(host.count):
+            for place, entry in enumerate(host.devices):
+                runs.append((first, first + entry.count, number + place))
+                first += entry.count
+            if first >= ranks:
+                return runs
+        number += len(host.devices)
+    raise ClusterError(
+        f"the plan needs {ranks} devices and the cluster {cluster.name} has {first}",
+        given=f"{ranks} ranks",
+        expected=f"at most {first}",
+        action="add hosts to the cluster file or spread the program over fewer ranks",
+    )

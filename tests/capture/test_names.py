@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.lines import lines_of
 from whale.capture.function import capture_function
-from whale.capture.names import Names
+from whale.capture.graph import Names
 from whale.ir.fingerprint import compute_fingerprint, list_node_digests
 from whale.ir.program import Program
 from whale.passes.pass_manager import normalise

@@ -10,8 +10,8 @@ import tensorflow as tf
 from whale.errors import ConfigError, PlanError, ProgramError
 from whale.frontends.epl.batch_scaling import BatchScaling, find_scaling
 from whale.frontends.epl.config import Config
-from whale.frontends.epl.files import slice_files
 from whale.frontends.epl.layout import AnnotatedGraph, make_layout
+from whale.frontends.epl.start import slice_files
 from whale.runtime.run.graph_semantics import BatchReaders
 
 pytestmark = pytest.mark.core

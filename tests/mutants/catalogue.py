@@ -158,7 +158,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows_not_divided_again",  # of a batch that was read before the ranks' shares changed
-        "whale/runtime/elastic/rows.py",
+        "whale/runtime/elastic/call_replay.py",
         'value.sizes == rows_of_ranks(rows, context.size, context.config["replica.shares"]):',
         "len(value.sizes) == len(rows_of_ranks(rows, context.size)):",
         "share",
@@ -218,7 +218,7 @@ MUTANTS = (
     ),
     Mutant(
         "products_of_the_wrong_size",  # FLOPs of one whose first operand is transposed
-        "cost_model/kernels/contraction.py",
+        "cost_model/kernels/op_work.py",
         "(shape[-2 if transposed else -1] or 1)",
         "(shape[-1] or 1)",
         "prediction",

@@ -24,8 +24,7 @@ from whale.ir.values import TensorType
 from whale.sharding_rules.base import OpView, Strategy
 from whale.sharding_rules.empty import find_known_outputs
 from whale.sharding_rules.notation import FIRST_RANK, Line, parse
-from whale.sharding_rules.registry import LineRule, find_rule
-from whale.sharding_rules.roles import list_operand_terms
+from whale.sharding_rules.registry import LineRule, find_rule, list_operand_terms
 
 Evaluate = Callable[[str, Mapping[str, Any], Sequence[np.ndarray]], list[np.ndarray]]
 _PARTIALS = ("sum", "max", "min", "prod")

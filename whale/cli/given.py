@@ -16,6 +16,8 @@ from typing import NoReturn
 from whale.errors import PlanError
 from whale.quiet import STARTUP
 
+_CONTRADICTIONS = (LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError)
+
 _FILTER = (
     "import re, sys\n"
     "for line in sys.stdin.buffer:\n"
@@ -162,3 +164,22 @@ def show_progress(what: str, every_s: float = 1.0) -> Iterator[Callable[[], None
     finally:
         end()
         os.close(terminal)
+
+
+@contextmanager
+def refuse_inconsistent(*paths: object) -> Iterator[None]:
+    """Turns an unexpected error inside into a PlanError about the files, whose parts are valid but do not fit together.
+
+    Raises:
+        PlanError: something inside goes wrong that no error of Whale's explains.
+    """
+    try:
+        yield
+    except (*_CONTRADICTIONS, MemoryError, StopIteration) as error:
+        raise PlanError(
+            "what a file says does not fit together",
+            given=", ".join(str(path) for path in paths if path),
+            reason=f"{type(error).__name__}: {error}",
+            expected="files as Whale's tools write them",
+            action="make the file again; if it is as Whale wrote it, report this",
+        ) from error

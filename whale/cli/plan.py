@@ -11,11 +11,11 @@ from whale.cli.given import (
     hide_startup_lines,
     parse_positive,
     parse_seconds,
+    refuse_inconsistent,
     require_readable,
     require_writable,
     show_progress,
 )
-from whale.cli.inconsistent import refuse_inconsistent
 from whale.errors import PlanError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whale.cli.given import hide_startup_lines, parse_positive, require_readable, require_writable
-from whale.cli.inconsistent import refuse_inconsistent
+from whale.cli.given import hide_startup_lines, parse_positive, refuse_inconsistent, require_readable, require_writable
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
     import msgspec
 
     from cost_model.graph.machine_profile import default_path, read
-    from whale.launcher.analyze import measure_script
+    from whale.launcher.run import measure_script
     from whale.planner.report import analysis
     from whale.runtime.tools.as_main import located
 

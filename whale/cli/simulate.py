@@ -9,8 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from whale.cli.given import hide_startup_lines, parse_positive, require_readable, require_writable
-from whale.cli.inconsistent import refuse_inconsistent
+from whale.cli.given import hide_startup_lines, parse_positive, refuse_inconsistent, require_readable, require_writable
 
 
 def add_parser(verbs: Any) -> None:

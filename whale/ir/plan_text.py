@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import fnmatch
 import html
 from collections import Counter
 from itertools import pairwise
 
-from whale.ir.layout import Partial, Split
-from whale.ir.mesh import count_moved_along, make_mesh
+from whale.errors import PlanError
+from whale.ir.layout import Partial, Split, Strategy
+from whale.ir.mesh import count_moved_along, find_tiles, make_mesh
 from whale.ir.plan import Plan, Reshard, TaskGraph
 from whale.ir.prediction import Prediction
+from whale.ir.program import Node
 from whale.ir.schedule import format_schedule, make_schedule
+
+ROWS = 12  # operations, variables, and changes of layout listed at most
+
+MOST_OPS = 5  # explained at a time
 
 # Backends that carry out a reduction instead of Whale, in words.
 _THROUGH = {"horovod": "through Horovod"}
@@ -312,3 +319,133 @@ def _format_change(r: Reshard) -> str:
 def _shorten(name: str, limit: int = 44) -> str:
     """Shortens a long name to its end, which tells more than its beginning."""
     return name if len(name) <= limit else "..." + name[3 - limit :]
+
+
+def find_ops(plan: Plan, pattern: str) -> list[str]:
+    """Finds the plan's nodes whose names match a pattern (`*` and `?` as in file names), or else contain it.
+
+    A pattern is of the whole name, or of what follows a scope's name: `dense*MatMul` is `model/dense_1/MatMul` as well.
+
+    Raises:
+        PlanError: none does.
+    """
+    names = list(plan.strategies.get("", {}))
+    matching = [n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*/{pattern}")]
+    found = matching or [n for n in names if pattern in n]
+    if not found:
+        raise PlanError(
+            "the plan has no such operation",
+            given=pattern,
+            expected=f"a name, or a pattern, of one of {len(names)} operations (`whale show -v` lists them)",
+            action="correct the name",
+        )
+    return found
+
+
+def list_op_rows(plan: Plan) -> list[str]:
+    """Returns a row for each operation: its layout, the bytes that resharding its operands and results moves, its
+    origin.
+    """
+    moved: dict[str, int] = {}
+    for r in plan.reshards:
+        if not r.graph:
+            moved[r.ref.node] = moved.get(r.ref.node, 0) + r.bytes
+    rows = [f"{'operation':44} {'layout':44} {'moved':>10}  why"]
+    for name, s in plan.strategies.get("", {}).items():
+        short = name if len(name) <= 44 else "..." + name[-41:]
+        sent = format_bytes(moved[name]) if moved.get(name) else ""
+        rows.append(f"{short:44} {format_layout(s):44} {sent:>10}  {s.why}")
+    return rows
+
+
+def explain_operations(plan: Plan, pattern: str) -> list[str]:
+    """Describes what a saved plan decides for the operations that a pattern names.
+
+    Raises:
+        PlanError: there is none.
+    """
+    lines: list[str] = []
+    found = find_ops(plan, pattern)
+    for name in found[:MOST_OPS]:
+        lines += [name, *explain_operation(plan, name, None), ""]
+    if len(found) > MOST_OPS:
+        lines += [f"... and {len(found) - MOST_OPS} more", ""]
+    return [*lines, "Chains and alternatives need the program: `whale plan SCRIPT --explain OP`."]
+
+
+def format_layout(s: Strategy) -> str:
+    """Formats a strategy as text."""
+    return "first rank only" if s.once else str(s)
+
+
+def explain_operation(plan: Plan, name: str, node: Node | None) -> list[str]:
+    """Describes an operation's layout and the reshards of its results, and of its operands if ``node`` is given."""
+    s = plan.strategies[""][name]
+    lines = [f"  layout   {format_layout(s)}   ({s.why})"]
+    read = set(node.inputs) if node is not None else set()
+    for r in plan.reshards:
+        if r.graph or not r.bytes:
+            continue
+        if r.ref.node == name:
+            lines.append(f"  result   {_format_move(r, plan)}")
+        elif r.ref in read and node is not None and s.inputs[node.inputs.index(r.ref)] == r.target:
+            lines.append(f"  operand  {r.ref} {_format_move(r, plan)}")
+    return lines
+
+
+def _format_move(r: Reshard, plan: Plan) -> str:
+    others = len(plan.groups.get(r.group, ())) - 1 if r.group >= 0 else 0
+    together = f", together with {others} others" if others > 0 else ""
+    return f"{r.source} -> {r.target}, {format_bytes(r.bytes)}{together}" + (f" ({r.origin})" if r.origin else "")
+
+
+def list_changed_layouts(one: Plan, other: Plan) -> list[str]:
+    """Lists how the batch, stages, layouts and communication of two programs' plans differ; []: they do not."""
+    lines = []
+    if one.program == other.program and one.fingerprint != other.fingerprint:
+        lines.append("  the programs of that name are not equal")
+    if (mine := _list_groups(one)) != (theirs := _list_groups(other)):
+        lines.append(f"  {'groups':14} {mine} -> {theirs}")
+    before, after = ({b.name: str(b.placement) for b in p.batch_inputs} for p in (one, other))
+    lines += _list_changed("batch", before, after)
+    before, after = ({n: str(tiles) for n, tiles in find_tiles(q).items()} for q in (one, other))
+    lines += _list_changed("variable", before, after, "whole")
+    layouts = [{n: format_layout(s) for n, s in (q.inner or q).strategies.get("", {}).items()} for q in (one, other)]
+    shared = layouts[0].keys() & layouts[1].keys()
+    before, after = ({n: v for n, v in each.items() if n in shared} for each in layouts)
+    lines += _list_changed("operation", before, after)
+    lines += _list_moved(one, other)
+    totals = [sum(map(sum, zip(*p.memory.values()))) if p.memory else 0 for p in (one, other)]
+    if totals[0] != totals[1] and all(totals):
+        lines.append(f"  memory of all ranks together: {format_bytes(totals[0])} -> {format_bytes(totals[1])}")
+    if not lines:
+        return []
+    moved = f"{format_bytes(one.logical_bytes)} -> {format_bytes(other.logical_bytes)} a step"
+    share = [f"{p.split_flops_fraction:.0%}" for p in (one, other)]
+    return [*lines, f"  moved {moved}; products divided: {share[0]} -> {share[1]}"]
+
+
+def _list_groups(plan: Plan) -> str:
+    """Says which ranks are together: in groups of an inner axis, or in stages."""
+    if plan.stage_groups:
+        return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.stage_groups)
+    return f"{plan.size} groups of {plan.inner.size}" if plan.inner is not None else "none"
+
+
+def _list_changed(what: str, mine: dict[str, str], theirs: dict[str, str], missing: str = "none") -> list[str]:
+    names = [n for n in dict.fromkeys((*mine, *theirs)) if mine.get(n, missing) != theirs.get(n, missing)]
+    rows = [f"  {what} {n}: {mine.get(n, missing)} -> {theirs.get(n, missing)}" for n in names[:ROWS]]
+    return rows + ([f"  ... and {len(names) - ROWS} more {what}s"] if len(names) > ROWS else [])
+
+
+def _list_moved(one: Plan, other: Plan) -> list[str]:
+    def make_table(plan: Plan) -> dict[tuple[str, str, str], Reshard]:
+        of = (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ()))
+        return {(str(r.ref), str(r.source), str(r.target)): r for r in of if r.bytes}
+
+    mine, theirs = make_table(one), make_table(other)
+    rows = [(-r.bytes, f"  no longer: {r.ref} {r.source} -> {r.target}") for k, r in mine.items() if k not in theirs]
+    rows += [(r.bytes, f"  new: {r.ref} {r.source} -> {r.target}") for k, r in theirs.items() if k not in mine]
+    rows.sort(key=lambda row: -abs(row[0]))
+    shown = [f"{text} ({format_bytes(abs(moved))})" for moved, text in rows[:ROWS]]
+    return shown + ([f"  ... and {len(rows) - ROWS} smaller ones"] if len(rows) > ROWS else [])

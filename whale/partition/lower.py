@@ -9,18 +9,22 @@ shown_ranks     gives the ranks' programs that reports speak of; with_memory: th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from zlib import crc32
 
 from whale.ir.collector import suspend_garbage_collection
+from whale.ir.emitter import Emitter
+from whale.ir.layout import B, Partial
 from whale.ir.mesh import iterate_levels, make_mesh
-from whale.ir.plan import Plan
-from whale.ir.program import Program
+from whale.ir.ops import ALL_REDUCE
+from whale.ir.plan import Plan, Reshard
+from whale.ir.program import Node, Program, Ref, rewire
 from whale.ir.text import format_program
 from whale.kernels.substitute import substitute_kernels
 from whale.kernels.updates.fuse import count_written_together
-from whale.partition.horovod_sums import give_to_horovod
 from whale.partition.mesh import lower_mesh, plan_program
 from whale.partition.pipeline.microbatches import MicrobatchProgram, divide_in_micro_batches, find_own_rows
 from whale.partition.pipeline.stage_groups import lower_stage_groups, plan_stage_groups
@@ -28,6 +32,7 @@ from whale.partition.ring_attention import divide_attention_in_blocks, remove_ex
 from whale.partition.spmd import partition_for_rank
 from whale.passes.analysis.rank_groups import refuse_rank_groups
 from whale.passes.analysis.stages import stage_groups_of
+from whale.passes.analysis.uses import taken_by_updates
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
@@ -35,6 +40,7 @@ from whale.passes.normalize.ring import in_blocks_if_large
 from whale.passes.pass_manager import normalise
 from whale.passes.plan_builder import FirstLayouts, expand
 from whale.passes.resharding.fuse_sums import fuse_sums
+from whale.passes.resharding.horovod import HOROVOD_DTYPES
 from whale.passes.run_passes import Pass, Table, When, program_changes, run_passes
 from whale.passes.settings import PlanSettings
 
@@ -326,3 +332,36 @@ def add_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> 
 
 def _list_shown(settings: PlanSettings) -> range:
     return range(min(settings.size, _MOST_RANKS_SHOWN))
+
+
+# Hands sums over all ranks to Horovod, where a step runs over several mesh axes or in stages.
+#
+# Horovod connects all ranks, so sums over some of them stay with Whale. Plans of one axis decide by themselves who
+# carries out what (``whale.passes.resharding``).
+def give_to_horovod(program: Program, rank: int, size: int, comm: str) -> Program:
+    """Lets Horovod carry out a rank program's sums over all ranks.
+
+    It gets the gradients: what they wait for is the same on all ranks, and little waits for them. Sums in loops,
+    branches and micro-batches stay with Whale.
+    """
+    emitter = Emitter(rank, size, comm)
+    moved: dict[Ref, Ref] = {}
+    for node in program.nodes:
+        if not _can_go(program, node, size):
+            emitter.nodes[node.name] = node
+            continue
+        key = str(node.attrs["key"])
+        name = f"whale/by_all/{re.sub('[^A-Za-z0-9_]', '_', key)}_{crc32(key.encode()):08x}"  # equal on all ranks
+        r = Reshard("", Ref(node.name), Partial("sum"), B, key, 0, backend="horovod")
+        emitter.all_reduce(name, node.inputs[1:], node.outputs, r, key)
+        emitter.nodes[name] = replace(emitter.nodes[name], controls=node.controls)
+        moved.update((ref, Ref(name, ref.index)) for ref in node.list_refs())
+    return rewire(program, emitter.nodes, moved) if moved else program
+
+
+def _can_go(program: Program, node: Node, size: int) -> bool:
+    if node.op != ALL_REDUCE or node.attrs["reduction"] != "sum" or len(node.attrs["ranks"]) not in (0, size):
+        return False
+    if any(t.dtype not in HOROVOD_DTYPES for t in node.outputs):
+        return False
+    return "wire_dtype" not in node.attrs and all(taken_by_updates(program, ref) for ref in node.list_refs())

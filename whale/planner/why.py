@@ -13,8 +13,7 @@ import msgspec
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.hardware import catalogue
 from whale.errors import PlanError, WhaleError
-from whale.ir.plan_explain import explain_operations
-from whale.ir.plan_text import format_bytes, format_seconds
+from whale.ir.plan_text import explain_operations, format_bytes, format_seconds
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import FIXED
 from whale.planner.report.planfile import PlanFile

@@ -11,7 +11,7 @@ import pytest
 import whale as wh
 from tests.launcher.helpers import Launcher
 from whale.errors import ClusterError, ConfigError
-from whale.frontends.tf_distribute.workers import Resolver
+from whale.frontends.tf_distribute.strategy import Resolver
 from whale.runtime.run.tf_config import check_alone, check_tf_config, read_tf_config
 
 TWO = {"worker": ["host1:12345", "host2:23456"]}

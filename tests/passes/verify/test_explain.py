@@ -7,7 +7,7 @@ import pytest
 from tests.programs import mlp
 from whale.errors import PlanError
 from whale.ir.plan import plan_from_json
-from whale.ir.plan_explain import explain_operations, find_ops, list_op_rows
+from whale.ir.plan_text import explain_operations, find_ops, list_op_rows
 from whale.ir.program import Program
 from whale.passes.pass_manager import make_plan, normalise
 from whale.passes.plan_builder import expand

@@ -11,7 +11,7 @@ import tensorflow as tf
 import whale as wh
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ClusterError
-from whale.runtime.elastic.rows import cut_rows_again
+from whale.runtime.elastic.call_replay import cut_rows_again
 
 pytestmark = pytest.mark.core
 

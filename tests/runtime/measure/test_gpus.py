@@ -19,7 +19,7 @@ import tensorflow as tf
 
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
-from whale.runtime.measure.gpus import SIZES_BYTES, measure_copies
+from whale.runtime.measure.profile import SIZES_BYTES, measure_copies
 
 found = measure_copies([f"/device:CPU:{i}" for i in range(3)])
 assert all([size for size, _ in one.samples] == list(SIZES_BYTES) for one in found)

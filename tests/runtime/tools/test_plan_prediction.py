@@ -32,7 +32,7 @@ from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure import operations as measure
 from whale.runtime.measure.profile import measure_programs as profile_programs
-from whale.runtime.measure.without_exchanges import remove_exchanges
+from whale.runtime.measure.profile import remove_exchanges
 from whale.runtime.run.context import require_current
 
 Start = Callable[..., None]

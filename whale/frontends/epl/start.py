@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
 
 from whale.errors import ConfigError, ProgramError
 from whale.frontends import start as whale_start
-from whale.frontends.epl import building, reading
+from whale.frontends.epl import building
+from whale.frontends.epl.building import is_active
 from whale.frontends.epl.cluster import Cluster
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.env import Env
-from whale.frontends.epl.files import slice_files
 from whale.frontends.epl.graph import Graph
 from whale.frontends.epl.merged import merge_outputs, unfreeze_graph
 from whale.frontends.epl.strategies import PREFIX
@@ -22,6 +25,11 @@ from whale.log import log
 from whale.runtime.run.context import require_current
 from whale.runtime.run.graph_semantics import BatchReaders
 from whale.runtime.run.reinit import begin_again
+
+_READ_OPS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengthRecordDataset"} | {
+    "FixedLengthRecordDatasetV2"}  # fmt: skip
+
+_READS = ("IteratorGetNext", "IteratorGetNextSync")
 
 VERSION = "0.6.0"  # of the library whose names these are
 
@@ -67,7 +75,7 @@ def init(config: Config | None = None) -> None:
     if not begin_again(config.to_whale()):
         whale_start.init(config.to_whale())
     building.patch_gradients()
-    reading.patch_iterators()
+    patch_iterators()
     context = require_current("epl.init()")
     context.meaning = _EplSemantics()
     if context.seeds is not None:
@@ -159,3 +167,104 @@ def _find_after_gradients(program: Program, differentiated: set[str]) -> set[str
         if node.name not in differentiated and any(r.node in found or r.node in differentiated for r in node.inputs):
             found.add(node.name)
     return found
+
+
+def patch_iterators() -> None:
+    """Patches iterators to give an unknown dimension 0 in graphs of the library's scripts, whatever is told of it."""
+    if hasattr(iterator_ops, "_whale_epl"):
+        return
+    iterator_ops._whale_epl = True
+    begin = iterator_ops.Iterator.__init__
+
+    @functools.wraps(begin)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if is_active():
+            self._element_spec = tf.nest.map_structure(_open_shape, self._element_spec)
+            flat = [s.shape for s in tf.nest.flatten(self._element_spec) if isinstance(s, tf.TensorSpec)]
+            if len(flat) == len(self._flat_tensor_shapes):
+                self._flat_tensor_shapes = flat
+
+    iterator_ops.Iterator.__init__ = __init__
+    told = tf.Tensor.set_shape
+
+    @functools.wraps(told)
+    def set_shape(self: Any, shape: Any) -> None:
+        if is_active() and not hasattr(self, "numpy") and self.op.type in _READS:
+            shape = tf.TensorShape(shape)
+            shape = tf.TensorShape([None, *shape[1:]]) if shape.rank else shape
+        told(self, shape)
+
+    tf.Tensor.set_shape = set_shape
+
+
+def _open_shape(spec: Any) -> Any:
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return spec
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype, spec.name)
+
+
+_MAPS = {"FlatMapDataset", "InterleaveDataset", "ParallelInterleaveDataset"} | {
+    f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4)}  # fmt: skip
+
+
+def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, unbalanced: bool) -> int:
+    """Makes every dataset of ``graph`` that reads a list of files read every ``replicas``-th one, from ``replica`` on.
+
+    Args:
+      drop_last: files that cannot be divided evenly are left out.
+      unbalanced: some replicas may have a file more.
+
+    Returns:
+      how many lists were divided.
+
+    Raises:
+      ProgramError: the files cannot be divided evenly, and neither is allowed.
+    """
+    found = [op for op in graph.get_operations() if op.type == "TensorSliceDataset" and _is_naming_files(op)]
+    for op in found:
+        uses = [(use, i) for use in op.outputs[0].consumers() for i, t in enumerate(use.inputs) if t is op.outputs[0]]
+        count = op.inputs[0].shape.as_list()[0]
+        if not unbalanced and (count is None or count % replicas) and not (drop_last and count is not None):
+            raise ProgramError(
+                "files cannot be divided evenly among the replicas",
+                op=op.name,
+                given=f"{'so far unknown' if count is None else count} files, {replicas} replicas",
+                expected="a multiple of the replicas",
+                action="set io.unbalanced_io_slicing, or io.drop_last_files where the files are listed in the script",
+            )
+        kept = {"output_types": [tf.string], "output_shapes": [tf.TensorShape([])]}
+        files: Any = op.outputs[0]
+        if drop_last and count is not None and count % replicas:
+            even = tf.constant(count - count % replicas, tf.int64)
+            files = tf.raw_ops.TakeDataset(input_dataset=files, count=even, **kept)
+        mine = tf.raw_ops.ShardDataset(
+            input_dataset=files,
+            num_shards=tf.constant(replicas, tf.int64),
+            index=tf.constant(replica, tf.int64),
+            **kept,
+        )
+        for use, place in uses:
+            use._update_input(place, mine)
+    return len(found)
+
+
+def _is_naming_files(op: tf.Operation) -> bool:
+    """Tells whether the elements of a TensorSliceDataset are strings that some dataset behind it opens."""
+    if len(op.inputs) != 1 or op.inputs[0].dtype != tf.string or op.inputs[0].shape.rank != 1:
+        return False
+    functions = {f.signature.name: f for f in op.graph.as_graph_def().library.function}
+    pending = [op]
+    while pending:
+        one = pending.pop()
+        if one.type in _MAPS:
+            return _is_opening_files(one.get_attr("f").name, functions)
+        pending += [use for t in one.outputs for use in t.consumers() if use.type.endswith("Dataset")]
+    return False
+
+
+def _is_opening_files(name: str, functions: Mapping[str, Any]) -> bool:
+    """Tells whether a function, or one that it refers to, opens files."""
+    nodes = functions[name].node_def
+    inner = {a.func.name for n in nodes for a in n.attr.values() if a.func.name in functions}
+    return any(n.op in _READ_OPS for n in nodes) or any(_is_opening_files(other, functions) for other in inner)

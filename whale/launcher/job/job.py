@@ -35,11 +35,13 @@ from whale.launcher.job.listener import Listener
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
-from whale.launcher.job.reports import ReportHandler
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import ASKED_VARIABLES, MpirunStart, Options
-from whale.launcher.protocol import FrameKind, RankEnd
+from whale.launcher.protocol import ExitStatus, FrameKind, RaisedReport, RankEnd, ScriptMessage, StopReport, unpack
 from whale.replicas import differing, in_words
+
+_HIDDEN_BYTES = 1 << 18
+_STREAM_OF = {FrameKind.STDOUT: 0, FrameKind.STDERR: 1}
 
 _MPIRUN_S = 3.0  # that mpirun has to end, after each of nothing, SIGTERM and SIGKILL, when its workers are told to
 START_TIMEOUT_S = 120.0
@@ -394,3 +396,80 @@ def _list_ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], start
     """Returns how each rank that is not gone ended its run; newcomers that were never taken in are left out."""
     left = [rank for rank in sorted(links) if rank not in gone]
     return [links[rank].end for rank in left if links[rank].end or rank < started]
+
+
+class ReportHandler:
+    """The handler of frames from ranks that have come up.
+
+    Args:
+        printer: shows what they print.
+        ending: is told how they end.
+        lookout: is told when they wait.
+        trace: takes their events, or None.
+        progress: takes what they tell of their steps, or None.
+        verbose: whether what they write to stderr is shown while the run is being ended too.
+    """
+
+    def __init__(
+        self,
+        printer: Printer,
+        ending: Ending,
+        lookout: FailureDetector,
+        trace: TraceFile | None,
+        progress: RunProgress | None,
+        verbose: bool,
+    ) -> None:
+        self._printer = printer
+        self._ending = ending
+        self._lookout = lookout
+        self._trace = trace
+        self._progress = progress
+        self._verbose = verbose
+
+    def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> None:
+        """Acts on one frame of a rank.
+
+        Raises:
+            ValueError: no worker sends this.
+        """
+        if kind in _STREAM_OF:
+            # After the first failure, or when being stopped, the ranks complain about exactly that.
+            if kind is FrameKind.STDERR and self._ending.has_begun and not self._verbose:
+                link.hidden += payload[: _HIDDEN_BYTES - len(link.hidden)]
+            else:
+                self._printer.write(rank, _STREAM_OF[kind], payload)
+        elif kind is FrameKind.FAILURE:
+            link.raised = True
+            self._ending.fail(ranks.make_raised_failure(rank, unpack(payload, RaisedReport)))
+        elif kind is FrameKind.EXIT:
+            self._take_exit(link, rank, unpack(payload, ExitStatus))
+        elif kind is FrameKind.DEAF and link.joining is False:  # else it may have become another program
+            self._ending.fail(ranks.make_closed_failure(rank))
+        elif kind is FrameKind.STOPPED:
+            link.stopped_s = time.monotonic() if unpack(payload, StopReport).stopped else None
+        elif kind is FrameKind.SCRIPT:
+            self._take_message(link, rank, unpack(payload, ScriptMessage))
+        elif kind in (FrameKind.CLOCK, FrameKind.TRACE) and self._trace is not None:
+            self._trace.take(link, kind, payload)
+
+    def _take_exit(self, link: ranks.RankLink, rank: int, status: ExitStatus) -> None:
+        link.exited, link.stopped_s = True, None
+        self._printer.flush_rank(rank)
+        link.code = status.code
+        failure = ranks.make_exit_failure(rank, status)
+        if failure is None:
+            # Ranks to which it has said good-bye know it better.
+            self._ending.tell_others(rank, "has ended without wh.shutdown (exit code 0)")
+        elif not link.raised:
+            self._ending.fail(failure)
+
+    def _take_message(self, link: ranks.RankLink, rank: int, message: ScriptMessage) -> None:
+        link.take(message)
+        if self._progress is not None:
+            if message.progress is not None:
+                self._progress.take(rank, message.progress)
+            if message.plan is not None:
+                self._progress.take_plan(rank, message.plan["name"], message.plan["text"])
+        if message.stall is not None and not self._ending.has_begun:
+            link.stall = message.stall
+            self._lookout.expect_stalls()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
 
-from cost_model.kernels.contraction import count_matmul_flops
+from cost_model.kernels.op_work import count_matmul_flops
 from whale.ir.layout import (
     B,
     Broadcast,

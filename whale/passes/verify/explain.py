@@ -1,6 +1,6 @@
 """Explains the layout of an operation of a plan: where it comes from, what it moves, what else is legal.
 
-What a saved plan says without its program is in `whale.ir.plan_explain`.
+What a saved plan says without its program is in `whale.ir.plan_text`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Placement, Split, Strategy, count_moved_bytes, divide_evenly, split
 from whale.ir.plan import Plan
-from whale.ir.plan_explain import MOST_OPS, explain_operation, find_ops, format_layout
-from whale.ir.plan_text import format_bytes
+from whale.ir.plan_text import MOST_OPS, explain_operation, find_ops, format_bytes, format_layout
 from whale.ir.program import Node, Program, Ref
 from whale.passes.analysis.cost import change_cost, fraction
 from whale.sharding_rules import find_rule

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cost_model.kernels.contraction import count_matmul_flops
+from cost_model.kernels.op_work import count_matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cost_model.kernels.contraction import count_matmul_flops
+from cost_model.kernels.op_work import count_matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage

@@ -12,9 +12,14 @@ from cost_model.analytic.layer_costs import Model, costs_of
 from cost_model.analytic.memory import offloaded_bytes
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.ir.plan_diff import list_changed_layouts
-from whale.ir.plan_explain import list_op_rows
-from whale.ir.plan_text import format_bytes, format_plan, format_prediction, format_seconds
+from whale.ir.plan_text import (
+    format_bytes,
+    format_plan,
+    format_prediction,
+    format_seconds,
+    list_changed_layouts,
+    list_op_rows,
+)
 from whale.ir.prediction import Prediction
 from whale.ir.schedule import make_schedule
 from whale.ir.strategy import ParallelStrategy, Stage, count_expert_ranks, format_count

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -12,15 +13,14 @@ from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 from whale.errors import CheckpointError
 from whale.log import log
 from whale.runtime.checkpoint import reading as checkpoint_reading
-from whale.runtime.checkpoint.agreement import RankMessage, check_equal, decode_messages, encode_message
 from whale.runtime.checkpoint.folder import CheckpointFolder
 from whale.runtime.checkpoint.gathering import refuse_different_copies
-from whale.runtime.checkpoint.left_out import is_left_out
-from whale.runtime.checkpoint.saving import Saving
+from whale.runtime.checkpoint.saving import RankMessage, Saving, check_equal, decode_messages, encode_message
 from whale.runtime.checkpoint.shares import choose_writers, compute_digest, list_entries, read_snapshot
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.ranks.trace import open_span
 from whale.runtime.run.context import Context, require_current
+from whale.runtime.variables.checkpoint_regions import find_variable
 
 _Result = TypeVar("_Result")
 
@@ -333,3 +333,28 @@ class CheckpointManager:
             expected="a directory with room that every rank can use",
             action="see the reason; checkpoints before it are intact",
         ) from failure
+
+
+def is_left_out(saved: Iterable[Any], where: str) -> bool:
+    """Warns of weights of saved models and layers that are not saved themselves; tells whether there are any.
+
+    Args:
+      saved: all objects of a checkpoint.
+      where: its directory.
+    """
+    saved = list(saved)
+    known = {id(v) for v in map(find_variable, saved) if v is not None}
+    missing: dict[str, None] = {}
+    for holder in saved:
+        if hasattr(type(holder), "add_weight"):
+            with contextlib.suppress(ValueError):  # Keras 2: it has not been built
+                missing.update(
+                    (getattr(w, "path", w.name), None) for w in holder.weights if id(find_variable(w)) not in known
+                )
+    if missing:
+        log.warning(
+            f"{len(missing)} weights of a model are not in the checkpoint in {where}, {next(iter(missing))} for one: "
+            "tf.train.Checkpoint does not see layers that a Keras 3 model has in a list. Make each an attribute of the "
+            "model, or name them: tf.train.Checkpoint(model=model, layers=list(model.layers))"
+        )
+    return bool(missing)

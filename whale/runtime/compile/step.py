@@ -40,8 +40,8 @@ from whale.runtime.run.context import Context
 from whale.runtime.run.loss_scale import find_loss_scale
 from whale.runtime.run.replica_writes import wrap_with_replica_check
 from whale.runtime.variables.deferred import capturing, make_trace_creator
-from whale.runtime.variables.given_tiles import refuse_other_tiles
 from whale.runtime.variables.in_files import find_folder
+from whale.runtime.variables.variable_store import refuse_other_tiles
 from whale_ops.memory import trim
 
 

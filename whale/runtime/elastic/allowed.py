@@ -12,8 +12,8 @@ from whale.config import Config
 from whale.errors import ClusterError, ConfigError, PlanError
 from whale.partition.variable_use import VariableUse
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.variables.given_tiles import find_given_tiles
 from whale.runtime.variables.in_files import find_folder
+from whale.runtime.variables.variable_store import find_given_tiles
 
 
 def refuse(ranks: Ranks, joins: bool = False) -> None:

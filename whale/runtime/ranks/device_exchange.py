@@ -17,10 +17,9 @@ from whale.config import Config
 from whale.errors import ClusterError, CommError, ConfigError
 from whale.log import log
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, PINNED
-from whale.runtime.ranks import device_code
-from whale.runtime.ranks.cache_files import find_folder
+from whale.runtime.ranks.cache_files import CacheFolder, DamagedFileError, find_folder
 from whale.started import ProcessPlace, joins
-from whale_ops import device_library
+from whale_ops import device_code, device_library, gpu_driver
 
 NO_GPU = "TensorFlow sees no GPU"
 _LEAST_BUFFER_BYTES = 1 << 20  # tensors of more bytes travel in parts
@@ -59,7 +58,7 @@ def start_device_exchange(
     gpu = take_gpu(place.local_rank)
     if gpu.ordinal is not None and not gpu.lacks:
         folder = find_folder(config["plan_cache"])
-        gpu = Gpu(gpu.ordinal, device_code.find_missing(find_library(), backend, gpu.ordinal, folder))
+        gpu = Gpu(gpu.ordinal, find_missing(find_library(), backend, gpu.ordinal, folder))
     open_device(config, comm, gpu)
 
 
@@ -187,3 +186,53 @@ class ExchangeOps:
     def __call__(self, kind: str, *inputs: Any, **attrs: Any) -> Any:
         """Adds the op of one exchange and returns its outputs. ``kind`` is "all_reduce", "all_gather", "send", ..."""
         return getattr(self._ops, self._prefix + kind)(*self._handle, *inputs, **self._attrs, **attrs)
+
+
+def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
+    """Loads the kernels onto a GPU.
+
+    Args:
+      library: the library for GPUs.
+      folder: where machine code is kept; None: nowhere.
+
+    Raises:
+      CommError: the GPU cannot be asked, no compiler for it is found, or the driver refuses what it has made.
+    """
+    architecture = device_library.find_architecture(library, ordinal)
+    driver = gpu_driver.look()
+    newest = driver.cuda[0] if driver is not None and not driver.failure else None
+    nvrtc = device_code.choose([*device_code.find_nvrtcs()], architecture, newest)
+    device_library.load_kernels(library, ordinal, load_code(nvrtc, architecture, folder))
+
+
+def load_code(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) -> bytes:
+    """Returns machine code for GPUs of an architecture: kept from the same sources and compiler, or compiled now."""
+    files = None if folder is None else CacheFolder(folder)
+    version = ".".join(map(str, nvrtc.version))
+    name = f"{nvrtc.find_target(architecture)}-nvrtc-{version}-{device_code.compute_source_digest()}.kernels"
+    try:
+        if files is not None and (kept := files.get(name)) is not None:
+            return kept
+    except DamagedFileError:
+        log.warning("the GPU kernels that were kept are damaged, and are compiled anew")
+    except OSError:
+        pass  # writing says why
+    code = device_code.compile_kernels(nvrtc, architecture)
+    try:
+        if files is not None:
+            files.put(name, code)
+    except OSError as error:
+        log.warning(f"GPU kernels are not kept for later runs ({error}); plan_cache names another folder")
+    return code
+
+
+def find_missing(library: Path, backend: str, ordinal: int, folder: Path | None) -> str:
+    """Prepares a GPU for a backend. Returns what is missing for it; "" is nothing."""
+    try:
+        if backend == "nccl":
+            device_library.load_nccl()
+        if backend != "pinned":  # which only copies
+            load_kernels(library, ordinal, folder)
+    except CommError as error:
+        return " ".join(str(error).split())
+    return ""

@@ -34,7 +34,7 @@ from whale.runtime.elastic.allowed import (
     refuse_variables,
 )
 from whale.runtime.elastic.balance import Balance, WatchedSteps
-from whale.runtime.elastic.call_replay import CallLog, wrap_in_scopes
+from whale.runtime.elastic.call_replay import CallLog, cut_rows_again, wrap_in_scopes
 from whale.runtime.elastic.generations import Generations
 from whale.runtime.elastic.group import RankGroup
 from whale.runtime.elastic.joining import Commits, StepTimes, Welcome, is_worthwhile
@@ -51,7 +51,6 @@ from whale.runtime.elastic.membership import (
     hear_returned,
 )
 from whale.runtime.elastic.recovery import RecoveredState, become_whole, describe_lost, recover
-from whale.runtime.elastic.rows import cut_rows_again
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context

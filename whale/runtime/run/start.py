@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from tensorflow.python.autograph.pyct import loader
 
 import whale_ops
 from whale.config import Config
@@ -31,12 +34,14 @@ from whale.runtime.run.context import Context, DryRun, OwnPrograms, local_ranks,
 from whale.runtime.run.elastic import Elastic
 from whale.runtime.run.reinit import begin_again
 from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
-from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.run.tf_config import check_alone
 from whale.runtime.run.unsynchronized_training import find_unsynchronized_training
 from whale.runtime.variables import deferred
 from whale.runtime.variables.external_updates import ExternalUpdates
-from whale.started import PROGRESS_VARIABLE, ProcessPlace, joins, process_place
+from whale.started import FILES_VARIABLE, PROGRESS_VARIABLE, ProcessPlace, joins, process_place
+
+_FOLDER = "python"
+_FREE_BYTES = 1 << 24  # a folder in memory that is all but full stays as it is
 
 _ANY_TEXT = "whale"  # of which each rank says its hash
 
@@ -423,3 +428,33 @@ def _share_random_state(context: Context, solo: bool) -> None:
     if solo or context.has_local_batch:
         context.seeds.leave_draws_to_ranks()
     context.outside = ExternalUpdates()
+
+
+# Keeps the Python that AutoGraph writes in the run's own folder: TensorFlow removes it at the end of a process only.
+def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
+    """Has AutoGraph write, from now on, into the folder that `whale run` removes, if this process has one from it.
+
+    A rank that is killed, as the others are after a fault, would leave its files in the temporary folder for ever.
+    """
+    folder = (os.environ if environment is None else environment).get(FILES_VARIABLE)
+    if folder:
+        loader.tempfile = _Files(os.path.join(folder, _FOLDER))
+
+
+class _Files:
+    """The part of the module ``tempfile`` that AutoGraph uses, with files in a given folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def NamedTemporaryFile(self, **options: Any) -> Any:
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            free = os.statvfs(self._folder)
+            folder = self._folder if free.f_bavail * free.f_frsize >= _FREE_BYTES else None
+        except OSError:
+            folder = None
+        return tempfile.NamedTemporaryFile(**{"dir": folder, **options})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tempfile, name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.client import session
 
 from whale.config import Config
 from whale.ir.program import Program
@@ -15,7 +16,6 @@ from whale.runtime.compile.tensorflow_functions import lower_to_graph, with_stre
 from whale.runtime.input.traces import new_streams
 from whale.runtime.run.context import make_unique_name
 from whale.runtime.session.names import rename_resources
-from whale.runtime.session.passthrough import PlainSession
 
 # (what is fed, (options, metadata) of Session.run) -> what is fetched
 Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
@@ -109,3 +109,7 @@ class RanksGraph:
             return self.session._do_run(None, effects, results, given, *settings)
 
         return run
+
+
+class PlainSession(session.Session):  # type: ignore[misc]
+    """A session of this process alone, whatever stands for ``tf.compat.v1.Session`` at the time."""

@@ -15,10 +15,11 @@ from tensorflow.python.client.session import BaseSession
 
 from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
-from whale.capture.v1 import BEGINS, SAVES, GraphCapture
+from whale.capture.v1 import BEGINS, SAVES, GraphCapture, Source
 from whale.errors import ProgramError
+from whale.ir.ops import READS
 from whale.ir.plan import Plan
-from whale.ir.program import remove_work
+from whale.ir.program import Node, Program, Ref, remove_work
 from whale.passes.normalize.inline import inline
 from whale.passes.normalize.specialise import specialise
 from whale.passes.normalize.unpack_grouped_ops import unpack
@@ -28,23 +29,24 @@ from whale.runtime.input.local_batches import brought, exchange, rows_of_values
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.trace import open_span
 from whale.runtime.run.annotate import put_in_default_scope, put_in_named_scopes
-from whale.runtime.run.context import require_current
+from whale.runtime.run.context import Context, require_current
 from whale.runtime.run.elastic import refuse_session
+from whale.runtime.run.graph_semantics import BatchReaders
 from whale.runtime.run.loss_scale import find_loss_scale_feed
 from whale.runtime.session.batches import (
     find_batch_readers,
     join_fed_parts,
+    join_parts,
+    read_parts,
     refuse_fixed_rows,
     replace_fed_rows,
     wrap_with_feed_check,
 )
 from whale.runtime.session.deferred_initializers import DeferredAssignments
-from whale.runtime.session.fetched_reads import read_last
 from whale.runtime.session.loss_scaling import ScaledLosses
 from whale.runtime.session.one_rank import SingleRankRuns, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
 from whale.runtime.session.saving import CheckpointRuns
-from whale.runtime.session.sources import Sources
 from whale.runtime.session.variables import Layout, SessionVariables
 
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
@@ -367,3 +369,114 @@ class _PlanOnly(BaseException):
 
     def __init__(self, plan: Plan):
         self.plan = plan
+
+
+def read_last(program: Program) -> Program:
+    """Returns ``program`` with every fetched read of a variable ordered after the run's updates of it.
+
+    Without an order TensorFlow reads a resource variable before or after; a variable of version 1 by reference, after.
+    A read that the script has put in an order keeps it, and so does what else reads the same node.
+    """
+    outputs = list(program.outputs)
+    added: dict[str, Node] = {}
+    for i, ref in enumerate(outputs):
+        read = _find_read(program, ref)
+        if read is None:
+            continue
+        updates = _list_updates(program, read)
+        if updates:
+            name = f"{read.name}/fetched"
+            added[name] = replace(read, name=name, controls=tuple(updates))
+            outputs[i] = Ref(name)
+    if not added:
+        return program
+    return replace(program, nodes=(*program.nodes, *added.values()), outputs=tuple(outputs))
+
+
+def _find_read(program: Program, ref: Ref) -> Node | None:
+    """Returns the read of a variable that a fetched tensor is, if no control input orders it; else None."""
+    node = program.by_name[ref.node]
+    return node if node.op == "ReadVariableOp" and not node.controls else None
+
+
+def _list_updates(program: Program, read: Node) -> list[str]:
+    """Returns the names of the nodes that change what is read, or may."""
+    users = program.consumers.get(read.inputs[0], ())
+    return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))
+
+
+# Runs what brings data into a session's runs (iterators, dequeues, Python functions) on the first rank, ahead of the
+# rest.
+class Sources:
+    """The sources of a session's graph, found once for each set of fetches.
+
+    Args:
+      lock: held while they are looked for.
+    """
+
+    def __init__(
+        self, context: Context, captures: GraphCapture, one_rank: SingleRankRuns, lock: threading.Lock
+    ) -> None:
+        self._context, self._captures, self._one_rank, self._lock = context, captures, one_rank, lock
+        self._sources: dict[Hashable, list[Source]] = {}
+        self._seen: dict[str, Sequence[int]] = {}  # shapes of what they brought in last
+
+    def bring_in(
+        self,
+        wanted: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        options: Any,
+        plan_only: bool,
+        batches: BatchReaders | None = None,
+    ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
+        """Runs what brings data in (iterators, dequeues). Returns (all that is fed then, names of what has run).
+
+        Args:
+          wanted: fetches and targets.
+          plan_only: nothing runs; what would be brought in has its shapes, and no values.
+          batches: the ranks that run it; None: the first one.
+        """
+        given, done = dict(feeds), set[str]()
+        while True:
+            key = (tuple(w.name for w in wanted), tuple(t.name for t in given))
+            if key not in self._sources:
+                with self._lock:
+                    self._sources[key] = self._captures.find_sources(wanted, given)
+            if not self._sources[key]:
+                # Values that were brought in go first: the first input tells which size is the batch's.
+                return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
+            for source in self._sources[key]:
+                outputs = list(source.operation.outputs)
+                if plan_only:
+                    values = [
+                        np.zeros(shape, t.dtype.as_numpy_dtype) for t, shape in self._find_expected_shapes(outputs)
+                    ]
+                    if batches is not None:
+                        times = batches.turns * (len(batches.readers) if batches.whole else 1)
+                        values = join_parts([values] * times, [t.name for t in outputs])
+                else:
+                    needed = {t: v for t, v in given.items() if t.name in source.fed}
+                    if batches is None:
+                        values = self._one_rank.run_on_first_rank(outputs, needed, options)
+                    else:
+                        read = partial(self._one_rank.run, outputs, [], needed, (options, None))
+                        values = read_parts(read, [t.name for t in outputs], batches, self._context)
+                    self._seen.update({t.name: v.shape for t, v in zip(outputs, values)})
+                given.update(zip(outputs, values))
+                done.add(source.operation.name)
+
+    def _find_expected_shapes(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
+        """Returns the shapes of what a source will bring, known from the graph or else from the last run."""
+        found: list[tuple[tf.Tensor, Sequence[int]]] = []
+        for t in outputs:
+            shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)
+            if shape is None:
+                raise ProgramError(
+                    "a plan needs to know the size of the batch, and only a run brings it in",
+                    op=t.name,
+                    given=t.shape,
+                    expected="a static shape",
+                    action="run the step once before asking for its plan, or batch with drop_remainder=True",
+                )
+            found.append((t, shape))
+        return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
+import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
@@ -18,14 +19,13 @@ from whale.ir.mesh import Tiles, make_one_axis_tiles
 from whale.partition.variable_use import VariableUse
 from whale.replicas import Said
 from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 from whale.runtime.variables.compared import describe_variables, refuse_differences
-from whale.runtime.variables.deferred import forget, make_whole
+from whale.runtime.variables.deferred import find_deferred, forget, make_whole
 from whale.runtime.variables.external_updates import ExternalUpdates
-from whale.runtime.variables.first_values import agree_on_initials, broadcast_values
-from whale.runtime.variables.given_tiles import find_given_tiles
 from whale.runtime.variables.ownership import Holding, HoldingsCache
-from whale.runtime.variables.partial_initializers import DeferredInitial
+from whale.runtime.variables.partial_initializers import DeferredInitial, RecordedOp
 from whale.runtime.variables.split_variable import VariableParts, forget_parts, hold_nothing
 from whale.runtime.variables.stage_variables import VariableHome, list_present_copies, make_home, refresh, refresh_for
 
@@ -427,3 +427,100 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
         expected="equal copies",
         action="report the program; its plan is wrong",
     )
+
+
+def agree_on_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[DeferredInitial | None]:
+    """Returns the first rank's initial values of variables that hold none there; None for those that it has made.
+
+    Raises:
+      CommError: a variable is restored from a checkpoint on the first rank only.
+    """
+    mine = [find_deferred(c.variable) for c in new]
+    if not context.has_other_processes or not new:
+        return mine
+    comm, timeout_s = context.comms[0], context.config["check.timeout_s"]
+    data = None
+    if context.rank == 0:
+        data = pack(["reader" if i is not None and i.reader is not None else _encode_initial(i) for i in mine])
+    said = unpack(comm.broadcast_bytes("whale/first_values/initial", data, 0, timeout_s))
+    firsts = [one if one == "reader" else _decode_initial(one) for one in said]
+    for i, (c, first, own) in enumerate(zip(new, firsts, mine)):
+        if first == "reader":
+            firsts[i] = own  # its reader knows the file
+            if own is None or own.reader is None:
+                raise CommError(
+                    "a variable takes its first value from a checkpoint on some ranks only",
+                    variable=c.name,
+                    given=f"rank 0 restored it, rank {context.rank} did not",
+                    expected="the same on every rank",
+                    action="restore on every rank",
+                )
+    return firsts
+
+
+def _encode_initial(initial: DeferredInitial | None) -> tuple[Any, ...] | None:
+    if initial is None:
+        return None
+    ops = [(op.kind, op.attrs, op.operands, op.first, op.shapes, op.dtypes) for op in initial.ops]
+    return initial.shape, initial.dtype, initial.little, ops, initial.result
+
+
+def _decode_initial(said: Any) -> DeferredInitial | None:
+    if said is None:
+        return None
+    shape, dtype, little, ops, result = said
+    return DeferredInitial(shape, dtype, little, tuple(RecordedOp(*op) for op in ops), result)
+
+
+def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
+    """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
+    ops = whale_ops.load_ops()
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    by_dtype: dict[str, list[Any]] = {}
+    for c in captured:
+        by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
+    for dtype, variables in by_dtype.items():
+        values = ops.whale_broadcast(
+            comm=comm,
+            inputs=[gen_resource_variable_ops.read_variable_op(v.handle, v.dtype) for v in variables],
+            key=f"whale/first_values/{dtype}",
+            root=0,
+            shapes=[v.shape for v in variables],
+            ranks=[],
+        )
+        for variable, value in zip(variables, values) if context.rank else ():
+            gen_resource_variable_ops.assign_variable_op(variable.handle, value)
+
+
+def find_given_tiles(captured: CapturedVariable) -> Tiles | None:
+    """Returns how the script says that the variable lies; None: it says nothing."""
+    return getattr(captured.variable, "_whale_tiles", None)
+
+
+def refuse_other_tiles(
+    captured: Iterable[CapturedVariable], known: Mapping[str, Tiles], planned: Mapping[str, Tiles]
+) -> None:
+    """Refuses a plan under which a variable does not lie as the script says.
+
+    Args:
+      known: what planning was told of the variables, by handle node. One that a program has used before the script gave
+        it a layout is known by another, and stays so.
+      planned: of the variables that lie split.
+
+    Raises:
+      PlanError: with the first such variable.
+    """
+    for c in captured:
+        given = find_given_tiles(c)
+        if given is None or not given.cuts or known.get(c.node) != given:
+            continue
+        found = planned.get(c.node, Tiles())
+        if found.cuts != given.cuts:
+            where = str(found) if found.cuts else "whole, or on one stage only"
+            raise PlanError(
+                "a variable cannot lie as the script says",
+                op=c.name,
+                given=f"{given} by a LayoutMap; in the plan it is {where}",
+                expected="a program in which all ranks of the mesh's axes have a part of it: without wh.stage",
+                action="leave the variable out of the LayoutMap, or leave stages out",
+            )

@@ -79,4 +79,10 @@ RULES = (
     rule("MatrixSetDiagV2 MatrixSetDiagV3", set_diag, copy="0&1"),
     rule("Diag", "i*^ -> o*^", lin="0"),
     rule("DiagPart", "i*^ -> o*^", copy="0"),
+    rule("FFT IFFT BatchFFT BatchIFFT", "* a^ -> * a^", lin="0"),
+    rule("FFT2D IFFT2D BatchFFT2D BatchIFFT2D", "* a^ b^ -> * a^ b^", lin="0"),
+    rule("FFT3D IFFT3D BatchFFT3D BatchIFFT3D", "* a^ b^ c^ -> * a^ b^ c^", lin="0"),
+    rule("RFFT IRFFT", "* a^, . -> * x^", lin="0"),
+    rule("RFFT2D IRFFT2D", "* a^ b^, . -> * x^ y^", lin="0"),
+    rule("RFFT3D IRFFT3D", "* a^ b^ c^, . -> * x^ y^ z^", lin="0"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from whale.ir.layout import Partial, Split
 from whale.ir.values import FLOATING
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
-from whale.sharding_rules.dims import freeze, make_labels, read_constant, write_term
+from whale.sharding_rules.dims import freeze, make_labels, read_axis, read_constant, write_term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
@@ -87,6 +87,26 @@ def arg_reduction(op: OpView) -> str:
     return f"{write_term(freeze(labels, [at]))}, . -> {write_term(x for i, x in enumerate(labels) if i != at)}"
 
 
+def cumulative(op: OpView) -> str:
+    """the axis, which is whole"""
+    before = op.inputs[0].shape
+    at = None if before is None else read_axis(op, 1, len(before))
+    if before is None or at is None:
+        return REPLICATED
+    labels = write_term(freeze(make_labels("a", len(before)), [at]))
+    return f"{labels}, . -> {labels}"
+
+
+def approximate_top_k(op: OpView) -> str:
+    """reduction_dimension, which is whole"""
+    before = op.inputs[0].shape
+    if before is None:
+        return REPLICATED
+    labels, at = make_labels("a", len(before)), int(op.attr("reduction_dimension", -1)) % len(before)
+    result = write_term("k^" if n == at else x for n, x in enumerate(labels))
+    return f"{write_term(freeze(labels, [at]))} -> {result}, {result}"
+
+
 RULES = (
     rule("Sum", reduction, lin="0"),
     rule("Mean", mean, lin=_mean_is_linear, local=_compute_mean_as_sum),
@@ -96,4 +116,11 @@ RULES = (
     rule("EuclideanNorm", frozen_reduction),
     rule("ArgMax ArgMin", arg_reduction),
     rule("L2Loss", "p*+ -> ."),
+    rule("Cumsum", cumulative, lin="0"),
+    rule("Cumprod CumulativeLogsumexp", cumulative),
+    rule("TopKV2", "* n^, . -> * k^, * k^"),
+    rule("TopK TopKUnique TopKWithUnique", "* n^ -> * k^, * k^"),
+    rule("ApproxTopK", approximate_top_k),
+    rule("NthElement", "* n^, . -> *"),
+    rule("IsotonicRegression", "b n^ -> b n^, b n^"),
 )

@@ -9,6 +9,8 @@ from whale.sharding_rules.base import OpView
 from whale.sharding_rules.dims import make_labels, read_constant, write_term, write_windows
 from whale.sharding_rules.registry import rule
 
+_RESIZE = "b h^ w^ c, . -> b y^ x^ c"
+
 
 def _write_pooled_dims(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[str], list[str]]:
     """Writes an image's dimensions before and after the pooling; they are cut together where windows do not overlap.
@@ -59,6 +61,23 @@ def make_argmax_pool_spec(before: str, after: str) -> Callable[[OpView], str]:
     return pooling_with_argmax
 
 
+def projective(op: OpView) -> str:
+    """one transform for all images, or one each"""
+    shared = op.inputs[1].shape is not None and op.inputs[1].shape[0] == 1 and op.inputs[0].shape != op.inputs[1].shape
+    more = ", ." * (len(op.inputs) - 2)
+    return f"b h^ w^ c, {'1' if shared else 'b'} k^{more} -> b y^ x^ c"
+
+
+def _crop_is_linear(op: OpView) -> str | None:
+    """Lets P(sum) pass the image unless what lies outside it is filled with a constant."""
+    return None if float(op.attr("extrapolation_value", 0.0)) else "0"
+
+
+def _is_linear_with_fill(op: OpView) -> str:
+    """Lets P(sum) pass the image, together with the fill value where that is an operand."""
+    return "0&3" if op.attr("fill_mode", "CONSTANT") == "CONSTANT" else "0"
+
+
 RULES = (
     rule("MaxPool", make_pool_spec("x", "y"), mono="max:0"),
     rule("AvgPool", make_pool_spec("x", "y"), lin="0"),
@@ -76,4 +95,23 @@ RULES = (
     rule("MaxPoolWithArgmax", make_argmax_pool_spec("x", "y, y")),
     rule("MaxPoolGradWithArgmax", make_argmax_pool_spec("x, y, y", "x"), lin="1"),
     rule("MaxPoolGradGradWithArgmax", make_argmax_pool_spec("x, x, y", "y"), lin="1"),
+    rule("ResizeBilinear ResizeBicubic ResizeArea", _RESIZE, lin="0"),
+    rule("ResizeNearestNeighbor", _RESIZE, copy="0"),
+    rule("ResizeBilinearGrad ResizeBicubicGrad", "b y^ x^ c, ~b h^ w^ c -> b h^ w^ c", lin="0"),
+    rule("ResizeNearestNeighborGrad", "b y^ x^ c, . -> b h^ w^ c", lin="0"),
+    rule("ScaleAndTranslate", "b h^ w^ c, ., ., . -> b y^ x^ c", lin="0"),
+    rule("ScaleAndTranslateGrad", "b y^ x^ c, ~b h^ w^ c, ., . -> b h^ w^ c", lin="0"),
+    rule("CropAndResize", "b^ h^ w^ c, n r^, n, . -> n y^ x^ c", lin=_crop_is_linear),
+    rule("CropAndResizeGradImage", "n+ y^ x^ c^, n+ r^, n+, . -> b^ h^ w^ c^", lin="0"),
+    rule("CropAndResizeGradBoxes", "n y^ x^ c+, b^ h^ w^ c+, n r^, n -> n r^", lin="0|1"),
+    rule("AdjustContrastv2", "* h^ w^ c, . -> * h^ w^ c", lin="0"),
+    rule("AdjustHue AdjustSaturation", "* c^, . -> * c^"),
+    rule("RGBToHSV HSVToRGB", "* c^ -> * c^"),
+    rule("ExtractImagePatches", "b h^ w^ c^ -> b y^ x^ d^", lin="0"),
+    rule("ExtractVolumePatches", "b h^ w^ z^ c^ -> b y^ x^ u^ d^", lin="0"),
+    rule("ImageProjectiveTransformV2", projective, lin="0"),
+    rule("ImageProjectiveTransformV3", projective, lin=_is_linear_with_fill),
+    rule("DrawBoundingBoxes", "b h^ w^ c^, b n^ k^ -> b h^ w^ c^"),
+    rule("DrawBoundingBoxesV2", "b h^ w^ c^, b n^ k^, . -> b h^ w^ c^"),
+    rule("CombinedNonMaxSuppression", "b n^ q^ k^, b n^ c^, ., ., ., . -> b m^ k^, b m^, b m^, b"),
 )

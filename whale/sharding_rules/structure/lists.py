@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Split, local_shape
 from whale.ir.values import Shape, find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
+from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
@@ -32,6 +33,26 @@ def _set_element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int
     return Local(attrs={"element_shape": Shape(tuple(dims))})
 
 
+# Rules of optional values, variants that may hold tensors: with one tensor they are placed like it; with several,
+# replicated.
+def from_value(op: OpView) -> str:
+    """whether it holds one tensor"""
+    return "e* -> e*" if len(op.inputs) == 1 and op.inputs[0].dtype != "variant" else REPLICATED
+
+
+def get_value(op: OpView) -> str:
+    """whether it holds one tensor"""
+    return "e* -> e*" if len(op.outputs) == 1 and op.outputs[0].dtype != "variant" else REPLICATED
+
+
+def _set_local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Sets the shape of what is held, an attribute, to the local one."""
+    placement, shapes = strategy.outputs[0], op.attr("output_shapes")
+    if not isinstance(placement, Split) or not shapes:
+        return UNCHANGED
+    return Local(attrs={"output_shapes": (Shape(local_shape(shapes[0].dims, placement, coordinate)),)})
+
+
 RULES = (
     rule("EmptyTensorList TensorListReserve", "[elements], . -> e*", produces_any=True, any_partial=True),
     rule("TensorListFromTensor", "n^ e*, [elements] -> e*", copy="0"),
@@ -51,4 +72,8 @@ RULES = (
     rule("TensorListSplit", "n^ e*, [elements], . -> k^ e*", copy="0"),
     rule("TensorListLength", "? -> ."),
     rule("TensorListElementShape", "? -> .", known=_set_element_shape_unknown),
+    rule("OptionalFromValue", from_value, copy="0"),
+    rule("OptionalGetValue", get_value, copy="0", local=_set_local_shapes),
+    rule("OptionalNone", "-> e*", produces_any=True, any_partial=True),
+    rule("OptionalHasValue", "? -> ."),
 )
