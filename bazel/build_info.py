@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from whale_ops.build import core_digest
+from whale_ops.build import compute_core_digest
 
-core, compiler = core_digest(), "the C++ toolchain of Bazel"
+core, compiler = compute_core_digest(), "the C++ toolchain of Bazel"
 libraries = json.loads(Path(sys.argv[1]).read_text())["libraries"]
 print(json.dumps({library["name"]: {**library["facts"], "core": core, "compiler": compiler} for library in libraries}))

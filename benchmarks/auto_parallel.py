@@ -72,7 +72,7 @@ def _described(texts: list[str], seconds: float) -> None:
     from whale.runtime.run import context
 
     wh.init(wh.Config({"mesh.auto_parallel": True}))
-    run = context.current()
+    run = context.require_current()
     looked_at: list[tuple[ParallelStrategy, float]] = []
 
     def noted(*arguments: Any) -> list[tuple[ParallelStrategy, float]]:
@@ -89,10 +89,10 @@ def _described(texts: list[str], seconds: float) -> None:
         first_s = time.perf_counter() - start_s
         found = run.auto
         assert found is not None
-        ways = [choice for choice, _ in looked_at if not choice.pipelined]
+        ways = [choice for choice, _ in looked_at if not choice.is_pipelined]
         by_depth: dict[int, ParallelStrategy] = {}
         for choice, _ in sorted(looked_at, key=lambda one: one[1]):
-            if choice.pipelined:
+            if choice.is_pipelined:
                 by_depth.setdefault(len(choice.stages), choice)
         ways += list(by_depth.values())[:PIPELINES]
         said = run.comms[0].broadcast_bytes(
@@ -128,11 +128,11 @@ def _described(texts: list[str], seconds: float) -> None:
 def _of_description(text: str, function: Callable[..., Any]) -> Callable[[], float]:
     """A fresh copy of a described model's training step; a call takes one step and says how many seconds it took."""
     from whale.runtime.described import models
-    from whale.runtime.described.program import trained_step
+    from whale.runtime.described.program import make_step
     from whale.runtime.tools.described_ways import read
 
     described = read(text)
-    step = function(trained_step(described))
+    step = function(make_step(described))
     generator = np.random.default_rng(1)
     # Ids of tables, and labels.
     most = min(getattr(described, name, 1 << 20) for name in ("rows", "vocabulary", "classes"))
@@ -143,7 +143,7 @@ def _of_description(text: str, function: Callable[..., Any]) -> Callable[[], flo
             return tf.constant(generator.integers(2 if clicks else most, size=shape), dtype)
         return tf.constant(generator.normal(size=shape), dtype)
 
-    batch = [drawn(name, *what) for name, what in models.inputs(described).items()]
+    batch = [drawn(name, *what) for name, what in models.list_inputs(described).items()]
 
     def timed() -> float:
         start_s = time.perf_counter()
@@ -162,7 +162,7 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     from whale.runtime.run import context
 
     wh.init(wh.Config({"mesh.auto_parallel": True}))
-    run = context.current()
+    run = context.require_current()
     for size in sizes:
         run.auto = None
         steps = {"chosen": _program(size, wh.function)}
@@ -226,7 +226,7 @@ def _crossovers(seconds: float) -> None:
     from whale.runtime.run import context
 
     wh.init(wh.Config({"mesh.auto_parallel": True}))
-    run = context.current()
+    run = context.require_current()
     sweeps = (
         ("width", WIDTHS, lambda n: (n, 4, 10, 512)),
         ("depth", DEPTHS, lambda n: (1024, n, 10, 512)),
@@ -249,7 +249,7 @@ def _crossovers(seconds: float) -> None:
 def _kind(strategy: Any) -> str:
     if strategy.replicated:
         return "one device"
-    if strategy.pipelined:
+    if strategy.is_pipelined:
         return "pipeline"
     return "hybrid (rows and tensors divided)" if strategy.split else "data parallel"
 
@@ -259,7 +259,7 @@ def _measure(size: Any, function: Callable[..., Any], least_s: float, run: Any) 
     step = _program(size, function)
     once_s = min(step() for _ in range(3))
     count = max(5, min(300, int(least_s / once_s))) if least_s else 1
-    if run is not None and run.between_processes:  # as many steps on every rank
+    if run is not None and run.has_other_processes:  # as many steps on every rank
         count = int(run.comms[0].broadcast_bytes("benchmark/count", b"%d" % count if run.rank == 0 else None))
     return statistics.median(step() for _ in range(count))
 

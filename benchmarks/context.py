@@ -5,8 +5,8 @@
 
 One sequence is divided on every layer (``wh.split(context=1)``). With ``--heads`` fewer than ranks keys and values go
 round; else parts of the sequence are given for heads. ``--sequence`` is that of all ranks together; ``--each`` that of
-each rank, so that the whole grows with the ranks. ``--limit`` is ``memory.limit_bytes``: what does not fit is refused.
-What is measured are pieces of 256 KiB and more: activations and scores should be as large.
+each rank, so that the whole grows with the ranks. ``--limit`` is ``memory.limit_bytes``: what does not fit is
+refused. What is measured are pieces of 256 KiB and more: activations and scores should be as large.
 """
 
 from __future__ import annotations
@@ -197,14 +197,14 @@ def _of_processes(ranks: int) -> float:
 
 
 def _measured(asked: argparse.Namespace, ranks: int) -> None:
-    from whale_ops.memory import memory, reset_peak
+    from whale_ops.memory import read_memory, reset_peak
 
     model = _model(asked, ranks)
     for i in range(STEPS):
         model.step(*model.batch(i))
         if i == 0:
             reset_peak()  # of steps as they repeat: tracing and planning are over
-    print(f"rank {wh.rank()} of {ranks}: {memory().peak_bytes / 2**20:.1f} MiB at most were allocated", flush=True)
+    print(f"rank {wh.rank()} of {ranks}: {read_memory().peak_bytes / 2**20:.1f} MiB at most were allocated", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.steps import train_step
 from tests.pipelines.gpt_on_ranks import Gpt, Sizes
-from whale.capture.encode import to_function_def
+from whale.capture.encode import encode_function_def
 from whale.capture.function import capture_function
-from whale.ir.collector import no_garbage_collection
+from whale.ir.collector import suspend_garbage_collection
 from whale.ir.mesh import Axis, format_axes
 from whale.ir.program import Program
 from whale.partition.lower import lower_ranks, make_any_plan
@@ -45,7 +45,7 @@ from whale.partition.spmd import partition_for_rank
 from whale.passes.pass_manager import make_plan, normalise
 from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
-from whale_ops import ops
+from whale_ops import load_ops
 
 _MOST_S, _MOST_APART, _MOST_TIMES = 3.0, 0.1, 1.5
 
@@ -91,7 +91,7 @@ def resnet50() -> Any:
 
 def first_rank(step: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], sizes: Sequence[int], repeats: int) -> int:
     """Prints what rank 0 of each number of ranks needs; the status to end with."""
-    ops()  # registers them
+    load_ops()  # registers them
     rows = 2 * max(sizes)
     program = capture_function(step, (tf.zeros((rows, 64, 64, 3)), tf.zeros(rows, tf.int32))).program
     print(f"ResNet50, batch {rows}: {len(program.nodes)} nodes")
@@ -121,10 +121,10 @@ def lower_once(program: Program, size: int) -> dict[str, float]:
     lap("normalise")
     plan = make_plan(normalised, settings)
     lap("plan")
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         lowered = partition_for_rank(expand(normalised, plan.expanded, settings), plan, 0, "benchmark", "benchmark")
         lap("partition")
-        to_function_def(lowered, "benchmark")
+        encode_function_def(lowered, "benchmark")
         lap("encode")
     return {**seconds, "together": last_s - start_s}
 

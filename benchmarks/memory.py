@@ -18,8 +18,8 @@ import time
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.run.context import current
-from whale_ops.memory import memory
+from whale.runtime.run.context import require_current
+from whale_ops.memory import read_memory
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--how", choices=("split", "zero3"), default="split")
@@ -57,14 +57,14 @@ def watch() -> None:
     while True:
         for _ in range(50):
             if watching:
-                live_at_most = max(live_at_most, memory().live_bytes)
+                live_at_most = max(live_at_most, read_memory().live_bytes)
             own_at_most = max(own_at_most, own())
             time.sleep(0.001)
         rows = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line[:20])
         proportional_at_most = max(proportional_at_most, int(rows["Pss"].split()[0]) << 10)
 
 
-before = memory().live_bytes
+before = read_memory().live_bytes
 threading.Thread(target=watch, daemon=True).start()
 if options.how == "split":
     inputs = 4096
@@ -115,7 +115,7 @@ step.plan(x)
 watching = False
 gc.collect()
 created = live_at_most - before
-held = memory().live_bytes - before
+held = read_memory().live_bytes - before
 losses = []
 start_s = time.perf_counter()
 for _ in range(options.steps):
@@ -135,7 +135,7 @@ print(
     f" a step {step_s:.2f} s, losses {losses}",
     flush=True,
 )
-said = current("").comms[0].allgather_bytes("benchmark/memory", str(proportional_at_most).encode(), 60.0)
+said = require_current("").comms[0].allgather_bytes("benchmark/memory", str(proportional_at_most).encode(), 60.0)
 together = [int(each) for each in said]
 if wh.rank() == 0:
     print(report)

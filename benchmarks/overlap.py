@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 Interval = tuple[float, float]
 
@@ -66,7 +66,7 @@ def train(layers: int, width: int, rows: int, steps: int) -> tuple[Any, list[flo
     x = tf.constant(np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32))
     for _ in range(3):
         float(step(x))
-    (comm,) = current("the overlap benchmark").comms
+    (comm,) = require_current("the overlap benchmark").comms
     seconds, found = [], []
     for _ in range(steps):
         with tempfile.TemporaryFile() as trace:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tensorflow as tf
 
 import whale as wh
-from whale.ir.schedule import bubble_s, live_micro_batches, schedule
+from whale.ir.schedule import compute_bubble_s, count_live_micro_batches, make_schedule
 from whale.sharding_rules import registry
 from whale.started import process_place
 
@@ -58,9 +58,9 @@ def sleeper() -> Callable[..., tf.Tensor]:
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
             os.replace(f"{library}.new", library)
     op = tf.load_op_library(str(library)).benchmark_sleep
-    like = registry.rule_of("Identity")
+    like = registry.find_rule("Identity")
     assert like is not None
-    registry.all_rules()["BenchmarkSleep"] = replace(like, op="BenchmarkSleep")  # type: ignore[index]
+    registry.load_rules()["BenchmarkSleep"] = replace(like, op="BenchmarkSleep")  # type: ignore[index]
     return lambda tensor, seconds, what="": op(input=tensor, seconds=seconds, backward_s=0.0, what=what)
 
 
@@ -190,10 +190,10 @@ def sleeps(table: Table, devices: int, only: str) -> None:
             seconds_of(pipeline(layers, devices, 4, 4, name, micro_batches))
         )
         wanted_s = micro_batches * (_FORWARD_S + whole_s)
-        wanted_s += bubble_s(name, devices, chunks, _FORWARD_S, whole_s, _WEIGHTS_S)
-        rows = schedule(name, devices, chunks, micro_batches)
+        wanted_s += compute_bubble_s(name, devices, chunks, _FORWARD_S, whole_s, _WEIGHTS_S)
+        rows = make_schedule(name, devices, chunks, micro_batches)
         most = alive()
-        expected = {device: live_micro_batches(rows[device]) for device in most}
+        expected = {device: count_live_micro_batches(rows[device]) for device in most}
         title = f"{name}" + f", {chunks} chunks" * (chunks > 1) + f", p={devices} m={micro_batches}"
         more = f", alive {[n for _, n in sorted(most.items())]} of {[n for _, n in sorted(expected.items())]}"
         table.row(title, measured_s, wanted_s, 0.05, more, most == expected)
@@ -243,7 +243,7 @@ def stages_of_products(table: Table, name: str, chunks: int) -> None:
     measured_s = min(seconds_of(step, 8))
     forward_s, backward_s, weights_s = map(min, before, parts_s())
     wanted_s = micro_batches * (forward_s + backward_s + weights_s)
-    wanted_s += bubble_s(name, devices, chunks, forward_s, backward_s + weights_s, weights_s)
+    wanted_s += compute_bubble_s(name, devices, chunks, forward_s, backward_s + weights_s, weights_s)
     title = f"{name}" + f", {chunks} chunks" * (chunks > 1) + f", p={devices} m={micro_batches}"
     more = f", F {forward_s * 1e3:.1f} B {backward_s * 1e3:.1f} W {weights_s * 1e3:.1f} ms"
     table.row(title, measured_s, wanted_s, 0.1, more)

@@ -26,7 +26,7 @@ from benchmarks.machine import machine
 _ROOT = Path(__file__).resolve().parents[1]
 _RULES = (
     "import time, numpy, whale.ir.program, whale.ir.layout; start_s = time.perf_counter()\n"
-    "import whale.sharding_rules; whale.sharding_rules.all_rules(); print(time.perf_counter() - start_s)"
+    "import whale.sharding_rules; whale.sharding_rules.load_rules(); print(time.perf_counter() - start_s)"
 )
 _UP = "import signal, time\n{handler}\nprint('up', flush=True)\nwhile True: time.sleep(1)"
 _STUBBORN = "signal.signal(signal.SIGINT, lambda *_: print('told', flush=True))"
@@ -66,9 +66,9 @@ def strategies() -> float:
     from whale.ir.layout import B, split
     from whale.ir.program import Node
     from whale.ir.values import TensorType
-    from whale.sharding_rules import OpView, rule_of
+    from whale.sharding_rules import OpView, find_rule
 
-    rule = rule_of("AddV2")
+    rule = find_rule("AddV2")
     assert rule is not None
     asked = []
     for rows in range(2, 102):
@@ -89,7 +89,7 @@ def capturing() -> Callable[[], float]:
     from benchmarks.lowering import resnet50
     from benchmarks.steps import train_step
     from whale.capture.function import capture_function
-    from whale.capture.graph import program_from_graph
+    from whale.capture.graph import read_graph
     from whale.passes.normalize.folding.fold import fold
     from whale.passes.normalize.inline import inline
 
@@ -103,7 +103,7 @@ def capturing() -> Callable[[], float]:
 
     def measure() -> float:
         start_s = time.perf_counter()
-        program = program_from_graph(
+        program = read_graph(
             graph,
             name="step",
             inputs=graph.inputs,
@@ -168,7 +168,7 @@ def _reducing(elements: int, count: int, latency_s: float = 0.0, bytes_per_s: fl
     import whale_ops
     from whale_ops import _native
 
-    communicators = whale_ops.in_process("start", 2)
+    communicators = whale_ops.connect_in_process("start", 2)
     for communicator in communicators:
         communicator.set_link(latency_s, bytes_per_s)
     data = np.ones(elements, np.float32)

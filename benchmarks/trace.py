@@ -19,7 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 
 def step_of(tensors: int) -> Callable[[Any], Any]:
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     wh.init({"communication.bucket_bytes": 0})
-    context = current("the trace benchmark")
+    context = require_current("the trace benchmark")
     (comm,), trace = context.comms, context.trace
     assert trace is not None, "start it under `whale run --trace`"
     x = tf.ones([8, 4])

@@ -91,7 +91,7 @@ def work(options: argparse.Namespace) -> None:
     if options.micro_batches:
         asked["pipeline.micro_batches"] = options.micro_batches
     wh.init(wh.Config({"mesh.auto_parallel": True, **asked}))
-    run = context.current()
+    run = context.require_current()
     target = [options.slow if r % 2 else 1.0 for r in range(options.ranks)]
     most = options.cores * len(cores) / max(len(cores), sum(target))
     quota.set(most * target[rank])

@@ -37,7 +37,7 @@ def current(curve: bool = False) -> dict[str, float]:
     """Returns the constants that the data files have, those of the device's curve as well if asked."""
     found = {name: getattr(stacks()[STACK], name) for name in STACK_CONSTANTS}
     if curve:
-        found |= {name: getattr(catalogue.efficiencies()[CURVE], name) for name in CURVE_CONSTANTS}
+        found |= {name: getattr(catalogue.load_efficiencies()[CURVE], name) for name in CURVE_CONSTANTS}
     return found
 
 
@@ -47,10 +47,13 @@ def errors(rows: Sequence[Case], constants: Constants) -> list[float]:
     def changed(entry: T, names: Sequence[str]) -> T:
         return msgspec.structs.replace(entry, **{name: constants[name] for name in names if name in constants})
 
-    curve, stack = changed(catalogue.efficiencies()[CURVE], CURVE_CONSTANTS), changed(stacks()[STACK], STACK_CONSTANTS)
-    curves = {**catalogue.efficiencies(), CURVE: curve}
+    curve, stack = (
+        changed(catalogue.load_efficiencies()[CURVE], CURVE_CONSTANTS),
+        changed(stacks()[STACK], STACK_CONSTANTS),
+    )
+    curves = {**catalogue.load_efficiencies(), CURVE: curve}
     with (
-        mock.patch.object(compute, "efficiencies", lambda: curves),
+        mock.patch.object(compute, "load_efficiencies", lambda: curves),
         mock.patch.object(cases, "stack", lambda name: stack if name == STACK else stacks()[name]),
     ):
         return [case.predict().step_s / case.measured_s - 1 for case in rows]

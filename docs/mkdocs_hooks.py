@@ -46,9 +46,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def command_line() -> str:
     """Every verb's help, as the parser has it."""
-    from whale.cli import parser
+    from whale.cli import make_parser
 
-    top = parser()
+    top = make_parser()
     (verbs,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     parts = ["# Command line", "", f"```text\n{top.format_help()}```"]
     for name, verb in verbs.choices.items():

@@ -82,7 +82,7 @@ def look() -> Machine:
         loaded.whale_cuda_device_name(device, name, len(name))
         names.append(name.value.decode())
     try:
-        architecture = device_library.architecture_of(library, 0)
+        architecture = device_library.find_architecture(library, 0)
         nvrtc = device_code.choose([*device_code.find_nvrtcs()], architecture)
         code = device_code.compile_kernels(nvrtc, architecture)
     except CommError as error:
@@ -150,12 +150,12 @@ def exchanges(machine: Machine) -> str:
     Raises:
       Failed: the ranks do not start.
     """
-    from whale.runtime.measure.profile import measured_links
+    from whale.runtime.measure.profile import measure_links
 
     rows = []
     for backend, ranks in machine.backends.items():
         try:
-            curves = measured_links(ranks, variables_of(backend)).curves
+            curves = measure_links(ranks, variables_of(backend)).curves
         except ClusterError as error:
             raise Failed(str(error)[-2000:]) from error
         rows += rows_of(machine.on(backend, ranks), [one for one in curves if one.through])
@@ -224,7 +224,7 @@ def with_table(page: str, lines: list[str]) -> str:
 def parts(machine: Machine) -> Iterator[tuple[str, Callable[[], str]]]:
     """(what it is, what tries it and says how)."""
     where = f"tested on {len(machine.gpus)} {machine.gpus[0]}" if machine.gpus else ""
-    compiles = shutil.which(build.compiler_command()[0]) is not None
+    compiles = shutil.which(build.find_compiler_command()[0]) is not None
 
     def by_tests(outcome: str, *files: str) -> Callable[[], str]:
         def run() -> str:

@@ -89,7 +89,7 @@ def pack(
         if path.suffix in (".so", ".json"):
             shutil.copy2(path, folder / "lib")
     files = {str(p.relative_to(folder)): _sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    card = {"python": python, "core": build.core_digest(), "files": files}
+    card = {"python": python, "core": build.compute_core_digest(), "files": files}
     (folder / CARD).write_text(json.dumps(card, indent=1))
     return card
 
@@ -106,7 +106,7 @@ def unpack(folder: Path, libraries: Path = build.IN_PLACE) -> None:
         raise SystemExit(
             f"{folder} has wheels for Python {card['python']}, and this is {here}: make gpu-bundle GPU_PYTHON={here}"
         )
-    if card["core"] != build.core_digest():
+    if card["core"] != build.compute_core_digest():
         raise SystemExit(f"{folder} was packed from other sources: copy the whole checkout that it was packed in")
     for name, digest in card["files"].items():
         if not (folder / name).exists() or _sha256(folder / name) != digest:

@@ -133,14 +133,14 @@ def code(machine: Machine) -> str:
         machine.image = build_host_cuda(machine.folder).image
         return "kernels compiled as host code"
     found, there = [*device_code.find_nvrtcs()], gpu_driver.look()
-    architecture = device_library.architecture_of(LIBRARY, 0)
+    architecture = device_library.find_architecture(LIBRARY, 0)
     nvrtc = device_code.choose(found, architecture, there.cuda[0] if there else None)
     start_s = time.perf_counter()
     image = device_code.compile_kernels(nvrtc, architecture)
     took_s = time.perf_counter() - start_s
     machine.image = machine.folder / "kernels"
     machine.image.write_bytes(image)
-    target = nvrtc.target(architecture)
+    target = nvrtc.find_target(architecture)
     return f"{len(image)} bytes for {target} by NVRTC {nvrtc.version[0]}.{nvrtc.version[1]} in {took_s:.1f} s"
 
 

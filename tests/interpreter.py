@@ -243,7 +243,7 @@ class _Run:
     def _finish(self, node: Node, outputs: tuple[Any, ...]) -> None:
         if len(outputs) != len(node.outputs):
             raise InterpreterError(f"{node.name} ({node.op}) gave {len(outputs)} outputs, declares {len(node.outputs)}")
-        for ref, value, t in zip(node.refs(), outputs, node.outputs):
+        for ref, value, t in zip(node.list_refs(), outputs, node.outputs):
             _check_type(node, value, t)
             self.exchange.see(value)
             self.values[ref] = value

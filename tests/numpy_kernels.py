@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.ir.values import numpy_dtype
+from whale.ir.values import find_numpy_dtype
 
 Array = Any
 Kernel = Callable[..., Any]
@@ -62,7 +62,7 @@ def _pad(a: Mapping[str, Any], x: Array, paddings: Array, value: Array) -> Array
 def _arg_max(a: Mapping[str, Any], x: Array, axis: Array) -> Array:
     if x.size == 0:
         raise AssertionError("ArgMax of an empty tensor: the CPU kernel fails")
-    return np.argmax(x, axis=int(axis)).astype(numpy_dtype(a.get("output_type", "int64")))
+    return np.argmax(x, axis=int(axis)).astype(find_numpy_dtype(a.get("output_type", "int64")))
 
 
 def _unruled_mix(a: Mapping[str, Any], x: Array) -> Array:
@@ -98,7 +98,7 @@ def _sparse_cross_entropy(a: Mapping[str, Any], logits: Array, labels: Array) ->
 
 
 def _cast(a: Mapping[str, Any], x: Array) -> Array:
-    return x.astype(numpy_dtype(a["DstT"]))
+    return x.astype(find_numpy_dtype(a["DstT"]))
 
 
 KERNELS: dict[str, Kernel] = {
@@ -156,7 +156,7 @@ KERNELS: dict[str, Kernel] = {
     "Slice": _slice,
     "PadV2": _pad,
     "Fill": lambda a, dims, value: np.full([int(d) for d in dims], value),
-    "Shape": lambda a, x: np.array(x.shape, numpy_dtype(a.get("out_type", "int32"))),
+    "Shape": lambda a, x: np.array(x.shape, find_numpy_dtype(a.get("out_type", "int32"))),
     "Softmax": lambda a, x: (
         np.exp(x - x.max(-1, keepdims=True)) / np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
     ),

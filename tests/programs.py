@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from tests.numpy_kernels import run_kernel
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import Placement, split
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Node, Program, Ref, Variable
-from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
+from whale.ir.values import DType, Func, Shape, Tensor, TensorType, find_numpy_dtype
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.partial_sums import reduce_partial_sums
 from whale.passes.propagation.propagate import propagate
@@ -40,7 +40,7 @@ class Builder:
         name = name or f"{op}_{len(self.nodes)}"
         node = Node(name, op, tuple(inputs), tuple(controls), attrs, tuple(outputs), self.scope, stateful)
         self.nodes.append(node)
-        self.types.update(zip(node.refs(), node.outputs))
+        self.types.update(zip(node.list_refs(), node.outputs))
         return Ref(name)
 
     def op(self, op: str, *inputs: Ref, name: str = "", controls: Sequence[str] = (), **attrs: Any) -> Ref:
@@ -53,7 +53,7 @@ class Builder:
 
     def _stand_in(self, ref: Ref) -> np.ndarray:
         t = self.types[ref]
-        return self.values[ref] if ref in self.values else np.zeros(t.shape or (), numpy_dtype(t.dtype))
+        return self.values[ref] if ref in self.values else np.zeros(t.shape or (), find_numpy_dtype(t.dtype))
 
     def input(self, name: str, shape: Sequence[int | None], dtype: str = "") -> Ref:
         t = TensorType(dtype or self.dtype, tuple(shape))
@@ -61,9 +61,9 @@ class Builder:
         return self.node("Placeholder", (), (t,), name, dtype=DType(t.dtype), shape=Shape(t.shape))
 
     def const(self, value: object, dtype: str = "", name: str = "") -> Ref:
-        array = np.array(value, numpy_dtype(dtype or self.dtype))
+        array = np.array(value, find_numpy_dtype(dtype or self.dtype))
         t = TensorType(array.dtype.name, array.shape)
-        ref = self.node("Const", (), (t,), name, dtype=DType(t.dtype), value=Tensor.of(array))
+        ref = self.node("Const", (), (t,), name, dtype=DType(t.dtype), value=Tensor.from_numpy(array))
         self.values[ref] = array
         return ref
 
@@ -114,7 +114,7 @@ class Builder:
 
     def branch(self, predicate: Ref, then: Program, other: Program, *args: Ref, name: str = "branch") -> Ref:
         self.functions |= {then.name: then, other.name: other}
-        types = [then.type_of(r) for r in then.outputs]
+        types = [then.find_type(r) for r in then.outputs]
         return self.node("StatelessIf", (predicate, *args), types, name, then_branch=Func(then.name),
                          else_branch=Func(other.name), output_shapes=tuple(Shape(t.shape) for t in types))  # fmt: skip
 
@@ -170,7 +170,7 @@ def plan_of(program: Program, layouts: Mapping[str, GraphLayout], size: int, pla
     """The checked plan with these layouts."""
     reshards = fuse_all_reduces(program, layouts, explicit_reshards(program, layouts, size), group_bytes)
     plan = Plan(
-        program.name, fingerprint(program), size, tuple(f"rank {i}" for i in range(size)),
+        program.name, compute_fingerprint(program), size, tuple(f"rank {i}" for i in range(size)),
         batch_inputs=tuple(BatchInput(n, p, "test") for n, p in placed.items()),
         strategies={g: x.strategies for g, x in layouts.items()},
         returned={g: x.outputs for g, x in layouts.items()}, reshards=reshards,

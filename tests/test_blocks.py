@@ -18,7 +18,7 @@ import yaml
 import whale as wh
 from cost_model.cluster import cluster_file
 from tests.launcher.helpers import ROOT
-from whale.cli import parser
+from whale.cli import make_parser
 from whale.cli.cluster import EXAMPLE
 
 GUIDES = ROOT / "docs" / "guides"
@@ -207,7 +207,7 @@ def test_command_lines_are_those_of_whale() -> None:
         for line in re.findall(r"^(?:    |\$ )?(whale [a-z]+ .*)$", page.read_text(), re.MULTILINE):
             command = re.split(r"  +| \(or |&& |; ", line)[0]
             words = [re.sub(r"^\"?\$\w+\"?$", "2", word) for word in shlex.split(command, comments=True)]
-            parser().parse_args(words[1:])  # SystemExit: no such verb or option
+            make_parser().parse_args(words[1:])  # SystemExit: no such verb or option
             seen += 1
     assert seen > 20
     for line in re.findall(r"^    (wh\.init\(.*?\))(?: .*)?$", "".join(p.read_text() for p in PAGES), re.MULTILINE):

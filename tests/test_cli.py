@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import whale
-from whale.cli import main, parser
+from whale.cli import main, make_parser
 from whale.errors import PlanError
 from whale.launcher.mpirun import Host, Options, parse_hosts
 
@@ -90,7 +90,7 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
             return 3
 
     monkeypatch.setitem(sys.modules, "whale.runtime.tools.dry_run", DryRun)
-    monkeypatch.setattr("whale.cli.plan.readable", lambda *paths: None)
+    monkeypatch.setattr("whale.cli.plan.require_readable", lambda *paths: None)
     assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
     assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None, None), False, None, [])
     main(["plan", "--set", "a.split=2", "train.py"])
@@ -129,7 +129,7 @@ def test_the_version() -> None:
 
 
 def test_help_names_every_verb() -> None:
-    text = parser().format_help()
+    text = make_parser().format_help()
     first_words = [line.split()[0] for line in text.splitlines() if line.strip()]
     for verb in ("run", "plan", "show", "doctor"):
         assert verb in first_words

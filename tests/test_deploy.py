@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from whale.cli import parser
-from whale.launcher.scale_up.hosts_from import hosts_of
+from whale.cli import make_parser
+from whale.launcher.scale_up.hosts_from import read_hosts
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +48,7 @@ def test_commands_are_those_of_whale() -> None:
     assert len(lines) == 5
     for line in lines:
         numbers = ["4" if word == "$SLURM_NTASKS" or word == "$SLURM_CPUS_PER_TASK" else word for word in line]
-        given = parser().parse_args(numbers)
+        given = make_parser().parse_args(numbers)
         assert given.verb == "run" and given.ranks in (2, 4)
 
 
@@ -89,7 +89,7 @@ def test_hosts_of_an_elastic_run_are_the_pods_that_have_names(tmp_path: Path, mo
     names.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLOTS", "2")
-    hosts = hosts_of(str(FOLDER / "pods.sh"))
+    hosts = read_hosts(str(FOLDER / "pods.sh"))
     assert [(host.name, host.slots) for host in hosts] == [(f"whale-{n}.whale", 2) for n in range(3)]
 
 
@@ -99,5 +99,5 @@ def test_hosts_of_an_elastic_run_are_the_living_nodes_of_ray(tmp_path: Path, mon
     (tmp_path / "ray.py").write_text(f"init = lambda **_: None\nnodes = lambda: {told}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CPU_PER_RANK", "2")
-    hosts = hosts_of(str(FOLDER / "ray_nodes.py"))
+    hosts = read_hosts(str(FOLDER / "ray_nodes.py"))
     assert [(host.name, host.slots) for host in hosts] == [("10.0.0.1", 4), ("10.0.0.3", 1)]

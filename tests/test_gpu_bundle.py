@@ -83,7 +83,7 @@ def test_a_bundle_for_others_is_refused(
     folder = tmp_path / "bundle"
     gpu_bundle.pack(folder, HERE, ["cuda_part"], [], libraries)
     with monkeypatch.context() as patched:
-        patched.setattr(build, "core_digest", lambda: "of other sources")
+        patched.setattr(build, "compute_core_digest", lambda: "of other sources")
         with pytest.raises(SystemExit, match="packed from other sources"):
             gpu_bundle.unpack(folder, tmp_path / "there")
     gpu_bundle.pack(folder, "3.9", ["cuda_part"], [], libraries)

@@ -84,7 +84,7 @@ def test_exchanges_and_steps_are_added_to_what_was_measured(monkeypatch: pytest.
         assert ("CUDA_VISIBLE_DEVICES" in variables) == (backend == "cuda-ipc"), "they share a GPU"
         return Links([host, *through[backend]], 0.0)
 
-    monkeypatch.setattr(profile, "measured_links", links)
+    monkeypatch.setattr(profile, "measure_links", links)
     assert gpu.exchanges(machine).startswith("measured on 1 NVIDIA")
     monkeypatch.setattr(gpu.subprocess, "run", run)
     assert gpu.steps(machine).startswith("measured on 1 NVIDIA")

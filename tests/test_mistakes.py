@@ -226,7 +226,9 @@ def test_a_script_beside_the_package_is_the_users_though_its_name_begins_alike(
 
 def test_a_terminal_has_a_line_while_something_takes_its_time() -> None:
     screen, terminal = os.openpty()
-    script = "from whale.cli.given import searching\nimport time\nwith searching('looking', 0.01): time.sleep(0.1)"
+    script = (
+        "from whale.cli.given import show_progress\nimport time\nwith show_progress('looking', 0.01): time.sleep(0.1)"
+    )
     subprocess.run([sys.executable, "-c", script], stderr=terminal, cwd=ROOT, check=True)
     told = os.read(screen, 10_000).decode()
     assert told.startswith("\r\x1b[Klooking ...") and "looking ... 0 s" in told and told.endswith("\r\x1b[K")

@@ -32,10 +32,10 @@ def __getattr__(name: str) -> Any:
         return ["__version__", *(one for one, module in _modules().items() if module != _FIRST_WHALE)]
     if name.startswith("_") or name not in _modules():
         raise AttributeError(f"module 'whale' has no attribute {name!r}")
-    from whale.ir.collector import no_garbage_collection
+    from whale.ir.collector import suspend_garbage_collection
 
     try:
-        with no_garbage_collection():
+        with suspend_garbage_collection():
             module = importlib.import_module(_modules()[name])
             if not hasattr(module, name):
                 importlib.import_module(f"{module.__name__}.{name}")  # a module inside of it

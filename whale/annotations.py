@@ -37,10 +37,10 @@ class replica(ContextDecorator):
 
     def __enter__(self) -> replica:
         from whale.runtime.run.device_counts import check_count
-        from whale.runtime.run.scopes import entered
+        from whale.runtime.run.scopes import enter_scope
 
         check_count("replica", self.device_count)
-        scope = entered("replica", self.devices)
+        scope = enter_scope("replica", self.devices)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -97,11 +97,11 @@ class split(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
-        from whale.runtime.run.device_counts import split_over
-        from whale.runtime.run.scopes import entered
+        from whale.runtime.run.device_counts import set_split_ranks
+        from whale.runtime.run.scopes import enter_scope
 
-        split_over(self.device_count)
-        scope = entered("split", self.devices, self.dim, self.sequence, self.axis, self.context)
+        set_split_ranks(self.device_count)
+        scope = enter_scope("split", self.devices, self.dim, self.sequence, self.axis, self.context)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -139,13 +139,13 @@ class stage(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> stage:
-        from whale.runtime.run.device_counts import one_of_a_stage
-        from whale.runtime.run.scopes import entered_stage, refuse_number
+        from whale.runtime.run.device_counts import refuse_unnamed_stage
+        from whale.runtime.run.scopes import enter_stage, refuse_number
 
-        one_of_a_stage(self.device_count)
+        refuse_unnamed_stage(self.device_count)
         if self.number is not None:
             refuse_number(self.number)
-        scope = entered_stage(self.devices)
+        scope = enter_stage(self.devices)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -181,12 +181,12 @@ class pipeline(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> pipeline:
-        from whale.runtime.run.device_counts import configured_number, same_schedule
-        from whale.runtime.run.scopes import entered_pipeline
+        from whale.runtime.run.device_counts import check_schedule, read_micro_batches
+        from whale.runtime.run.scopes import enter_pipeline
 
-        same_schedule(self.strategy)
-        number = configured_number() if self.num_micro_batch is None else self.num_micro_batch
-        scope = entered_pipeline(number)
+        check_schedule(self.strategy)
+        number = read_micro_batches() if self.num_micro_batch is None else self.num_micro_batch
+        scope = enter_pipeline(number)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -207,9 +207,9 @@ def checkpoint(tensor: Any) -> Any:
     Returns:
       ``tensor``, which the model has to go on with; outside of a graph nothing is marked.
     """
-    from whale.runtime.run.scopes import held
+    from whale.runtime.run.scopes import mark_held
 
-    return held(tensor)
+    return mark_held(tensor)
 
 
 class recompute(ContextDecorator):
@@ -227,9 +227,9 @@ class recompute(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> recompute:
-        from whale.runtime.run.scopes import again
+        from whale.runtime.run.scopes import mark_recomputed
 
-        scope = again()
+        scope = mark_recomputed()
         scope.__enter__()
         self._entered.append(scope)
         return self

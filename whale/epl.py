@@ -12,7 +12,7 @@ from whale.frontends.epl.cluster import Cluster
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.env import Env
 from whale.frontends.epl.graph import Graph, GraphKeys, add_to_collection, get_all_collections, get_collection
-from whale.frontends.epl.start import VERSION, init, set_default_strategy, switch
+from whale.frontends.epl.start import VERSION, init, set_default_strategy, switch_to_resources
 from whale.frontends.epl.strategies import replicate, split
 from whale.imports import NamedModules, names_of
 
@@ -63,4 +63,4 @@ sys.meta_path.append(
 
 cluster, config, env = (importlib.import_module(f"{__name__}.{name}") for name in ("cluster", "config", "env"))
 
-switch()
+switch_to_resources()

@@ -6,6 +6,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -80,3 +81,18 @@ def names_of(modules: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
         return found
 
     return take
+
+
+def change_when_imported(names: Collection[str], change: Callable[[ModuleType], None]) -> None:
+    """Changes modules of these names: now those that are loaded, others when they are. Safe to repeat."""
+
+    def load_and_change(load: Load, module: ModuleType) -> None:
+        load(module)
+        change(module)
+
+    for name in names:
+        module = sys.modules.get(name)
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            change(module)
+    if not any(isinstance(finder, Finder) and finder.names == tuple(names) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder(names, load_and_change))

@@ -1,10 +1,10 @@
 """Communicates between ranks: collectives and point-to-point operations, as TensorFlow ops and for the host program.
 
-    comm = whale_ops.mpi("run")              # this process is one rank
-    comms = whale_ops.in_process("test", 4)  # this process holds four ranks
+    comm = whale_ops.connect_mpi("run")              # this process is one rank
+    comms = whale_ops.connect_in_process("test", 4)  # this process holds four ranks
 
     comm.allgather_bytes("plan", data)       # host side, without TensorFlow
-    ops = whale_ops.ops()                    # TensorFlow ops, see tf_kernels/communication/registration.cc
+    ops = whale_ops.load_ops()                    # TensorFlow ops, see tf_kernels/communication/registration.cc
     handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
     total = ops.whale_all_reduce(handle, [gradient], key="gradient")
 
@@ -26,7 +26,16 @@ from typing import Any
 from whale.errors import CommError
 from whale_ops.communicator import Communicator, OpCounter, Wait
 
-__all__ = ["Communicator", "OpCounter", "Wait", "in_process", "mpi", "ops", "over_sockets", "survivors"]
+__all__ = [
+    "Communicator",
+    "OpCounter",
+    "Wait",
+    "connect_in_process",
+    "connect_mpi",
+    "connect_over_sockets",
+    "connect_survivors",
+    "load_ops",
+]
 
 FINISH_S = 60.0  # that MPI may take to end
 
@@ -57,7 +66,7 @@ COMMUNICATING_OPS = (
 )
 
 
-def in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> list[Communicator]:
+def connect_in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> list[Communicator]:
     """Returns communicators of `size` ranks that all live in this process.
 
     ``hosts`` as for `mpi`.
@@ -80,7 +89,7 @@ def in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> list[Commu
             action="give the number of ranks of each host",
         )
     handles = (ctypes.c_void_p * size)()
-    _native.check(_native.core().whale_in_process_create(name.encode(), size, _hosts(hosts)[0], handles))
+    _native.check(_native.load_core().whale_in_process_create(name.encode(), size, _encode_hosts(hosts)[0], handles))
     return [Communicator(name, handle or 0) for handle in handles]
 
 
@@ -93,18 +102,18 @@ def count_devices(library: str | os.PathLike[str]) -> int:
     from whale_ops import _native
 
     found = ctypes.c_int()
-    place = str(library).encode(), _native.build.core_digest().encode()
-    _native.check(_native.core().whale_device_count(*place, ctypes.byref(found)))
+    place = str(library).encode(), _native.build.compute_core_digest().encode()
+    _native.check(_native.load_core().whale_device_count(*place, ctypes.byref(found)))
     return found.value
 
 
-def _hosts(ranks: Sequence[int]) -> tuple[Any, int]:
+def _encode_hosts(ranks: Sequence[int]) -> tuple[Any, int]:
     """Returns the host of each rank for the core, and the number of ranks, from the numbers of ranks of each host."""
     numbers = [host for host, count in enumerate(ranks) for _ in range(count)]
     return ((ctypes.c_int32 * len(numbers))(*numbers) if numbers else None), len(numbers)
 
 
-def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> Communicator:
+def connect_mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> Communicator:
     """Returns the communicator of this process among all processes that mpirun or srun has started.
 
     Collective: all processes make their communicators in the same order. Starts MPI if nobody else has. With
@@ -116,8 +125,8 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
         CommError: the MPI transport is not built or cannot start, the ranks give different names, or the hosts hold
             another number of ranks.
     """
-    communicator = _connected(name, share_memory, hosts)
-    names = [other.decode() for other in communicator.allgather_bytes("whale_ops.mpi", name.encode(), 60.0)]
+    communicator = _connect_processes(name, share_memory, hosts)
+    names = [other.decode() for other in communicator.allgather_bytes("whale_ops.connect_mpi", name.encode(), 60.0)]
     if len(set(names)) > 1:
         raise CommError(
             "the ranks make different communicators",
@@ -128,7 +137,7 @@ def mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> C
     return communicator
 
 
-def survivors(
+def connect_survivors(
     name: str, members: Sequence[int], number: int, *, share_memory: bool = True, hosts: Sequence[int] = ()
 ) -> Communicator:
     """Returns a member's communicator of ``members`` alone, in order of ranks, when other processes of `mpi` are gone.
@@ -136,16 +145,17 @@ def survivors(
     Args:
         members: their ranks among all processes that were started, ascending.
         number: positive; counts up, the same on all members.
-        share_memory, hosts: as for `mpi`; hosts are those of the members. With ``share_memory`` all members have to be
+        share_memory, hosts: as for `connect_mpi`; hosts are those of the members. With ``share_memory`` all members
+          have to be
             alive: without it nobody is waited for.
 
     Raises:
         CommError: one of the members does not come, or MPI cannot tell so many communicators apart.
     """
-    return _connected(name, share_memory, hosts, members, number)
+    return _connect_processes(name, share_memory, hosts, members, number)
 
 
-def _connected(
+def _connect_processes(
     name: str, share_memory: bool, hosts: Sequence[int], members: Sequence[int] = (), number: int = 0
 ) -> Communicator:
     from whale_ops import _native
@@ -154,11 +164,11 @@ def _connected(
     handle, notes = ctypes.c_void_p(), ctypes.c_void_p()
     several = (ctypes.c_int32 * len(members))(*members) if members else None
     _native.check(
-        _native.core().whale_mpi_create(
+        _native.load_core().whale_mpi_create(
             name.encode(),
             str(plugin).encode(),
             share_memory,
-            *_hosts(hosts),
+            *_encode_hosts(hosts),
             several,
             len(members),
             number,
@@ -171,7 +181,7 @@ def _connected(
     return Communicator(name, handle.value or 0)
 
 
-def over_sockets(
+def connect_over_sockets(
     name: str, rank: int, sockets: Sequence[int], *, share_memory: bool = True, hosts: Sequence[int] = ()
 ) -> Communicator:
     """Returns one process's communicator with processes that were not started together with it, without MPI.
@@ -180,7 +190,8 @@ def over_sockets(
         rank: of this process.
         sockets: descriptors of stream sockets that are connected with the others, by rank; -1 for this rank's own. They
             belong to the communicator from now on, also if it cannot be made.
-        share_memory, hosts: as for `mpi`. With ``share_memory`` it is collective; without, nobody is waited for.
+        share_memory, hosts: as for `connect_mpi`. With ``share_memory`` it is collective; without, nobody is waited
+          for.
 
     Raises:
         CommError: one of the others is gone, the name is in use, or the hosts hold another number of ranks.
@@ -190,13 +201,13 @@ def over_sockets(
     handle, notes = ctypes.c_void_p(), ctypes.c_void_p()
     given = (ctypes.c_int32 * len(sockets))(*sockets)
     _native.check(
-        _native.core().whale_sockets_create(
+        _native.load_core().whale_sockets_create(
             name.encode(),
             rank,
             given,
             len(sockets),
             share_memory,
-            *_hosts(hosts),
+            *_encode_hosts(hosts),
             ctypes.byref(handle),
             ctypes.byref(notes),
         )
@@ -233,19 +244,19 @@ def finish() -> None:
     except (RuntimeError, ValueError, OSError):
         pass  # stderr is closed: there is nowhere to say it
     try:
-        _native.check(_native.core().whale_finalize())
+        _native.check(_native.load_core().whale_finalize())
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
 def forget_streams() -> None:
     """Random streams that programs share begin anew, in what runs eagerly; sessions keep theirs."""
-    if ops.cache_info().currsize:  # else there are none
-        ops().whale_forget_streams()
+    if load_ops.cache_info().currsize:  # else there are none
+        load_ops().whale_forget_streams()
 
 
 @functools.cache
-def ops() -> ModuleType:
+def load_ops() -> ModuleType:
     """Returns the TensorFlow ops (whale_all_reduce, ...), loaded on first use.
 
     Automatic control dependencies treat them as reads of the communicator, so that they run side by side.
@@ -258,7 +269,7 @@ def ops() -> ModuleType:
 
     from whale_ops import _native, build
 
-    name = build.ops_name(tf.__version__)
+    name = build.make_ops_name(tf.__version__)
     info = _native.build_info()
     if name not in info:
         built = [entry["tensorflow"] for entry in info.values() if "tensorflow" in entry]
@@ -268,9 +279,9 @@ def ops() -> ModuleType:
             expected=f"built for {', '.join(sorted(built)) or 'none'}",
             action="run python -m whale_ops.build in this environment, or install the package again",
         )
-    _native.core()
+    _native.load_core()
     try:
-        module = tf.load_op_library(str(_native.library_path(name)))
+        module = tf.load_op_library(str(_native.find_library(name)))
     except tf.errors.NotFoundError as error:
         raise CommError(
             "the op library does not fit this TensorFlow",

@@ -89,7 +89,7 @@ def build_info() -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def library_path(name: str) -> Path:
+def find_library(name: str) -> Path:
     """Returns the path of a built library that fits the core beside it.
 
     Raises:
@@ -104,20 +104,20 @@ def library_path(name: str) -> Path:
             expected=name,
             action="run python -m whale_ops.build",
         )
-    if info[name]["core"] != build.core_digest():
+    if info[name]["core"] != build.compute_core_digest():
         raise CommError(
             f"{name} was built from other sources than those beside it",
             given=f"core {info[name]['core']}",
-            expected=f"core {build.core_digest()}",
+            expected=f"core {build.compute_core_digest()}",
             action="run python -m whale_ops.build",
         )
     return path
 
 
 @functools.cache
-def core() -> ctypes.CDLL:
+def load_core() -> ctypes.CDLL:
     """Returns the core, with its functions' types declared. Starts no thread."""
-    library = ctypes.CDLL(str(library_path(build.CORE_NAME)))
+    library = ctypes.CDLL(str(find_library(build.CORE_NAME)))
     pointer, text, handles = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)
     integer, long, double = ctypes.c_int, ctypes.c_int64, ctypes.c_double
     hosts = ctypes.POINTER(ctypes.c_int32)
@@ -161,7 +161,7 @@ def check(code: int) -> None:
     """Raises the core's last error of this thread as a CommError unless `code` is 0."""
     if code == 0:
         return
-    message = core().whale_last_error().decode(errors="replace")
+    message = load_core().whale_last_error().decode(errors="replace")
     # The core writes "what happened; what to do next".
     what, _, action = message.rpartition("; ")
     raise CommError(what or message, kind=_CODES.get(code, str(code)), action=action if what else None)
@@ -171,10 +171,10 @@ def take_bytes(result: int) -> list[bytes]:
     """Copies a result out of the core and frees it."""
     parts = []
     size = ctypes.c_int64()
-    for index in range(core().whale_bytes_count(result)):
-        address = core().whale_bytes_data(result, index, ctypes.byref(size))
+    for index in range(load_core().whale_bytes_count(result)):
+        address = load_core().whale_bytes_data(result, index, ctypes.byref(size))
         parts.append(ctypes.string_at(address, size.value) if size.value else b"")
-    core().whale_bytes_free(result)
+    load_core().whale_bytes_free(result)
     return parts
 
 
@@ -187,7 +187,7 @@ def load_mpi() -> Path:
     Raises:
         CommError: the transport was not built.
     """
-    path = library_path(build.MPI_NAME)
+    path = find_library(build.MPI_NAME)
     folders = [Path(sys.prefix) / "lib", *map(Path, build_info()[build.MPI_NAME]["mpi_folders"])]
     for folder in folders:
         for library in sorted(folder.glob("libmpi.so.*")):
@@ -248,7 +248,7 @@ class HostOperation:
             len(ranks),
         )
         self._pending = ctypes.c_void_p()
-        check(core().whale_submit(handle, ctypes.byref(struct), ctypes.byref(self._pending)))
+        check(load_core().whale_submit(handle, ctypes.byref(struct), ctypes.byref(self._pending)))
 
     def wait(self, timeout_s: float) -> None:
         """Waits for the end.
@@ -257,7 +257,7 @@ class HostOperation:
             CommError: the operation failed on some rank, or is still under way after `timeout_s` seconds.
         """
         try:
-            check(core().whale_wait(self._pending, timeout_s))
+            check(load_core().whale_wait(self._pending, timeout_s))
         except CommError:
             # Messages of a failed operation may be under way for who knows how long: the memory is given up.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffers))

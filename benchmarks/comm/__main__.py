@@ -26,7 +26,7 @@ from benchmarks.comm import report
 from benchmarks.comm.worker import ALL_REDUCE, ALL_TO_ALL
 from benchmarks.groups import Group, under_mpirun
 from benchmarks.machine import machine
-from whale.launcher.worker import thread_variables
+from whale.launcher.worker import make_thread_variables
 from whale_ops.build import find_compiler
 
 WARM_UP = 2  # rounds that are not counted; the first one builds
@@ -98,7 +98,7 @@ def start(
 ) -> Group:
     """The running processes of a library, until the end of `stack`."""
     worker = [sys.executable, "-m", "benchmarks.comm.worker", library.kind, "--what", what]
-    variables = {name: str(value) for name, value in thread_variables(1).items()}
+    variables = {name: str(value) for name, value in make_thread_variables(1).items()}
     variables |= {**dict(library.environment), "BENCH_RANKS": str(ranks)}
     if library.kind.startswith("limit"):
         return stack.enter_context(Group(library.title, worker, 1, variables | {"BENCH_PROBE": str(probe)}))

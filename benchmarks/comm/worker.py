@@ -35,8 +35,8 @@ def whale(rank: int, what: str, share_memory: bool, share_tensors: bool) -> tupl
 
     if share_tensors and (obstacle := memory.share_tensors()):
         raise RuntimeError(f"tensors cannot be shared: {obstacle}")
-    communicator = whale_ops.mpi("benchmark", share_memory=share_memory)
-    ops = whale_ops.ops()
+    communicator = whale_ops.connect_mpi("benchmark", share_memory=share_memory)
+    ops = whale_ops.load_ops()
 
     def exchange(tensors: list[Any], key: str) -> list[Any]:
         handle = ops.whale_communicator(communicator=communicator.name)

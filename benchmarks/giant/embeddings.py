@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.measure import ALONE, RANKS, Line, Scopes, sgd, weight
-from whale.frontends.layers.vocabulary import tensor_of
-from whale.ir.layout import even_sizes
+from whale.frontends.layers.vocabulary import find_tensor
+from whale.ir.layout import divide_evenly
 
 ROWS, EACH, WORDS, WIDTH = 256, 4, 20_000, 32
 TABLES, DENSE = 26, 13
@@ -168,8 +168,8 @@ class Bags:
         self.out = weight(9, width * tables * (1 if combiner else each), 1, dtype=dtype)
         self.trained = [*(v for layer in self.layers for v in layer.trainable_weights), self.out]
         self.optimizer = None if optimizer is None else optimizer()
-        self.variables = [tensor_of(v) for v in self.trained]
-        self.slots = [tensor_of(v) for layer in self.layers for v in layer.non_trainable_weights]
+        self.variables = [find_tensor(v) for v in self.trained]
+        self.slots = [find_tensor(v) for layer in self.layers for v in layer.non_trainable_weights]
 
     def batch(self, number: int) -> tuple[Any, ...]:
         draw, found = np.random.default_rng(number), list[Any]()
@@ -232,7 +232,7 @@ class Whole(Bags):
 
 def asked_for(ids: np.ndarray, words: int) -> int:
     """How many rows all ranks together ask others for, each once."""
-    ends, asked = np.cumsum(even_sizes(words, RANKS)), 0
+    ends, asked = np.cumsum(divide_evenly(words, RANKS)), 0
     for rank, part in enumerate(np.split(ids, RANKS)):
         asked += int((np.searchsorted(ends, np.unique(part), side="right") != rank).sum())
     return asked

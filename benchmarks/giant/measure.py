@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import whale as wh
 from whale.errors import WhaleError
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 # Exchanges that move tensors of the program; comparisons of fingerprints and inputs are none.
 MOVING = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send")
@@ -132,7 +132,7 @@ def sent_by_ranks() -> list[int]:
     """Bytes that each rank has sent so far."""
     return [
         sum(c.logical_bytes for c in comm.counters() if c.kind in MOVING and "whale/check" not in c.key)
-        for comm in current("the measurement").comms
+        for comm in require_current("the measurement").comms
     ]
 
 

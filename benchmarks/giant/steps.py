@@ -32,7 +32,7 @@ from benchmarks.giant.embeddings import OPTIMIZERS
 from benchmarks.groups import Group, under_mpirun
 from benchmarks.machine import machine
 from whale.launcher.mpirun import MEMORY_VARIABLES
-from whale.launcher.worker import thread_variables
+from whale.launcher.worker import make_thread_variables
 
 TIMEOUT_S = 300.0
 WARM_UP = 1  # rounds that are not counted
@@ -120,7 +120,7 @@ def measure(rows: Sequence[Row], rounds: int, steps: int) -> dict[str, Found]:
 def _start(row: Row) -> Group:
     worker = [sys.executable, "-m", "benchmarks.giant.worker", row.kind, row.model, json.dumps(row.sizes)]
     cores = len(os.sched_getaffinity(0))
-    variables = {name: str(value) for name, value in thread_variables(max(1, cores // row.ranks)).items()}
+    variables = {name: str(value) for name, value in make_thread_variables(max(1, cores // row.ranks)).items()}
     if row.kind in ("whale", "replica"):
         variables |= MEMORY_VARIABLES  # as `whale run` starts ranks
     return Group(row.title, worker if row.ranks == 1 else under_mpirun(worker, row.ranks), row.ranks, variables)

@@ -26,7 +26,7 @@ from cost_model.cluster import cluster_file
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, even_chunks
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, divide_chunks
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.search_rounds import search
 from whale.planner.analytic_search.whale22 import flops_of, formula_1
@@ -171,7 +171,7 @@ def scale(_: argparse.Namespace) -> None:
         print(
             f"{name}: {took_s:.2f} s ({time.monotonic() - clock_s:.1f} on the clock), {peak_mb:.0f} MB, "
             f"{found.estimated} estimated, {found.simulated} simulated; "
-            f"step {found.evaluation.step_s:.3f} s, bound {found.bound_s:.3f} s; {found.strategy.summary()}",
+            f"step {found.evaluation.step_s:.3f} s, bound {found.bound_s:.3f} s; {found.strategy.format_summary()}",
             flush=True,
         )
 
@@ -190,7 +190,8 @@ def published(options: argparse.Namespace) -> None:
             rank = 1 + sum(step_s < own.step_s * (1 - 1e-6) for step_s in shapes.values())
             print(
                 f"{row['params_B']}B on {row['gpus']}: published {own.step_s:.3f} s, planner "
-                f"({'no ZeRO' if zero == 0 else 'free'}) {found.evaluation.step_s:.3f} s: {found.strategy.summary()}; "
+                f"({'no ZeRO' if zero == 0 else 'free'}) {found.evaluation.step_s:.3f} s: "
+                f"{found.strategy.format_summary()}; "
                 f"published is number {rank} of {len(shapes) + 1} divisions that were simulated",
                 flush=True,
             )
@@ -225,7 +226,7 @@ def _published_spread(row: dict[str, str], transformer: Transformer) -> Parallel
     stages, chunks = int(row["pp"]), int(row["vpp"])
     part = DeviceGroup(0, int(row["tp"]), int(row["dp"]), int(row["mbs"]))
     micro_batches = int(row["gbs"]) // (part.replicas * part.rows)
-    layers = even_chunks(transformer.layers, stages, chunks)
+    layers = divide_chunks(transformer.layers, stages, chunks)
     return ParallelStrategy(tuple(Stage(own, (part,)) for own in layers), micro_batches, row["recompute"])  # type: ignore[arg-type]
 
 

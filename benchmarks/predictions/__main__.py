@@ -31,7 +31,7 @@ from benchmarks.groups import Group, under_mpirun
 from benchmarks.machine import Pace, busy_s
 from benchmarks.predictions import page
 from benchmarks.predictions.plans import KINDS
-from whale.launcher.worker import thread_variables
+from whale.launcher.worker import make_thread_variables
 
 PROGRAMS = ("mlp", "convnet", "gpt", "vit", "dlrm", "classifier", "lstm")
 STEP_TIMEOUT_S = 60.0
@@ -86,7 +86,7 @@ class Row:
 
 def _variables() -> dict[str, str]:
     """One thread per rank."""
-    return {name: str(value) for name, value in thread_variables(1).items()}
+    return {name: str(value) for name, value in make_thread_variables(1).items()}
 
 
 def foresee(program: str, profile: Path) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from whale.partition.mesh import plan_program
 from whale.passes.pass_manager import normalise
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan
 from whale.runtime.compile.settings import settings_of
-from whale.runtime.measure.profile import programs as profile_programs
-from whale.runtime.run.context import DryRun, current
-from whale.runtime.run.start import planning_run
+from whale.runtime.measure.profile import measure_programs as profile_programs
+from whale.runtime.run.context import DryRun, require_current
+from whale.runtime.run.start import plan_only
 from whale_ops.memory import COUNTED_FROM_BYTES
 
 
@@ -46,11 +46,11 @@ def main() -> None:
 def plan(name: str, kind_name: str) -> Planned:
     """The workload under one plan."""
     workload, kind = WORKLOADS[name], KINDS[kind_name]
-    with planning_run(DryRun(kind.ranks, lambda *_: None)):
+    with plan_only(DryRun(kind.ranks, lambda *_: None)):
         wh.init(kind.configuration(workload.batch))
         step, batch = make_step(workload, lambda fn: fn, kind.scope())
         captured = capture_function(step, batch, {})
-        settings = settings_of(current()).but(size=kind.ranks)
+        settings = settings_of(require_current()).but(size=kind.ranks)
         program = normalise(captured.program, settings)
         return Planned(program, plan_program(program, settings), settings)
 

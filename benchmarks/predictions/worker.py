@@ -29,7 +29,7 @@ def _start(kind_name: str, workload_name: str) -> tuple[Answer, Callable[[], Non
     from benchmarks.predictions import allocations
     from benchmarks.predictions.models import WORKLOADS, make_step
     from benchmarks.predictions.plans import KINDS
-    from whale_ops.memory import memory, reset_peak
+    from whale_ops.memory import read_memory, reset_peak
 
     workload, kind = WORKLOADS[workload_name], KINDS[kind_name]
     wh.init(kind.configuration(workload.batch))
@@ -45,7 +45,7 @@ def _start(kind_name: str, workload_name: str) -> tuple[Answer, Callable[[], Non
     def answer(steps: int) -> dict[str, Any]:
         cpu_s = time.process_time()
         gc.collect()
-        live_bytes = memory().live_bytes
+        live_bytes = read_memory().live_bytes
         reset_peak()
         # The ranks have stood still, one longer than the other: their first step waits for the last to go on.
         loss = float(step(*batch))
@@ -55,7 +55,7 @@ def _start(kind_name: str, workload_name: str) -> tuple[Answer, Callable[[], Non
             loss = float(step(*batch))
             times_s.append(time.perf_counter() - start_s)
         cpu_s = time.process_time() - cpu_s
-        peak_bytes = memory().peak_bytes
+        peak_bytes = read_memory().peak_bytes
         return {
             "times_s": times_s, "cpu_s": cpu_s, "loss": loss,
             "asked_bytes": max(one.most_bytes for one in asked), "live_bytes": live_bytes, "peak_bytes": peak_bytes,

@@ -88,14 +88,14 @@ def _start(
         return step, hvd.shutdown, dict
 
     import whale as wh
-    from whale.runtime.run.context import current
+    from whale.runtime.run.context import require_current
 
     wh.init({"communication.backend": "horovod"} if configuration == "whale-horovod" else {})
 
     def counters() -> dict[str, Any]:
         """Sums over the run, by kind: calls, wire bytes, seconds from ready to done."""
         found: dict[str, Any] = {}
-        for comm in current("the benchmark").comms:
+        for comm in require_current("the benchmark").comms:
             for counter in comm.counters():
                 row = found.setdefault(counter.kind, [0, 0, 0.0])
                 row[0] += counter.calls

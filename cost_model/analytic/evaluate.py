@@ -16,12 +16,12 @@ from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_reduce_s
-from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, interval_s
+from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, compute_interval_s
 from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.prediction import Prediction, RankPrediction
-from whale.ir.schedule import Schedule, schedule
-from whale.ir.strategy import ParallelStrategy, live_chunks
+from whale.ir.schedule import Schedule, make_schedule
+from whale.ir.strategy import ParallelStrategy, count_live_chunks
 
 SCHEDULES = ("1f1b", "gpipe")  # of whole backward passes
 
@@ -137,13 +137,13 @@ def likely_s(strategy: ParallelStrategy, machines: Machines, step_s: float) -> t
     """Returns the seconds between which nine of ten steps lie that are predicted to take `step_s` on these machines."""
     used = {part.pool for stage in strategy.stages for part in stage.parts}
     one_host = len({machines.pools[n].host.name for n in used}) == 1
-    one_host = one_host and strategy.ranks <= max(machines.pools[n].on_host for n in used)
-    return interval_s(step_s, ONE_HOST if one_host else SEVERAL_HOSTS)
+    one_host = one_host and strategy.ranks <= max(machines.pools[n].host_devices for n in used)
+    return compute_interval_s(step_s, ONE_HOST if one_host else SEVERAL_HOSTS)
 
 
 def _live(strategy: ParallelStrategy, index: int) -> int:
     """Returns the chunks of micro-batches that a stage holds at its peak."""
-    return live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
+    return count_live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
 
 
 def _sharded(
@@ -186,7 +186,7 @@ def _orders(strategy: ParallelStrategy) -> Schedule:
             given=strategy.schedule,
             expected=" or ".join(SCHEDULES),
         )
-    return schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
+    return make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
 
 
 def _tasks(orders: Schedule, costs: Sequence[StageCost]) -> Tasks:
@@ -199,7 +199,7 @@ def _tied_s(model: Model, machines: Machines, strategy: ParallelStrategy) -> flo
     """Returns the seconds to sum the gradients of what the first and the last stage share."""
     first, last = strategy.stages[0].parts[0], strategy.stages[-1].parts[0]
     pool = machines.pools[first.pool]
-    apart = first.pool != last.pool or strategy.stages[0].ranks * (len(strategy.stages) - 1) >= pool.on_host
+    apart = first.pool != last.pool or strategy.stages[0].ranks * (len(strategy.stages) - 1) >= pool.host_devices
     tensor = min(first.tensor, last.tensor)
     tied_bytes = model.stack.gradient_bytes * model.tied_parameters / tensor
     return all_reduce_s(machines.pair(first.pool, last.pool, apart), tied_bytes)

@@ -36,7 +36,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read(path: str | Path) -> Job:
     """Reads a job file; a mistake is an error with line and key."""
-    return yaml_files.File(yaml_files.text(path, "job file"), str(path), "job file").decode(Job)
+    return yaml_files.YamlFile(yaml_files.read_text(path, "job file"), str(path), "job file").decode(Job)
 
 
 def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
@@ -87,7 +87,7 @@ def _mean_peak(job: Job, cluster: Cluster, found: JobPrediction) -> float:
 
 def too_large(cluster: Cluster, found: JobPrediction) -> list[str]:
     """Returns a line for every stage whose ranks need more memory than their device has, and by how much."""
-    from whale.ir.plan_text import human_bytes  # loads NumPy, which a prediction does without
+    from whale.ir.plan_text import format_bytes  # loads NumPy, which a prediction does without
 
     lines, pools = [], Machines(cluster).pools
     for number, (stage, cost) in enumerate(zip(found.strategy.stages, found.evaluation.stages)):
@@ -95,7 +95,7 @@ def too_large(cluster: Cluster, found: JobPrediction) -> list[str]:
             missing = held.total_bytes - pools[part.pool].memory_bytes
             if missing > 0:
                 entry = pools[part.pool].entry
-                lines.append(f"does not fit: stage {number} on {entry.type} lacks {human_bytes(missing)}")
+                lines.append(f"does not fit: stage {number} on {entry.type} lacks {format_bytes(missing)}")
     return lines
 
 

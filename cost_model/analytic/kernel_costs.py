@@ -9,7 +9,7 @@ from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer_kernels import Attention, Collective, Matmul, Op, Streaming
 from cost_model.hardware import Device
 from cost_model.kernels.collectives import COLLECTIVES, Group
-from cost_model.kernels.compute import Rates, attention_s, matmul_s, rates_of, streaming_s
+from cost_model.kernels.compute import Rates, attention_s, find_rates, matmul_s, streaming_s
 
 # Multiprocessors that run a collective's channels instead of the kernels beside it (NCCL: 16 to 24 channels with one
 # block each between the GPUs of a host; src/graph/connect.cc).
@@ -50,8 +50,8 @@ class Rank:
 
 def rank_on(device: Device, share: float, group: Group, stack: Stack, ranks: int = 1) -> Rank:
     """Returns the slowest of `ranks` with a share of a device each; ClusterError if it lacks the stack's dtypes."""
-    rates = rates_of(device, stack.dtype, share, ranks)
-    weight_rates = rates_of(device, stack.weights_dtype, share, ranks) if stack.weights_dtype else rates
+    rates = find_rates(device, stack.dtype, share, ranks)
+    weight_rates = find_rates(device, stack.weights_dtype, share, ranks) if stack.weights_dtype else rates
     return Rank(rates, weight_rates, group, stack)
 
 

@@ -57,12 +57,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read(path: str | Path) -> Profile:
     """Reads a profile; device names become those of the catalogue, a mistake is an error with line and key."""
-    file = yaml_files.File(yaml_files.text(path, "profile"), str(path), "profile")
+    file = yaml_files.YamlFile(yaml_files.read_text(path, "profile"), str(path), "profile")
     found = file.decode(Profile)
     layers = []
     for i, one in enumerate(found.layers):
         try:
-            layers.append(msgspec.structs.replace(one, device=catalogue.device(one.device).name))
+            layers.append(msgspec.structs.replace(one, device=catalogue.find_device(one.device).name))
         except ClusterError as error:
-            raise file.error(["layers", i, "device"], error.message, action=error.action, **error.facts) from None
+            raise file.make_error(["layers", i, "device"], error.message, action=error.action, **error.facts) from None
     return Profile(layers)

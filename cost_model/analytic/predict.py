@@ -18,11 +18,10 @@ from cost_model.analytic.stage_costs import fully_sharded
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
-from cost_model.cluster.pools import Machines
-from cost_model.cluster.rank_locations import pool_runs
+from cost_model.cluster.pools import Machines, list_pool_runs
 from cost_model.simulator import Tasks, Timeline, memory_curve, simulate
 from whale.errors import PlanError
-from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, even_chunks
+from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, divide_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ def even_strategy(layers: int, p: Degrees, machines: Machines, dtype: str) -> Pa
         PlanError: there are more stages than layers.
         ClusterError: the cluster has too few devices.
     """
-    runs = pool_runs(machines, p.ranks)
+    runs = list_pool_runs(machines, p.ranks)
     firsts = [first for first, _, _ in runs]
 
     def slowest(numbers: set[int]) -> int:
@@ -139,7 +138,7 @@ def even_strategy(layers: int, p: Degrees, machines: Machines, dtype: str) -> Pa
         return min(pools, key=lambda pool: pool.device.peak_flops_per_s(dtype) * pool.entry.share).number
 
     stages = []
-    for stage, chunks in enumerate(even_chunks(layers, p.stages, p.chunks)):
+    for stage, chunks in enumerate(divide_chunks(layers, p.stages, p.chunks)):
         replicas: dict[int, int] = {}
         for replica in range(stage * p.data, (stage + 1) * p.data):
             rank = replica * p.tensor

@@ -71,7 +71,7 @@ def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> Shar
     for part in stage.parts:
         one = costs_of(model, strategy, part, strategy.ranks, stage.replicas, stage.recompute)
         rates = rates_of_part(model, machines, part)
-        each.append(_units(model, one, group, rates, strategy.zero, strategy.recompute_of(stage)))
+        each.append(_units(model, one, group, rates, strategy.zero, strategy.find_recompute(stage)))
     root, *layers = (_slowest(units) for units in zip(*each))
     ends_s = played_ends_s(root, layers, min(PLAYED, count), strategy.zero >= 3)
     more_s = ends_s[-1] - ends_s[-2] if len(ends_s) > 1 else 0.0

@@ -91,12 +91,12 @@ class Stack(catalogue.Entry, frozen=True):
 @cache
 def stacks() -> Mapping[str, Stack]:
     """Returns all stacks by name."""
-    return catalogue.table(msgspec.convert(catalogue.read("stacks.yaml"), list[Stack]))
+    return catalogue.make_table(msgspec.convert(catalogue.read("stacks.yaml"), list[Stack]))
 
 
 def stack(name: str) -> Stack:
     """Returns the stack of a name; ClusterError, with the nearest known one, if there is none."""
     found = stacks().get(name)
     if found is None:
-        raise ClusterError("there is no such software stack", given=name, **catalogue.nearest(name, stacks()))
+        raise ClusterError("there is no such software stack", given=name, **catalogue.suggest_nearest(name, stacks()))
     return found

@@ -23,7 +23,7 @@ from cost_model.analytic.memory import Footprint, offloaded_bytes, part_memory, 
 from cost_model.analytic.stacks import Stack
 from cost_model.cluster.pools import Machines, Pool
 from cost_model.kernels.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
-from cost_model.kernels.compute import Rates, rates_of, streaming_s
+from cost_model.kernels.compute import Rates, find_rates, streaming_s
 from cost_model.simulator import not_hidden_s
 from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute, Stage
 
@@ -204,13 +204,13 @@ class _Moves:
         """
         count, ranges, strategy = high - low, ((low, high),), self.strategy
         exchange_s = 0.0 if self.experts is None else 2 * all_to_all_s(self.experts, one.routed_bytes)
-        again = 2 if strategy.recompute_of(self.stage) == "full" else 1
+        again = 2 if strategy.find_recompute(self.stage) == "full" else 1
         forward_s = one.forward(low, high) / count + exchange_s
         backward_s = one.backward(low, high) / count + exchange_s * again
         ahead_s = back_s = 0.0
         if self.data is not None and strategy.zero >= 2:
             rates = rates_of_part(self.model, self.machines, part)
-            how, own = strategy.recompute_of(self.stage), one.parameters_of(ranges) / count
+            how, own = strategy.find_recompute(self.stage), one.parameters_of(ranges) / count
             each = ShardedLayer.of(self.model, self.data, rates, own, strategy.zero, how)
             forward_s, backward_s = each.forward_s(forward_s), each.backward_s(backward_s)
             if not each.hidden:
@@ -296,7 +296,7 @@ def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) ->
 def rates_of_part(model: Model, machines: Machines, part: DeviceGroup) -> Rates:
     """Returns the rates of one device of a part."""
     entry = machines.pools[part.pool].entry
-    return rates_of(entry.device, model.stack.dtype, entry.share)
+    return find_rates(entry.device, model.stack.dtype, entry.share)
 
 
 def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int, int], ...]:
@@ -380,7 +380,7 @@ def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: i
     Gradients come and weights go, unless they lie there anyway.
     """
     moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "optimizer" else 0.0
-    return moved_s + parameters * pool.on_host / HOST_UPDATES_PER_S
+    return moved_s + parameters * pool.host_devices / HOST_UPDATES_PER_S
 
 
 def stage_memory(

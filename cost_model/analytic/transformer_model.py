@@ -14,7 +14,7 @@ from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_gather_s, point_to_point_s
-from whale.ir.strategy import Recompute, expert_ranks
+from whale.ir.strategy import Recompute, count_expert_ranks
 
 TENSOR_DEGREES = (1, 2, 4, 8, 16)  # that are looked at
 
@@ -56,7 +56,7 @@ class TransformerModel:
         self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
     ) -> LayerCosts:
         t, stack, L = self.transformer, self.stack, self.count
-        ways = self.expert_ranks or expert_ranks(t.experts, replicas)
+        ways = self.expert_ranks or count_expert_ranks(t.experts, replicas)
         p = LayerShare(
             tensor=tensor,
             rows=rows,

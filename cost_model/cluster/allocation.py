@@ -21,7 +21,7 @@ from whale.errors import ClusterError
 _PART = re.compile(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 
 
-def named_cluster(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
+def read_named_cluster(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
     """Reads a command's ``--cluster``: a cluster file, or ``local``, this machine and those of the same job.
 
     Args:
@@ -33,10 +33,10 @@ def named_cluster(name: str, network: str | None = None, cpu_quota: float | None
     """
     if name != "local":
         return read(name)
-    return cluster_of(discover.local(cpu_quota), hosts(os.environ), network)
+    return repeat_cluster(discover.discover_local(cpu_quota), list_hosts(os.environ), network)
 
 
-def hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
+def list_hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the names of the job's hosts, in its order; empty where no scheduler says so.
 
     Raises:
@@ -44,20 +44,20 @@ def hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
     """
     for variable in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if variable in environment:
-            return node_list(environment[variable], variable)
+            return expand_node_list(environment[variable], variable)
     if "TF_CONFIG" in environment:
-        return _workers(environment["TF_CONFIG"])
+        return _list_workers(environment["TF_CONFIG"])
     return ()
 
 
-def node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
+def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
     """Expands SLURM's short form: ``gpu[01-03,07],login`` is gpu01, gpu02, gpu03, gpu07, login."""
     names: list[str] = []
     at = 0
     while at < len(text):
         found = _PART.match(text, at)
         if found is None or found.end() == at:
-            raise _unreadable(variable, text)
+            raise _make_unreadable_error(variable, text)
         before, ranges, behind = found.groups()
         if ranges is None:
             names.append(before + behind)
@@ -65,26 +65,26 @@ def node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...
             for part in ranges.split(","):
                 first, _, last = part.partition("-")
                 if not first.isdecimal() or (last and not last.isdecimal()) or int(last or first) < int(first):
-                    raise _unreadable(variable, text)
+                    raise _make_unreadable_error(variable, text)
                 for number in range(int(first), int(last or first) + 1):
                     names.append(f"{before}{number:0{len(first)}d}{behind}")
         at = found.end()
     if not names or len(set(names)) != len(names):
-        raise _unreadable(variable, text)
+        raise _make_unreadable_error(variable, text)
     return tuple(names)
 
 
-def _workers(text: str) -> tuple[str, ...]:
+def _list_workers(text: str) -> tuple[str, ...]:
     """Returns the hosts of the chief and the workers in TF_CONFIG, which Kubernetes' training operator writes."""
     try:
         cluster = json.loads(text)["cluster"]
         addresses = [address for role in ("chief", "master", "worker") for address in cluster.get(role, ())]
         return tuple(dict.fromkeys(address.rpartition(":")[0] or address for address in addresses))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise _unreadable("TF_CONFIG", text) from None
+        raise _make_unreadable_error("TF_CONFIG", text) from None
 
 
-def _unreadable(variable: str, text: str) -> ClusterError:
+def _make_unreadable_error(variable: str, text: str) -> ClusterError:
     return ClusterError(
         "the hosts that the scheduler gave cannot be read",
         given=f"{variable}={text if len(text) <= 200 else f'{text[:200]}... ({len(text)} characters)'}",
@@ -93,7 +93,7 @@ def _unreadable(variable: str, text: str) -> ClusterError:
     )
 
 
-def cluster_of(local: Cluster, names: tuple[str, ...], network: str | None) -> Cluster:
+def repeat_cluster(local: Cluster, names: tuple[str, ...], network: str | None) -> Cluster:
     """Returns a cluster with ``local``'s one host as often as there are names, on one network.
 
     Raises:
@@ -108,7 +108,7 @@ def cluster_of(local: Cluster, names: tuple[str, ...], network: str | None) -> C
             expected="a type of network of the catalogue",
             action="name it with --network, or give a cluster file",
         )
-    catalogue.network(network)
+    catalogue.find_network(network)
     (one,) = local.hosts
     host = msgspec.structs.replace(one, name=names[0], count=len(names), networks={"between": Attachment()})
     return Cluster("allocated", [host], {"between": NetworkEntry(network)})

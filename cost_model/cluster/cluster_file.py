@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from cost_model.cluster import yaml_files
 from cost_model.hardware import catalogue
-from cost_model.hardware.catalogue import Device, Link, Network, nearest
+from cost_model.hardware.catalogue import Device, Link, Network, suggest_nearest
 from whale.errors import ClusterError
 
 SCHEMA = Path(__file__).resolve().parent / "cluster.schema.json"
@@ -55,13 +55,13 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def device(self) -> Device:
         """Returns the catalogue's entry, with the memory that the file says."""
-        found = catalogue.device(self.type)
+        found = catalogue.find_device(self.type)
         return found if self.memory_gb is None else msgspec.structs.replace(found, memory_gb=self.memory_gb)
 
     def intra_link(self) -> Link:
         """Returns the link over which these devices reach each other."""
         device = self.device
-        return catalogue.link(self.link or device.link or device.host_link)
+        return catalogue.find_link(self.link or device.link or device.host_link)
 
 
 class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +73,7 @@ class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def network(self) -> Network:
         """Returns the catalogue's entry."""
-        return catalogue.network(self.type)
+        return catalogue.find_network(self.type)
 
 
 class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +98,7 @@ class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     networks: dict[str, Attachment] = {}
     memory_gb: Annotated[float, Meta(gt=0)] | None = None
 
-    def adapter_bytes_per_s(self, network: str, ranks: int, apart: int) -> float:
+    def find_adapter_bytes_per_s(self, network: str, ranks: int, apart: int) -> float:
         """Returns what an adapter can send for a ring of `ranks` devices, each `apart` from the next; inf: no limit.
 
         A ring enters and leaves a host by the same adapter, at two of its ranks. Where no two are beside one adapter,
@@ -128,7 +128,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the kinds of its devices: gpu, cpu."""
         return frozenset(entry.device.kind for host in self.hosts for entry in host.devices)
 
-    def path(self, one: HostEntry, other: HostEntry) -> tuple[str, NetworkEntry, int]:
+    def find_path(self, one: HostEntry, other: HostEntry) -> tuple[str, NetworkEntry, int]:
         """Returns the fastest network between two hosts: its name, its entry, the adapters of the host with fewer."""
         common = [name for name in one.networks if name in other.networks]
         if not common:
@@ -138,26 +138,26 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 action="attach both to one network in the cluster file",
             )
 
-        def nics(name: str) -> int:
+        def count_nics(name: str) -> int:
             return min(one.networks[name].nics, other.networks[name].nics)
 
-        best = max(common, key=lambda name: self.networks[name].network.bytes_per_s * nics(name))
-        return best, self.networks[best], nics(best)
+        best = max(common, key=lambda name: self.networks[name].network.bytes_per_s * count_nics(name))
+        return best, self.networks[best], count_nics(best)
 
 
-def schema() -> dict[str, Any]:
+def make_schema() -> dict[str, Any]:
     """Returns the JSON schema of a cluster file."""
     return msgspec.json.schema(Cluster)
 
 
 def read(path: str | Path) -> Cluster:
     """Reads and checks a cluster file."""
-    return parse(yaml_files.text(path, "cluster file"), str(path))
+    return parse(yaml_files.read_text(path, "cluster file"), str(path))
 
 
 def parse(text: str, origin: str = "<text>") -> Cluster:
     """Checks the text of a cluster file; `origin` names it in errors."""
-    file = yaml_files.File(text, origin, "cluster file")
+    file = yaml_files.YamlFile(text, origin, "cluster file")
     cluster = file.decode(Cluster)
     _check(cluster, file)
     return cluster
@@ -165,10 +165,10 @@ def parse(text: str, origin: str = "<text>") -> Cluster:
 
 def to_yaml(cluster: Cluster) -> str:
     """Returns the text of a cluster file; `parse` gives the same cluster back."""
-    return yaml.safe_dump(_plain(cluster), sort_keys=False, width=120)
+    return yaml.safe_dump(_to_plain(cluster), sort_keys=False, width=120)
 
 
-def _plain(cluster: Cluster) -> Any:
+def _to_plain(cluster: Cluster) -> Any:
     def prune(value: Any, default: Any) -> Any:
         if isinstance(value, msgspec.Struct):
             fields = msgspec.structs.fields(value)
@@ -181,14 +181,19 @@ def _plain(cluster: Cluster) -> Any:
     return prune(cluster, None)
 
 
-def _check(cluster: Cluster, file: yaml_files.File) -> None:
+def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
     def fail(keys: list[str | int], message: str, **facts: str) -> None:
-        raise file.error(keys, message, **facts)
+        raise file.make_error(keys, message, **facts)
 
     for name, entry in cluster.networks.items():
-        if entry.type not in catalogue.networks():
+        if entry.type not in catalogue.load_networks():
             where: list[str | int] = ["networks", name, "type"]
-            fail(where, "unknown network type", given=entry.type, **nearest(entry.type, catalogue.networks()))
+            fail(
+                where,
+                "unknown network type",
+                given=entry.type,
+                **suggest_nearest(entry.type, catalogue.load_networks()),
+            )
     seen: dict[str, int] = {}
     for i, host in enumerate(cluster.hosts):
         if host.name in seen:
@@ -196,7 +201,11 @@ def _check(cluster: Cluster, file: yaml_files.File) -> None:
         seen[host.name] = i
         for name in host.networks:
             if name not in cluster.networks:
-                facts = nearest(name, cluster.networks) if cluster.networks else {"expected": "an entry of networks"}
+                facts = (
+                    suggest_nearest(name, cluster.networks)
+                    if cluster.networks
+                    else {"expected": "an entry of networks"}
+                )
                 facts["action"] = "name one of the file's networks, or add it to them"
                 fail(
                     ["hosts", i, "networks", name],
@@ -209,11 +218,21 @@ def _check(cluster: Cluster, file: yaml_files.File) -> None:
         for j, part in enumerate(host.devices):
             here: list[str | int] = ["hosts", i, "devices", j]
             try:
-                device = catalogue.device(part.type)
+                device = catalogue.find_device(part.type)
             except ClusterError:
-                fail([*here, "type"], "unknown device", given=part.type, **nearest(part.type, catalogue.devices()))
-            if part.link is not None and part.link not in catalogue.links():
-                fail([*here, "link"], "unknown link", given=part.link, **nearest(part.link, catalogue.links()))
+                fail(
+                    [*here, "type"],
+                    "unknown device",
+                    given=part.type,
+                    **suggest_nearest(part.type, catalogue.load_devices()),
+                )
+            if part.link is not None and part.link not in catalogue.load_links():
+                fail(
+                    [*here, "link"],
+                    "unknown link",
+                    given=part.link,
+                    **suggest_nearest(part.link, catalogue.load_links()),
+                )
             if part.memory_gb is not None and device.kind == "gpu" and part.memory_gb > device.memory_gb:
                 fail(
                     [*here, "memory_gb"],

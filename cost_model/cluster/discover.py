@@ -18,7 +18,7 @@ from whale.log import log
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 
 
-def local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cluster:
+def discover_local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cluster:
     """Returns the machine that this process runs on.
 
     Args:
@@ -28,11 +28,11 @@ def local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cluster:
     Raises:
         ClusterError: the catalogue has no entry for a GPU or processor, or the driver does not answer.
     """
-    found = gpus(_ask_driver()) if shutil.which(QUERY[0]) else []
-    return Cluster("local", [HostEntry(platform.node() or "local", found or [processors(cpu_quota, root)])])
+    found = parse_gpus(_ask_driver()) if shutil.which(QUERY[0]) else []
+    return Cluster("local", [HostEntry(platform.node() or "local", found or [discover_processors(cpu_quota, root)])])
 
 
-def host_resources(
+def find_host_resources(
     cpu_quota: float | None = None, memory_limit_bytes: int | None = None, root: Path = Path("/")
 ) -> tuple[float, float]:
     """Returns (cores, bytes of memory) that affinity, control groups and the machine leave to this process."""
@@ -57,19 +57,19 @@ def _ask_driver() -> str:
         ) from error
 
 
-def gpus(listing: str) -> list[DeviceEntry]:
+def parse_gpus(listing: str) -> list[DeviceEntry]:
     """Parses the driver's list: one line per GPU, its name and its memory in MiB."""
     counts = Counter(line.strip() for line in listing.splitlines() if line.strip())
     entries = []
     for line, count in counts.items():
         name, _, mebibytes = line.rpartition(",")
-        device = catalogue.device(re.sub(r"^nvidia (?=geforce)", "", name.strip().lower()))
+        device = catalogue.find_device(re.sub(r"^nvidia (?=geforce)", "", name.strip().lower()))
         memory_gb = min(device.memory_gb, float(mebibytes) * 2**20 / 1e9)
         entries.append(DeviceEntry(device.name, count, memory_gb=memory_gb))
     return entries
 
 
-def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
+def discover_processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
     """Returns the processor sockets, with the share of them that affinity and quota leave to this process."""
     text = (root / "proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
@@ -79,7 +79,7 @@ def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
     if cpu_quota is not None:
         usable = min(usable, cpu_quota)
     name = model[1].strip() if model else platform.machine()
-    device, known = _processor(name)
+    device, known = _find_processor(name)
     kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
     memory_gb = int(kibibytes[1]) * 1024 / 1e9 / sockets if kibibytes else None
     if known:
@@ -92,12 +92,12 @@ def processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
     return DeviceEntry(device.name, sockets, share=share, memory_gb=memory_gb)
 
 
-def _processor(model: str) -> tuple[Device, bool]:
+def _find_processor(model: str) -> tuple[Device, bool]:
     """Finds the entry whose model number the processor's name contains, or the nearest; and whether it is the former.
 
     Virtual machines often hide the number.
     """
-    entries = {entry.name: entry for entry in catalogue.devices().values() if entry.kind == "cpu"}
+    entries = {entry.name: entry for entry in catalogue.load_devices().values() if entry.kind == "cpu"}
     words = set(re.findall(r"\w+", model.lower()))
     for name, entry in entries.items():
         if name.rpartition("-")[2] in words:

@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
 from cost_model.hardware import Device, catalogue
-from cost_model.kernels.collectives import Group, group
+from cost_model.kernels.collectives import Group, make_group
+from whale.errors import ClusterError
 
 # The part of a host's memory that a job may use for offloaded data; the rest is the system's and the program's.
 OFFLOADED_FRACTION = 0.9
@@ -47,7 +48,7 @@ class Pool:
         return self.entry.count
 
     @property
-    def on_host(self) -> int:
+    def host_devices(self) -> int:
         """Returns the number of all devices of such a host, those of other pools as well."""
         return sum(e.count for e in self.host.devices)
 
@@ -64,12 +65,12 @@ class Pool:
     @property
     def host_bytes(self) -> float:
         """Returns the host memory that one device's part of what is offloaded may take; 0 where it is not known."""
-        return OFFLOADED_FRACTION * 1e9 * (self.host.memory_gb or 0.0) / self.on_host
+        return OFFLOADED_FRACTION * 1e9 * (self.host.memory_gb or 0.0) / self.host_devices
 
     @property
     def host_bytes_per_s(self) -> float:
         """Returns the bytes per second between a device and its host's memory."""
-        return catalogue.link(self.device.host_link).bytes_per_s
+        return catalogue.find_link(self.device.host_link).bytes_per_s
 
     @property
     def name(self) -> str:
@@ -89,28 +90,28 @@ class Machines:
         self.cluster = cluster
         pairs = [(host, entry) for host in cluster.hosts for entry in host.devices]
         self.pools = tuple(Pool(number, host, entry) for number, (host, entry) in enumerate(pairs))
-        self.tensor_group = lru_cache(maxsize=None)(self._tensor_group)
-        self.data_group = lru_cache(maxsize=None)(self._data_group)
-        self.send_path = lru_cache(maxsize=None)(self._send_path)
-        self.pair = lru_cache(maxsize=None)(self._pair)
+        self.tensor_group = lru_cache(maxsize=None)(self._make_tensor_group)
+        self.data_group = lru_cache(maxsize=None)(self._make_data_group)
+        self.send_path = lru_cache(maxsize=None)(self._find_send_path)
+        self.pair = lru_cache(maxsize=None)(self._make_pair)
 
     @property
     def devices(self) -> int:
         """Returns the number of devices of all pools."""
         return sum(pool.devices for pool in self.pools)
 
-    def _tensor_group(self, number: int, tensor: int) -> Group:
+    def _make_tensor_group(self, number: int, tensor: int) -> Group:
         """Returns the group of ranks of one pool that divide tensors: neighbours, on as few hosts as have so many."""
         pool = self.pools[number]
-        link, together = pool.entry.intra_link(), min(tensor, pool.on_host)
+        link, together = pool.entry.intra_link(), min(tensor, pool.host_devices)
         if together == tensor or not pool.host.networks:
-            return group(tensor, tensor, link)
-        name, entry, nics = self.cluster.path(pool.host, pool.host)
-        adapter = pool.host.adapter_bytes_per_s(name, together, 1)
-        beside = max(1, pool.on_host // together)
-        return group(tensor, together, link, entry.network, nics, beside, entry.oversubscription, adapter)
+            return make_group(tensor, tensor, link)
+        name, entry, nics = self.cluster.find_path(pool.host, pool.host)
+        adapter = pool.host.find_adapter_bytes_per_s(name, together, 1)
+        beside = max(1, pool.host_devices // together)
+        return make_group(tensor, together, link, entry.network, nics, beside, entry.oversubscription, adapter)
 
-    def _data_group(self, members: tuple[tuple[int, int, int], ...]) -> Group:
+    def _make_data_group(self, members: tuple[tuple[int, int, int], ...]) -> Group:
         """Returns the group of one part of the parameters: (pool, tensor, replicas) of the stage's ranks.
 
         Ranks of one such group are `tensor` apart, and all groups of a host communicate at once.
@@ -119,21 +120,21 @@ class Machines:
         found: list[Group] = []
         for number, tensor in dict.fromkeys((number, tensor) for number, tensor, _ in members):
             pool = self.pools[number]
-            together = min(size, self._together(pool.host.name, members))
+            together = min(size, self._count_together(pool.host.name, members))
             network, nics, over, adapter = None, 1, 1.0, math.inf
             if pool.host.networks:
                 name, entry, nics = min(
-                    (self.cluster.path(pool.host, self.pools[other].host) for other, _, _ in members),
+                    (self.cluster.find_path(pool.host, self.pools[other].host) for other, _, _ in members),
                     key=lambda path: path[1].network.bytes_per_s * path[2] / path[1].oversubscription,
                 )
                 network, over = entry.network, entry.oversubscription
-                adapter = pool.host.adapter_bytes_per_s(name, together, tensor)
+                adapter = pool.host.find_adapter_bytes_per_s(name, together, tensor)
             link = min((self.pools[n].entry.intra_link() for n, _, _ in members), key=lambda one: one.bytes_per_s)
-            beside = max(1, pool.on_host // together)
-            found.append(group(size, together, link, network, nics, beside, over, adapter))
+            beside = max(1, pool.host_devices // together)
+            found.append(make_group(size, together, link, network, nics, beside, over, adapter))
         return min(found, key=lambda one: one.ring_bytes_per_s)
 
-    def _together(self, host: str, members: tuple[tuple[int, int, int], ...]) -> int:
+    def _count_together(self, host: str, members: tuple[tuple[int, int, int], ...]) -> int:
         """Counts the ranks of a data group on one host of a kind: of each pool as many as a host has room for."""
         replicas: dict[int, int] = {}
         tensors: dict[int, int] = {}
@@ -143,24 +144,53 @@ class Machines:
                 tensors[number] = min(tensor, tensors.get(number, tensor))
         return sum(min(n, max(1, self.pools[k].per_host // tensors[k])) for k, n in replicas.items())
 
-    def _pair(self, one: int, other: int, apart: bool) -> Group:
+    def _make_pair(self, one: int, other: int, apart: bool) -> Group:
         """Returns the group of one rank of each pool, on two hosts if `apart`; all devices of a host have a partner."""
         first, second = self.pools[one], self.pools[other]
         link = first.entry.intra_link()
         if not first.host.networks or (one == other and first.hosts == 1) or not apart:
-            return group(2, 2, link)
-        _, entry, nics = self.cluster.path(first.host, second.host)
-        return group(2, 1, link, entry.network, nics, first.on_host, entry.oversubscription)
+            return make_group(2, 2, link)
+        _, entry, nics = self.cluster.find_path(first.host, second.host)
+        return make_group(2, 1, link, entry.network, nics, first.host_devices, entry.oversubscription)
 
-    def _send_path(self, one: int, other: int, ranks: int) -> tuple[float, float]:
+    def _find_send_path(self, one: int, other: int, ranks: int) -> tuple[float, float]:
         """Returns (bytes/s, step in us) of one rank's send from a stage of `ranks` ranks to a stage in another pool."""
         first, second = self.pools[one], self.pools[other]
         same_host = first.host.name == second.host.name
-        inside = same_host and (ranks < first.on_host or first.hosts == 1)
+        inside = same_host and (ranks < first.host_devices or first.hosts == 1)
         if inside or not first.host.networks:
             slow = min((first.entry.intra_link(), second.entry.intra_link()), key=lambda link: link.bytes_per_s)
             return slow.bytes_per_s, slow.step_us.simple
-        _, entry, nics = self.cluster.path(first.host, second.host)
+        _, entry, nics = self.cluster.find_path(first.host, second.host)
         network = entry.network
-        crowd = max(first.on_host, second.on_host)
+        crowd = max(first.host_devices, second.host_devices)
         return network.bytes_per_s * nics / crowd / entry.oversubscription, network.step_us.simple
+
+
+# Tells on which devices of a cluster the ranks of a job lie.
+#
+# Ranks are numbered over the cluster's hosts in the order of its file, and over a host's devices in the order of its
+# entry, as launchers do.
+def list_pool_runs(machines: Machines, ranks: int) -> list[tuple[int, int, int]]:
+    """Returns (first rank, end, pool's number) of each run of equal devices on one host, until all ranks have a device.
+
+    Raises:
+        ClusterError: the cluster has fewer devices.
+    """
+    cluster = machines.cluster
+    runs: list[tuple[int, int, int]] = []
+    first = number = 0
+    for host in cluster.hosts:
+        for _ in range(host.count):
+            for place, entry in enumerate(host.devices):
+                runs.append((first, first + entry.count, number + place))
+                first += entry.count
+            if first >= ranks:
+                return runs
+        number += len(host.devices)
+    raise ClusterError(
+        f"the plan needs {ranks} devices and the cluster {cluster.name} has {first}",
+        given=f"{ranks} ranks",
+        expected=f"at most {first}",
+        action="add hosts to the cluster file or spread the program over fewer ranks",
+    )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from cost_model.hardware.catalogue import LOADER, nearest
+from cost_model.hardware.catalogue import LOADER, suggest_nearest
 from whale.errors import ClusterError
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ MOST_DEPTH = 64
 MOST_ALIASES = 1000
 
 
-def text(path: str | Path, what: str) -> str:
+def read_text(path: str | Path, what: str) -> str:
     """Returns the text of a file; `what` names its kind in errors."""
     try:
         with open(path, "rb") as file:
@@ -51,7 +51,7 @@ def refuse_depth(text: str, origin: str, what: str) -> None:
             )
 
 
-class File:
+class YamlFile:
     """The text of a YAML file, with the place of each of its keys."""
 
     def __init__(self, text: str, origin: str, what: str) -> None:
@@ -75,12 +75,12 @@ class File:
         except msgspec.ValidationError as error:
             message, _, path = str(error).partition(" - at `")
             unknown = re.search(r"unknown field `([^`]+)`", message)
-            facts = nearest(unknown[1], _fields(kind)) if unknown else {}
-            raise self.error(_keys(path.rstrip("`")), message, **facts) from None
+            facts = suggest_nearest(unknown[1], _list_fields(kind)) if unknown else {}
+            raise self.make_error(_parse_keys(path.rstrip("`")), message, **facts) from None
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ClusterError(f"the {self.what} cannot be read", given=f"{self.origin}: {error}") from None
 
-    def error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
+    def make_error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
         """Returns an error about the value that keys lead to, or the nearest one around it that the file has."""
         node: Any = self.tree
         known: list[str | int] = []
@@ -105,13 +105,13 @@ class File:
         )
 
 
-def _fields(kind: Any) -> dict[str, Any]:
+def _list_fields(kind: Any) -> dict[str, Any]:
     """Returns the names of all fields of a struct and of those in it."""
     parts = msgspec.json.schema(kind)["$defs"].values()
     return {name: None for part in parts for name in part.get("properties", ())}
 
 
-def _keys(path: str) -> list[str | int]:
+def _parse_keys(path: str) -> list[str | int]:
     """Returns `$.hosts[0].devices[1]` as a list of keys; a key of a free mapping reads `[...]` there."""
     keys: list[str | int] = []
     for name, index in re.findall(r"\.([A-Za-z_]\w*)|\[([^\]]*)\]", path):

@@ -84,7 +84,7 @@ def is_row_view(program: Program, node: Node) -> bool:
     """Tells whether a cut takes whole rows of dimension 0, which lie side by side."""
     if node.op not in ROW_VIEWS:
         return False
-    whole = program.type_of(node.inputs[1 if node.op == "Split" else 0]).shape
+    whole = program.find_type(node.inputs[1 if node.op == "Split" else 0]).shape
     part = node.outputs[0].shape
     if whole is None or part is None:
         return False

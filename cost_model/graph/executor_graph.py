@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cost_model.graph import buffers
 from cost_model.graph.traffic import Exchange, exchange
 from cost_model.graph.unroll_loops import unrolled
-from cost_model.kernels.op_work import Work, work
+from cost_model.kernels.op_work import Work, estimate_work
 from whale.ir.ops import EXCHANGES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
@@ -102,7 +102,7 @@ def _steps(program: Program, rank: int, size: int, copied: Collection[str]) -> S
             followers[j].append(i)
         after.append(len(before))
         inputs = [outputs[r.node][r.index] for r in node.inputs]
-        does.append(copying(node) if node.name in copied else work(node, inputs))
+        does.append(copying(node) if node.name in copied else estimate_work(node, inputs))
         if node.op in EXCHANGES:
             exchanges[i] = exchange(node, inputs, rank, size)
     return Steps(program, does, exchanges, after, followers, _fused(program))

@@ -14,8 +14,8 @@ from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
 from cost_model.graph.machine_profile import MachineProfile, Measured
 from cost_model.graph.simulate import Sharing
 from cost_model.graph.traffic import Exchange
-from cost_model.kernels.collectives import COLLECTIVES, group, point_to_point_s
-from cost_model.kernels.compute import SIZE_BYTES, matmul_s, rates_of, streaming_s
+from cost_model.kernels.collectives import COLLECTIVES, make_group, point_to_point_s
+from cost_model.kernels.compute import SIZE_BYTES, find_rates, matmul_s, streaming_s
 from cost_model.kernels.op_work import Work
 from whale.errors import ClusterError
 from whale.ir.ops import CONTRACTIONS
@@ -154,12 +154,12 @@ def cluster_machine(cluster: Cluster) -> Machine:
         per_host = max(sum(at == h for at, _, _ in mine) for h in hosts)
         link = min((entry.intra_link() for _, _, entry in mine), key=lambda one: one.bytes_per_s)
         if len(hosts) == 1:
-            among = group(len(mine), per_host, link)
+            among = make_group(len(mine), per_host, link)
         else:
-            name, between, nics = cluster.path(mine[0][1], mine[-1][1])
+            name, between, nics = cluster.find_path(mine[0][1], mine[-1][1])
             apart = what.ranks[1] - what.ranks[0]
-            adapter = min(host.adapter_bytes_per_s(name, per_host, apart) for _, host, _ in (mine[0], mine[-1]))
-            among = group(len(mine), per_host, link, between.network, nics, 1, between.oversubscription, adapter)
+            adapter = min(host.find_adapter_bytes_per_s(name, per_host, apart) for _, host, _ in (mine[0], mine[-1]))
+            among = make_group(len(mine), per_host, link, between.network, nics, 1, between.oversubscription, adapter)
         if what.kind == "point_to_point":
             inside = len(hosts) == 1
             rate = link.bytes_per_s if inside else among.host_bytes_per_s
@@ -183,7 +183,7 @@ def cluster_rates(cluster: Cluster, dtype: str = "float32") -> list[Rates]:
     """
     found = []
     for _, _, entry in _devices(cluster):
-        one = rates_of(entry.device, dtype, entry.share)
+        one = find_rates(entry.device, dtype, entry.share)
         found.append(
             Rates(
                 flops_per_s=one.matmul_flops_per_s,
@@ -219,7 +219,7 @@ def _catalogued(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[flo
         if node.op not in CONTRACTIONS:
             dtype = "float32"  # streams bytes, whatever they are
         if dtype not in known:
-            known[dtype] = rates_of(device, dtype, entry.share)
+            known[dtype] = find_rates(device, dtype, entry.share)
         if node.op in CONTRACTIONS and does.flops:
             out = node.outputs[0]
             columns = (out.shape or (1,))[-1] or 1

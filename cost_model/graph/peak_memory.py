@@ -17,7 +17,7 @@ from cost_model.graph.machine import GRAIN_BYTES
 from cost_model.graph.simulate import SLICE_S, Sharing, run
 from cost_model.kernels.op_work import Work
 from whale.ir.ops import CALLS, CONTRACTIONS
-from whale.ir.program import Node, Program, Ref, function_refs
+from whale.ir.program import Node, Program, Ref, iterate_function_refs
 
 # A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.
 _FLOPS_PER_S, _BYTES_PER_S, _EXCHANGED_BYTES_PER_S, _NODE_S = 5e10, 8e9, 2e9, 1e-6
@@ -107,7 +107,7 @@ class _Holder:
         graph = graph_of(whole, self.rank, self.size, self.allocated, strict=False)
         seconds, scratch, calls = list[float](), list[int](), set[int]()
         for i, (node, does) in enumerate(zip(graph.nodes, graph.work)):
-            called = [self._inside(f.name) for _, f in function_refs(node) if f.name in self.functions]
+            called = [self._inside(f.name) for _, f in iterate_function_refs(node) if f.name in self.functions]
             if called:
                 calls.add(i)
                 seconds.append(sum(c.seconds for c in called))

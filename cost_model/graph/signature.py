@@ -23,7 +23,7 @@ def signature(program: Program, node: Node) -> str:
     """Names operations that take equal time alike: op, operands' and results' types, attributes, small constants."""
     operands = []
     for ref in node.inputs:
-        t = program.type_of(ref)
+        t = program.find_type(ref)
         text = str(t)
         variable = program.variable_of.get(ref.node)
         if variable is not None:

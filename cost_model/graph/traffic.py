@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from whale.ir.exchanged_bytes import operand_bytes, rank_bytes
+from whale.ir.exchanged_bytes import count_operand_bytes, count_rank_bytes
 from whale.ir.ops import ALL_REDUCES, POINT_TO_POINT, ROW_EXCHANGES
 from whale.ir.program import Node
 from whale.ir.values import TensorType
@@ -54,13 +54,13 @@ def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> 
 def _moved(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
     ranks = tuple(int(r) for r in node.attrs.get("ranks", ())) or tuple(range(size))
     key = str(node.attrs.get("key", node.name))
-    sent = operand_bytes(node, inputs)
+    sent = count_operand_bytes(node, inputs)
     if node.op in POINT_TO_POINT:
         peer = int(node.attrs["peer"])
         pair = (rank, peer) if node.op == "WhaleSend" else (peer, rank)
         whole = sent if node.op == "WhaleSend" else node.outputs[0].bytes
-        return Exchange("point_to_point", key, pair, whole, rank_bytes(node, inputs, 0, 2))
-    mine = rank_bytes(node, inputs, ranks.index(rank), len(ranks))
+        return Exchange("point_to_point", key, pair, whole, count_rank_bytes(node, inputs, 0, 2))
+    mine = count_rank_bytes(node, inputs, ranks.index(rank), len(ranks))
     if node.op in ALL_REDUCES:
         is_staged = len(node.outputs) > 1 or bool(node.attrs.get("wire_dtype"))
         return Exchange("all_reduce", key, ranks, sent, mine, staging_bytes=sent if is_staged else 0)

@@ -12,11 +12,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from cost_model.kernels.loop_counts import evaluate, function_of
+from cost_model.kernels.loop_counts import evaluate, find_function
 from whale.errors import PlanError
 from whale.ir.marks import NO_MARKS
 from whale.ir.ops import BRANCHES, HAS_BODIES, IDENTITIES, LISTS, LOOPS
-from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.program import Node, Program, Ref, make_const
 from whale.ir.values import DType, TensorType
 
 MOST_NODES = 100_000
@@ -95,7 +95,9 @@ class _Unroller:
             assert isinstance(value, Ref), "a step hands out tensors"
             outputs.append(value)
         effects = [name for effect in self.program.effects for name in graph.waited[effect]]
-        return self.program.with_nodes(tuple(self.nodes), outputs=tuple(outputs), effects=tuple(dict.fromkeys(effects)))
+        return self.program.replace_nodes(
+            tuple(self.nodes), outputs=tuple(outputs), effects=tuple(dict.fromkeys(effects))
+        )
 
     def _write(self, graph: _Graph) -> None:
         for node in graph.program.nodes:
@@ -166,7 +168,7 @@ class _Unroller:
         graph.waited[node.name] = (self.constants[key].node,)
 
     def _loop(self, graph: _Graph, node: Node, state: list[_Value]) -> None:
-        condition, body = (function_of(node, key, self.program.functions) for key in ("cond", "body"))
+        condition, body = (find_function(node, key, self.program.functions) for key in ("cond", "body"))
         if condition is None or body is None:
             raise _NotFollowed(f"{node.op}: the program lacks its body")
         overlap = int(node.attrs.get("parallel_iterations", PARALLEL_TURNS)) or PARALLEL_TURNS
@@ -247,7 +249,7 @@ class _Unroller:
             length = self._number(node, given[1])
             return _List((*items, *[None] * length)[:length])
         if node.op == "TensorListLength":
-            return self._add(graph, const_node(node.name, np.array(len(items), np.int32)), ())
+            return self._add(graph, make_const(node.name, np.array(len(items), np.int32)), ())
         if node.op == "TensorListElementShape":
             return self._element_shape(graph, node, items)
         if node.op == "TensorListStack" and items:
@@ -260,7 +262,7 @@ class _Unroller:
         if shape is None:
             raise _NotFollowed(f"{node.op}: of nothing that is known")
         sizes = np.array([-1 if size is None else size for size in shape], node.outputs[0].dtype)
-        return self._add(graph, const_node(node.name, sizes), ())
+        return self._add(graph, make_const(node.name, sizes), ())
 
     def _number(self, node: Node, value: _Value) -> int:
         found = self.known.get(value) if isinstance(value, Ref) else None

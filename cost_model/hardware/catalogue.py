@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: str
     sources: dict[str, str]
 
-    def source(self, field: str) -> str | None:
+    def find_source(self, field: str) -> str | None:
         """Returns where the figure of a field comes from, or None."""
         return next((text for key, text in self.sources.items() if field in key.split(",")), None)
 
@@ -155,7 +155,7 @@ def read(name: str) -> Any:
     return yaml.load((FOLDER / name).read_text(), Loader=LOADER)
 
 
-def table(entries: list[E]) -> Mapping[str, E]:
+def make_table(entries: list[E]) -> Mapping[str, E]:
     """Returns the entries under their names and aliases, which must differ."""
     found: dict[str, E] = {}
     for entry in entries:
@@ -167,57 +167,57 @@ def table(entries: list[E]) -> Mapping[str, E]:
 
 
 @cache
-def devices() -> Mapping[str, Device]:
+def load_devices() -> Mapping[str, Device]:
     """Returns all devices, under their names and aliases."""
-    return table(msgspec.convert(read("devices.yaml"), list[Device]))
+    return make_table(msgspec.convert(read("devices.yaml"), list[Device]))
 
 
 @cache
-def efficiencies() -> Mapping[str, Efficiency]:
+def load_efficiencies() -> Mapping[str, Efficiency]:
     """Returns all efficiency curves by name."""
-    return table(msgspec.convert(read("efficiency.yaml"), list[Efficiency]))
+    return make_table(msgspec.convert(read("efficiency.yaml"), list[Efficiency]))
 
 
 @cache
-def _links() -> _Links:
+def _load_links() -> _Links:
     return msgspec.convert(read("links.yaml"), _Links)
 
 
 @cache
-def links() -> Mapping[str, Link]:
+def load_links() -> Mapping[str, Link]:
     """Returns all links between devices of one host, by name."""
-    return table(_links().links)
+    return make_table(_load_links().links)
 
 
 @cache
-def networks() -> Mapping[str, Network]:
+def load_networks() -> Mapping[str, Network]:
     """Returns all networks between hosts, by name."""
-    return table(_links().networks)
+    return make_table(_load_links().networks)
 
 
-def device(name: str) -> Device:
+def find_device(name: str) -> Device:
     """Returns the device of a name or alias; upper case, spaces and underscores do not matter."""
-    return _find("device", name, devices())
+    return _find("device", name, load_devices())
 
 
-def link(name: str) -> Link:
+def find_link(name: str) -> Link:
     """Returns the link of a name inside a host; ClusterError, with the nearest known one, if there is none."""
-    return _find("link", name, links())
+    return _find("link", name, load_links())
 
 
-def network(name: str) -> Network:
+def find_network(name: str) -> Network:
     """Returns the network of a name between hosts; ClusterError, with the nearest known one, if there is none."""
-    return _find("network", name, networks())
+    return _find("network", name, load_networks())
 
 
 def _find(kind: str, name: str, known: Mapping[str, E]) -> E:
     found = known.get(name) or known.get(name.lower().replace(" ", "-").replace("_", "-"))
     if found is None:
-        raise ClusterError(f"the hardware catalogue has no such {kind}", given=name, **nearest(name, known))
+        raise ClusterError(f"the hardware catalogue has no such {kind}", given=name, **suggest_nearest(name, known))
     return found
 
 
-def nearest(name: str, known: Mapping[str, Any]) -> dict[str, str]:
+def suggest_nearest(name: str, known: Mapping[str, Any]) -> dict[str, str]:
     """Returns the facts of an error about an unknown name: the nearest known one, or all of them."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     if close:

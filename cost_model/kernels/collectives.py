@@ -61,7 +61,7 @@ class Group:
         return min(inside, between)
 
 
-def group(
+def make_group(
     size: int,
     per_host: int,
     link: Link,
@@ -82,7 +82,7 @@ def group(
     return Group(size, per_host, link.bytes_per_s, link.step_us, share, network.step_us)
 
 
-def _steps_s(group: Group, protocol: str, rounds: int) -> float:
+def _compute_steps_s(group: Group, protocol: str, rounds: int) -> float:
     """Returns the latency of `rounds` walks around the ring: so many steps between hosts, the others inside."""
     total = rounds * (group.size - 1)
     between = rounds * (group.hosts - 1)
@@ -91,9 +91,10 @@ def _steps_s(group: Group, protocol: str, rounds: int) -> float:
     return 1e-6 * ((total - between) * inside_us + between * between_us)
 
 
-def _ring_s(group: Group, sent_bytes: float, rounds: int, bytes_per_s: float) -> float:
+def _compute_ring_s(group: Group, sent_bytes: float, rounds: int, bytes_per_s: float) -> float:
     return min(
-        start + _steps_s(group, name, rounds) + sent_bytes / (bytes_per_s * part) for name, start, part in PROTOCOLS
+        start + _compute_steps_s(group, name, rounds) + sent_bytes / (bytes_per_s * part)
+        for name, start, part in PROTOCOLS
     )
 
 
@@ -102,7 +103,7 @@ def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
     p = group.size
     if p == 1:
         return 0.0
-    return _ring_s(group, 2 * (p - 1) / p * tensor_bytes, 2, group.ring_bytes_per_s)
+    return _compute_ring_s(group, 2 * (p - 1) / p * tensor_bytes, 2, group.ring_bytes_per_s)
 
 
 def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
@@ -184,7 +185,7 @@ def all_reduce_s(group: Group, tensor_bytes: float, algorithms: tuple[str, ...] 
 def all_gather_s(group: Group, tensor_bytes: float) -> float:
     """Returns the seconds of a ring: p-1 steps, each rank sends (p-1)/p T, where T is the gathered tensor."""
     p = group.size
-    return 0.0 if p == 1 else _ring_s(group, (p - 1) / p * tensor_bytes, 1, group.ring_bytes_per_s)
+    return 0.0 if p == 1 else _compute_ring_s(group, (p - 1) / p * tensor_bytes, 1, group.ring_bytes_per_s)
 
 
 def reduce_scatter_s(group: Group, tensor_bytes: float) -> float:
@@ -194,7 +195,7 @@ def reduce_scatter_s(group: Group, tensor_bytes: float) -> float:
 
 def broadcast_s(group: Group, tensor_bytes: float) -> float:
     """Returns the seconds of a pipelined ring: T over the slowest link, and one walk of latency."""
-    return 0.0 if group.size == 1 else _ring_s(group, tensor_bytes, 1, group.ring_bytes_per_s)
+    return 0.0 if group.size == 1 else _compute_ring_s(group, tensor_bytes, 1, group.ring_bytes_per_s)
 
 
 def all_to_all_s(group: Group, tensor_bytes: float) -> float:
@@ -204,7 +205,7 @@ def all_to_all_s(group: Group, tensor_bytes: float) -> float:
         return 0.0
     inside_s = tensor_bytes * (group.per_host - 1) / p / group.link_bytes_per_s
     between_s = tensor_bytes * (p - group.per_host) / p * group.per_host / group.host_bytes_per_s
-    return START_S + _steps_s(group, "simple", 1) + max(inside_s, between_s)
+    return START_S + _compute_steps_s(group, "simple", 1) + max(inside_s, between_s)
 
 
 def point_to_point_s(sent_bytes: float, bytes_per_s: float, step_us: float) -> float:

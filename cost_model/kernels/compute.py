@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from cost_model.hardware import Device, Efficiency, efficiencies
+from cost_model.hardware import Device, Efficiency, load_efficiencies
 
 # Output tiles that vendors' libraries have (CUTLASS and cuBLAS on Ampere and Hopper), largest first.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
@@ -42,7 +42,7 @@ class Rates:
 
 
 @lru_cache(maxsize=1024)
-def slowest_of(ranks: int, variation: float) -> float:
+def compute_slowdown(ranks: int, variation: float) -> float:
     """Returns how much longer the slowest of so many equal devices computes than the mean one; the others wait for it.
 
     The mean of the largest of n normal values, by Blom's approximation (G. Blom, "Statistical estimates and transformed
@@ -53,10 +53,10 @@ def slowest_of(ranks: int, variation: float) -> float:
     return 1.0 + variation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def rates_of(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> Rates:
+def find_rates(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> Rates:
     """Returns the rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many."""
-    curve: Efficiency = efficiencies()[device.efficiency]
-    peak = device.peak_flops_per_s(dtype) / slowest_of(ranks, curve.variation)
+    curve: Efficiency = load_efficiencies()[device.efficiency]
+    peak = device.peak_flops_per_s(dtype) / compute_slowdown(ranks, curve.variation)
     fraction = (curve.float8_fraction if dtype == "float8" else None) or curve.matmul_fraction
     return Rates(
         units=max(1, round(device.units * share)),

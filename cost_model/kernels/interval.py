@@ -17,12 +17,12 @@ SEVERAL_HOSTS = (0.963, 1.583)
 OWN_RUNS = (0.58, 1.337)
 
 
-def interval_s(step_s: float, factors: tuple[float, float]) -> tuple[float, float]:
+def compute_interval_s(step_s: float, factors: tuple[float, float]) -> tuple[float, float]:
     """Returns the shortest and the longest step that is likely."""
     return step_s * factors[0], step_s * factors[1]
 
 
-def calibrated(ratios: Sequence[float]) -> tuple[float, float]:
+def calibrate(ratios: Sequence[float]) -> tuple[float, float]:
     """Returns the factors of measured / predicted between which the next one lies with a probability of `PART`."""
     ordered, count = sorted(ratios), len(ratios)
     below = (1 - PART) / 2 * (count + 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whale.ir.ops import IDENTITIES, LOOPS
-from whale.ir.program import Node, Program, Ref, function_refs
+from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.ir.values import Func
 
 MOST_TURNS = 100_000  # that are counted one by one
@@ -38,77 +38,77 @@ Values = dict[Ref, int]  # scalars that are known; truth values are 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class LoopTurns:
     """The number of times that a loop's body runs, and the body's arguments (by number) that are known constants."""
 
     count: int
     arguments: Mapping[int, int]
 
 
-def turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[int, int]) -> dict[str, Turns]:
+def find_turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[int, int]) -> dict[str, LoopTurns]:
     """Returns the turns of those loops of a graph whose number of turns is known.
 
     Args:
         arguments: values of the graph's own inputs that are known, by number.
     """
     known: Values = {Ref(graph.inputs[i]): value for i, value in arguments.items()}
-    found: dict[str, Turns] = {}
+    found: dict[str, LoopTurns] = {}
     for node in graph.nodes:
         if node.op not in LOOPS:
             evaluate(node, known)
             continue
-        bodies = [function_of(node, key, functions) for key in ("cond", "body")]
+        bodies = [find_function(node, key, functions) for key in ("cond", "body")]
         start = {i: known[ref] for i, ref in enumerate(node.inputs) if ref in known}
         condition, body = bodies
         if condition is None or body is None:
             continue
-        constant = {i: v for i, v in start.items() if _passed_on(body, i)}
+        constant = {i: v for i, v in start.items() if _is_passed_on(body, i)}
         known |= {Ref(node.name, i): v for i, v in constant.items()}
-        ended = _ended(condition, body, start)
+        ended = _count_turns(condition, body, start)
         if ended is not None:
             count, last = ended
-            found[node.name] = Turns(count, constant)
+            found[node.name] = LoopTurns(count, constant)
             known |= {Ref(node.name, i): v for i, v in last.items()}
     return found
 
 
-def executions(program: Program) -> Counter[str]:
+def count_executions(program: Program) -> Counter[str]:
     """Counts how often a step runs each function of a program; a loop whose turns are not known counts as one turn."""
     if not program.functions:
         return Counter()
     known: dict[tuple[str, tuple[tuple[int, int], ...]], Counter[str]] = {}
 
-    def inside(name: str, arguments: Mapping[int, int]) -> Counter[str]:
+    def count_inside(name: str, arguments: Mapping[int, int]) -> Counter[str]:
         """Counts what one run of a function runs, for the values of its arguments that are known."""
         key = name, tuple(sorted(arguments.items()))
         if key not in known:  # micro-batches call the same functions
-            known[key] = within(program.functions[name], arguments)
+            known[key] = count_within(program.functions[name], arguments)
         return known[key]
 
-    def within(graph: Program, arguments: Mapping[int, int]) -> Counter[str]:
+    def count_within(graph: Program, arguments: Mapping[int, int]) -> Counter[str]:
         found: Counter[str] = Counter()
-        counted = turns(graph, program.functions, arguments)
+        counted = find_turns(graph, program.functions, arguments)
         for node in graph.nodes:
-            loop = counted.get(node.name, Turns(1, {}))
-            for key, function in function_refs(node):
+            loop = counted.get(node.name, LoopTurns(1, {}))
+            for key, function in iterate_function_refs(node):
                 if function.name in program.functions:
                     # A loop asks once more than it goes on.
                     times = loop.count + (node.op in LOOPS and key == "cond")
                     found[function.name] += times
-                    for name, often in inside(function.name, loop.arguments).items():
+                    for name, often in count_inside(function.name, loop.arguments).items():
                         found[name] += times * often
         return found
 
-    return within(program, {})
+    return count_within(program, {})
 
 
-def function_of(node: Node, key: str, functions: Mapping[str, Program]) -> Program | None:
+def find_function(node: Node, key: str, functions: Mapping[str, Program]) -> Program | None:
     """Returns the function that an attribute of a node names, if the program has it."""
     value = node.attrs.get(key)
     return functions.get(value.name) if isinstance(value, Func) else None
 
 
-def _counts(node: Node) -> bool:
+def _is_counting(node: Node) -> bool:
     """Tells whether a node makes one integer or truth value of others."""
     if len(node.outputs) != 1 or node.outputs[0].dtype not in _COUNTING or node.outputs[0].shape != ():
         return False
@@ -117,7 +117,7 @@ def _counts(node: Node) -> bool:
 
 def evaluate(node: Node, known: Values) -> bool:
     """Computes a node whose operands are known, if it is one that counts; tells whether it could."""
-    if not _counts(node) or any(ref not in known for ref in node.inputs):
+    if not _is_counting(node) or any(ref not in known for ref in node.inputs):
         return False
     if node.op == "Const":
         known[Ref(node.name)] = int(node.attrs["value"].numpy())
@@ -126,7 +126,7 @@ def evaluate(node: Node, known: Values) -> bool:
     return True
 
 
-def _passed_on(body: Program, argument: int) -> bool:
+def _is_passed_on(body: Program, argument: int) -> bool:
     """Tells whether a loop variable keeps its value."""
     ref = body.outputs[argument]
     while body.by_name[ref.node].op in IDENTITIES:
@@ -134,41 +134,41 @@ def _passed_on(body: Program, argument: int) -> bool:
     return ref == Ref(body.inputs[argument])
 
 
-def _ended(condition: Program, body: Program, start: Mapping[int, int]) -> tuple[int, dict[int, int]] | None:
+def _count_turns(condition: Program, body: Program, start: Mapping[int, int]) -> tuple[int, dict[int, int]] | None:
     """Counts a loop's turns; returns (turns, last values of variables that can be followed), None: not known."""
-    test, asked = _needed(condition, condition.outputs)
+    test, asked = _find_needed(condition, condition.outputs)
     # The loop of the gradient runs as often as another counter of this one says.
-    followed = {i for i in start if _followed(body, {i}, start)}
+    followed = {i for i in start if _can_follow(body, {i}, start)}
     if not asked <= followed:
         return None
     order = sorted(followed)
     results = [body.outputs[i] for i in order]
-    turn, _ = _needed(body, results)
+    turn, _ = _find_needed(body, results)
     state = {i: start[i] for i in order}
     for count in range(MOST_TURNS + 1):
-        found = _computed(condition, test, condition.outputs, state)
+        found = _compute(condition, test, condition.outputs, state)
         if found is None:
             return None
         if not found[0]:
             return count, state
-        after = _computed(body, turn, results, state)
+        after = _compute(body, turn, results, state)
         assert after is not None  # all of it counts
         state = dict(zip(order, after))
     return None
 
 
-def _followed(body: Program, variables: set[int], start: Mapping[int, int]) -> bool:
+def _can_follow(body: Program, variables: set[int], start: Mapping[int, int]) -> bool:
     """Tells whether loop variables change by counting only, from values that are known."""
     while True:
-        nodes, read = _needed(body, [body.outputs[i] for i in variables])
-        if not read <= start.keys() or not all(map(_counts, nodes)):
+        nodes, read = _find_needed(body, [body.outputs[i] for i in variables])
+        if not read <= start.keys() or not all(map(_is_counting, nodes)):
             return False
         if read <= variables:
             return True
         variables |= read
 
 
-def _needed(graph: Program, refs: Iterable[Ref]) -> tuple[list[Node], set[int]]:
+def _find_needed(graph: Program, refs: Iterable[Ref]) -> tuple[list[Node], set[int]]:
     """Returns the nodes that results depend on, in order, and the numbers of the arguments."""
     number = {name: i for i, name in enumerate(graph.inputs)}
     names: set[str] = set()
@@ -183,7 +183,7 @@ def _needed(graph: Program, refs: Iterable[Ref]) -> tuple[list[Node], set[int]]:
     }
 
 
-def _computed(
+def _compute(
     graph: Program, nodes: Iterable[Node], refs: Iterable[Ref], arguments: Mapping[int, int]
 ) -> list[int] | None:
     known: Values = {Ref(graph.inputs[i]): value for i, value in arguments.items()}

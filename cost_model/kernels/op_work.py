@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cost_model.kernels.contraction import matmul_flops
-from cost_model.kernels.loop_counts import Turns, turns
+from cost_model.kernels.loop_counts import LoopTurns, find_turns
 from whale.ir.ops import (
     ALIASES,
     ASKS_SHAPE,
@@ -20,19 +19,23 @@ from whale.ir.ops import (
     BATCH_NORMS,
     CONTRACTIONS,
     CONTROL_FLOW,
+    CONVOLUTIONS,
     CROSS_ENTROPIES,
+    EINSUMS,
+    FILTER_GRADIENTS,
     LIST_PUTS,
     LIST_TAKES,
     LOOKUPS,
     LOOPS,
+    MATMULS,
     RANDOM,
     READS,
     READS_ROWS,
     REDUCTIONS,
     SOFTMAXES,
 )
-from whale.ir.program import Node, Program, function_refs
-from whale.ir.values import TensorType, item_bytes
+from whale.ir.program import Node, Program, iterate_function_refs
+from whale.ir.values import TensorType, count_item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ def _add_n(node: Node, inputs: Inputs) -> Work:
 
 def _contraction(node: Node, inputs: Inputs) -> Work:
     operands = [one for one in inputs if one.dtype not in ("int32", "int64")]  # sizes of gradients are not operands
-    return _streaming(node, operands, float(matmul_flops(node, inputs)))
+    return _streaming(node, operands, float(count_matmul_flops(node, inputs)))
 
 
 def _softmax(node: Node, inputs: Inputs) -> Work:
@@ -277,7 +280,7 @@ def _program_flops(node: Node) -> float:
 def _fused_update(node: Node, inputs: Inputs) -> Work:
     """Counts an update of many variables: its program once for each element; variables are read and written."""
     elements = sum(math.prod(shape.dims or ()) for shape in node.attrs["shapes"])
-    each = item_bytes(str(node.attrs["T"]))
+    each = count_item_bytes(str(node.attrs["T"]))
     variables = node.attrs["H"] * elements / len(node.attrs["shapes"])
     taken = sum(float(one.bytes) for one in inputs if one.dtype != "resource")
     results = sum(float(one.bytes) for one in node.outputs)
@@ -321,39 +324,88 @@ _TABLE: dict[str, Formula] = {
 }
 
 
-def covered(op: str) -> bool:
+def is_covered(op: str) -> bool:
     """Tells whether an op type has a formula of its own."""
     return op in _TABLE
 
 
-def work(node: Node, inputs: Inputs) -> Work:
+def estimate_work(node: Node, inputs: Inputs) -> Work:
     """Returns a node's work; an op without a formula reads its operands, writes its results, one FLOP per element."""
     formula = _TABLE.get(node.op)
     if formula is not None:
         return formula(node, inputs)
-    return _streaming(node, inputs, float(sum(one.elements for one in node.outputs if item_bytes(one.dtype))))
+    return _streaming(node, inputs, float(sum(one.elements for one in node.outputs if count_item_bytes(one.dtype))))
 
 
-def program_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
+def iterate_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
     """Yields every node and what it does, those of called functions as often as they run.
 
     Args:
         trips: how often the bodies of loops run whose number of turns does not follow from the program.
     """
-    yield from _program_work(program, program.functions, trips, {})
+    yield from _iterate_program_work(program, program.functions, trips, {})
 
 
-def _program_work(
+def _iterate_program_work(
     program: Program, functions: Mapping[str, Program], trips: int, arguments: Mapping[int, int]
 ) -> Iterator[tuple[Node, Work]]:
-    counted = turns(program, functions, arguments)
+    counted = find_turns(program, functions, arguments)
     for node in program.nodes:
-        yield node, work(node, [program.type_of(ref) for ref in node.inputs])
-        loop = counted.get(node.name, Turns(trips, {})) if node.op in LOOPS else Turns(1, {})
-        for key, function in function_refs(node):
+        yield node, estimate_work(node, [program.find_type(ref) for ref in node.inputs])
+        loop = counted.get(node.name, LoopTurns(trips, {})) if node.op in LOOPS else LoopTurns(1, {})
+        for key, function in iterate_function_refs(node):
             body = functions.get(function.name)
             if body is None:
                 continue
             # A loop asks once more than it goes on.
             for _ in range(loop.count + (node.op in LOOPS and key == "cond")):
-                yield from _program_work(body, functions, trips, loop.arguments)
+                yield from _iterate_program_work(body, functions, trips, loop.arguments)
+
+
+def count_matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
+    """Counts the FLOPs of a matrix product or convolution (2 per multiply-add), 0 for any other op."""
+    op = node.op
+    if op in MATMULS:
+        shape = inputs[0].shape
+        if not shape or len(shape) < 2:
+            return 0
+        transposed = node.attrs.get("transpose_a" if op == "MatMul" else "adj_x", False)
+        return 2 * node.outputs[0].elements * (shape[-2 if transposed else -1] or 1)
+    if op in EINSUMS:
+        return _count_einsum_flops(node, inputs)
+    if op in CONVOLUTIONS:
+        if op in FILTER_GRADIENTS:
+            image, kernel = inputs[-1], node.outputs[0]
+        elif "BackpropInput" in op:
+            image, kernel = inputs[2], inputs[1]
+        else:
+            image, kernel = node.outputs[0], inputs[1]
+        if not kernel.shape:
+            return 0
+        channels = 1
+        for size in kernel.shape[-2:] if "Depthwise" in op else kernel.shape[-1:]:
+            channels *= size or 1
+        return 2 * image.elements * (kernel.elements // max(1, channels))
+    return 0
+
+
+def _count_einsum_flops(node: Node, inputs: Sequence[TensorType]) -> int:
+    equation = str(node.attrs.get("equation", "")).split("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    rest = 1
+    for labels, tensor in zip(equation, inputs):
+        if tensor.shape is None:
+            return 0
+        head, _, tail = labels.partition("...")
+        named = list(zip(head, tensor.shape)) + (
+            list(zip(reversed(tail), reversed(tensor.shape))) if "..." in labels else []
+        )
+        sizes.update((label, size or 1) for label, size in named)
+        if "..." in labels:
+            free = 1
+            for size in tensor.shape[len(head) : len(tensor.shape) - len(tail)]:
+                free *= size or 1
+            rest = max(rest, free)
+    for size in sizes.values():
+        rest *= size
+    return 2 * rest if len(inputs) > 1 else 0

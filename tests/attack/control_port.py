@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
-from whale.launcher.protocol import Kind, pack
+from whale.launcher.protocol import FrameKind, pack
 
 IDLE_CONNECTIONS = 1000
 _HELLO = {"rank": 0, "size": 2, "host": "elsewhere", "pid": 1, "clock": ""}
@@ -48,12 +48,12 @@ class Port:
 
 
 def _brackets(port: Port) -> None:
-    port.send(pack(Kind.HELLO, b"[" * 4090))
+    port.send(pack(FrameKind.HELLO, b"[" * 4090))
 
 
 def _brackets_with_a_token(port: Port) -> None:
     for payload in (b"[" * 4090, b'{"rank":' + b"[" * 4000, b'{"more":' + b'{"a":' * 800):
-        port.send(port.token + pack(Kind.HELLO, payload))
+        port.send(port.token + pack(FrameKind.HELLO, payload))
 
 
 def _idle_connections(port: Port) -> None:
@@ -66,7 +66,7 @@ def _idle_connections(port: Port) -> None:
 
 
 def _wrong_token(port: Port) -> None:
-    greeting = pack(Kind.HELLO, _HELLO)
+    greeting = pack(FrameKind.HELLO, _HELLO)
     for token in (b"0" * 32, b"\xff" * 32, port.token[:-1] + b"x", port.token[::-1]):
         port.send(token + greeting)
 
@@ -82,8 +82,8 @@ def _slow_token(port: Port) -> None:
 
 
 def _long_frames(port: Port) -> None:
-    port.send(struct.pack("!BI", Kind.HELLO, 0xFFFFFFFF) + b"x" * 4096)
-    port.send(port.token + struct.pack("!BI", Kind.HELLO, 0xFFFFFFFF) + b"x" * 4096)
+    port.send(struct.pack("!BI", FrameKind.HELLO, 0xFFFFFFFF) + b"x" * 4096)
+    port.send(port.token + struct.pack("!BI", FrameKind.HELLO, 0xFFFFFFFF) + b"x" * 4096)
 
 
 def _other_protocols(port: Port) -> None:
@@ -113,11 +113,11 @@ def _wrong_greetings_with_a_token(port: Port) -> None:
     wrong = [{name: value} for name, values in changes.items() for value in values]
     wrong += [{"pid": None}, {"clock": {}}]
     for change in wrong:
-        port.send(port.token + pack(Kind.HELLO, json.dumps({**_HELLO, **change}).encode()))
-    for kind in Kind:
+        port.send(port.token + pack(FrameKind.HELLO, json.dumps({**_HELLO, **change}).encode()))
+    for kind in FrameKind:
         port.send(port.token + pack(kind, b"{}"))
     port.send(port.token + b"\x00\x00\x00\x00\x00")
-    port.send(port.token + pack(Kind.HELLO, b"\xff\xfe"))
+    port.send(port.token + pack(FrameKind.HELLO, b"\xff\xfe"))
 
 
 ATTACKS: dict[str, Callable[[Port], None]] = {

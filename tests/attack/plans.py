@@ -22,7 +22,7 @@ from whale.ir.program import Program
 from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.run.context import DryRun
-from whale.runtime.run.start import planning_run
+from whale.runtime.run.start import plan_only
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "rows": {},
@@ -90,7 +90,7 @@ def changed(tree: Any, generator: random.Random) -> Any:
 def made(config: dict[str, Any]) -> tuple[Plan, Program, PlanSettings]:
     """What a dry run of two ranks plans for the model's step."""
     found: list[tuple[Plan, Program, PlanSettings]] = []
-    with planning_run(DryRun(2, lambda plan, program, settings, _: found.append((plan, program, settings)))):
+    with plan_only(DryRun(2, lambda plan, program, settings, _: found.append((plan, program, settings)))):
         wh.init(config)
         one_step()
     return found[0]

@@ -16,7 +16,7 @@ from tests.launcher.helpers import PATIENCE_S, Launcher
 from whale.launcher import connection as connection_of_worker
 from whale.launcher.connection import keep_alive
 from whale.launcher.job import listener
-from whale.launcher.job.listener import STRANGERS, Door
+from whale.launcher.job.listener import STRANGERS, Listener
 from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
 
 TOKEN = "0123456789abcdef" * 2
@@ -34,7 +34,7 @@ class _Loop:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=4 * STRANGERS)
         self.listener.setblocking(False)
         self.welcomed: list[socket.socket] = []
-        self.door = Door(self.listener, TOKEN, self.selector, self.welcomed.append)
+        self.door = Listener(self.listener, TOKEN, self.selector, self.welcomed.append)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.listener.getsockname())

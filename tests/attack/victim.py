@@ -72,12 +72,12 @@ def exchange() -> None:
 
     import whale_ops
     from whale.config import Config
-    from whale.runtime.ranks.watch import Watch
+    from whale.runtime.ranks.watch import LauncherWatch
     from whale_ops import _native
 
     reached("start")
-    watch = Watch(Config())
-    comm = whale_ops.mpi("faults")
+    watch = LauncherWatch(Config())
+    comm = whale_ops.connect_mpi("faults")
     watch.look_after(comm)
     value = np.arange(1000.0) + RANK
     for number in range(SUMS):

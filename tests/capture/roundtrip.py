@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.captured import Captured
-from whale.capture.encode import operand_text, to_graph_def
+from whale.capture.encode import encode_graph_def, format_operand
 from whale.capture.function import capture_function
-from whale.capture.signature import take_apart
+from whale.capture.signature import flatten_arguments
 from whale.capture.v1 import GraphCapture
 from whale.ir.program import Program
 from whale.passes.normalize.folding.fold import fold
@@ -26,7 +26,7 @@ def rebuilt(captured: Captured, passes: tuple[Pass, ...] = ()) -> Callable[..., 
     program = captured.program
     for step in passes:
         program = step(program)
-    graph_def = to_graph_def(program)
+    graph_def = encode_graph_def(program)
     handles = {v.node: v.handle for v in captured.variables if v.node in program.by_name}
 
     @tf.function(autograph=False)
@@ -37,7 +37,7 @@ def rebuilt(captured: Captured, passes: tuple[Pass, ...] = ()) -> Callable[..., 
         results = tf.graph_util.import_graph_def(
             graph_def,
             input_map={f"{name}:0": value for name, value in given.items()},
-            return_elements=[f"{operand_text(r)}:0" if r.index == 0 else operand_text(r) for r in program.outputs]
+            return_elements=[f"{format_operand(r)}:0" if r.index == 0 else format_operand(r) for r in program.outputs]
             + list(program.effects),
             name="",
         )
@@ -55,7 +55,7 @@ def through_program(passes: tuple[Pass, ...] = (), seen: list[Captured] | None =
         runs: dict[Any, Any] = {}
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            arguments = take_apart(fn, args, kwargs)
+            arguments = flatten_arguments(fn, args, kwargs)
             if arguments.key not in runs:
                 captured = capture_function(fn, args, kwargs)
                 if seen is not None:
@@ -119,7 +119,7 @@ class ProgramSession:
 
 def named_variables(program: Program) -> Any:
     """The program's GraphDef with variables that keep their identity under another prefix."""
-    graph_def = to_graph_def(program)
+    graph_def = encode_graph_def(program)
     names = {v.node: v.name for v in program.variables}
     for node in graph_def.node:
         if node.name in names:

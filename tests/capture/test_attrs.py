@@ -20,9 +20,9 @@ from whale.capture.attrs import (
     decode,
     decode_tensor,
     mark_attributes,
-    marks_of,
+    read_marks,
 )
-from whale.capture.encode import encode, encode_tensor, to_node_def
+from whale.capture.encode import encode, encode_node_def, encode_tensor
 from whale.errors import ProgramError
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node
@@ -106,11 +106,11 @@ def test_internal_attributes_are_left_out() -> None:
 
 def test_attributes_that_mark_a_node_become_its_marks() -> None:
     node_def = _node_def()
-    assert marks_of(node_def.attr) is NO_MARKS
+    assert read_marks(node_def.attr) is NO_MARKS
     for mark in (BACKWARD, CHECKPOINT):
         for name, value in mark_attributes(mark).items():
             node_def.attr[name].CopyFrom(value)
-    assert marks_of(node_def.attr) == Marks(backward=True, checkpoint=True)
+    assert read_marks(node_def.attr) == Marks(backward=True, checkpoint=True)
     assert BACKWARD not in NodeAttrs(node_def)
 
 
@@ -119,7 +119,7 @@ def test_what_is_computed_again_is_marked_for_tensorflow_and_what_is_not_is_not(
     known: dict[int, Any] = {}
     for attrs in (shared, NodeAttrs(_node_def())):
         for marks in (Marks(recomputed=True), NO_MARKS, Marks(recomputed=True, blocks=2)):
-            made = to_node_def(Node("a", "MatMul", attrs=attrs, marks=marks), "a", ["x", "y"], known)
+            made = encode_node_def(Node("a", "MatMul", attrs=attrs, marks=marks), "a", ["x", "y"], known)
             assert (RECOMPUTED in made.attr) == marks.recomputed
             assert {key for key in made.attr if key.startswith("_whale")} <= {RECOMPUTED, SCOPE_ATTR}
 
@@ -127,8 +127,8 @@ def test_what_is_computed_again_is_marked_for_tensorflow_and_what_is_not_is_not(
 def test_a_node_of_the_hosts_memory_is_placed_there() -> None:
     for attrs in ({"T": DType("float32")}, NodeAttrs(_node_def())):
         node = Node("a", "MatMul", attrs=attrs)
-        assert to_node_def(node.marked(on_host=True), "a", []).device == "/device:CPU:0"
-        assert to_node_def(node, "a", []).device == ""
+        assert encode_node_def(node.marked(on_host=True), "a", []).device == "/device:CPU:0"
+        assert encode_node_def(node, "a", []).device == ""
 
 
 def test_looking_for_a_missing_attribute_changes_nothing() -> None:
@@ -150,7 +150,7 @@ def test_attributes_compare_by_content() -> None:
 
 def test_node_def_of_an_unchanged_node_keeps_attributes_and_drops_places() -> None:
     node = Node("a", "MatMul", attrs=NodeAttrs(_node_def()), outputs=(TensorType("float32", (2, 2)),))
-    made = to_node_def(node, "b", ["p", "q:1", "^r"])
+    made = encode_node_def(node, "b", ["p", "q:1", "^r"])
     assert (made.name, made.op, list(made.input), made.device) == ("b", "MatMul", ["p", "q:1", "^r"], "")
     assert made.attr["transpose_a"].b
     assert "_class" not in made.attr
@@ -159,7 +159,7 @@ def test_node_def_of_an_unchanged_node_keeps_attributes_and_drops_places() -> No
 
 def test_changed_attributes_are_encoded_by_the_type_of_the_op() -> None:
     attrs = {"T": "float32", "alpha": 1}
-    made = to_node_def(Node("a", "LeakyRelu", attrs=attrs), "a", ["x"])
+    made = encode_node_def(Node("a", "LeakyRelu", attrs=attrs), "a", ["x"])
     assert made.attr["T"].type == tf.float32.as_datatype_enum
     assert made.attr["alpha"] == attr_value_pb2.AttrValue(f=1.0)
 
@@ -170,8 +170,8 @@ def test_a_value_without_proto_form_is_refused() -> None:
 
 
 def test_const_round_trip() -> None:
-    value = Tensor.of(np.array([1, 2], np.int64))
-    made = to_node_def(Node("c", "Const", attrs={"dtype": DType("int64"), "value": value}), "c", [])
+    value = Tensor.from_numpy(np.array([1, 2], np.int64))
+    made = encode_node_def(Node("c", "Const", attrs={"dtype": DType("int64"), "value": value}), "c", [])
     assert NodeAttrs(made)["value"] == value
 
 
@@ -179,9 +179,9 @@ def test_nodes_with_equal_attributes_share_what_is_decoded_but_for_large_values(
     one, other = NodeAttrs(_node_def()), NodeAttrs(_node_def())
     assert one.shared is not None
     assert one.shared is other.shared
-    value = Tensor.of(np.arange(1000))
+    value = Tensor.from_numpy(np.arange(1000))
     attrs = {"dtype": DType("int64"), "value": value}
-    large = NodeAttrs(to_node_def(Node("c", "Const", attrs=attrs), "c", []))
+    large = NodeAttrs(encode_node_def(Node("c", "Const", attrs=attrs), "c", []))
     assert large.shared is None
     assert large["value"] == large.get("value") == value
     assert dict(large) == attrs
@@ -190,6 +190,6 @@ def test_nodes_with_equal_attributes_share_what_is_decoded_but_for_large_values(
 def test_nodes_with_the_same_attributes_are_encoded_once() -> None:
     attrs, known = {"T": DType("float32")}, dict[int, Any]()
     nodes = [Node(f"n{i}", op, attrs=attrs) for i, op in enumerate(("Relu", "Relu", "Relu6"))]
-    made = [to_node_def(node, node.name, [f"x{i}"], known) for i, node in enumerate(nodes)]
+    made = [encode_node_def(node, node.name, [f"x{i}"], known) for i, node in enumerate(nodes)]
     assert [m.op for m in made] == ["Relu", "Relu", "Relu6"]
-    assert made == [to_node_def(node, node.name, [f"x{i}"]) for i, node in enumerate(nodes)]
+    assert made == [encode_node_def(node, node.name, [f"x{i}"]) for i, node in enumerate(nodes)]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.capture.roundtrip import NORMALISED, rebuilt
 from whale.capture import function as function_module
 from whale.capture.function import capture_function
-from whale.capture.signature import take_apart
+from whale.capture.signature import flatten_arguments
 from whale.errors import CaptureError
 from whale.ir.values import TensorType
 
@@ -65,13 +65,13 @@ def test_a_signature_makes_tensors_of_what_it_covers() -> None:
     assert types == [
         TensorType("float64", (4,)), TensorType("int64", (2,)), TensorType("float32", ()), TensorType("int32", ()),
     ]  # fmt: skip
-    given = take_apart(
+    given = flatten_arguments(
         step.python_function, [np.ones(4, np.float32), {"rate": 2, "ids": [1, 2]}], {}, signature
     ).tensors
     assert _call(captured, *given).numpy().tolist() == [6.0] * 4
 
     def key(*args, **kwargs):
-        return take_apart(step.python_function, args, kwargs, signature).key
+        return flatten_arguments(step.python_function, args, kwargs, signature).key
 
     settings: dict[str, Any] = {"rate": 2.0, "ids": [1, 2]}
     assert key([1.0], settings, 1) == key([7], {"rate": 3, "ids": np.array([4, 5])}, count=5)
@@ -84,7 +84,7 @@ def test_a_signature_makes_tensors_of_what_it_covers() -> None:
         with pytest.raises(CaptureError, match="does not fit the function's input_signature"):
             raise AssertionError(what, key(*args))
     with pytest.raises(CaptureError, match="describes more arguments than there are"):
-        take_apart(lambda x: x, [[1.0]], {}, signature)
+        flatten_arguments(lambda x: x, [[1.0]], {}, signature)
 
 
 def test_captured_strings_are_constants() -> None:
@@ -246,7 +246,7 @@ def test_composite_arguments_and_results() -> None:
     def step(r):
         return r.with_values(r.values * 2)
 
-    arguments = take_apart(step, [ragged], {})
+    arguments = flatten_arguments(step, [ragged], {})
     result = _call(capture_function(step, [ragged]), *arguments.tensors)
     assert isinstance(result, tf.RaggedTensor)
     assert result.to_list() == [[2.0, 4.0], [6.0]]
@@ -259,7 +259,7 @@ def test_key_tells_calls_apart_that_need_another_trace() -> None:
     x = np.ones((2, 3), np.float32)
 
     def key(*args, **kwargs):
-        return take_apart(step, args, kwargs).key
+        return flatten_arguments(step, args, kwargs).key
 
     assert key(x) == key(tf.constant(x * 2)) == key(tf.TensorSpec([2, 3]))
     different = [

@@ -10,7 +10,7 @@ from tensorflow.python.ops import gradients_util
 
 from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.function import capture_function
-from whale.capture.gradients import gradient_scopes
+from whale.capture.gradients import scope_gradients
 from whale.capture.v1 import capture_graph
 from whale.ir.program import Node
 
@@ -98,7 +98,7 @@ def test_custom_gradients_and_functions() -> None:
 
 
 def test_graph_gradients() -> None:
-    with tf.Graph().as_default() as graph, gradient_scopes():
+    with tf.Graph().as_default() as graph, scope_gradients():
         x = tf.compat.v1.placeholder(tf.float32, [5, 3], "x")
         a = tf.compat.v1.get_variable("a", [3, 4], use_resource=True)
         b = tf.compat.v1.get_variable("b", [4, 2], use_resource=True)
@@ -108,9 +108,9 @@ def test_graph_gradients() -> None:
 
 def test_what_was_there_is_restored() -> None:
     before = backprop._gradient_function, gradients_util._MaybeCompile, record.record_operation
-    with gradient_scopes():
+    with scope_gradients():
         outer = backprop._gradient_function
-        with gradient_scopes():
+        with scope_gradients():
             assert backprop._gradient_function is not outer
         assert backprop._gradient_function is outer
     assert (backprop._gradient_function, gradients_util._MaybeCompile, record.record_operation) == before

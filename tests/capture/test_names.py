@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tests.lines import lines_of
 from whale.capture.function import capture_function
-from whale.capture.names import Names
-from whale.ir.fingerprint import fingerprint, node_digests
+from whale.capture.graph import Names
+from whale.ir.fingerprint import compute_fingerprint, list_node_digests
 from whale.ir.program import Program
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
@@ -73,8 +73,8 @@ def programs(step: Callable[..., Any]) -> list[Program]:
 @pytest.mark.parametrize("step", [embedding, loop, nested, python])
 def test_a_step_is_the_same_program_whatever_was_computed_before(step: Callable[..., Any]) -> None:
     first, second = programs(step)
-    assert node_digests(first) == node_digests(second)
-    assert fingerprint(first) == fingerprint(second)
+    assert list_node_digests(first) == list_node_digests(second)
+    assert compute_fingerprint(first) == compute_fingerprint(second)
 
 
 def test_arguments_of_bodies_are_called_as_tensorflow_calls_them() -> None:
@@ -86,7 +86,7 @@ def test_arguments_of_bodies_are_called_as_tensorflow_calls_them() -> None:
 
 def test_names_that_are_alike_are_numbered_in_constant_time() -> None:
     names = Names({"w_2"})
-    assert [names.unused("w") for _ in range(4)] == ["w", "w_1", "w_3", "w_4"]
-    assert names.unused("w_1") == "w_1_1"
-    lines = [lines_of(lambda: [names.unused("b") for _ in range(100)]) for _ in range(3)]
+    assert [names.make_unused("w") for _ in range(4)] == ["w", "w_1", "w_3", "w_4"]
+    assert names.make_unused("w_1") == "w_1_1"
+    lines = [lines_of(lambda: [names.make_unused("b") for _ in range(100)]) for _ in range(3)]
     assert lines[2] <= 1.1 * lines[1]

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from whale.capture import attrs
 from whale.capture.function import capture_function
-from whale.capture.graph import program_from_graph
+from whale.capture.graph import read_graph
 from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.inline import inline
 
@@ -52,7 +52,7 @@ def test_resnet50_is_captured_inlined_and_folded_in_few_calls_for_each_node() ->
 
     sys.setprofile(count)
     try:
-        program = program_from_graph(
+        program = read_graph(
             graph,
             name="step",
             inputs=graph.inputs,

@@ -172,7 +172,7 @@ def test_loops_take_the_sizes_that_are_fed(graph: tf.Graph) -> None:
     gradient = tf.gradients(tf.reduce_sum(state), kernel)[0]
     captured = capture_graph(graph, [state, gradient], {x: (4, 5)})
     program = fold(inline(captured.program))
-    assert program.type_of(captured.program.outputs[0]).shape == (4, 5)
+    assert program.find_type(captured.program.outputs[0]).shape == (4, 5)
     assert not _loose(program)
     assert not {n.op for body in program.functions.values() for n in body.nodes} & {"BroadcastGradientArgs", "Shape"}
     value = np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5)
@@ -194,7 +194,7 @@ def test_a_loop_whose_state_grows_stays_loose(graph: tf.Graph) -> None:
     grown = tf.while_loop(lambda s: tf.shape(s)[0] < 9, lambda s: tf.concat([s, s], 0), [x], invariant)
     (grown,) = tf.nest.flatten(grown)
     captured = capture_graph(graph, [grown], {x: (3, 2)})
-    assert captured.program.type_of(captured.program.outputs[0]).shape == (None, 2)
+    assert captured.program.find_type(captured.program.outputs[0]).shape == (None, 2)
     session = ProgramSession(graph, NORMALISED)
     assert session.run(grown, {x: np.ones((3, 2))}).shape == (12, 2)
     session.close()

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.frontends.layers.vocabulary import tensor_of
-from whale.runtime.run.context import running
+from whale.frontends.layers.vocabulary import find_tensor
+from whale.runtime.run.context import find_running
 
 OF_GIANT = frozenset({"experts", "none dropped", "table", "growing", "hot", "classes", "sampled classes"})
 BEHIND = 4  # the layer that experts follow
@@ -46,22 +46,22 @@ class Giant(tf.Module):
             self.experts.build((None, 1, width))
             for v in self.experts.trainable_variables:
                 v.assign(draw.normal(size=v.shape) * 0.4)
-                self.weights.append(tensor_of(v))
+                self.weights.append(find_tensor(v))
         if "table" in marks:
             self.tables.append(variable("table", WORDS, width))
         if "growing" in marks:
             self.bag = wh.layers.Embedding(64, width, combiner="mean", dynamic=True, dtype=dtype)
             self.bag.build()
             self.bag.embeddings.assign(draw.normal(size=self.bag.embeddings.shape) * 0.4)
-            self.tables.append(tensor_of(self.bag.embeddings))
-            self.state = [tensor_of(v) for v in self.bag.non_trainable_variables]
+            self.tables.append(find_tensor(self.bag.embeddings))
+            self.state = [find_tensor(v) for v in self.bag.non_trainable_variables]
         if "hot" in marks:
             self.bag = wh.layers.Embedding(WORDS, width, combiner="mean", hot=HOT, dtype=dtype)
             self.bag.build()
             for v in self.bag.trainable_variables:
                 v.assign(draw.normal(size=v.shape) * 0.4)
-            self.tables.append(tensor_of(self.bag.embeddings))
-            self.weights.append(tensor_of(self.bag.hot_rows))
+            self.tables.append(find_tensor(self.bag.embeddings))
+            self.weights.append(find_tensor(self.bag.hot_rows))
         if "classes" in marks:
             self.weights.append(variable("classes", width, CLASSES))
         if "sampled classes" in marks:
@@ -141,4 +141,4 @@ class Giant(tf.Module):
 
 
 def _scope(kind: Any, **more: Any) -> Any:
-    return kind(**more) if running() is not None else contextlib.nullcontext()
+    return kind(**more) if find_running() is not None else contextlib.nullcontext()

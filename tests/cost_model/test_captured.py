@@ -30,10 +30,10 @@ from cost_model.graph.machine_profile import (
 from cost_model.graph.predict import predict_ranks
 from cost_model.graph.signature import signature
 from cost_model.graph.traffic import Exchange
-from cost_model.kernels.op_work import work
+from cost_model.kernels.op_work import estimate_work
 from tests.programs import Builder, mlp, planned
 from whale.errors import ClusterError, PlanError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.program import Program
 from whale.ir.values import TensorType
 from whale.partition.spmd import partition_for_rank
@@ -213,17 +213,17 @@ def test_catalogued_devices_and_faster_links() -> None:
 def test_a_measured_operation_is_found_by_its_signature_and_scaled_otherwise() -> None:
     program = mlp(512, 256, 512, 128)
     node = program.by_name["layer1"]
-    types = [program.type_of(r) for r in node.inputs]
+    types = [program.find_type(r) for r in node.inputs]
     known = measured_machine(TABLE.merged([Operation(signature(program, node), "MatMul", 1.0, 1.0, 0.5, 77)]), 1)
-    assert known.operations[0](program, node, work(node, types)) == (0.5, 77)
-    near = measured_machine(TABLE, 1).operations[0](program, node, work(node, types))
-    assert near[0] == pytest.approx(0.02 * work(node, types).flops / 1e9)
-    mark = fingerprint(program)
+    assert known.operations[0](program, node, estimate_work(node, types)) == (0.5, 77)
+    near = measured_machine(TABLE, 1).operations[0](program, node, estimate_work(node, types))
+    assert near[0] == pytest.approx(0.02 * estimate_work(node, types).flops / 1e9)
+    mark = compute_fingerprint(program)
     # Measured whole: twice as fast as its operations alone; two copies side by side three times as slow.
     table = TABLE.merged([], [Step(mark, 0.25, 0.5), Step(mark, 1.5, 0.5, 2)])
     for ranks, factor in ((1, 0.5), (2, 3.0), (4, 3.0)):
         whole = measured_machine(table, ranks, ["another", mark])
-        assert whole.operations[0](program, node, work(node, types))[0] == pytest.approx(factor * near[0])
+        assert whole.operations[0](program, node, estimate_work(node, types))[0] == pytest.approx(factor * near[0])
 
 
 @pytest.mark.parametrize("op", ["BatchMatMulV2", "WhaleEinsum"])
@@ -234,7 +234,7 @@ def test_products_that_were_not_measured_are_priced_as_those_that_were(op: str) 
     made = b.node(op, (x, y), [TensorType("float32", (4, 64, 32))], "product", **attrs)
     program = b.build([made])
     node = program.by_name["product"]
-    does = work(node, [program.type_of(r) for r in node.inputs])
+    does = estimate_work(node, [program.find_type(r) for r in node.inputs])
     assert does.flops == 2 * 4 * 64 * 48 * 32
     assert measured_machine(TABLE, 1).operations[0](program, node, does)[0] == pytest.approx(0.02 * does.flops / 1e9)
 

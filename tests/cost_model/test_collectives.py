@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from cost_model import hardware
 from cost_model.kernels import collectives
-from cost_model.kernels.collectives import ALL_REDUCE, COLLECTIVES, Group, group, point_to_point_s
-from whale.ir.layout import Broadcast, Partial, Split, moved_bytes
+from cost_model.kernels.collectives import ALL_REDUCE, COLLECTIVES, Group, make_group, point_to_point_s
+from whale.ir.layout import Broadcast, Partial, Split, count_moved_bytes
 
-NVSWITCH, HDR = hardware.link("nvswitch2"), hardware.network("infiniband-hdr-200")
+NVSWITCH, HDR = hardware.find_link("nvswitch2"), hardware.find_network("infiniband-hdr-200")
 BYTES = st.floats(1, 1e11)
 
 
 def over(size: int, per_host: int, nics: int = 8, groups: int = 1) -> Group:
-    return group(size, per_host, NVSWITCH, HDR, nics, groups)
+    return make_group(size, per_host, NVSWITCH, HDR, nics, groups)
 
 
 @pytest.mark.parametrize("name", [*COLLECTIVES, *ALL_REDUCE])
@@ -54,7 +54,7 @@ def test_large_messages_reach_the_measured_bus_bandwidth() -> None:
     # (H100).
     assert bus_gb_per_s(over(8, 8), 4e9) == pytest.approx(232, rel=0.02)
     assert 0.8 < bus_gb_per_s(over(24, 8, nics=4), 4e9) / 96 < 1.05
-    h100 = group(8, 8, hardware.link("nvswitch3"))
+    h100 = make_group(8, 8, hardware.find_link("nvswitch3"))
     assert bus_gb_per_s(h100, 8e9) == pytest.approx(480, rel=0.02)
     # Small ones are latency: 1 MB over eight A100 takes about 60 us in the same reports.
     assert 30e-6 < collectives.all_reduce_s(over(8, 8), 1e6) < 80e-6
@@ -65,18 +65,18 @@ def test_groups_that_share_adapters_share_their_bandwidth() -> None:
     assert collectives.ring_all_reduce_s(crowded, 1e10) == pytest.approx(
         8 * collectives.ring_all_reduce_s(alone, 1e10), rel=0.01
     )
-    narrow = group(8, 1, NVSWITCH, HDR, 8, 8, oversubscription=2.0)
+    narrow = make_group(8, 1, NVSWITCH, HDR, 8, 8, oversubscription=2.0)
     assert collectives.all_gather_s(narrow, 1e10) == pytest.approx(
         2 * collectives.all_gather_s(crowded, 1e10), rel=0.01
     )
 
 
 def test_a_ring_that_leaves_from_far_devices_is_bound_by_what_adapters_read_there() -> None:
-    near, far = over(16, 2, nics=4, groups=4), group(16, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=6.1e9)
+    near, far = over(16, 2, nics=4, groups=4), make_group(16, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=6.1e9)
     assert (near.host_bytes_per_s, far.host_bytes_per_s) == (HDR.bytes_per_s, 6.1e9)
-    assert group(16, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=1e12) == near
+    assert make_group(16, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=1e12) == near
     # On one host no adapter takes part.
-    assert group(2, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=6.1e9) == over(2, 2, nics=4, groups=4)
+    assert make_group(2, 2, NVSWITCH, HDR, 4, 4, adapter_bytes_per_s=6.1e9) == over(2, 2, nics=4, groups=4)
 
 
 def test_a_message_takes_its_latency_and_its_bytes() -> None:
@@ -103,5 +103,5 @@ def test_bytes_on_the_links_are_those_of_the_table_of_reshards(ranks: int) -> No
         (collectives.all_gather_s, first, whole, size),
         (collectives.all_to_all_s, first, second, size / ranks),
     ):
-        logical = moved_bytes(source, target, size, ranks)
+        logical = count_moved_bytes(source, target, size, ranks)
         assert formula(here, ranks_tensor) == pytest.approx(logical / ranks / here.link_bytes_per_s, rel=1e-3)

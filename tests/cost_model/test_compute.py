@@ -7,15 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model import hardware
-from cost_model.kernels.compute import load_s, matmul_flops, matmul_s, rates_of, slowest_of, streaming_s, update_bytes
+from cost_model.kernels.compute import (
+    compute_slowdown,
+    find_rates,
+    load_s,
+    matmul_flops,
+    matmul_s,
+    streaming_s,
+    update_bytes,
+)
 from whale.errors import ClusterError
 
-A100 = rates_of(hardware.device("a100-sxm-80gb"), "float16")
+A100 = find_rates(hardware.find_device("a100-sxm-80gb"), "float16")
 SIZES = st.integers(1, 20_000)
 
 
 def tflops(device: str, dtype: str, m: int, n: int, k: int) -> float:
-    return matmul_flops(m, n, k) / matmul_s(rates_of(hardware.device(device), dtype), m, n, k) / 1e12
+    return matmul_flops(m, n, k) / matmul_s(find_rates(hardware.find_device(device), dtype), m, n, k) / 1e12
 
 
 @pytest.mark.parametrize(
@@ -54,19 +62,19 @@ def test_a_last_wave_of_few_tiles_wastes_time() -> None:
 
 
 def test_a_share_of_a_device_is_slower_and_small_kernels_have_a_floor() -> None:
-    half = rates_of(hardware.device("a100-sxm-80gb"), "float16", share=0.5)
+    half = find_rates(hardware.find_device("a100-sxm-80gb"), "float16", share=0.5)
     assert matmul_s(half, 8192, 8192, 8192) == pytest.approx(2 * matmul_s(A100, 8192, 8192, 8192), rel=0.1)
     assert streaming_s(A100, 0) == pytest.approx(2.5e-6)
     with pytest.raises(ClusterError, match="does not compute in float8"):
-        rates_of(hardware.device("a100-sxm-80gb"), "float8")
+        find_rates(hardware.find_device("a100-sxm-80gb"), "float8")
 
 
 def test_the_slowest_of_many() -> None:
-    assert slowest_of(1, 0.015) == 1.0
-    paces = [slowest_of(n, 0.015) for n in (2, 8, 64, 512, 4096)]
+    assert compute_slowdown(1, 0.015) == 1.0
+    paces = [compute_slowdown(n, 0.015) for n in (2, 8, 64, 512, 4096)]
     assert paces == sorted(paces)
     # Mean of the largest of eight normal values: 1.4236 standard deviations (tables of order statistics).
-    assert slowest_of(8, 1.0) - 1 == pytest.approx(1.4236, abs=0.02)
+    assert compute_slowdown(8, 1.0) - 1 == pytest.approx(1.4236, abs=0.02)
 
 
 def test_update_traffic() -> None:

@@ -21,8 +21,8 @@ from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import simulate
 from whale.errors import PlanError
-from whale.ir.schedule import live_micro_batches, schedule
-from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, even_chunks, live_chunks
+from whale.ir.schedule import count_live_micro_batches, make_schedule
+from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, count_live_chunks, divide_chunks
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
 MOE = Transformer(layers=12, hidden=1024, heads=16, sequence=512, vocabulary=30720, experts=16, top=2)
@@ -50,15 +50,15 @@ def model_on(machines: Machines, transformer: Transformer = GPT) -> TransformerM
 def test_what_a_stage_holds_at_most_is_what_its_schedule_says(name: str) -> None:
     for stages, chunks, times in itertools.product(range(1, 6), (1, 2, 3) if name == "1f1b" else (1,), range(1, 5)):
         count = stages * times if chunks > 1 else times
-        found = [live_micro_batches(order) for order in schedule(name, stages, chunks, count)]
-        assert found == [live_chunks(name, stages, chunks, count, stage) for stage in range(stages)]
+        found = [count_live_micro_batches(order) for order in make_schedule(name, stages, chunks, count)]
+        assert found == [count_live_chunks(name, stages, chunks, count, stage) for stage in range(stages)]
 
 
 def test_chunks_are_as_equal_as_they_can_be() -> None:
-    assert even_chunks(7, 2, 1) == [((0, 4),), ((4, 7),)]
-    assert even_chunks(5, 2, 2) == [((0, 2), (3, 4)), ((2, 3), (4, 5))]
+    assert divide_chunks(7, 2, 1) == [((0, 4),), ((4, 7),)]
+    assert divide_chunks(5, 2, 2) == [((0, 2), (3, 4)), ((2, 3), (4, 5))]
     with pytest.raises(PlanError, match="more stages than layers"):
-        even_chunks(3, 2, 2)
+        divide_chunks(3, 2, 2)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -119,7 +119,7 @@ def test_groups_know_who_shares_a_host() -> None:
 
 def test_the_first_stage_sends_nothing_back_and_the_last_one_nothing_on() -> None:
     machines = Machines(LAB)
-    stages = tuple(Stage(ranges, (DeviceGroup(0, 1, 4, 2),)) for ranges in even_chunks(24, 4, 1))
+    stages = tuple(Stage(ranges, (DeviceGroup(0, 1, 4, 2),)) for ranges in divide_chunks(24, 4, 1))
     strategy = ParallelStrategy(stages, 8)
     found = evaluate(model_on(machines), machines, strategy)
     first, second, _, last = found.stages
@@ -176,13 +176,13 @@ def test_sums_of_gradients_run_behind_the_passes_of_other_chunks(chunks: int, sl
     machines = Machines(hosts("{type: a100, count: 8}", count=8))
     software = msgspec.structs.replace(SOFTWARE, hides_data_parallel=True, gradient_bytes=slow)
     model = TransformerModel(GPT, software, machines)
-    stages = tuple(Stage(ranges, (DeviceGroup(0, 8, 4, 2),)) for ranges in even_chunks(GPT.layers, 2, chunks))
+    stages = tuple(Stage(ranges, (DeviceGroup(0, 8, 4, 2),)) for ranges in divide_chunks(GPT.layers, 2, chunks))
     strategy = ParallelStrategy(stages, 16)
     found = evaluate(model, machines, strategy)
     unhidden = TransformerModel(GPT, msgspec.structs.replace(software, hides_data_parallel=False), machines)
     whole = evaluate(unhidden, machines, strategy)
     _, timeline = played(strategy, found)
-    passes = itertools.chain(*schedule("1f1b", 2, chunks, 16))
+    passes = itertools.chain(*make_schedule("1f1b", 2, chunks, 16))
     stage_ends: list[dict[int, float]] = [{}, {}]
     for number, (chunk, _, backward) in enumerate(passes):
         if backward:  # the last one of a chunk comes last

@@ -37,43 +37,48 @@ def entries(table):
 
 def test_every_figure_has_a_source() -> None:
     missing = []
-    for table in (hardware.devices(), hardware.links(), hardware.networks(), hardware.efficiencies()):
+    for table in (
+        hardware.load_devices(),
+        hardware.load_links(),
+        hardware.load_networks(),
+        hardware.load_efficiencies(),
+    ):
         for entry in entries(table):
             given = {name for name in entry.__struct_fields__ if getattr(entry, name) not in (None, 1.0)}
             figures = given - {"name", "kind", "aliases", "sources", "efficiency", "topology"}
-            missing += [f"{entry.name}.{name}" for name in sorted(figures) if not entry.source(name)]
+            missing += [f"{entry.name}.{name}" for name in sorted(figures) if not entry.find_source(name)]
             unused = {key for keys in entry.sources for key in keys.split(",")} - set(entry.__struct_fields__)
             missing += [f"{entry.name}: a source of {key}, which it does not have" for key in unused]
     assert missing == []
 
 
 def test_devices_and_what_they_refer_to_exist() -> None:
-    assert {hardware.device(name).kind for name in ASKED_FOR.split()} == {"gpu"}
-    assert any(entry.kind == "cpu" for entry in entries(hardware.devices()))
-    for entry in entries(hardware.devices()):
-        assert entry.efficiency in hardware.efficiencies()
-        assert hardware.link(entry.host_link).topology == "host"
-        assert entry.link is None or hardware.link(entry.link).topology != "host"
+    assert {hardware.find_device(name).kind for name in ASKED_FOR.split()} == {"gpu"}
+    assert any(entry.kind == "cpu" for entry in entries(hardware.load_devices()))
+    for entry in entries(hardware.load_devices()):
+        assert entry.efficiency in hardware.load_efficiencies()
+        assert hardware.find_link(entry.host_link).topology == "host"
+        assert entry.link is None or hardware.find_link(entry.link).topology != "host"
         # Narrower numbers are never slower.
         peaks = [entry.peak_tflops[t] for t in ("float64", "float32", "float16", "float8") if t in entry.peak_tflops]
         assert peaks == sorted(peaks)
     for name, rate in NETWORK_RATES.items():
-        assert hardware.network(name).gb_per_s == rate
+        assert hardware.find_network(name).gb_per_s == rate
 
 
 def test_names_are_forgiving_and_errors_name_the_nearest() -> None:
-    assert hardware.device("A100_80GB") is hardware.device("a100")
+    assert hardware.find_device("A100_80GB") is hardware.find_device("a100")
     with pytest.raises(ClusterError, match="no such device\n  given: a100-sxm-90gb\n  expected: a100-sxm-80gb"):
-        hardware.device("a100-sxm-90gb")
+        hardware.find_device("a100-sxm-90gb")
     with pytest.raises(ClusterError, match="v100-sxm2-32gb does not compute in bfloat16"):
-        hardware.device("v100").peak_flops_per_s("bfloat16")
+        hardware.find_device("v100").peak_flops_per_s("bfloat16")
 
 
 def test_a_cluster_file_round_trips() -> None:
     read = cluster_file.parse(GOOD)
     assert cluster_file.parse(cluster_file.to_yaml(read)) == read
     assert read.device_count == 2 * 8 + 4 + 1
-    name, entry, nics = read.path(read.hosts[0], read.hosts[1])
+    name, entry, nics = read.find_path(read.hosts[0], read.hosts[1])
     assert (name, entry.type, nics) == ("fabric", "infiniband-hdr-200", 1)
     assert read.hosts[0].devices[0].intra_link().name == "nvswitch2"
     assert read.hosts[1].devices[1].intra_link().name == "pcie3-x16"
@@ -106,7 +111,7 @@ def test_mistakes_name_line_and_key(old: str, new: str, where: str, what: str) -
 
 
 def test_the_published_schema_is_the_one_that_is_checked() -> None:
-    assert json.loads(cluster_file.SCHEMA.read_text()) == cluster_file.schema()
+    assert json.loads(cluster_file.SCHEMA.read_text()) == cluster_file.make_schema()
 
 
 def test_importing_loads_nothing_heavy() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.kernels.interval import ONE_HOST, OWN_RUNS, PART, SEVERAL_HOSTS, calibrated
+from cost_model.kernels.interval import ONE_HOST, OWN_RUNS, PART, SEVERAL_HOSTS, calibrate
 from cost_model.validation.cases import DATA, published_cluster, read
 from cost_model.validation.report import results
 from whale.errors import ProgramError
@@ -28,13 +28,13 @@ def test_nine_of_ten_published_steps_lie_in_the_interval() -> None:
             held += factors[0] - 5e-4 <= ratio <= factors[1] + 5e-4
         assert len(cases) < 10 or held / len(cases) >= 0.85, name  # of each table alone
     for factors, found in ratios.items():
-        assert calibrated(found) == pytest.approx(factors, abs=5e-4)
+        assert calibrate(found) == pytest.approx(factors, abs=5e-4)
         assert sum(factors[0] - 5e-4 <= ratio <= factors[1] + 5e-4 for ratio in found) / len(found) >= PART
 
 
 def test_own_runs_have_an_interval_of_their_own() -> None:
     rows = re.findall(r"^\w+ +\S.*? {2,}([\d.]+) +([\d.]+) +[+-]", (DOCS / "predictions.md").read_text(), re.M)
-    assert calibrated([float(measured) / float(predicted) for predicted, measured in rows]) == pytest.approx(
+    assert calibrate([float(measured) / float(predicted) for predicted, measured in rows]) == pytest.approx(
         OWN_RUNS, abs=5e-4
     )
 

@@ -13,12 +13,12 @@ import tensorflow as tf
 from cost_model.graph.machine import measured_machine
 from cost_model.graph.predict import Ran, predict_ranks
 from cost_model.graph.unroll_loops import unrolled
-from cost_model.kernels.loop_counts import executions
-from cost_model.kernels.op_work import program_work
+from cost_model.kernels.loop_counts import count_executions
+from cost_model.kernels.op_work import iterate_work
 from tests.cost_model.test_captured import TABLE
 from whale.capture.function import capture_function
 from whale.errors import PlanError
-from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.program import Node, Program, Ref, make_const
 from whale.ir.values import Func, TensorType
 from whale.partition.spmd import partition_for_rank
 from whale.passes.pass_manager import make_plan, normalise
@@ -35,7 +35,7 @@ def captured(step: Callable[..., tf.Tensor], *shape: int) -> Program:
 
 def products(program: Program) -> tuple[int, float]:
     """(how many, FLOPs) of the matrix products that run."""
-    flops = [w.flops for n, w in program_work(program) if "MatMul" in n.op]
+    flops = [w.flops for n, w in iterate_work(program) if "MatMul" in n.op]
     return len(flops), sum(flops)
 
 
@@ -67,10 +67,10 @@ def test_a_recurrent_step_does_what_its_unrolled_twin_does() -> None:
     assert any(n.op in ("While", "StatelessWhile") for n in loop.nodes)
     # Of each turn two products forward; backward two for the weights and one for the state.
     assert products(loop) == products(chain) == (5 * TURNS, 5 * TURNS * 2 * ROWS * WIDTH * WIDTH)
-    counts = [Counter(n.op for n, _ in program_work(p)) for p in (loop, chain)]
+    counts = [Counter(n.op for n, _ in iterate_work(p)) for p in (loop, chain)]
     assert counts[0]["Tanh"] == counts[1]["Tanh"] == TURNS and counts[0]["TanhGrad"] == counts[1]["TanhGrad"] == TURNS
     moved = [
-        sum(w.moved_bytes for n, w in program_work(p) if "MatMul" in n.op or "Tanh" in n.op) for p in (loop, chain)
+        sum(w.moved_bytes for n, w in iterate_work(p) if "MatMul" in n.op or "Tanh" in n.op) for p in (loop, chain)
     ]
     assert moved[0] == moved[1]
 
@@ -192,7 +192,7 @@ def test_a_plan_counts_what_loops_do_as_often_as_they_do_it() -> None:
 
 def test_a_function_that_many_call_is_gone_through_once_and_counted_for_each() -> None:
     def calls(name: str, of: str, times: int) -> Program:
-        start = const_node("start", np.zeros(()))
+        start = make_const("start", np.zeros(()))
         nodes = [start]
         for i in range(times):
             nodes.append(
@@ -204,5 +204,5 @@ def test_a_function_that_many_call_is_gone_through_once_and_counted_for_each() -
     functions = {f"f{i}": calls(f"f{i}", f"f{i + 1}", times) for i in range(depth)}
     functions[f"f{depth}"] = calls(f"f{depth}", "", 0)
     main = calls("main", "f0", times)
-    found = executions(Program(main.name, main.nodes, (), (), main.outputs, (), functions))
+    found = count_executions(Program(main.name, main.nodes, (), (), main.outputs, (), functions))
     assert found == Counter({f"f{i}": times ** (i + 1) for i in range(depth + 1)})

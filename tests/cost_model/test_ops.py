@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.kernels.op_work import Work, covered, program_work, work
+from cost_model.kernels.op_work import Work, estimate_work, is_covered, iterate_work
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func, TensorType
 
@@ -26,7 +26,7 @@ def test_every_type_that_programs_contain_has_a_formula() -> None:
     with INVENTORY.open(newline="") as file:
         types = [row["op"] for row in csv.DictReader(file)]
     assert len(types) > 150
-    assert [op for op in types if not covered(op)] == []
+    assert [op for op in types if not is_covered(op)] == []
 
 
 HANDLE = TensorType("resource", ())
@@ -107,14 +107,14 @@ HANDLE = TensorType("resource", ())
     ids=lambda value: value.op if isinstance(value, Node) else "",
 )
 def test_hand_counts(what: Node, inputs: list[TensorType], expected: Work) -> None:
-    assert work(what, inputs) == expected
+    assert estimate_work(what, inputs) == expected
 
 
 def test_a_recurrent_kernel_multiplies_every_weight_with_every_row_of_every_step() -> None:
     weights = 4 * (16 + 32) * 32
     inputs = [f32(7, 5, 16), f32(1, 5, 32), f32(1, 5, 32), f32(weights)]
-    assert work(node("CudnnRNNV3", f32(7, 5, 32)), inputs).flops == 2 * weights * 7 * 5
-    assert work(node("CudnnRNNBackpropV3", f32(7, 5, 16)), inputs).flops == 4 * weights * 7 * 5
+    assert estimate_work(node("CudnnRNNV3", f32(7, 5, 32)), inputs).flops == 2 * weights * 7 * 5
+    assert estimate_work(node("CudnnRNNBackpropV3", f32(7, 5, 16)), inputs).flops == 4 * weights * 7 * 5
 
 
 def test_bodies_are_counted_where_they_are_called_and_as_often_as_they_run() -> None:
@@ -126,5 +126,5 @@ def test_bodies_are_counted_where_they_are_called_and_as_often_as_they_run() -> 
     )
     call = Node("call", "PartitionedCall", (Ref("loop"),), outputs=(f32(4, 4),), attrs={"f": Func("body")})
     program = Program("p", (x, loop, call), inputs=("x",), outputs=(Ref("call"),), functions={"body": body})
-    flops = [one.flops for _, one in program_work(program, trips=10)]
+    flops = [one.flops for _, one in iterate_work(program, trips=10)]
     assert sum(flops) == (10 + 1) * 2 * 4**3

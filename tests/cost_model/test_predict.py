@@ -62,7 +62,7 @@ def test_rings_without_a_common_adapter_leave_hosts_from_far_devices() -> None:
     """Two of eight devices are beside an adapter: all eight in a ring, or neighbours, or one of a host, are near."""
     text = "name: lab\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
     text += "- {name: a, count: 16, devices: [{type: a100, count: 8}], networks: {f: {nics: 4, far_gb_per_s: 6.1}}}"
-    machines, adapter = Machines(cluster_file.parse(text)), catalogue.network("infiniband-hdr-200").bytes_per_s
+    machines, adapter = Machines(cluster_file.parse(text)), catalogue.find_network("infiniband-hdr-200").bytes_per_s
 
     def shared_by_groups(plan: Degrees, groups: int) -> float:
         return machines.data_group(((0, plan.tensor, plan.data),)).host_bytes_per_s * groups / 4
@@ -77,11 +77,15 @@ def test_rings_without_a_common_adapter_leave_hosts_from_far_devices() -> None:
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_twice_the_bandwidth_is_never_slower(plan: Degrees, monkeypatch: pytest.MonkeyPatch) -> None:
     before = on(plan).step_s
-    fast = {name: msgspec.structs.replace(link, gb_per_s=2 * link.gb_per_s) for name, link in catalogue.links().items()}
-    wide = {name: msgspec.structs.replace(net, gb_per_s=2 * net.gb_per_s) for name, net in catalogue.networks().items()}
-    monkeypatch.setattr(catalogue, "links", lambda: fast)
+    fast = {
+        name: msgspec.structs.replace(link, gb_per_s=2 * link.gb_per_s) for name, link in catalogue.load_links().items()
+    }
+    wide = {
+        name: msgspec.structs.replace(net, gb_per_s=2 * net.gb_per_s) for name, net in catalogue.load_networks().items()
+    }
+    monkeypatch.setattr(catalogue, "load_links", lambda: fast)
     with_links = on(plan).step_s
-    monkeypatch.setattr(catalogue, "networks", lambda: wide)
+    monkeypatch.setattr(catalogue, "load_networks", lambda: wide)
     assert on(plan).step_s <= with_links <= before
     if plan.ranks > 1:
         assert on(plan).step_s < before

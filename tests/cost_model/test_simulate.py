@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from cost_model.simulator import Tasks, memory_curve, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
-from whale.ir.schedule import bubble_fraction, live_micro_batches, schedule
+from whale.ir.schedule import compute_bubble_fraction, count_live_micro_batches, make_schedule
 
 
 def play(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Tasks, float]:
     """The pipeline with forward passes of 1 s, backward passes of 2 s and free sends."""
-    orders = schedule(name, stages, chunks, micro_batches)
+    orders = make_schedule(name, stages, chunks, micro_batches)
     number = {}
     for stage, order in enumerate(orders):
         for chunk, micro_batch, backward in order:
@@ -37,20 +37,20 @@ def test_the_bubble_is_that_of_the_formula(name: str, stages: int, chunks: int, 
     micro_batches = stages * groups
     tasks, total_s = play(name, stages, chunks, micro_batches)
     busy_s = 3.0 * chunks * micro_batches
-    assert total_s == pytest.approx(busy_s * (1 + bubble_fraction(stages, chunks, micro_batches)))
+    assert total_s == pytest.approx(busy_s * (1 + compute_bubble_fraction(stages, chunks, micro_batches)))
     for stage in range(stages):
         curve = memory_curve(tasks, simulate(tasks), [stage])
         assert curve[-1][1] == 0 and all(level >= 0 for _, level in curve)
-        order = schedule(name, stages, chunks, micro_batches)[stage]
+        order = make_schedule(name, stages, chunks, micro_batches)[stage]
         assert sorted(order) == sorted(set(order)) and len(order) == 2 * chunks * micro_batches
-        assert max(level for _, level in curve) == live_micro_batches(order)
+        assert max(level for _, level in curve) == count_live_micro_batches(order)
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), min_size=1, max_size=7), st.integers(1, 9))
 def test_ends_of_one_f_one_b_are_those_of_its_tasks(times: list[tuple[float, float]], micro_batches: int) -> None:
     stages = len(times)
     ahead, back = [[f] for f, _ in times], [[b] for _, b in times]
-    tasks = pipeline_tasks(schedule("1f1b", stages, 1, micro_batches), ahead, back, [[0.0]] * stages)
+    tasks = pipeline_tasks(make_schedule("1f1b", stages, 1, micro_batches), ahead, back, [[0.0]] * stages)
     timeline = simulate(tasks)
     ends = [max(e for e, on in zip(timeline.end_s, tasks.resource) if on == s) for s in range(stages)]
     assert one_f_one_b_ends_s([f for f, _ in times], [b for _, b in times], micro_batches) == ends

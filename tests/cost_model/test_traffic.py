@@ -9,7 +9,7 @@ import pytest
 
 from cost_model.graph.executor_graph import Graph, graph_of
 from tests.programs import mlp, planned
-from whale.ir.exchanged_bytes import collective_bytes, rank_bytes
+from whale.ir.exchanged_bytes import count_collective_bytes, count_rank_bytes
 from whale.ir.layout import Partial
 from whale.ir.ops import COLLECTIVES, EXCHANGES
 from whale.ir.plan import Plan
@@ -17,7 +17,7 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.partition.spmd import partition_for_rank
 from whale.passes.resharding.wire_dtype import reshard_bytes
-from whale.runtime.measure.without_exchanges import apart
+from whale.runtime.measure.profile import remove_exchanges
 
 
 def carried(program: Program, plan: Plan, backend: str = "whale", wire_dtype: str = "") -> Plan:
@@ -27,7 +27,7 @@ def carried(program: Program, plan: Plan, backend: str = "whale", wire_dtype: st
         if not isinstance(r.source, Partial):
             return r
         r = replace(r, backend=backend, wire_dtype=wire_dtype)
-        return replace(r, bytes=reshard_bytes(r, program.type_of(r.ref), plan.size))
+        return replace(r, bytes=reshard_bytes(r, program.find_type(r.ref), plan.size))
 
     return replace(plan, reshards=tuple(map(of, plan.reshards)))
 
@@ -70,7 +70,7 @@ def test_a_rank_alone_exchanges_nothing(backend: str) -> None:
     program = mlp(dtype="float32")
     plan = carried(program, planned(program, 4, 4), backend)
     rank = partition_for_rank(program, plan, 0, "comm", "a step")
-    assert EXCHANGES & {n.op for n in rank.nodes} and not EXCHANGES & {n.op for n in apart(rank).nodes}
+    assert EXCHANGES & {n.op for n in rank.nodes} and not EXCHANGES & {n.op for n in remove_exchanges(rank).nodes}
 
 
 def _gathered(place: int) -> tuple[Node, list[TensorType]]:
@@ -103,19 +103,19 @@ MADE: dict[str, Callable[[int], tuple[Node, list[TensorType]]]] = {
 
 @pytest.mark.parametrize("op", MADE)
 def test_parts_add_up(op: str) -> None:
-    parts = [rank_bytes(*MADE[op](place), place, 3) for place in range(3)]
+    parts = [count_rank_bytes(*MADE[op](place), place, 3) for place in range(3)]
     whole = 42 if op == "WhaleAllReduce" else 84
-    assert op in COLLECTIVES and sum(parts) == collective_bytes(op, whole, 3)
+    assert op in COLLECTIVES and sum(parts) == count_collective_bytes(op, whole, 3)
 
 
 def test_what_stays_is_not_sent() -> None:
     exchanged = Node("x", "WhaleAllToAll", (), (), {"split_sizes": (5, 0, 2)}, ())
-    assert [rank_bytes(exchanged, [TensorType("int8", (7, 4))], i, 3) for i in range(3)] == [8, 28, 20]
+    assert [count_rank_bytes(exchanged, [TensorType("int8", (7, 4))], i, 3) for i in range(3)] == [8, 28, 20]
     nothing = Node("x", "WhaleAllToAll", (), (), {"split_sizes": (0, 0)}, ())
-    assert rank_bytes(nothing, [TensorType("int8", (0, 4))], 0, 2) == 0
+    assert count_rank_bytes(nothing, [TensorType("int8", (0, 4))], 0, 2) == 0
 
 
 def test_messages_count_where_they_are_sent() -> None:
     t = TensorType("float32", (7, 3))
-    assert rank_bytes(Node("x", "WhaleSend"), [TensorType("resource", ()), t], 0, 2) == 84
-    assert rank_bytes(Node("x", "WhaleRecv", outputs=(t,)), [TensorType("resource", ())], 0, 2) == 0
+    assert count_rank_bytes(Node("x", "WhaleSend"), [TensorType("resource", ()), t], 0, 2) == 84
+    assert count_rank_bytes(Node("x", "WhaleRecv", outputs=(t,)), [TensorType("resource", ())], 0, 2) == 0

@@ -16,7 +16,7 @@ from tests.oracle.execute import execute, save
 from tests.oracle.stages import in_turns
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
-from whale.ir.mesh import tiles_of
+from whale.ir.mesh import find_tiles
 from whale.runtime.run.start import check_replicas
 
 name, dtype, optimizer, shares, folder, scope = sys.argv[1:]
@@ -40,7 +40,7 @@ plan = program.plan(program.batches(1)[0])
 share = plan.split_flops_fraction
 assert share >= 0.9 or plan.stage_groups, f"only {share:.1%} of the FLOPs are split"
 assert plan.logical_bytes > 0, "the plan moves no bytes"
-assert bool(tiles_of(plan)) == (scope in ("split", "zero")), tiles_of(plan)
+assert bool(find_tiles(plan)) == (scope in ("split", "zero")), find_tiles(plan)
 assert bool(plan.stage_groups) == (scope == "stage"), plan.stage_groups
 print(f"rank {wh.rank()} of {wh.size()} is done")
 wh.shutdown()

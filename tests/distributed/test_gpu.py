@@ -96,7 +96,7 @@ def test_what_gpus_exchange_is_what_one_device_computes(
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which(build.compiler_command()[0]) is None:
+    if shutil.which(build.find_compiler_command()[0]) is None:
         pytest.skip("no C++ compiler: the device is not compiled here")
     return build_host_device(tmp_path_factory.mktemp("device"))
 

@@ -11,8 +11,8 @@ import contextlib, sys
 import numpy as np
 import tensorflow as tf
 import whale as wh
-from whale.runtime.variables.deferred import deferred_of
-from whale_ops.memory import memory
+from whale.runtime.variables.deferred import find_deferred
+from whale_ops.memory import read_memory
 
 WIDTH = 256
 ONE = 8 * WIDTH * WIDTH  # bytes of a kernel
@@ -67,10 +67,10 @@ expected = values(alone)
 
 wh.init()
 rank = wh.rank()
-before = memory().live_bytes
+before = read_memory().live_bytes
 net = Net(wh.stage)
-assert all(deferred_of(v) is not None for v in (*net.kernels, *net.slots))
-assert memory().live_bytes - before == 2 * ONE  # what was created under no scope, before any
+assert all(find_deferred(v) is not None for v in (*net.kernels, *net.slots))
+assert read_memory().live_bytes - before == 2 * ONE  # what was created under no scope, before any
 step = wh.function(net.step)
 assert len(step.plan(x).stage_groups) == 2
 
@@ -79,12 +79,12 @@ def holds_its_own():
         assert [elements(v) for v in mine] == [WIDTH * WIDTH * (s == rank) for s in range(2)]
 
 holds_its_own()
-assert memory().live_bytes - before == 4 * ONE
+assert read_memory().live_bytes - before == 4 * ONE
 assert wh.memory_report().variables["parameters"] == 3 * ONE
 found = [step(x).numpy() for _ in range(2)]
 holds_its_own()
 assert [elements(v) for v in net.free] == [WIDTH * WIDTH * (s == rank) for s in range(2)]
-assert memory().live_bytes - before == 3 * ONE
+assert read_memory().live_bytes - before == 3 * ONE
 """
 
 TRAINED = (

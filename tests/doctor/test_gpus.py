@@ -51,17 +51,17 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
     assert found["MPI and GPUs"].text.endswith("MPI gets the host's memory only")
     assert found["NCCL"].status in ("ok", "warning")
     assert found["GPUs' kernels"].status == "warning" and "pip install" in (found["GPUs' kernels"].action or "")
-    assert gpus.peers(driver(library, monkeypatch, 80, 80)).text == "all read each other's memory"
+    assert gpus.check_peers(driver(library, monkeypatch, 80, 80)).text == "all read each other's memory"
 
     device_library.PATH.write_bytes(b"of some day")
-    assert gpus.library(driver(library, monkeypatch, 80)).text == "libwhale_cuda.so is of other sources"
-    device_library.PATH.write_bytes(build.core_digest().encode())
-    damaged = gpus.library(driver(library, monkeypatch, 80))
+    assert gpus.check_library(driver(library, monkeypatch, 80)).text == "libwhale_cuda.so is of other sources"
+    device_library.PATH.write_bytes(build.compute_core_digest().encode())
+    damaged = gpus.check_library(driver(library, monkeypatch, 80))
     assert (
         damaged.status == "problem" and "could not be loaded" in damaged.text and "nvidia-smi" in (damaged.action or "")
     )
     monkeypatch.setattr(device_code, "find_nvrtcs", lambda: iter([device_code.Nvrtc("x", (13, 0), (80,))]))
-    assert gpus.kernels(driver(library, monkeypatch, 80)).text == "NVRTC 13.0 (x)"
+    assert gpus.check_kernels(driver(library, monkeypatch, 80)).text == "NVRTC 13.0 (x)"
 
 
 def test_without_gpus_there_is_one_line(library: str, monkeypatch: pytest.MonkeyPatch) -> None:

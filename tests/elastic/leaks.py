@@ -19,7 +19,7 @@ from pathlib import Path
 
 import whale as wh
 from tests.elastic.script import CONFIGURED, Net, data
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 
 GROWS_BYTES = 192 << 10  # TensorFlow keeps something of the functions that it has compiled and forgotten
 
@@ -43,7 +43,7 @@ def main() -> int:
         found = []
         for _ in range(asked.rounds):
             net.step(*batch)
-            running().watch._hear({"rank": None, "joined": [], "goes_on": True})
+            find_running().watch._hear({"rank": None, "joined": [], "goes_on": True})
             net.step(*batch)
             found.append(held())
     wrong = 0

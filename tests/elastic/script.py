@@ -28,7 +28,7 @@ import whale as wh
 from whale.runtime.compile import compile
 from whale.runtime.elastic import balance, generations, membership
 from whale.runtime.run import elastic
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 from whale.started import joins
 
 BATCH, BATCHES, EPOCHS, WIDTH, LARGE = 24, 6, 2, 12, 60_000
@@ -61,11 +61,11 @@ class Faults:
         elif kind == "plan":
             setattr(compile, "agreed_plan", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind == "meet":
-            setattr(elastic.Elastic, "_said", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+            setattr(elastic.Elastic, "_hear_statements", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind in _AGREED:
             agree_and_die(_AGREED[kind])
-        elif kind == "copy" and (step == 0 or running().elastic._generations is not None) and step < LAST:
-            setattr(generations.Generations, "_copied", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+        elif kind == "copy" and (step == 0 or find_running().elastic._generations is not None) and step < LAST:
+            setattr(generations.Generations, "_exchange_copies", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind is not None:
             os.kill(os.getpid(), _SIGNALS.get(kind, signal.SIGKILL))  # where nothing is copied, as by "kill"
 
@@ -93,18 +93,18 @@ def parent(pid: int) -> int:
 
 def grow() -> None:
     """The list of hosts has room for one more rank; returns when it has come, before it is taken in."""
-    path, watch = os.environ["ELASTIC_HOSTS"], running().watch
+    path, watch = os.environ["ELASTIC_HOSTS"], find_running().watch
     with open(path) as file:
         first, *others = file.read().split()
     name, slots = first.split(":")
-    known = watch.changes(0, 0.0)
+    known = watch.list_changes(0, 0.0)
     before = sum(change.joined is not None for change in known)
     with open(path, "w") as file:
         file.write("\n".join([f"{name}:{int(slots) + 1}", *others, ""]))
     until_s = time.monotonic() + 200.0
     while sum(change.joined is not None for change in known) <= before:  # others may be gone meanwhile
         assert time.monotonic() < until_s, "nobody has come"
-        known = watch.changes(len(known), 1.0)
+        known = watch.list_changes(len(known), 1.0)
 
 
 def agree_and_die(kinds: set[int]) -> None:
@@ -121,12 +121,12 @@ def agree_and_die(kinds: set[int]) -> None:
 
 def slow_down() -> None:
     """From now on this rank needs 10 ms more for each of its rows, or 100 ms for those of its stage."""
-    take = balance.Watched.take
+    take = balance.WatchedSteps.take
 
     def slower(watched, run):
         return take(watched, lambda: (time.sleep(0.01 * watched.rows[wh.rank()] if watched.rows else 0.1), run())[1])
 
-    setattr(balance.Watched, "take", slower)  # noqa: B010  # mypy: a method cannot be assigned to
+    setattr(balance.WatchedSteps, "take", slower)  # noqa: B010  # mypy: a method cannot be assigned to
 
 
 def data() -> tf.data.Dataset:

@@ -8,42 +8,42 @@ import pytest
 import tensorflow as tf
 
 from whale.errors import ConfigError, PlanError, ProgramError
-from whale.frontends.epl.batch_scaling import Growth, growth
+from whale.frontends.epl.batch_scaling import BatchScaling, find_scaling
 from whale.frontends.epl.config import Config
-from whale.frontends.epl.files import slice_files
-from whale.frontends.epl.layout import Annotated, layout_of
-from whale.runtime.run.graph_semantics import Batches
+from whale.frontends.epl.layout import AnnotatedGraph, make_layout
+from whale.frontends.epl.start import slice_files
+from whale.runtime.run.graph_semantics import BatchReaders
 
 pytestmark = pytest.mark.core
-ONE = Annotated("replicate", 1)
+ONE = AnnotatedGraph("replicate", 1)
 
 
 def test_one_replicate_is_data_parallel_and_adds_up_over_runs() -> None:
-    found = layout_of([ONE], 4, False, 3)
-    assert found.batches == Batches((0, 1, 2, 3)) and found.replicas == 4 and found.accumulated == 3
+    found = make_layout([ONE], 4, False, 3)
+    assert found.batches == BatchReaders((0, 1, 2, 3)) and found.replicas == 4 and found.accumulated == 3
     assert found.paths == {0: ""}
 
 
 def test_a_replica_of_several_devices_shares_a_batch() -> None:
-    found = layout_of([Annotated("replicate", 2)], 4, False, 1)
-    assert found.batches == Batches((0, 2), whole=True) and found.replicas == 2
+    found = make_layout([AnnotatedGraph("replicate", 2)], 4, False, 1)
+    assert found.batches == BatchReaders((0, 2), whole=True) and found.replicas == 2
 
 
 def test_several_replicates_are_stages_of_replicas() -> None:
-    found = layout_of([ONE, ONE], 4, False, 3)
-    assert found.batches == Batches((0, 2), 3, whole=True) and found.accumulated == 1
+    found = make_layout([ONE, ONE], 4, False, 3)
+    assert found.batches == BatchReaders((0, 2), 3, whole=True) and found.accumulated == 1
     assert found.paths == {k: f"pipeline_0(micro_batches=3)/stage_{k}" for k in range(2)}
-    unequal = layout_of([ONE, Annotated("split", 3)], 8, False, 1)
+    unequal = make_layout([ONE, AnnotatedGraph("split", 3)], 8, False, 1)
     assert unequal.paths == {0: "stage_0(ranks=0+4)", 1: "stage_1(ranks=1+2+3+5+6+7)/split_1"}
-    assert layout_of([ONE, ONE], 1, False, 2).batches == Batches((0,), 2, whole=True)
+    assert make_layout([ONE, ONE], 1, False, 2).batches == BatchReaders((0,), 2, whole=True)
 
 
 def test_colocated_task_graphs_are_on_all_ranks() -> None:
-    whole, rows = Annotated("split", 4), Annotated("replicate", 4)
-    found = layout_of([rows, whole], 4, True, 1)
-    assert found.batches == Batches((0,), whole=True) and found.paths == {0: "", 1: "split_1"}
-    found = layout_of([ONE, whole], 4, True, 2)
-    assert found.batches == Batches((0, 1, 2, 3), 2, whole=True) and found.replicas == 4
+    whole, rows = AnnotatedGraph("split", 4), AnnotatedGraph("replicate", 4)
+    found = make_layout([rows, whole], 4, True, 1)
+    assert found.batches == BatchReaders((0,), whole=True) and found.paths == {0: "", 1: "split_1"}
+    found = make_layout([ONE, whole], 4, True, 2)
+    assert found.batches == BatchReaders((0, 1, 2, 3), 2, whole=True) and found.replicas == 4
     assert found.paths[1] == "pipeline_0(micro_batches=2)/split_1"
 
 
@@ -51,13 +51,13 @@ def test_colocated_task_graphs_are_on_all_ranks() -> None:
     ("graphs", "size", "said"),
     [
         ([ONE, ONE], 3, "one replica takes 1 + 1"),
-        ([Annotated("replicate", 3)], 4, "one replica takes 3"),
-        ([ONE, ONE, Annotated("split", None)], 4, "give the split a device_count"),
+        ([AnnotatedGraph("replicate", 3)], 4, "one replica takes 3"),
+        ([ONE, ONE, AnnotatedGraph("split", None)], 4, "give the split a device_count"),
     ],
 )
-def test_ranks_that_cannot_be_divided_are_refused(graphs: list[Annotated], size: int, said: str) -> None:
+def test_ranks_that_cannot_be_divided_are_refused(graphs: list[AnnotatedGraph], size: int, said: str) -> None:
     with pytest.raises(PlanError) as error:
-        layout_of(graphs, size, False, 1)
+        make_layout(graphs, size, False, 1)
     assert said in str(error.value)
 
 
@@ -74,8 +74,8 @@ def test_settings_come_from_code_before_the_environment(monkeypatch: pytest.Monk
     config = Config({"communication.max_splits": 15, "pipeline.strategy": "PreferForward", "zero.level": "V1"})
     assert (config.communication.max_splits, config.communication.fp16) == (15, True)
     assert config.communication.gradients_reduce_method == "sum"
-    assert config.as_whale()["pipeline.schedule"] == "gpipe" and config.as_whale()["memory.zero"] == 2
-    assert config.as_whale()["communication.wire_dtype"] == "float16"
+    assert config.to_whale()["pipeline.schedule"] == "gpipe" and config.to_whale()["memory.zero"] == 2
+    assert config.to_whale()["communication.wire_dtype"] == "float16"
     config.pipeline.num_micro_batch = 4
     assert config.pipeline.num_micro_batch == 4
 
@@ -101,15 +101,19 @@ def test_how_values_grow_with_rows() -> None:
         w = v1.get_variable("w", [6, 4], use_resource=True)
         logits = x @ w
         right = tf.cast(tf.equal(tf.argmax(logits, 1), y), tf.float32)
-        assert growth(logits) == Growth(rows=True)
-        assert growth(v1.losses.sparse_softmax_cross_entropy(y, logits)) == Growth()
-        assert growth(tf.reduce_sum(right)) == Growth(power=1)
-        assert growth(tf.reduce_mean(right)) == growth(v1.metrics.accuracy(y, tf.argmax(logits, 1))[1]) == Growth()
-        assert growth(tf.reduce_sum(logits) / tf.cast(tf.shape(x)[0], tf.float32)) == Growth()
-        assert growth(tf.reduce_mean(logits) + tf.nn.l2_loss(w)) == Growth()
-        assert growth(tf.matmul(x, logits, transpose_a=True)) == Growth(power=1)
-        assert growth(tf.reduce_sum(logits) + tf.nn.l2_loss(w)) is None
-        assert growth(tf.exp(tf.reduce_sum(logits))) is None
+        assert find_scaling(logits) == BatchScaling(rows=True)
+        assert find_scaling(v1.losses.sparse_softmax_cross_entropy(y, logits)) == BatchScaling()
+        assert find_scaling(tf.reduce_sum(right)) == BatchScaling(power=1)
+        assert (
+            find_scaling(tf.reduce_mean(right))
+            == find_scaling(v1.metrics.accuracy(y, tf.argmax(logits, 1))[1])
+            == BatchScaling()
+        )
+        assert find_scaling(tf.reduce_sum(logits) / tf.cast(tf.shape(x)[0], tf.float32)) == BatchScaling()
+        assert find_scaling(tf.reduce_mean(logits) + tf.nn.l2_loss(w)) == BatchScaling()
+        assert find_scaling(tf.matmul(x, logits, transpose_a=True)) == BatchScaling(power=1)
+        assert find_scaling(tf.reduce_sum(logits) + tf.nn.l2_loss(w)) is None
+        assert find_scaling(tf.exp(tf.reduce_sum(logits))) is None
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,11 @@ class Exchange:
     def __init__(self) -> None:
         import whale_ops
         from whale.config import Config
-        from whale.runtime.ranks.watch import Watch
+        from whale.runtime.ranks.watch import LauncherWatch
 
         config = Config()
-        watch = Watch(config)
-        self._comm = whale_ops.mpi("faults", share_memory=config["communication.shared_memory"] != "none")
+        watch = LauncherWatch(config)
+        self._comm = whale_ops.connect_mpi("faults", share_memory=config["communication.shared_memory"] != "none")
         watch.look_after(self._comm)
         self.rank = self._comm.rank
 

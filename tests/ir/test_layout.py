@@ -15,12 +15,12 @@ from whale.ir.layout import (
     Partial,
     Placement,
     Split,
-    even_sizes,
-    identity_value,
+    count_moved_bytes,
+    divide_evenly,
+    divide_proportionally,
+    find_identity,
     local_shape,
-    moved_bytes,
     parse_placement,
-    proportional_sizes,
     split,
 )
 
@@ -49,7 +49,7 @@ def test_texts() -> None:
 
 @given(st.integers(0, 50), st.integers(1, 8))
 def test_even_sizes(size: int, parts: int) -> None:
-    sizes = even_sizes(size, parts)
+    sizes = divide_evenly(size, parts)
     assert sum(sizes) == size and len(sizes) == parts
     assert max(sizes) - min(sizes) <= 1 and sorted(sizes, reverse=True) == list(sizes)
 
@@ -58,10 +58,10 @@ def test_a_dimension_of_several_runs() -> None:
     """Two batches behind each other: a coordinate holds its part of both."""
     s = split(1, (3, 0, 2), 2)
     assert str(s) == "S(1)[3,0,2]*2" and s.extent == 10
-    assert [s.local(i) for i in range(3)] == [6, 0, 4]
-    assert [s.indices(i).tolist() for i in range(3)] == [[0, 1, 2, 5, 6, 7], [], [3, 4, 8, 9]]
+    assert [s.local_size(i) for i in range(3)] == [6, 0, 4]
+    assert [s.list_indices(i).tolist() for i in range(3)] == [[0, 1, 2, 5, 6, 7], [], [3, 4, 8, 9]]
     assert local_shape((2, 10), s, 2) == (2, 4)
-    assert s != split(1, (3, 0, 2)) and split(1, (3, 2)).indices(1).tolist() == [3, 4]
+    assert s != split(1, (3, 0, 2)) and split(1, (3, 2)).list_indices(1).tolist() == [3, 4]
 
 
 def test_equal_splits_are_one_object_and_know_their_offsets() -> None:
@@ -94,14 +94,14 @@ def test_the_identity_changes_nothing(op: str, dtype: str) -> None:
         values = np.array([-np.inf, np.finfo(dtype).min, -1.0, 0.0, 2.5, np.inf], dtype)
     else:
         values = np.array([np.iinfo(dtype).min, 0, 3, np.iinfo(dtype).max], dtype)
-    identity = np.array(identity_value(op, dtype), dtype)
+    identity = np.array(find_identity(op, dtype), dtype)
     np.testing.assert_array_equal(combine(values, identity), values)
     np.testing.assert_array_equal(combine(identity, values), values)
 
 
 def test_an_unknown_reduction_has_no_identity() -> None:
     with pytest.raises(ValueError, match="no identity for reduction 'mean'; known: sum, max, min, prod"):
-        identity_value("mean", "float32")
+        find_identity("mean", "float32")
 
 
 # -- the bytes that changes of layout move
@@ -158,9 +158,11 @@ def test_moves_without_partial_sums_cost_what_ranks_lack(move) -> None:
         and isinstance(target, Split)
         and source.dim == target.dim
     ):
-        assert moved_bytes(source, target, tensor_bytes, parts) == (parts - 1) * tensor_bytes, "by way of the whole"
+        assert count_moved_bytes(source, target, tensor_bytes, parts) == (parts - 1) * tensor_bytes, (
+            "by way of the whole"
+        )
         return
-    assert moved_bytes(source, target, tensor_bytes, parts) == _lacking(source, target, shape, parts)
+    assert count_moved_bytes(source, target, tensor_bytes, parts) == _lacking(source, target, shape, parts)
 
 
 def _table(parts: int, tensor_bytes: int) -> dict[tuple[Placement, Placement], int]:
@@ -182,36 +184,36 @@ def _table(parts: int, tensor_bytes: int) -> dict[tuple[Placement, Placement], i
 def test_the_table(parts: int) -> None:
     tensor_bytes = ITEM_BYTES * (6 * parts) ** 2
     for (source, target), expected in _table(parts, tensor_bytes).items():
-        assert moved_bytes(source, target, tensor_bytes, parts) == expected, f"{source} -> {target}"
+        assert count_moved_bytes(source, target, tensor_bytes, parts) == expected, f"{source} -> {target}"
 
 
 def test_large_tensors_are_counted_exactly() -> None:
     tensor_bytes = 8 * 3 * (2**53 + 1)
-    assert moved_bytes(FIRST, split(0, (1, 1, 1)), tensor_bytes, 3) == 2 * tensor_bytes // 3
+    assert count_moved_bytes(FIRST, split(0, (1, 1, 1)), tensor_bytes, 3) == 2 * tensor_bytes // 3
 
 
 def test_an_empty_tensor_moves_nothing() -> None:
     for source in (B, FIRST, P_SUM, split(0, (0, 0)), split(1, (2, 1))):
         for target in (B, FIRST, split(0, (0, 0)), split(1, (1, 2))):
-            assert moved_bytes(source, target, 0, 2) == 0
+            assert count_moved_bytes(source, target, 0, 2) == 0
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
 def test_proportional_sizes(size: int, weights: list[int]) -> None:
-    sizes = proportional_sizes(size, tuple(weights))
+    sizes = divide_proportionally(size, tuple(weights))
     assert sum(sizes) == size
     assert all(n == 0 for n, w in zip(sizes, weights) if w == 0)
-    assert all(a <= b for a, b in zip(sizes, proportional_sizes(size + 1, tuple(weights))))
-    assert proportional_sizes(3 * sum(weights), tuple(weights)) == tuple(3 * w for w in weights)
-    assert proportional_sizes(size, (4,) * len(weights)) == even_sizes(size, len(weights))
+    assert all(a <= b for a, b in zip(sizes, divide_proportionally(size + 1, tuple(weights))))
+    assert divide_proportionally(3 * sum(weights), tuple(weights)) == tuple(3 * w for w in weights)
+    assert divide_proportionally(size, (4,) * len(weights)) == divide_evenly(size, len(weights))
 
 
 def test_a_part_is_rounded_and_not_cut_off() -> None:
     """Sainte-Laguë's 7 of 53, 24 and 23; d'Hondt's method would give 4, 2 and 1."""
-    assert proportional_sizes(7, (53, 24, 23)) == (3, 2, 2)
+    assert divide_proportionally(7, (53, 24, 23)) == (3, 2, 2)
 
 
 def test_with_a_halo_a_coordinate_holds_what_is_there_of_its_neighbours() -> None:
     s = split(0, (3, 0, 3, 2), 1, (1, 2))
-    assert [s.span(i) for i in range(4)] == [(0, 5), (3, 3), (2, 8), (5, 8)]
-    assert [s.local(i) for i in range(4)] == [5, 0, 6, 3]
+    assert [s.find_span(i) for i in range(4)] == [(0, 5), (3, 3), (2, 8), (5, 8)]
+    assert [s.local_size(i) for i in range(4)] == [5, 0, 6, 3]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.programs import mlp
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.marks import NO_MARKS, Marks
-from whale.ir.program import Node, Program, Ref, without
+from whale.ir.program import Node, Program, Ref, remove_work
 from whale.ir.text import format_node, parse_node
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +20,8 @@ NODE = Node("n", "Identity", (Ref("x"),))
 def test_a_mark_is_added_to_those_that_are_there() -> None:
     node = NODE.marked(blocks=4).marked(recomputed=True)
     assert node.marks == Marks(blocks=4, recomputed=True)
-    assert node.marks.given() == {"recomputed": True, "blocks": 4}
-    assert NODE.marks is NO_MARKS and NO_MARKS.given() == {}
+    assert node.marks.list_given() == {"recomputed": True, "blocks": 4}
+    assert NODE.marks is NO_MARKS and NO_MARKS.list_given() == {}
     with pytest.raises(TypeError):
         NODE.marked(unknown=True)
 
@@ -35,21 +35,21 @@ def test_marks_are_written_beside_attributes() -> None:
 
 
 def with_last(program: Program, node: Node) -> Program:
-    return program.with_nodes((*program.nodes[:-1], node))
+    return program.replace_nodes((*program.nodes[:-1], node))
 
 
 def test_ranks_whose_nodes_have_other_marks_run_other_programs() -> None:
     program, last = mlp(), mlp().nodes[-1]
     marked = [with_last(program, last.marked(**marks)) for marks in ({"backward": True}, {"blocks": 2}, {"blocks": 3})]
-    assert len({fingerprint(one) for one in (program, *marked)}) == 4
+    assert len({compute_fingerprint(one) for one in (program, *marked)}) == 4
     # As if it had none; not the object that nodes share which have none.
-    assert fingerprint(with_last(program, replace(last, marks=Marks()))) == fingerprint(program)
+    assert compute_fingerprint(with_last(program, replace(last, marks=Marks()))) == compute_fingerprint(program)
 
 
 def test_what_does_nothing_any_more_has_no_marks() -> None:
     program = with_last(mlp(), mlp().nodes[-1].marked(backward=True))
     name = program.nodes[-1].name
-    assert without(program, {name}).by_name[name].marks is NO_MARKS
+    assert remove_work(program, {name}).by_name[name].marks is NO_MARKS
 
 
 def test_no_pass_keeps_notes_in_attributes() -> None:

@@ -89,7 +89,7 @@ def registered() -> dict[str, object]:
     assert tf.raw_ops is not None  # all modules of ops are loaded
     found = op_def_pb2.OpList()
     found.ParseFromString(pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList()))
-    whale_ops.ops()
+    whale_ops.load_ops()
     mine = {name: op_def_registry.get(name) for names in TRAITS.values() for name in names if name.startswith("Whale")}
     return {**{op.name: op for op in found.op}, **{name: op for name, op in mine.items() if op is not None}}
 

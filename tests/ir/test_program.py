@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from tests.programs import Builder, body, mlp
 from whale.errors import PlanError, ProgramError
 from whale.ir.ops import IDENTITIES
-from whale.ir.program import Node, Ref, function_refs, prune, topological
-from whale.ir.values import Func, Tensor, TensorType, item_bytes, numpy_dtype, static_shape
+from whale.ir.program import Node, Ref, iterate_function_refs, prune, sort_nodes
+from whale.ir.values import Func, Tensor, TensorType, count_item_bytes, find_numpy_dtype, require_static_shape
 
 
 def test_lookups() -> None:
     program = mlp()
-    assert program.type_of(Ref("layer1")) == TensorType("float64", (8, 6))
+    assert program.find_type(Ref("layer1")) == TensorType("float64", (8, 6))
     assert [(n.name, i) for n, i in program.consumers[Ref("relu")]] == [("layer2", 0), ("d_w2", 0)]
     assert program.variable_of["w2"].name == "w2:0"
-    assert program.by_name["d_w1"].refs() == (Ref("d_w1"),)
+    assert program.by_name["d_w1"].list_refs() == (Ref("d_w1"),)
 
 
 @pytest.mark.parametrize("op", sorted(IDENTITIES))
@@ -42,7 +42,7 @@ def test_a_constant_is_seen_through_identities(op: str) -> None:
 def test_sorting_puts_operands_and_controls_first(order: list[int]) -> None:
     """Node i reads i // 2 and waits for i // 3."""
     nodes = {i: Node(f"n{i}", "Op", (Ref(f"n{i // 2}"),) if i else (), (f"n{i // 3}",) if i else ()) for i in range(12)}
-    result = topological({f"n{i}": nodes[i] for i in order})
+    result = sort_nodes({f"n{i}": nodes[i] for i in order})
     position = {n.name: k for k, n in enumerate(result)}
     assert len(position) == 12
     assert all(
@@ -55,16 +55,16 @@ def test_sorting_puts_operands_and_controls_first(order: list[int]) -> None:
 
 def test_a_sorted_graph_keeps_its_order() -> None:
     program = mlp()
-    assert topological(program.by_name) == program.nodes
+    assert sort_nodes(program.by_name) == program.nodes
 
 
 def test_all_processes_sort_alike() -> None:
     """Ranks hash strings differently, and have to arrive at the same order."""
     script = (
-        "from whale.ir.program import Node, Ref, topological\n"
+        "from whale.ir.program import Node, Ref, sort_nodes\n"
         "nodes = [Node(f'n{i}', 'Op', tuple(Ref(f'm{i * k % 9}') for k in range(5)), ('m3', 'm7')) for i in range(9)]\n"
         "nodes += [Node(f'm{i}', 'Op') for i in range(9)]\n"
-        "print([n.name for n in topological({n.name: n for n in nodes})])\n"
+        "print([n.name for n in sort_nodes({n.name: n for n in nodes})])\n"
     )
     orders = {
         subprocess.run(
@@ -82,17 +82,17 @@ def test_all_processes_sort_alike() -> None:
 
 def test_a_cycle_is_refused() -> None:
     with pytest.raises(PlanError, match="operations would wait for each other"):
-        topological({"a": Node("a", "Op", (Ref("b"),)), "b": Node("b", "Op", (), ("a",))})
+        sort_nodes({"a": Node("a", "Op", (Ref("b"),)), "b": Node("b", "Op", (), ("a",))})
 
 
 def test_pruning_keeps_what_outputs_and_effects_need() -> None:
     program = mlp()
     kept = prune(program)
     assert kept == program  # everything serves the loss or an update
-    loss_only = prune(program.with_nodes(program.nodes, effects=()))
+    loss_only = prune(program.replace_nodes(program.nodes, effects=()))
     names = set(loss_only.by_name)
     assert "loss" in names and "y" in names and "d_w1" not in names and "sgd_w1" not in names
-    one_update = prune(program.with_nodes(program.nodes, outputs=(), effects=("sgd_b2",)))
+    one_update = prune(program.replace_nodes(program.nodes, outputs=(), effects=("sgd_b2",)))
     assert {v.node for v in one_update.variables} == {"w1", "b1", "w2", "b2"}  # all are read by the forward pass
     assert "sgd_w1" not in one_update.by_name and "loss" not in one_update.by_name
     assert one_update.inputs == ("x", "y")
@@ -118,16 +118,16 @@ def test_pruning_keeps_controls_and_called_functions() -> None:
 
 def test_functions_that_a_node_names() -> None:
     node = Node("n", "Case", attrs={"branches": (Func("a"), Func("b")), "f": Func("c"), "N": 2, "names": ("x",)})
-    assert [(k, f.name) for k, f in function_refs(node)] == [("branches", "a"), ("branches", "b"), ("f", "c")]
+    assert [(k, f.name) for k, f in iterate_function_refs(node)] == [("branches", "a"), ("branches", "b"), ("f", "c")]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int64", "bool", "complex64", "uint16"])
 def test_tensors_give_their_elements_back(dtype: str) -> None:
-    array = np.arange(6).reshape(2, 3).astype(numpy_dtype(dtype))
-    t = Tensor.of(array)
+    array = np.arange(6).reshape(2, 3).astype(find_numpy_dtype(dtype))
+    t = Tensor.from_numpy(array)
     assert t.dtype == dtype and t.shape == (2, 3)
     np.testing.assert_array_equal(t.numpy(), array)
-    assert item_bytes(dtype) == array.itemsize
+    assert count_item_bytes(dtype) == array.itemsize
 
 
 def test_types_count_elements_and_bytes() -> None:
@@ -139,12 +139,12 @@ def test_types_count_elements_and_bytes() -> None:
 
 
 def test_static_shape() -> None:
-    assert static_shape(TensorType("float32", (2, 0, 3))) == (2, 0, 3)
-    assert static_shape(TensorType("float32", ())) == ()
+    assert require_static_shape(TensorType("float32", (2, 0, 3))) == (2, 0, 3)
+    assert require_static_shape(TensorType("float32", ())) == ()
 
 
 @pytest.mark.parametrize("shape", [None, (2, None)])
 def test_a_shape_that_is_not_static_is_refused(shape) -> None:
     with pytest.raises(ProgramError, match="unknown") as info:
-        static_shape(TensorType("float32", shape))
+        require_static_shape(TensorType("float32", shape))
     assert info.value.facts["given"] == str(TensorType("float32", shape))

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from whale.errors import PlanError
 from whale.ir.schedule import (
-    Kind,
+    PhaseKind,
     Schedule,
-    bubble_s,
-    credits,
-    dependencies,
+    compute_bubble_s,
+    count_credits,
+    count_live_micro_batches,
     format_schedule,
-    live_micro_batches,
+    iterate_dependencies,
+    make_schedule,
     parse_schedule,
     play,
-    schedule,
 )
 
 GOLDEN = {
@@ -35,38 +35,38 @@ some = st.one_of(
 
 @pytest.mark.parametrize("of", GOLDEN, ids=lambda of: "-".join(map(str, of)))
 def test_as_text(of: tuple[str, int, int, int]) -> None:
-    assert format_schedule(schedule(*of)) == GOLDEN[of]
+    assert format_schedule(make_schedule(*of)) == GOLDEN[of]
 
 
 @given(some)
 @settings(deadline=None)
 def test_every_phase_once_and_in_an_order_that_ends(of: tuple[str, int, int, int]) -> None:
     name, stages, chunks, micro_batches = of
-    rows = schedule(*of)
+    rows = make_schedule(*of)
     kinds = 3 if name == "zb-h1" else 2
     assert len(rows) == stages
     for row in rows:
-        wanted = {(c, m, Kind(k)) for c in range(chunks) for m in range(micro_batches) for k in range(kinds)}
+        wanted = {(c, m, PhaseKind(k)) for c in range(chunks) for m in range(micro_batches) for k in range(kinds)}
         assert set(row) == wanted and len(row) == len(wanted)
     end = play(rows)  # raises where phases wait for each other
-    assert all(end[earlier] < end[later] for earlier, later in dependencies(rows))
+    assert all(end[earlier] < end[later] for earlier, later in iterate_dependencies(rows))
     assert parse_schedule(format_schedule(rows)) == rows
 
 
 @given(some, st.lists(st.floats(0.01, 10.0), min_size=3, max_size=3))
 @settings(deadline=None)
 def test_with_its_credits_it_ends_whatever_the_passes_take(of: tuple[str, int, int, int], s: list[float]) -> None:
-    rows = schedule(*of)
-    granted = credits(rows)
+    rows = make_schedule(*of)
+    granted = count_credits(rows)
     play(rows, *s, credits=granted)
     # As in the run that they are counted in nobody waits longer than without limits.
     assert play(rows, credits=granted) == play(rows)
 
 
 def test_without_room_on_an_edge_nothing_ends() -> None:
-    rows = schedule("1f1b", 3, 1, 4)
+    rows = make_schedule("1f1b", 3, 1, 4)
     with pytest.raises(PlanError, match="wait for each other"):
-        play(rows, credits=dict.fromkeys(credits(rows), 0))
+        play(rows, credits=dict.fromkeys(count_credits(rows), 0))
 
 
 @given(some)
@@ -77,35 +77,37 @@ def test_the_bubble_is_that_of_the_formula(of: tuple[str, int, int, int]) -> Non
         return  # the formula is of a pipeline that is full
     forward_s, backward_s, weights_s = 1.0, 2.0, 1.0
     split = name == "zb-h1"
-    end = play(schedule(*of), forward_s, backward_s - weights_s if split else backward_s, weights_s)
-    bubble = bubble_s(name, stages, chunks, chunks * forward_s, chunks * backward_s, weights_s if split else 0.0)
+    end = play(make_schedule(*of), forward_s, backward_s - weights_s if split else backward_s, weights_s)
+    bubble = compute_bubble_s(
+        name, stages, chunks, chunks * forward_s, chunks * backward_s, weights_s if split else 0.0
+    )
     busy_s = chunks * micro_batches * (forward_s + backward_s)
     assert max(end.values()) == pytest.approx(busy_s + bubble)
 
 
 def test_live_micro_batches() -> None:
     def live(rows: Schedule) -> list[int]:
-        return list(map(live_micro_batches, rows))
+        return list(map(count_live_micro_batches, rows))
 
-    assert live(schedule("1f1b", 4, 1, 8)) == [4, 3, 2, 1]
-    assert live(schedule("gpipe", 4, 1, 8)) == [8] * 4
-    assert live(schedule("zb-h1", 4, 1, 8)) == [4] * 4  # the memory of 1F1B's first stage
+    assert live(make_schedule("1f1b", 4, 1, 8)) == [4, 3, 2, 1]
+    assert live(make_schedule("gpipe", 4, 1, 8)) == [8] * 4
+    assert live(make_schedule("zb-h1", 4, 1, 8)) == [4] * 4  # the memory of 1F1B's first stage
     # Narayanan et al., SC 2021, section 2.2: interleaving holds (p - 1) / (p v) more.
-    assert live_micro_batches(schedule("1f1b", 4, 2, 8)[0]) == 11
+    assert count_live_micro_batches(make_schedule("1f1b", 4, 2, 8)[0]) == 11
 
 
 def test_zero_bubble_is_shorter_than_one_f_one_b() -> None:
     for stages in (2, 3, 4, 8):
-        shorter = max(play(schedule("zb-h1", stages, 1, 2 * stages), 1.0, 1.0, 1.0).values())
-        assert shorter < max(play(schedule("1f1b", stages, 1, 2 * stages), 1.0, 2.0).values())
+        shorter = max(play(make_schedule("zb-h1", stages, 1, 2 * stages), 1.0, 1.0, 1.0).values())
+        assert shorter < max(play(make_schedule("1f1b", stages, 1, 2 * stages), 1.0, 2.0).values())
 
 
 def test_schedules_that_cannot_be() -> None:
     with pytest.raises(PlanError, match="GPipe has one chunk"):
-        schedule("gpipe", 4, 2, 8)
+        make_schedule("gpipe", 4, 2, 8)
     with pytest.raises(PlanError, match="no such schedule"):
-        schedule("fifo", 4, 1, 8)
+        make_schedule("fifo", 4, 1, 8)
     with pytest.raises(PlanError, match="one of each"):
-        schedule("1f1b", 0, 1, 8)
+        make_schedule("1f1b", 0, 1, 8)
     with pytest.raises(ValueError, match="not a phase: 'X0'"):
         parse_schedule("0  X0")

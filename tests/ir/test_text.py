@@ -12,7 +12,7 @@ from tests.ir.strategies import nodes, programs
 from tests.programs import body, mlp
 from whale.ir.layout import B, Strategy, split
 from whale.ir.plan import BatchInput, Plan
-from whale.ir.plan_text import format_plan, human_bytes, human_flops
+from whale.ir.plan_text import format_bytes, format_flops, format_plan
 from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.text import (
@@ -70,9 +70,10 @@ def test_node_names_that_are_words_of_the_form(name: str) -> None:
         (True, "True"), (1, "1"), (1.0, "float(1.0)"), (float("-inf"), "float(-inf)"), (-0.0, "float(-0.0)"),
         ("a\"b", '"a\\"b"'), (b"\xff", "bytes(/w==)"), (DType("half"), "dtype(half)"), (Shape(None), "shape([*])"),
         (Shape((2, None)), "shape([2,?])"), (Shape(()), "shape([])"), ((1, (True,)), "[1, [True]]"), ((), "[]"),
-        (Func("f", {"N": 2}), "func(f {N=2})"), (Tensor.of(np.array([1, 2], np.int32)), "tensor(int32[2] [1, 2])"),
-        (Tensor.of(np.array(["ab"])), 'tensor(string[1] ["YWI="])'),
-        (Tensor.of(np.array(np.nan, np.float32)), "tensor(float32[] base64 AADAfw==)"),
+        (Func("f", {"N": 2}), "func(f {N=2})"),
+        (Tensor.from_numpy(np.array([1, 2], np.int32)), "tensor(int32[2] [1, 2])"),
+        (Tensor.from_numpy(np.array(["ab"])), 'tensor(string[1] ["YWI="])'),
+        (Tensor.from_numpy(np.array(np.nan, np.float32)), "tensor(float32[] base64 AADAfw==)"),
     ],
 )  # fmt: skip
 def test_texts_of_values(value: object, text: str) -> None:
@@ -113,7 +114,7 @@ def test_what_cannot_be_read_is_named(text: str, message: str) -> None:
 def test_programs_with_functions_and_variables() -> None:
     inner, (a,) = body("double", (2,))
     program = mlp()
-    program = program.with_nodes(program.nodes, functions={"double": inner.build([inner.op("AddV2", a, a)])})
+    program = program.replace_nodes(program.nodes, functions={"double": inner.build([inner.op("AddV2", a, a)])})
     text = format_program(program)
     assert parse_program(text) == program
     assert 'variable w1 "w1:0" float64[4,6]' in text and "function double double" in text
@@ -124,14 +125,14 @@ def test_programs_with_functions_and_variables() -> None:
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5.0 TiB")]
 )
 def test_bytes_for_people(count: int, text: str) -> None:
-    assert human_bytes(count) == text
+    assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 FLOP"), (1728, "1.73 kFLOP"), (2.5e9, "2.50 GFLOP"), (4e15, "4000.00 TFLOP")]
 )
 def test_flops_for_people(count: float, text: str) -> None:
-    assert human_flops(count) == text
+    assert format_flops(count) == text
 
 
 def test_what_runs_once_is_counted_as_that() -> None:

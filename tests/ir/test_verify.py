@@ -34,7 +34,7 @@ def step() -> Program:
     e.const("gradient", np.zeros((8, 2), np.float32))
     summed = e.all_reduce("sum", [Ref("gradient")], [t], Reshard("", Ref("gradient"), Partial("sum"), B, "k", 0), "k")
     e.add("update", "AssignSubVariableOp", (w, summed), {"dtype": DType("float32")}, (), stateful=True)
-    return program.with_nodes(tuple(e.nodes.values()), effects=("update",))
+    return program.replace_nodes(tuple(e.nodes.values()), effects=("update",))
 
 
 def one_more(name: str) -> Program:
@@ -44,7 +44,7 @@ def one_more(name: str) -> Program:
 
 def changed(name: str, **changes: object) -> Callable[[Program], Program]:
     """What makes a program with other fields of one node."""
-    return lambda p: p.with_nodes(tuple(replace(n, **changes) if n.name == name else n for n in p.nodes))
+    return lambda p: p.replace_nodes(tuple(replace(n, **changes) if n.name == name else n for n in p.nodes))
 
 
 def attribute(name: str, **attrs: object) -> Callable[[Program], Program]:
@@ -55,7 +55,7 @@ def second_sum(program: Program) -> Program:
     again = replace(program.by_name["sum"], name="sum_again")
     update = replace(program.by_name["update"], inputs=(Ref("w"), Ref("sum_again")))
     nodes = [n for n in program.nodes if n.name != "update"]
-    return program.with_nodes((*nodes, again, update))
+    return program.replace_nodes((*nodes, again, update))
 
 
 def cyclic(program: Program) -> Program:
@@ -69,7 +69,7 @@ def of_body(change: Callable[[Program], Program]) -> Callable[[Program], Program
 
 BROKEN: dict[str, tuple[Callable[[Program], Program], str, str]] = {
     "duplicate name": (
-        lambda p: p.with_nodes((*p.nodes, p.by_name["small"])),
+        lambda p: p.replace_nodes((*p.nodes, p.by_name["small"])),
         "small (Tanh)",
         "a second node of this name",
     ),
@@ -86,7 +86,7 @@ BROKEN: dict[str, tuple[Callable[[Program], Program], str, str]] = {
     ),
     "cyclic order": (cyclic, "product (MatMul)", "waits for small, in a cycle: "),
     "wrong order": (
-        lambda p: p.with_nodes(tuple(reversed(p.nodes))),
+        lambda p: p.replace_nodes(tuple(reversed(p.nodes))),
         "update (AssignSubVariableOp)",
         "reads w:0, which comes later",
     ),
@@ -129,7 +129,7 @@ BROKEN: dict[str, tuple[Callable[[Program], Program], str, str]] = {
         "then takes float32[4,1]",
     ),
     "an error inside a function": (
-        of_body(lambda p: p.with_nodes(tuple(changed(p.nodes[-1].name, inputs=(Ref("b"), Ref("a")))(p).nodes))),
+        of_body(lambda p: p.replace_nodes(tuple(changed(p.nodes[-1].name, inputs=(Ref("b"), Ref("a")))(p).nodes))),
         "then/AddV2_2 (AddV2)",
         "reads b:0, which is no node",
     ),

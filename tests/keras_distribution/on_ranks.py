@@ -97,7 +97,7 @@ def main() -> None:
         parts = getattr(v._value, "_whale_parts", None)
         wanted = asked[v.path]
         if wanted is not None:
-            found = None if parts is None else list(parts.of_rank(rank).shape)
+            found = None if parts is None else list(parts.find_rank_part(rank).shape)
             lie[v.path] = {"wanted": list(wanted.axes), "found": found, "shape": list(v.shape)}
     values = {f"weight {i}": w for i, w in enumerate(made.get_weights())}
     values |= {f"history {k}": np.array(v) for k, v in history.history.items()}

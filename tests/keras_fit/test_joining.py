@@ -11,7 +11,15 @@ import pytest
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.keras.elastic_fit import _OTHER, Fit, _changes, _found, _kept, _refuse_shared, _refuse_unknown
+from whale.frontends.keras.elastic_fit import (
+    _OTHER,
+    FitCall,
+    _find_changes,
+    _keep_value,
+    _refuse_shared,
+    _refuse_unknown,
+    _restore_value,
+)
 from whale.runtime.ranks.msgpack_values import pack, unpack
 
 pytestmark = pytest.mark.core
@@ -26,13 +34,13 @@ def test_callbacks_are_told_by_what_has_changed_and_is_plain() -> None:
     stops.on_train_begin()
 
     def kept() -> dict[str, object]:
-        found = {name: _kept(value) for name, value in vars(stops).items() if name != "_model"}
+        found = {name: _keep_value(value) for name, value in vars(stops).items() if name != "_model"}
         return {name: value for name, value in found.items() if value is not _OTHER}
 
     before = kept()
     stops.on_epoch_end(0, {"val_loss": 2.0})
-    told = unpack(pack(_changes(before, kept())))
-    assert {name: _found(value) for name, value in told.items()} == {
+    told = unpack(pack(_find_changes(before, kept())))
+    assert {name: _restore_value(value) for name, value in told.items()} == {
         "best": 2.0,
         "monitor_op": keras.ops.less,
         "min_delta": -0.5,
@@ -41,11 +49,11 @@ def test_callbacks_are_told_by_what_has_changed_and_is_plain() -> None:
 
 def test_what_is_kept_stays_as_it_was() -> None:
     small, numbers = np.zeros(3), [1, {"a": (2, 3)}]
-    kept = _kept([small, numbers])
+    kept = _keep_value([small, numbers])
     small += 1
     numbers.append(4)
     assert np.array_equal(kept[0], np.zeros(3)) and kept[1] == [1, {"a": (2, 3)}]
-    assert _kept([1, object()]) is _OTHER and _kept(lambda: 1) is _OTHER
+    assert _keep_value([1, object()]) is _OTHER and _keep_value(lambda: 1) is _OTHER
 
 
 def test_a_generator_of_batches_cannot_be_taken_up() -> None:
@@ -76,7 +84,7 @@ def test_nobody_takes_up_a_fit_whose_callbacks_read_what_is_shuffled_each_time()
     elastic: Any = Elastic()
     model: Any = SimpleNamespace(_initial_epoch=0, history=SimpleNamespace())
     iterator = SimpleNamespace(elements=SimpleNamespace(place=(0, 0)))
-    fit = Fit(context, elastic, model, {"x": data.shuffle(9, seed=1).batch(3)})
+    fit = FitCall(context, elastic, model, {"x": data.shuffle(9, seed=1).batch(3)})
     fit.read_beside(data.shuffle(9, seed=1, reshuffle_each_iteration=False).batch(3), context)
     fit.read_beside(np.zeros(3), context)
     fit.commit(iterator)

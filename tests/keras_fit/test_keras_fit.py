@@ -91,10 +91,10 @@ model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 model.fit(x, y, verbose=0)
 import whale as wh
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 wh.init()
 model.fit(x, y, verbose=2)
-assert running().programs == 1
+assert find_running().programs == 1
 model.train_function = wh.function(model.train_function)  # it is spread already
 model.fit(wh.shard(__import__("tensorflow").data.Dataset.from_tensor_slices((x, y)).batch(8)), verbose=0)
 model.summary()

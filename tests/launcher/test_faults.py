@@ -14,20 +14,20 @@ import pytest
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
 from whale.launcher import worker_io
 from whale.launcher.job import ranks
-from whale.launcher.protocol import Raised
+from whale.launcher.protocol import RaisedReport
 
 # What wh.init does about communication.
 CONNECT = """
 import os, sys, time
 import numpy as np, whale_ops
 from whale.config import Config
-from whale.runtime.ranks.watch import Watch
+from whale.runtime.ranks.watch import LauncherWatch
 from whale_ops import _native
 
 def connect():
     global watch
-    watch = Watch(Config())
-    comm = whale_ops.mpi("test")
+    watch = LauncherWatch(Config())
+    comm = whale_ops.connect_mpi("test")
     watch.look_after(comm)
     return comm
 
@@ -102,12 +102,12 @@ def test_a_worker_that_waits_for_a_processor_is_not_silent(monkeypatch: pytest.M
     """Its script's parent is this test's process, whose state is what /proc says of it."""
     link = ranks.RankLink(None, rank=0, host=socket.gethostname(), pid=os.getpid(), freeze_s=3.5)  # type: ignore[arg-type]
     states = {os.getppid(): "R"}
-    monkeypatch.setattr(ranks, "_state", states.__getitem__)
-    assert link.frozen(link.heard_s + 100, 2.0) is None
+    monkeypatch.setattr(ranks, "_read_state", states.__getitem__)
+    assert link.find_freeze(link.heard_s + 100, 2.0) is None
     states[os.getppid()] = "S"
-    assert link.frozen(link.heard_s + 3.4, 2.0) is None
-    assert link.frozen(link.heard_s + 3.6, 2.0) is None  # a beat may be on the way
-    found = link.frozen(link.heard_s + 4.1, 2.0)
+    assert link.find_freeze(link.heard_s + 3.4, 2.0) is None
+    assert link.find_freeze(link.heard_s + 3.6, 2.0) is None  # a beat may be on the way
+    found = link.find_freeze(link.heard_s + 4.1, 2.0)
     assert found is not None and "nothing was heard" in found.reason and found.gone
 
 
@@ -174,7 +174,7 @@ def test_a_rank_that_ends_while_others_start(launcher: Launcher) -> None:
 
 
 def test_a_rank_that_ends_within_its_start(launcher: Launcher) -> None:
-    script = launcher.script(CONNECT + "if rank == 0: connect()\nWatch(Config())\ntime.sleep(1)\nos._exit(0)")
+    script = launcher.script(CONNECT + "if rank == 0: connect()\nLauncherWatch(Config())\ntime.sleep(1)\nos._exit(0)")
     done = launcher.run("-np", "2", script)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "whale run: rank 1 has ended inside wh.init, in which rank 0 waits for it"
@@ -206,15 +206,15 @@ def test_no_segment_is_left_by_a_killed_rank(launcher: Launcher) -> None:
 def test_an_error_inside_a_traced_step_is_named_by_what_it_says() -> None:
     """AutoGraph's message begins with where the error was."""
     text = 'in user code:\n\n    File "train.py", line 3, in step  *\n        act()\n\n    ValueError: this is bad\n'
-    failure = ranks.raised(1, Raised(type="ValueError", message=text, traceback="", code=1))
+    failure = ranks.make_raised_failure(1, RaisedReport(type="ValueError", message=text, traceback="", code=1))
     assert failure.reason == "failed: ValueError: this is bad (exit code 1)"
 
 
 def test_the_cause_is_no_rank_that_only_says_that_another_one_is_gone() -> None:
     said = [
-        ranks.raised(0, Raised(type="CommError", message="rank 1 is gone", traceback="", code=1)),
-        ranks.raised(1, Raised(type="ValueError", message="this is bad", traceback="", code=1)),
-        ranks.raised(2, Raised(type="KeyError", message="later", traceback="", code=1)),
+        ranks.make_raised_failure(0, RaisedReport(type="CommError", message="rank 1 is gone", traceback="", code=1)),
+        ranks.make_raised_failure(1, RaisedReport(type="ValueError", message="this is bad", traceback="", code=1)),
+        ranks.make_raised_failure(2, RaisedReport(type="KeyError", message="later", traceback="", code=1)),
     ]
-    assert ranks.cause(said).rank == 1
-    assert ranks.cause(said[:1]).rank == 0
+    assert ranks.find_cause(said).rank == 1
+    assert ranks.find_cause(said[:1]).rank == 0

@@ -37,9 +37,9 @@ def test_a_users_seed_stays(given: str, kept: bool) -> None:
 
 def test_ranks_of_other_hosts_get_it() -> None:
     options = Options(2, __file__, hosts=parse_hosts("here:1,there:1"))
-    environment = mpirun.environment(options, "address", "token", 0, hash_seed="12")
+    environment = mpirun.make_environment(options, "address", "token", 0, hash_seed="12")
     assert environment[HASH_SEED_VARIABLE] == "12"
-    line = mpirun.command(options, "mpirun", environment)
+    line = mpirun.make_command(options, "mpirun", environment)
     assert line[line.index(HASH_SEED_VARIABLE) - 1] == "-x"
     assert "12" not in line
 
@@ -51,7 +51,7 @@ def test_a_run_that_starts_again_keeps_it(monkeypatch: pytest.MonkeyPatch) -> No
         def __init__(self, *_: Any) -> None:
             self.failed = True
 
-        def run(self, starts: list[mpirun.Start]) -> int:
+        def run(self, starts: list[mpirun.MpirunStart]) -> int:
             seen.append(starts[0].environment[HASH_SEED_VARIABLE])
             return 1
 

@@ -15,7 +15,7 @@ import pytest
 from tests.launcher.helpers import MEET, Launcher
 from whale.launcher.job import output
 from whale.launcher.job.output import Printer
-from whale.launcher.protocol import HELLO_LIMIT_BYTES, Kind, Unpacker, pack
+from whale.launcher.protocol import HELLO_LIMIT_BYTES, FrameKind, Unpacker, pack
 
 pytestmark = pytest.mark.core
 Write = tuple[int, bytes]
@@ -91,7 +91,7 @@ def test_a_flood_of_equal_lines_is_counted(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_frames_survive_any_cut() -> None:
-    frames = [(Kind.STDOUT, b"abc"), (Kind.STDERR, b""), (Kind.SIGNAL, b'{"signal": 9}')]
+    frames = [(FrameKind.STDOUT, b"abc"), (FrameKind.STDERR, b""), (FrameKind.SIGNAL, b'{"signal": 9}')]
     stream = b"".join(pack(kind, payload) for kind, payload in frames)
     for step in range(1, len(stream) + 1):
         unpacker = Unpacker()
@@ -101,7 +101,7 @@ def test_frames_survive_any_cut() -> None:
 
 def test_what_is_no_frame_is_refused() -> None:
     with pytest.raises(ValueError, match="limit 8"):
-        Unpacker(limit_bytes=8).feed(pack(Kind.STDOUT, b"x" * 9))
+        Unpacker(limit_bytes=8).feed(pack(FrameKind.STDOUT, b"x" * 9))
     with pytest.raises(ValueError, match="71"):
         Unpacker().feed(b"GET /\0\0\0\0\0")
 
@@ -128,9 +128,9 @@ def test_on_a_terminal_prefixes_are_coloured_and_ctrl_c_ends_the_run(launcher: L
 def test_output_may_arrive_together_with_the_greeting() -> None:
     unpacker = Unpacker(first_bytes=HELLO_LIMIT_BYTES)
     large = b"x" * 2 * HELLO_LIMIT_BYTES
-    assert unpacker.feed(pack(Kind.HELLO, b"{}") + pack(Kind.STDOUT, large)) == [
-        (Kind.HELLO, b"{}"),
-        (Kind.STDOUT, large),
+    assert unpacker.feed(pack(FrameKind.HELLO, b"{}") + pack(FrameKind.STDOUT, large)) == [
+        (FrameKind.HELLO, b"{}"),
+        (FrameKind.STDOUT, large),
     ]
     with pytest.raises(ValueError, match="limit"):
-        Unpacker(first_bytes=HELLO_LIMIT_BYTES).feed(pack(Kind.STDOUT, large))
+        Unpacker(first_bytes=HELLO_LIMIT_BYTES).feed(pack(FrameKind.STDOUT, large))

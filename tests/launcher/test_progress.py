@@ -17,7 +17,7 @@ from tests.launcher.helpers import MEET, Launcher
 from whale.errors import ClusterError
 from whale.launcher.job import metrics
 from whale.launcher.job.event_files import EventFiles
-from whale.launcher.job.metrics import metrics_port, parse_address
+from whale.launcher.job.metrics import parse_address, serve_metrics
 from whale.launcher.job.profile import write_profile
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.protocol import Progress
@@ -42,12 +42,12 @@ COUNTED = (
     + """
 import urllib.request
 from whale.config import Config
-from whale.runtime.ranks.watch import Watch
+from whale.runtime.ranks.watch import LauncherWatch
 from whale.started import restarts
-watch = Watch(Config())
+watch = LauncherWatch(Config())
 watch.look_after(None)
 for _ in range(3):
-    watch.progress.steps(lambda: time.sleep(0.01), "step")()
+    watch.progress.count_steps(lambda: time.sleep(0.01), "step")()
 watch.tell_counters()
 """
 )
@@ -102,8 +102,8 @@ def test_scalars_are_of_the_steps_between_two_messages_and_go_on_after_a_restart
     assert found["sent_KiB_per_step"] == [(2, 1.0), (6, 2.0), (12, 0.0)]
     assert found["memory_MiB"] == [(2, 3.0), (6, 3.0), (12, 3.0)]
     assert found["plan/step"] == [(0, "    Plan\n      é")]
-    assert 'whale_steps_total{rank="0",program="step"} 6\n' in progress.text()
-    assert "whale_restarts_total 1\n" in progress.text()
+    assert 'whale_steps_total{rank="0",program="step"} 6\n' in progress.format_metrics()
+    assert "whale_restarts_total 1\n" in progress.format_metrics()
 
 
 def test_the_port_answers_and_holds_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +111,18 @@ def test_the_port_answers_and_holds_few_connections(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(socket, "getfqdn", None)  # a name service may take its time
     progress = RunProgress(None)
     progress.begin(1, 0)
-    with metrics_port(parse_address("0"), progress) as url:
+    with serve_metrics(parse_address("0"), progress) as url:
         assert url.startswith("http://127.0.0.1:")
         place, health = ("127.0.0.1", int(url.split(":")[2].split("/")[0])), url.replace("metrics", "healthz")
         assert [get(health)[0], get(url + "x")[0]] == [503, 404]
-        progress.up(0)
+        progress.note_up(0)
         progress.take(0, told(3, 0.5) | {"programs": {'a "b"\\': (3, 0.5)}})
         assert get(health) == (200, "ok\n")
         assert 'whale_step_seconds_total{rank="0",program="a \\"b\\"\\\\"} 0.5\n' in get(url)[1]
         with socket.create_connection(place, 30), socket.create_connection(place, 30):  # which never ask for anything
             with socket.create_connection(place, 4) as third:  # less than a silent one that was taken is held
                 assert third.recv(1) == b""
-        with pytest.raises(ClusterError, match=r"cannot be opened\n.*127.0.0.1"), metrics_port(place, progress):
+        with pytest.raises(ClusterError, match=r"cannot be opened\n.*127.0.0.1"), serve_metrics(place, progress):
             pass
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 
-from whale.launcher.protocol import Kind, Unpacker
+from whale.launcher.protocol import FrameKind, Unpacker
 from whale.launcher.worker_io import Relay
 
 ROUNDS = 300
@@ -39,9 +39,9 @@ def test_what_a_script_says_of_itself_is_known_before_what_it_prints_next() -> N
     unpacker, said, printed, ended = Unpacker(), 0, 0, False
     while not ended:
         for kind, payload in unpacker.feed(launcher.recv(1 << 16)):
-            said += kind is Kind.SCRIPT
-            printed += payload.count(b"\n") if kind is Kind.STDOUT else 0
-            ended = kind is Kind.EXIT
+            said += kind is FrameKind.SCRIPT
+            printed += payload.count(b"\n") if kind is FrameKind.STDOUT else 0
+            ended = kind is FrameKind.EXIT
             assert said >= printed
     launcher.close()
     assert os.waitpid(worker, 0)[1] == 0

@@ -178,10 +178,11 @@ def test_a_killed_worker_is_a_lost_rank(launcher: Launcher) -> None:
 
 # Saves when it is told to end; rank 1 takes longer than ranks have that are to end at once.
 SAVES = (
-    CONNECT + "from whale.runtime.ranks.preemption import Notice\nfrom whale.runtime.ranks.ranks import Ranks\n"
-    "notice, comm = Notice(), connect()\n"
+    CONNECT
+    + "from whale.runtime.ranks.preemption import PreemptionNotice\nfrom whale.runtime.ranks.ranks import Ranks\n"
+    "notice, comm = PreemptionNotice(), connect()\n"
     "ranks = Ranks(Config(), None, comm.size, (comm.rank,), [comm], 'test')\nprint('up', flush=True)\n"
-    "while not notice.reached(ranks): time.sleep(0.05)\n"
+    "while not notice.has_reached(ranks): time.sleep(0.05)\n"
     "time.sleep(3.5 * rank)\nprint('saved', flush=True)\ncomm.leave()\nsys.exit({code})"
 )
 

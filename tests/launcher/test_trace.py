@@ -12,10 +12,10 @@ from tests.launcher.helpers import MEET, Launcher
 from tests.launcher.test_hosts import OTHER, with_ssh
 from tests.traces import only, pieces
 from whale.launcher.clock import Clock
-from whale.launcher.job.counters import tables
+from whale.launcher.job.counters import format_tables
 from whale.launcher.job.ranks import RankLink
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.protocol import Kind
+from whale.launcher.protocol import FrameKind
 
 # What wh.init does for the trace, without TensorFlow.
 TRACED = (
@@ -33,9 +33,9 @@ def test_a_killed_rank_leaves_what_it_did(launcher: Launcher) -> None:
     script = launcher.script(
         TRACED
         + """
-with trace.span("done", "step", number=0):
+with trace.open_span("done", "step", number=0):
     pass
-with trace.span("under way", "step"):
+with trace.open_span("under way", "step"):
     meet("a")
     if rank == 1:
         os.kill(os.getpid(), 9)
@@ -61,7 +61,7 @@ def test_restarts_go_on_in_the_same_file(launcher: Launcher) -> None:
         TRACED
         + """
 from whale.started import restarts
-with trace.span(f"attempt {restarts()}", "step"):
+with trace.open_span(f"attempt {restarts()}", "step"):
     pass
 sys.exit(7 if restarts() == 0 else 0)
 """
@@ -85,7 +85,7 @@ def test_a_host_with_another_clock(launcher: Launcher) -> None:
         TRACED
         + """
 meet("a")
-with trace.span("between", "step"):
+with trace.open_span("between", "step"):
     meet("b")
     time.sleep(1.0)
     meet("c")
@@ -139,14 +139,14 @@ def test_events_wait_for_the_clock_and_need_not_come_as_whole_lines(tmp_path: Pa
     link.clock._samples.extend([(1, 10**15)] * 8)
     late = RankLink(connection=None, clock=Clock())  # type: ignore[arg-type]
     line = b'{"name":"a","ph":"i","ts":%d.5,"pid":0},\n' % (10**12 + 10**9)
-    trace.take(late, Kind.TRACE, line)
+    trace.take(late, FrameKind.TRACE, line)
     for piece in (line[:20], line[20:] + b"no event\n" + line[:5], line[5:]):
-        trace.take(link, Kind.TRACE, piece)
+        trace.take(link, FrameKind.TRACE, piece)
     trace.end([link])
-    assert "1 could not be read" in trace.summary() and trace.summary().startswith("2 events")
+    assert "1 could not be read" in trace.format_summary() and trace.format_summary().startswith("2 events")
     assert len(json.loads(path.read_text() + "]")) == 2  # as a viewer sees it while the run goes on
     late.clock.add(0, 0, 0, 0)
-    trace.take(late, Kind.TRACE, b"")
+    trace.take(late, FrameKind.TRACE, b"")
     trace.end([late])  # one answer has to do
     trace.close()
     first, second, third = json.loads(path.read_text())
@@ -157,7 +157,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run() -> None:
     trace = TraceFile("/dev/full")
     trace.mark(0, "anything")
     trace.close()
-    assert "then it could not be written: [Errno 28]" in trace.summary()
+    assert "then it could not be written: [Errno 28]" in trace.format_summary()
 
 
 def test_the_counters_are_added_up() -> None:
@@ -169,7 +169,7 @@ def test_the_counters_are_added_up() -> None:
         0: [counter("g", "AllReduce", 3.0, 1.0), *(counter(f"k{i}", "Send", 0.1, 0.1) for i in range(12))],
         2: [counter("g", "AllReduce", 4.0, 0.5)],
     }
-    text = tables(known, size=3, width=100)
+    text = format_tables(known, size=3, width=100)
     rows = [line.split() for line in text.splitlines()]
     assert "nothing is known of ranks [1]" in text and "the 10 of 13 keys" in text
     assert ["AllReduce", "6", "3.000", "4.000", "1.500", "5.500", "2:", "4.000"] in rows

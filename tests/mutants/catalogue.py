@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "slices_stay_scaled",  # gradients of tables keep the scale of the loss
         "whale/capture/scaling.py",
-        "tf.IndexedSlices(_unscaled(gradient.values, by), gradient.indices, gradient.dense_shape)",
+        "tf.IndexedSlices(_unscale(gradient.values, by), gradient.indices, gradient.dense_shape)",
         "tf.IndexedSlices(gradient.values, gradient.indices, gradient.dense_shape)",
         "sum",
         ("tests/runtime/run/test_loss_scale.py::test_gradients_of_the_rows_of_a_table_are_those_without_a_scale",),
@@ -79,8 +79,8 @@ MUTANTS = (
     Mutant(
         "slices_summed_for_average",  # hvd.Average of tf.IndexedSlices
         "whale/frontends/horovod/sums.py",
-        "tf.IndexedSlices(divided(values, context.size) if op is Average else values, indices, slices.dense_shape)",
-        "tf.IndexedSlices(values, indices, slices.dense_shape)",
+        "values = divide_by_size(values, context.size) if op is Average else values",
+        "values = values",
         "sum",
         ("tests/frontends/horovod/test_sums.py",),
     ),
@@ -158,7 +158,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows_not_divided_again",  # of a batch that was read before the ranks' shares changed
-        "whale/runtime/elastic/rows.py",
+        "whale/runtime/elastic/call_replay.py",
         'value.sizes == rows_of_ranks(rows, context.size, context.config["batch.shares"]):',
         "len(value.sizes) == len(rows_of_ranks(rows, context.size)):",
         "share",
@@ -168,10 +168,10 @@ MUTANTS = (
         "one_forward_too_many",  # before the first backward pass of 1F1B: right, with more memory
         "whale/ir/schedule.py",
         "        warm = min(stages - 1 - stage, micro_batches)\n"
-        "        row = [Phase(0, m, Kind.F) for m in range(warm)]\n"
+        "        row = [Phase(0, m, PhaseKind.F) for m in range(warm)]\n"
         "        for m in range(micro_batches - warm):",
         "        warm = min(stages - stage, micro_batches)\n"
-        "        row = [Phase(0, m, Kind.F) for m in range(warm)]\n"
+        "        row = [Phase(0, m, PhaseKind.F) for m in range(warm)]\n"
         "        for m in range(micro_batches - warm):",
         "order",
         ("tests/ir/test_schedule.py",),
@@ -187,8 +187,8 @@ MUTANTS = (
     Mutant(
         "plan_of_other_variables",  # a kept plan is found whatever the variables are
         "whale/runtime/compile/plan_cache.py",
-        '{_digest(fingerprint(program), program.name, program.variables, settings)}.plan"',
-        '{_digest(fingerprint(program), program.name, settings)}.plan"',
+        '{_digest(compute_fingerprint(program), program.name, program.variables, settings)}.plan"',
+        '{_digest(compute_fingerprint(program), program.name, settings)}.plan"',
         "state",
         ("tests/runtime/compile/test_kept_plans.py::test_a_plan_is_that_of_the_same_variables",),
     ),
@@ -218,7 +218,7 @@ MUTANTS = (
     ),
     Mutant(
         "products_of_the_wrong_size",  # FLOPs of one whose first operand is transposed
-        "cost_model/kernels/contraction.py",
+        "cost_model/kernels/op_work.py",
         "(shape[-2 if transposed else -1] or 1)",
         "(shape[-1] or 1)",
         "prediction",

@@ -9,10 +9,10 @@ import numpy as np
 
 from tests.interpreter import Outcome, run
 from whale.ir.layout import Split
-from whale.ir.mesh import Tiles, mesh_of, tiles_of
+from whale.ir.mesh import Tiles, find_tiles, make_mesh
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
-from whale.partition.identical_ranks import is_alike, surely_as_first
+from whale.partition.identical_ranks import is_alike, is_surely_as_first
 from whale.partition.mesh import lower_mesh
 from whale.partition.spmd import partition_for_rank
 from whale.passes.settings import PlanSettings
@@ -31,7 +31,7 @@ def feeds_of(program: Program, seed: int = 0) -> tuple[dict[str, np.ndarray], di
 def lowered(program: Program, plan: Plan) -> list[Program]:
     """What each rank runs: the same but for values, where the plan says that it surely is."""
     ranks = [partition_for_rank(program, plan, rank, "comm", program.name) for rank in range(plan.size)]
-    if surely_as_first(program, plan):
+    if is_surely_as_first(program, plan):
         assert all(is_alike(ranks[0], other) for other in ranks[1:])
     return ranks
 
@@ -49,7 +49,7 @@ def run_both(
 def own_part(plan: Plan, variable: str, value: np.ndarray, rank: int) -> np.ndarray:
     """What ``rank`` holds of a variable."""
     placement = plan.variables.get(variable)
-    return value if placement is None else np.take(value, placement.indices(rank), axis=placement.dim)
+    return value if placement is None else np.take(value, placement.list_indices(rank), axis=placement.dim)
 
 
 def assert_equal_runs(
@@ -101,14 +101,14 @@ def assert_equal_mesh(
 ) -> Outcome:
     """``assert_equal_runs`` for a plan of two mesh axes: all ranks of all groups."""
     assert plan.inner is not None and plan_from_json(plan.to_json()) == plan
-    tiles, mesh = tiles_of(plan), mesh_of(plan, range(plan.ranks))
+    tiles, mesh = find_tiles(plan), make_mesh(plan, range(plan.ranks))
 
     def held_by(rank: int, name: str, value: np.ndarray) -> np.ndarray:
         lies = tiles.get(name, Tiles())
-        along = dict(zip((a.name for a in mesh.axes), mesh.coordinates(rank)))
+        along = dict(zip((a.name for a in mesh.axes), mesh.find_coordinates(rank)))
         at = [along[axis] for axis in lies.axes]
-        for cut, coordinate in zip(lies.cuts_at(at), at):
-            value = np.take(value, cut.indices(coordinate), axis=cut.dim)
+        for cut, coordinate in zip(lies.list_cuts(at), at):
+            value = np.take(value, cut.list_indices(coordinate), axis=cut.dim)
         return value
 
     inputs, variables = feeds_of(program)

@@ -218,9 +218,9 @@ class RandomChoice(NodeChoice):
         return super().choose(node, [self._elsewhere(r, p) for r, p in zip(node.inputs, current)], like)
 
     def _elsewhere(self, ref: Ref, placement: Placement) -> Placement:
-        shape = self.state.program.type_of(ref).shape
+        shape = self.state.program.find_type(ref).shape
         kind = self.seed.random()
-        if placement == FIRST or self.state.program.type_of(ref).dtype != "float64" or kind < 0.5:
+        if placement == FIRST or self.state.program.find_type(ref).dtype != "float64" or kind < 0.5:
             return placement
         if kind < 0.6:
             return self.seed.choice([P_SUM, P_MAX])
@@ -248,6 +248,6 @@ def random_layouts(program: Program, parts: int, placed: Mapping[str, Placement]
             layout.preferred[Ref(name)] = placed[name]
     Propagation(main, RandomChoice(main, random.Random(seed))).run()
     layout.outputs = tuple(
-        FIRST if layout.produced[r] == FIRST and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
+        FIRST if layout.produced[r] == FIRST and program.find_type(r).dtype in UNMOVABLE else B for r in program.outputs
     )
     return {"": layout}

@@ -15,9 +15,9 @@ from tests.passes.autoshard.test_divide import carried, classifier, scoped
 from tests.programs import mlp
 from whale.errors import PlanError
 from whale.ir.layout import split
-from whale.ir.mesh import Axis, chain, moved_along, tiles_of
+from whale.ir.mesh import Axis, count_moved_along, find_tiles, iterate_levels
 from whale.ir.plan import Plan
-from whale.ir.plan_text import format_plan, human_bytes
+from whale.ir.plan_text import format_bytes, format_plan
 from whale.ir.program import Program, Ref
 from whale.partition import axis_partitioner
 from whale.partition.lower import lower_ranks, make_any_plan
@@ -51,8 +51,8 @@ def test_two_layers(groups: int, per_group: int) -> None:
     along = {axis: rest for axis, *rest in words if rest[0] != "moves"}
     assert along[f"data={groups}"][2] == "+".join(str(c * per_group) for c in range(groups))
     assert along[f"tensor={per_group}"][2] == "+".join(map(str, range(per_group)))
-    assert sum(moved_along(plan)) == plan.logical_bytes
-    assert [" ".join(line[:2]) for line in along.values()] == [human_bytes(n) for n in moved_along(plan)]
+    assert sum(count_moved_along(plan)) == plan.logical_bytes
+    assert [" ".join(line[:2]) for line in along.values()] == [format_bytes(n) for n in count_moved_along(plan)]
     # Gradients of split weights are summed part by part: as many bytes as without groups of their own.
     parts = {key: n for key, n in plan.repeats.items() if "d_w" in key}
     assert parts and set(parts.values()) == {1}
@@ -66,7 +66,7 @@ def test_a_classifier_beside_divided_rows(words: int) -> None:
     """Outside of the scope rows are divided over all ranks, inside the classes over the ranks of a group."""
     plan, _ = run_mesh(classifier(16, 32, 4000, "split_0", words), 2, 2)
     assert plan.inner.expanded == ("entropy",)
-    assert tiles_of(plan)["w"].cuts[0].sizes == (2000, 2000)
+    assert find_tiles(plan)["w"].cuts[0].sizes == (2000, 2000)
     if not words:
         layer = plan.inner.strategies[""]["layer"]
         assert str(layer.inputs[0]) == "S(0)[4,4]"
@@ -80,7 +80,7 @@ def test_sums_over_both_axes_are_one() -> None:
     assert {c.attrs["ranks"] for c in over_all} == {(0, 1, 2, 3)}
     within = [c for c in spread.calls if "d_u" in c.key and c not in over_all]
     assert not within, "none within a group beside it"
-    moved = sum(moved_along(plan))
+    moved = sum(count_moved_along(plan))
     assert moved == plan.logical_bytes
 
 
@@ -145,15 +145,15 @@ def two_scopes() -> Program:
 @pytest.mark.parametrize("shares", [(), (4, 1, 2, 1, 0, 2, 1, 1)], ids=["even", "uneven"])
 def test_three_axes(shares: tuple[int, ...]) -> None:
     plan = run_axes(two_scopes(), ("data", 2), ("tensor", 2), ("expert", 2), batch__shares=shares)
-    assert [p.axis for p in chain(plan)] == ["data", "tensor", "expert"]
-    assert plan.ranks == 8 and {"w1", "w2"} <= set(tiles_of(plan))
+    assert [p.axis for p in iterate_levels(plan)] == ["data", "tensor", "expert"]
+    assert plan.ranks == 8 and {"w1", "w2"} <= set(find_tiles(plan))
     assert set(plan.inner.inner.variables) == {"w2"}
 
 
 @pytest.mark.parametrize("hidden", [24, 20], ids=["even", "uneven"])
 def test_a_scope_over_two_axes_divides_a_weight_over_both(hidden: int) -> None:
     plan = run_axes(scoped(mlp(12, 12, hidden, 8), "split_0(axis=data+tensor)"), ("data", 3), ("tensor", 2))
-    assert tiles_of(plan)["w1"].count == tiles_of(plan)["w2"].count == 6
+    assert find_tiles(plan)["w1"].count == find_tiles(plan)["w2"].count == 6
 
 
 @pytest.mark.parametrize("level", [1, 3])
@@ -161,26 +161,26 @@ def test_state_of_what_an_axis_divides_is_divided_over_the_rows_as_well(level: i
     """The optimizer's, and at level 3 the weights themselves: along the dimension that the scope leaves."""
     program = scoped(mlp(12, 12, 24, 8))
     plan = run_axes(program, ("data", 2), ("tensor", 2), zero__level=level)
-    tiles = tiles_of(plan)
+    tiles = find_tiles(plan)
     weights = {name: found.axes for name, found in tiles.items() if name in ("w1", "w2")}
     assert set(weights.values()) == {("data", "tensor") if level == 3 else ("tensor",)}
 
 
 def test_four_axes_of_which_neighbours_that_divide_rows_are_one() -> None:
     plan = run_axes(scoped(mlp(12, 12, 24, 6)), ("host", 2), ("data", 2), ("tensor", 3))
-    assert [(p.axis, p.size) for p in chain(plan)] == [("host_data", 4), ("tensor", 3)]
+    assert [(p.axis, p.size) for p in iterate_levels(plan)] == [("host_data", 4), ("tensor", 3)]
 
 
 def test_an_axis_without_a_size_gets_the_ranks_that_are_left() -> None:
     plan = run_axes(scoped(mlp(12, 12, 24, 6)), ("tensor", 2), ("data", 2))
-    assert [p.axis for p in chain(plan)] == ["tensor", "data"]
+    assert [p.axis for p in iterate_levels(plan)] == ["tensor", "data"]
     settings = PlanSettings(6, mesh=(Axis("tensor", 2),))
-    assert [(p.axis, p.size) for p in chain(plan_program(scoped(mlp(12, 12, 24, 6)), settings))] == [
+    assert [(p.axis, p.size) for p in iterate_levels(plan_program(scoped(mlp(12, 12, 24, 6)), settings))] == [
         ("data", 3),
         ("tensor", 2),
     ]
     named = plan_program(two_scopes(), PlanSettings(6, mesh=(Axis("tensor", 3),)))
-    assert [(p.axis, p.size) for p in chain(named)] == [("tensor", 3), ("expert", 2)]
+    assert [(p.axis, p.size) for p in iterate_levels(named)] == [("tensor", 3), ("expert", 2)]
 
 
 @pytest.mark.parametrize("shares", [(), (3, 2, 1, 0)], ids=["even", "uneven"])
@@ -195,7 +195,7 @@ def test_loops(talks: bool, shares: tuple[int, ...]) -> None:
 
 def test_what_is_divided_goes_through_loops_and_branches() -> None:
     plan = run_axes(carried(), ("data", 2), ("tensor", 2))
-    assert set(tiles_of(plan)) == {"w1", "w2"}
+    assert set(find_tiles(plan)) == {"w1", "w2"}
     assert plan.inner.strategies[""]["loop"].outputs[1] == split(1, (12, 12))
 
 
@@ -205,7 +205,7 @@ def test_a_rank_of_a_stage_lowers_its_part_alone(monkeypatch: pytest.MonkeyPatch
     of_stage = {n.name: int("w2" in n.name or "logits" in n.name) for n in program.nodes}
     staged = (replace(n, scope="/".join(filter(None, (f"stage_{of_stage[n.name]}", n.scope)))) for n in program.nodes)
     settings = PlanSettings(8, mesh=(Axis("stage", 2), Axis("data", 2), Axis("tensor", 2)))
-    program = normalise(program.with_nodes(tuple(staged)), settings)
+    program = normalise(program.replace_nodes(tuple(staged)), settings)
     plan = make_any_plan(program, settings)
     assert len(plan.stage_groups) == 2 and plan.inner is not None
     sizes: list[int] = []

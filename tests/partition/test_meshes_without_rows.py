@@ -7,7 +7,7 @@ from tests.programs import Builder
 from whale.ir.mesh import Axis
 from whale.partition.mesh import plan_program
 from whale.passes.settings import PlanSettings
-from whale.sharding_rules.structure.shape import reshape_terms
+from whale.sharding_rules.structure.shape import write_reshape_terms
 
 SETTINGS = PlanSettings(4, mesh=(Axis("data", 2), Axis("tensor", 2)))
 
@@ -29,7 +29,7 @@ def test_a_sum_over_both_axes_of_which_some_ranks_add_nothing() -> None:
 
 
 def test_the_first_dimensions_of_nothing_can_be_cut() -> None:
-    left, right = reshape_terms((4, 0), (4, 2, 0))
+    left, right = write_reshape_terms((4, 0), (4, 2, 0))
     assert left[0] == right[0] and left[1] == right[2]
-    left, right = reshape_terms((3, 0), (0, 5))
+    left, right = write_reshape_terms((3, 0), (0, 5))
     assert not set(left) & set(right)

@@ -16,7 +16,7 @@ from tests.partition.talk import assert_ranks_agree
 from tests.programs import layouts_of, plan_of
 from whale.config import Mesh
 from whale.errors import PlanError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.mesh import Axis
 from whale.ir.plan import BatchInput, Plan, plan_from_json
 from whale.ir.program import Program
@@ -97,7 +97,9 @@ def test_ranks_agree_and_lowering_repeats_itself(program: Program, parts: int, s
     plan = plan_of(program, random_layouts(program, parts, placed, seed), parts, placed)
     ranks = lowered(program, plan)
     assert_ranks_agree(ranks)
-    assert [fingerprint(p) for p in lowered(program, plan)] == [fingerprint(p) for p in ranks]
+    assert [compute_fingerprint(p) for p in lowered(program, plan)] == [compute_fingerprint(p) for p in ranks]
     assert lowered(program, plan_from_json(plan.to_json())) == ranks, "a plan read from its file lowers alike"
     assert all(p.inputs == program.inputs and p.variables == program.variables for p in ranks)
-    assert [[p.type_of(r) for r in p.outputs] for p in ranks] == [[program.type_of(r) for r in program.outputs]] * parts
+    assert [[p.find_type(r) for r in p.outputs] for p in ranks] == [
+        [program.find_type(r) for r in program.outputs]
+    ] * parts

@@ -13,9 +13,9 @@ from tests.partition.compare import assert_equal_runs, lowered, run_both
 from tests.programs import Builder, plan_of
 from whale.errors import LayoutError, PlanError
 from whale.ir.emitter import Emitter
-from whale.ir.layout import FIRST, P_MAX, P_MIN, P_SUM, B, Partial, Placement, Split, Strategy, moved_bytes, split
+from whale.ir.layout import FIRST, P_MAX, P_MIN, P_SUM, B, Partial, Placement, Split, Strategy, count_moved_bytes, split
 from whale.ir.plan import Plan, Reshard
-from whale.ir.program import Program, Ref, topological
+from whale.ir.program import Program, Ref, sort_nodes
 from whale.ir.values import DType, TensorType
 from whale.partition.resharding import emit_reshard
 from whale.passes.propagation.graph_layout import GraphLayout
@@ -181,7 +181,7 @@ def test_what_neighbours_have(sizes: tuple[int, ...], halo: tuple[int, int], div
     whole, t = b.build([x]), b.types[x]
     own, wide = split(1, sizes), split(1, sizes, 1, halo)
     start: Placement = own if divided else B
-    moved = moved_bytes(start, wide, t.bytes, len(sizes))
+    moved = count_moved_bytes(start, wide, t.bytes, len(sizes))
     programs = []
     for rank in range(len(sizes)):
         e = Emitter(rank, len(sizes), "comm")
@@ -190,12 +190,12 @@ def test_what_neighbours_have(sizes: tuple[int, ...], halo: tuple[int, int], div
         found = emit_reshard(e, Reshard("", x, start, wide, "key", moved), t, _held(mine))
         assert found is not None
         effects = [n.name for n in e.nodes.values() if n.op == "WhaleSend"]
-        programs.append(Program("halo", topological(e.nodes), ("x",), (), (found,), tuple(effects)))
+        programs.append(Program("halo", sort_nodes(e.nodes), ("x",), (), (found,), tuple(effects)))
     value = np.arange(24.0).reshape(3, 8)
     spread = run(programs, {"x": value}, {})
     for rank, outputs in enumerate(spread.outputs):
-        np.testing.assert_array_equal(outputs[0], np.take(value, wide.indices(rank), axis=1))
+        np.testing.assert_array_equal(outputs[0], np.take(value, wide.list_indices(rank), axis=1))
     assert sum(call.bytes for call in spread.calls) == moved
-    assert moved_bytes(P_SUM, wide, t.bytes, len(sizes)) == (len(sizes) - 1) * t.bytes + moved_bytes(
+    assert count_moved_bytes(P_SUM, wide, t.bytes, len(sizes)) == (len(sizes) - 1) * t.bytes + count_moved_bytes(
         own, wide, t.bytes, len(sizes)
     )

@@ -14,7 +14,7 @@ from tests.programs import plan_of
 from whale.ir.layout import Placement, Strategy, parse_placement, split
 from whale.ir.mesh import Axis, Mesh
 from whale.ir.program import Program
-from whale.partition.axis_partitioner import prefix_of
+from whale.partition.axis_partitioner import make_prefix
 from whale.partition.rank_mapping import map_to_ranks, mark_axis
 from whale.partition.spmd import partition_for_rank
 from whale.passes.pass_manager import complete_plan
@@ -54,7 +54,7 @@ def _ranks(groups: list[Program], kinds: tuple[str, str], size: int) -> list[Pro
     for number, first in enumerate(groups):
         plan = complete_plan(first, PlanSettings(size), model) if number else model
         for place in range(size):
-            lowered = partition_for_rank(first, plan, place, "comm", None, prefix_of(1))
+            lowered = partition_for_rank(first, plan, place, "comm", None, make_prefix(1))
             ranks.append(map_to_ranks(mark_axis(lowered, "inner"), mesh, number * size + place, "comm"))
     return ranks
 

@@ -11,12 +11,12 @@ from tests.partition.compare import assert_equal_runs, lowered
 from tests.partition.talk import assert_ranks_agree, communication
 from tests.programs import Builder, body, mlp, planned
 from whale.errors import PlanError
-from whale.ir.layout import B, Partial, even_sizes, split
+from whale.ir.layout import B, Partial, divide_evenly, split
 from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType
-from whale.partition.spmd import partition_for_rank, unread_communication
+from whale.partition.spmd import list_unread_communication, partition_for_rank
 from whale.passes.verify.check import check
 
 SHARES = [(8,), (4, 4), (5, 3), (8, 0), (0, 8), (3, 3, 2), (0, 7, 1), (2, 2, 2, 2), (0, 5, 0, 3)]
@@ -37,7 +37,7 @@ def test_a_training_step(sizes: tuple[int, ...]) -> None:
 def test_a_ranks_part_does_not_grow_with_the_number_of_ranks() -> None:
     program, written = mlp(rows=2048), []
     for size in (4, 1024):
-        plan = planned(program, *even_sizes(2048, size))
+        plan = planned(program, *divide_evenly(2048, size))
         rank = partition_for_rank(program, plan, 0, "comm", "a step")
         names = sum(len(n.name) + len(str(n.attrs.get("key", ""))) for n in rank.nodes)
         written.append((len(rank.nodes), [len(n.inputs) for n in rank.nodes], names))
@@ -184,7 +184,7 @@ def looping(rows: int, talks: bool, scope: str = "") -> Program:
     x = b.input("x", (rows, 3))
     state = [b.const(0.0), x, b.const(np.zeros(3)), b.const(np.eye(3))]
     loop = b.loop(_counting_cond(shapes, 3), step, *state)
-    outs = b.nodes[-1].refs()
+    outs = b.nodes[-1].list_refs()
     b.scope = scope
     layer = [b.matmul(outs[1], b.read(b.variable("w", (3, 4))), name="layer")] if scope else []
     b.scope = ""
@@ -223,7 +223,7 @@ def _branching(rows: int) -> Program:
     result = b.branch(
         positive, then.build([yes, then.reduce("Sum", yes, 0)]), other.build([no, other.reduce("Max", no, 0)]), x, w
     )
-    return b.build([result, b.op("Tanh", b.nodes[-1].refs()[1])])
+    return b.build([result, b.op("Tanh", b.nodes[-1].list_refs()[1])])
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -280,4 +280,4 @@ def test_a_branch_with_exchanges_inside_runs_to_its_end(read: list[str], effects
     nodes = [Node("x", "Placeholder", outputs=(t,)), Node("branch", "If", (Ref("x"),), outputs=(t,))]
     nodes += [Node("quiet", "If", (Ref("x"),), outputs=(t,)), Node("y", "Neg", (Ref("branch"),), outputs=(t,))]
     by_name = {node.name: node for node in nodes}
-    assert unread_communication(by_name, read, effects, lambda node: node.name == "branch") == added
+    assert list_unread_communication(by_name, read, effects, lambda node: node.name == "branch") == added

@@ -9,7 +9,7 @@ import pytest
 from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, mlp
 from whale.errors import PlanError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import B, FirstRank, split
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
@@ -64,7 +64,7 @@ def test_plans_are_legal_and_right(parts: int) -> None:
     settings = PlanSettings(parts)
     program = _normal(settings)
     plan = make_plan(program, settings)
-    assert plan.fingerprint == fingerprint(program) and plan.size == parts
+    assert plan.fingerprint == compute_fingerprint(program) and plan.size == parts
     assert plan.devices == tuple(f"rank {i}" for i in range(parts))
     check(program, plan_from_json(plan.to_json()))
     assert_equal_runs(program, plan)

@@ -76,11 +76,11 @@ def test_micro_batches_go_to_devices_and_loops_do_not() -> None:
     """No handle goes with a call that has no use for it: it would hold the micro-batch on the host."""
     given = replace(HANDLE, op="Placeholder")
     body = replace(program(exchange("WhaleAllReduce", N=1, reduction="sum")), inputs=("comm", "x"))
-    body = body.with_nodes((given, *body.nodes[1:]))
+    body = body.replace_nodes((given, *body.nodes[1:]))
     passed = {"Tin": (DType("resource"), DType("float32"))}
     inner = Node("inner", "WhaleCall", (Ref("comm"), Ref("x")), (), {"f": Func("body"), **passed}, (X,), "", True)
     micro = replace(program(inner), inputs=("comm", "x"))
-    micro = micro.with_nodes((given, *micro.nodes[1:]))
+    micro = micro.replace_nodes((given, *micro.nodes[1:]))
     call = Node("call", "WhaleCall", (Ref("comm"), Ref("x")), (), {"f": Func("micro"), **passed}, (X,), "", True)
     loop = Node("loop", "While", (Ref("x"),), (), {"body": Func("loop_body")}, (X,), "", True)
     before = program(call, loop, functions={"micro": micro, "body": body, "loop_body": body})

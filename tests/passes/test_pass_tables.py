@@ -14,7 +14,7 @@ from whale.errors import ProgramError
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.ir.text import format_program, parse_program
-from whale.kernels.substitute import REWRITE, RewriteContext, ready_for_run, substitute_kernels
+from whale.kernels.substitute import REWRITE, RewriteContext, prepare_for_run, substitute_kernels
 from whale.partition.lower import PARTITION, PartitionContext, RankPrograms, lower_ranks, make_any_plan
 from whale.passes.pass_manager import NORMALIZE, PLAN, PlanContext, make_plan, normalise
 from whale.passes.plan_builder import lay_out
@@ -27,7 +27,7 @@ TWO = PlanSettings(2)
 
 
 def with_a_second_node_of_a_name(program: Program) -> Program:
-    return program.with_nodes((*program.nodes, program.nodes[-1]))
+    return program.replace_nodes((*program.nodes, program.nodes[-1]))
 
 
 def value_of(table: Table[Any, Any], program: Program) -> Any:
@@ -57,7 +57,7 @@ def whole_way(settings: PlanSettings) -> list[tuple[str, str]]:
     program = normalise(mlp(), settings)
     plan = make_any_plan(program, settings)
     lowered = substitute_kernels(lower_ranks(program, plan, settings, (0, 1)), settings)
-    ready_for_run(lowered, settings, (0, 1), "ranks", 7)
+    prepare_for_run(lowered, settings, (0, 1), "ranks", 7)
     contexts = {
         "NORMALIZE": settings,
         "PLAN": PlanContext(settings),
@@ -169,7 +169,7 @@ def test_a_log_has_the_seconds_of_each_pass_and_what_it_changed() -> None:
 
 def test_programs_are_verified_after_each_pass_in_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(program: Program) -> Program:
-        return program.with_nodes(tuple(reversed(program.nodes)))
+        return program.replace_nodes(tuple(reversed(program.nodes)))
 
     monkeypatch.setattr("whale.passes.pass_manager.powers", broken)
     with pytest.raises(ProgramError, match="powers \\(of NORMALIZE\\)"):

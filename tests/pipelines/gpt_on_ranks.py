@@ -159,7 +159,7 @@ def moved_by_axis(program: Any, rank: int) -> dict[str, int]:
     """This rank's part of the logical bytes of a step, by the axis along which they travel."""
     from cost_model.graph.traffic import exchange
     from whale.ir.ops import EXCHANGES
-    from whale.ir.program import function_refs
+    from whale.ir.program import iterate_function_refs
 
     sizes = list(MESH.values())
     found: dict[str, int] = defaultdict(int)
@@ -167,11 +167,11 @@ def moved_by_axis(program: Any, rank: int) -> dict[str, int]:
     def count(graph: Any) -> None:
         for node in graph.nodes:
             if node.op in EXCHANGES:
-                one = exchange(node, [graph.type_of(r) for r in node.inputs], rank, int(np.prod(sizes)))
+                one = exchange(node, [graph.find_type(r) for r in node.inputs], rank, int(np.prod(sizes)))
                 places = np.array(np.unravel_index(one.ranks, sizes))
                 differ = [name for name, row in zip(MESH, places) if len(set(row)) > 1]
                 found["+".join(differ)] += one.logical_bytes
-            for _, function in function_refs(node):  # of a micro-batch
+            for _, function in iterate_function_refs(node):  # of a micro-batch
                 count(program.functions[function.name])
 
     count(program)

@@ -17,7 +17,7 @@ from cost_model.cluster import cluster_file
 from tests.draws import one_of
 from tests.pipelines.gpt_on_ranks import Sizes, trained
 from whale.errors import PlanError
-from whale.ir.mesh import chain
+from whale.ir.mesh import iterate_levels
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner import ask
 from whale.planner.report import planfile
@@ -126,10 +126,12 @@ def test_stages_may_be_unlike_in_all_that_a_stage_has(one_device: dict[str, np.n
     for key, value in one_device.items():
         np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-11, err_msg=key)
     first, second = plan, plan.others[0]
-    assert [level.size for level in chain(first)] == [2, 2] and [level.size for level in chain(second)] == [4]
+    assert [level.size for level in iterate_levels(first)] == [2, 2] and [
+        level.size for level in iterate_levels(second)
+    ] == [4]
     assert [group.ranks for group in plan.stage_groups] == [(0, 1, 4, 5), (2, 3, 6, 7)]
     assert [one.batch_inputs[0].placement.sizes for one in (first, second)] == [(2, 1, 1, 0), (1,) * 4]
-    assert all(any(level.variables for level in chain(one)) for one in (first, second))  # in parts
+    assert all(any(level.variables for level in iterate_levels(one)) for one in (first, second))  # in parts
 
 
 def test_rows_are_shared_as_the_plan_says(one_device: dict[str, np.ndarray], tmp_path: Path) -> None:

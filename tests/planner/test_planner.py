@@ -152,7 +152,7 @@ def test_plans_print(plan, capsys, tmp_path):
         assert main([verb[0], str(path), *verb[1:]]) == 0
     assert msgspec.json.decode((tmp_path / "t.json").read_bytes())["traceEvents"]
     page = (tmp_path / "p.html").read_text()
-    assert "http" not in page and "/*DATA*/" not in page and plan.strategy.summary() in page
+    assert "http" not in page and "/*DATA*/" not in page and plan.strategy.format_summary() in page
 
 
 def test_when_nothing_fits_the_error_says_what_binds_and_what_to_do():
@@ -170,8 +170,8 @@ def test_a_description_does_not_say_how_the_model_is_spread():
 def test_where_tensors_are_divided_the_sequence_is_divided_between_products():
     model, batch = ask.describe("gpt:layers=24,hidden=2048,heads=16,batch=64")
     found = ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=ask.limits(["tensor=8"]))
-    assert found.strategy.sequence_parallel and "8 tensor" in found.strategy.summary()
-    assert "sequence parallel" in found.strategy.summary()
+    assert found.strategy.sequence_parallel and "8 tensor" in found.strategy.format_summary()
+    assert "sequence parallel" in found.strategy.format_summary()
     own, machines, evaluation = found.evaluate()
     other = evaluate(own, machines, msgspec.structs.replace(found.strategy, sequence_parallel=False))
     assert evaluation.step_s < other.step_s and evaluation.lacking_bytes < other.lacking_bytes
@@ -220,21 +220,21 @@ def test_only_stages_whose_memory_binds_compute_again():
     plan = ask.plan(one.cluster, one.batch, table=one.table, software="megatron-2021", limits=Constraints(zero=0))
     assert plan.strategy.recomputes == ("full", "none", "none", "none") and plan.problems() == []
     model, machines, found = plan.evaluate()
-    kept = evaluate(model, machines, plan.strategy.recomputing(("none",) * 4))
+    kept = evaluate(model, machines, plan.strategy.replace_recompute(("none",) * 4))
     assert kept.stages[0].lacking_bytes > 0 and all(other.lacking_bytes <= 0 for other in kept.stages[1:])
-    again = evaluate(model, machines, plan.strategy.recomputing(("full",) * 4))
+    again = evaluate(model, machines, plan.strategy.replace_recompute(("full",) * 4))
     assert again.fits and again.step_s > found.step_s
     # It is kept in the file, shown for each stage, explained, compared and checked.
     assert planfile.loads(planfile.dumps(plan)) == plan
-    assert "full recompute in stage 0" in plan.strategy.summary()
+    assert "full recompute in stage 0" in plan.strategy.format_summary()
     rows = [line.split() for line in show(plan, 200).splitlines() if "] " in line]
     assert ["full" in row for row in rows] == [True, False, False, False], rows
     assert "none recompute in this stage: infeasible" in explain_layer(plan, 0)
-    other = msgspec.structs.replace(plan, strategy=plan.strategy.recomputing(("full",) * 4))
+    other = msgspec.structs.replace(plan, strategy=plan.strategy.replace_recompute(("full",) * 4))
     assert "recompute      full, none -> full" in diff(plan, other)
-    other = msgspec.structs.replace(plan, strategy=plan.strategy.recomputing(("none",) * 4))
+    other = msgspec.structs.replace(plan, strategy=plan.strategy.replace_recompute(("none",) * 4))
     assert "stage 0 does not fit" in other.problems()[0]
-    other = msgspec.structs.replace(plan, strategy=plan.strategy.recomputing(("selective",) * 4))
+    other = msgspec.structs.replace(plan, strategy=plan.strategy.replace_recompute(("selective",) * 4))
     assert "selective recompute; of the model is known: full, none" in other.problems()[0]
 
 

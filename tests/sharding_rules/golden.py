@@ -14,7 +14,7 @@ from tests.sharding_rules.evaluate import evaluate
 from tests.sharding_rules.prove import CASES, prove_all
 from tests.sharding_rules.prover import Proof, view_of
 from whale.errors import RuleError
-from whale.sharding_rules import all_rules
+from whale.sharding_rules import load_rules
 
 RULES = Path(__file__).with_name("golden.txt")
 MISSING = Path(__file__).with_name("missing.txt")
@@ -24,13 +24,13 @@ def rule_lines() -> list[str]:
     """One line per rule; rules that depend on the op show what they say for the first case of it."""
     examples = {c.op: c for c in reversed(CASES)}
     lines = []
-    for name, rule in all_rules().items():
-        text = f"{name:34} {rule.text()}"
+    for name, rule in load_rules().items():
+        text = f"{name:34} {rule.format_line()}"
         if not isinstance(rule.spec, str) and name in examples:
             case = examples[name]
             inputs = case.draw(0)
             op = view_of(case, inputs, evaluate(case.op, case.attrs, inputs), 2)
-            text += f"\n{'':34}   {case.note}: {rule.line_of(op)}"
+            text += f"\n{'':34}   {case.note}: {rule.write_line(op)}"
         lines.append(text)
     return lines
 

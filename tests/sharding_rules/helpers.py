@@ -10,7 +10,7 @@ import numpy as np
 from whale.ir.layout import Placement, parse_placement
 from whale.ir.program import Node
 from whale.ir.values import TensorType
-from whale.sharding_rules import OpView, Strategy, rule_of
+from whale.sharding_rules import OpView, Strategy, find_rule
 
 
 def tensor(text: str) -> TensorType:
@@ -45,6 +45,6 @@ def strategies(op: OpView, current: str, wanted: str = "") -> list[str]:
 
 
 def found(op: OpView, current: str, wanted: str = "") -> list[Strategy]:
-    rule = rule_of(op.node.op)
+    rule = find_rule(op.node.op)
     assert rule is not None
     return rule.strategies(op, placements(current), placements(wanted))

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 
 from whale.errors import RuleError
-from whale.ir.layout import P_SUM, B, Broadcast, Partial, Placement, Split, even_sizes, split
+from whale.ir.layout import P_SUM, B, Broadcast, Partial, Placement, Split, divide_evenly, split
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node
 from whale.ir.values import TensorType
 from whale.sharding_rules.base import OpView, Strategy
-from whale.sharding_rules.empty import known_outputs
+from whale.sharding_rules.empty import find_known_outputs
 from whale.sharding_rules.notation import FIRST_RANK, Line, parse
-from whale.sharding_rules.registry import LineRule, rule_of
-from whale.sharding_rules.roles import operand_terms
+from whale.sharding_rules.registry import LineRule, find_rule, list_operand_terms
 
 Evaluate = Callable[[str, Mapping[str, Any], Sequence[np.ndarray]], list[np.ndarray]]
 _PARTIALS = ("sum", "max", "min", "prod")
@@ -93,7 +92,7 @@ def shard(array: np.ndarray, placement: Placement, parts: int, draw: np.random.G
       ValueError: the array cannot lie that way.
     """
     if isinstance(placement, Split):
-        return [np.take(array, placement.indices(i), axis=placement.dim) for i in range(len(placement.sizes))]
+        return [np.take(array, placement.list_indices(i), axis=placement.dim) for i in range(len(placement.sizes))]
     if not isinstance(placement, Partial):
         return [array] * parts
     return _partial_parts(array, placement.op, parts, draw)
@@ -126,7 +125,7 @@ def unshard(parts: Sequence[np.ndarray], placement: Placement) -> np.ndarray:
         joined = np.concatenate(parts, axis=placement.dim)
         if placement.blocks == 1:
             return joined
-        order = np.concatenate([placement.indices(i) for i in range(len(placement.sizes))])
+        order = np.concatenate([placement.list_indices(i) for i in range(len(placement.sizes))])
         return np.take(joined, np.argsort(order), axis=placement.dim)
     if isinstance(placement, Partial):
         joined = np.stack(parts)
@@ -160,7 +159,7 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
     if len({_form(rule, op, strategy, at) for at in range(op.parts)}) > 1 and _is_even(strategy):
         raise ValueError("coordinates with parts of one size would run more than other values")
     for at in range(op.parts):
-        known = known_outputs(op, strategy, at)
+        known = find_known_outputs(op, strategy, at)
         if all(k is not None for k in known):
             results.append([k for k in known if k is not None])
             continue
@@ -170,7 +169,7 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
             mine = [x + added[i] if i in added else x for i, x in enumerate(mine)]
         window, inside = local.window, np.ones(0, bool)
         if window is not None:
-            mine[window.indices], inside = window.local(mine[window.indices])
+            mine[window.indices], inside = window.to_local(mine[window.indices])
             if window.rows is not None:
                 values = mine[window.rows]
                 mine[window.rows] = values.reshape(-1, *values.shape[inside.ndim :])[inside.reshape(-1)]
@@ -178,10 +177,10 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
                     inside.reshape(-1)
                 ]
             if window.masked is not None and window.masked >= 0:
-                mine[window.masked] = window.masked_of(mine, inside)
+                mine[window.masked] = window.select_masked(mine, inside)
         outs = evaluate(local.op or case.op, {**case.attrs, **local.attrs}, mine)
         if window is not None and window.masked == -1:
-            outs = [window.zeroed(outs[0], inside), *outs[1:]]
+            outs = [window.zero_outside(outs[0], inside), *outs[1:]]
         if local.divide_by is not None:
             outs = [outs[0] / local.divide_by, *outs[1:]]
         results.append([o if k is None else k for o, k in zip(outs, known)])
@@ -194,12 +193,12 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
 def _is_even(strategy: Strategy) -> bool:
     """Whether all coordinates have as much of every tensor."""
     cuts = [p for p in strategy.inputs + strategy.outputs if isinstance(p, Split)]
-    return all(p.smallest == p.largest and p.plain is p for p in cuts)
+    return all(p.smallest == p.largest and p.without_halo is p for p in cuts)
 
 
 def _form(rule: LineRule, op: OpView, strategy: Strategy, coordinate: int) -> tuple[object, ...]:
     """What a coordinate runs, but for values."""
-    known, local = known_outputs(op, strategy, coordinate), rule.localize(op, strategy, coordinate)
+    known, local = find_known_outputs(op, strategy, coordinate), rule.localize(op, strategy, coordinate)
     window = replace(local.window, offset=0) if local.window is not None else None
     operands = [tuple(side) for side in (local.attrs, local.consts, local.added, local.moved)]
     return tuple(k is None for k in known), local.op, local.blocks, *operands, window, local.divide_by
@@ -209,12 +208,12 @@ def _shares(size: int | None, parts: int) -> Iterator[tuple[int, ...]]:
     """Even, uneven, and empty shares of ``size``."""
     if size is None:
         return
-    found = {even_sizes(size, parts)}
+    found = {divide_evenly(size, parts)}
     if size >= parts:
         found.add((size - size // 4 - (parts - 2), *(1,) * (parts - 2), size // 4))
-        found.add((1, *even_sizes(size - 1, parts - 1)))
-    found.add((0, *even_sizes(size, parts - 1)))
-    found.add((*even_sizes(size, parts - 1), 0))
+        found.add((1, *divide_evenly(size - 1, parts - 1)))
+    found.add((0, *divide_evenly(size, parts - 1)))
+    found.add((*divide_evenly(size, parts - 1), 0))
     yield from sorted(s for s in found if sum(s) == size and min(s) >= 0)
 
 
@@ -256,7 +255,7 @@ def prove(case: Case, evaluate: Evaluate, *, missing: bool = True) -> Proof:
     Raises:
       KeyError: the op has no rule.
     """
-    rule = rule_of(case.op)
+    rule = find_rule(case.op)
     if rule is None:
         raise KeyError(case.op)
     inputs = case.draw(0)
@@ -267,9 +266,11 @@ def prove(case: Case, evaluate: Evaluate, *, missing: bool = True) -> Proof:
     for parts in (2, 3):
         op = view_of(case, inputs, whole, parts)
         try:
-            proposals = [] if rule.line_of(op) == FIRST_RANK else _proposals(rule, op)
+            proposals = [] if rule.write_line(op) == FIRST_RANK else _proposals(rule, op)
         except RuleError as error:
-            return Proof(str(case), 0, (Finding("wrong", str(case), rule.line_of(op), " ".join(str(error).split())),))
+            return Proof(
+                str(case), 0, (Finding("wrong", str(case), rule.write_line(op), " ".join(str(error).split())),)
+            )
         for strategy in proposals:
             if parts == 2:
                 allowed.add(_kinds(strategy.inputs))
@@ -286,7 +287,7 @@ def prove(case: Case, evaluate: Evaluate, *, missing: bool = True) -> Proof:
                 findings.append(Finding("wrong", str(case), str(strategy), f"outputs {bad} differ"))
     if missing and case.search:
         op = view_of(case, inputs, whole, 2)
-        line = rule.line_of(op)
+        line = rule.write_line(op)
         findings += _find_missing(case, evaluate, allowed, parse(line) if line != FIRST_RANK else None)
     return Proof(str(case), count, tuple(findings))
 
@@ -303,7 +304,7 @@ def _combinations(inputs: Sequence[np.ndarray], fixed: Sequence[bool]) -> Iterat
     """
     choices: list[list[Placement]] = []
     for array, whole in zip(inputs, fixed):
-        cuts: list[Placement] = [split(d, even_sizes(n, 2)) for d, n in enumerate(array.shape) if n > 1]
+        cuts: list[Placement] = [split(d, divide_evenly(n, 2)) for d, n in enumerate(array.shape) if n > 1]
         choices.append([B] if whole or array.dtype.kind in "OSU" else [B, *cuts])
     yield from _products(choices)
     partial = [not whole and array.dtype.kind in "fc" and array.size > 0 for array, whole in zip(inputs, fixed)]
@@ -320,7 +321,7 @@ def _products(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placemen
 
 def _find_missing(case: Case, evaluate: Evaluate, allowed: set[tuple[str, ...]], line: Line | None) -> list[Finding]:
     inputs = case.draw(0)
-    terms = operand_terms(line, len(inputs)) if line is not None else []
+    terms = list_operand_terms(line, len(inputs)) if line is not None else []
     fixed = [i in case.consts or (i < len(terms) and terms[i].kind == "role") for i in range(len(inputs))]
     read = [i for i in range(len(inputs)) if i >= len(terms) or not terms[i].unread]
     known = {tuple(kinds[i] for i in read) for kinds in (*allowed, ("B",) * len(inputs))}

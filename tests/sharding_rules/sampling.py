@@ -79,6 +79,6 @@ def case(op: str, *args: Arg, search: bool = True, marks: Marks = NO_MARKS, **at
         return [np.asarray(a.make(random)) for a in args]
 
     note = " ".join(a.text for a in args)
-    shown = " ".join(f"{k}={v}".replace(" ", "") for k, v in (*attrs.items(), *marks.given().items()))
+    shown = " ".join(f"{k}={v}".replace(" ", "") for k, v in (*attrs.items(), *marks.list_given().items()))
     consts = frozenset(i for i, a in enumerate(args) if a.const)
     return Case(op, draw, attrs, consts, f"{note} {shown}".strip(), search, marks)

@@ -24,9 +24,9 @@ from whale.ir.layout import split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.verify.check import check
-from whale.sharding_rules import all_rules, rule_of
+from whale.sharding_rules import find_rule, load_rules
 from whale.sharding_rules.base import Local, OpView, Strategy
-from whale.sharding_rules.dims import constant, names, term
+from whale.sharding_rules.dims import make_labels, read_constant, write_term
 from whale.sharding_rules.registry import LineRule
 
 PARTS = 2
@@ -47,7 +47,7 @@ def _without_the_sum(rule: LineRule) -> LineRule:
 
     def line(op: OpView) -> str:
         """the transposes"""
-        return rule.line_of(op).replace("+", "").replace("->", "-> =")
+        return rule.write_line(op).replace("+", "").replace("->", "-> =")
 
     return replace(rule, spec=line)
 
@@ -57,10 +57,10 @@ def _with_axes_the_wrong_way(rule: LineRule) -> LineRule:
 
     def line(op: OpView) -> str:
         """the permutation, inverted"""
-        order = constant(op, 1)
+        order = read_constant(op, 1)
         assert order is not None
-        labels = names("a", len(order))
-        return f"{term(labels)}, . -> {term(labels[order.index(d)] for d in range(len(order)))}"
+        labels = make_labels("a", len(order))
+        return f"{write_term(labels)}, . -> {write_term(labels[order.index(d)] for d in range(len(order)))}"
 
     return replace(rule, spec=line)
 
@@ -93,9 +93,9 @@ FAULTS: dict[str, Fault] = {
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> Fault:
     found = FAULTS[fault]
-    right = rule_of(found[0])
+    right = find_rule(found[0])
     assert right is not None
-    monkeypatch.setitem(all_rules(), found[0], found[1](right))  # type: ignore[arg-type]
+    monkeypatch.setitem(load_rules(), found[0], found[1](right))  # type: ignore[arg-type]
     return found
 
 

@@ -14,7 +14,7 @@ from tests.sharding_rules.helpers import found, placements, strategies, view
 from whale.errors import RuleError
 from whale.ir.layout import B, Strategy, split
 from whale.ir.ops import CONTROL_FLOW
-from whale.sharding_rules import OpView, all_rules, known_outputs, registry, rule_of
+from whale.sharding_rules import OpView, find_known_outputs, find_rule, load_rules, registry
 from whale.sharding_rules.notation import FIRST_RANK, parse, parse_passes
 from whale.sharding_rules.registry import rule
 
@@ -25,12 +25,12 @@ def test_every_op_of_real_programs_has_a_rule():
     with INVENTORY.open() as file:
         names = {row["op"] for row in csv.DictReader(file)}
     assert len(names) > 150
-    assert names - set(all_rules()) - CONTROL_FLOW == set()
-    assert not CONTROL_FLOW & set(all_rules())
+    assert names - set(load_rules()) - CONTROL_FLOW == set()
+    assert not CONTROL_FLOW & set(load_rules())
 
 
 def test_every_written_line_parses():
-    for one in all_rules().values():
+    for one in load_rules().values():
         if isinstance(one.spec, str) and one.spec != FIRST_RANK:
             parse(one.spec)
         for text, ops in ((one.lin, ("sum",)), (one.mono, ("max", "min")), (one.copy, ("sum", "max", "min", "prod"))):
@@ -39,7 +39,7 @@ def test_every_written_line_parses():
 
 
 def test_no_rule_is_none():
-    assert rule_of("NoSuchOp") is None
+    assert find_rule("NoSuchOp") is None
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_outputs_can_be_wanted():
     op = view("Tile", ["float32[1,4]", "int32[2]"], ["float32[8,4]"], {1: [8, 1]})
     strategy = found(op, "B B", "S(0)[3,5]")[0]
     assert str(strategy) == "B B -> S(0)[3,5]"
-    assert rule_of("Tile").localize(op, strategy, 1).consts[1].tolist() == [5, 1]
-    assert rule_of("Tile").produces_any and rule_of("TensorListReserve").produces_any
+    assert find_rule("Tile").localize(op, strategy, 1).consts[1].tolist() == [5, 1]
+    assert find_rule("Tile").produces_any and find_rule("TensorListReserve").produces_any
 
 
 LISTS = [
@@ -199,7 +199,7 @@ LISTS = [
 def test_lists_lie_as_their_elements(op: OpView, current: str, wanted: str, expected: str, consts: dict):
     strategy = found(op, current, wanted)[0]
     assert str(strategy) == expected
-    local = rule_of(op.node.op).localize(op, strategy, 1)
+    local = find_rule(op.node.op).localize(op, strategy, 1)
     assert {i: v.tolist() for i, v in local.consts.items()} == consts
     assert all(v.dtype == np.int32 for v in local.consts.values())
 
@@ -207,12 +207,12 @@ def test_lists_lie_as_their_elements(op: OpView, current: str, wanted: str, expe
 def test_element_shape_of_a_cut_list_is_left_open():
     op = view("TensorListElementShape", ["variant[]"], ["int32[2]"])
     strategy = found(op, "S(0)[3,5]")[0]
-    assert known_outputs(op, strategy, 0)[0].tolist() == [-1, -1]
+    assert find_known_outputs(op, strategy, 0)[0].tolist() == [-1, -1]
 
 
 def test_mean_over_a_cut_dimension_is_a_sum():
     op = view("Mean", ["float32[8,4]", "int32[1]"], ["float32[4]"], {1: [0]})
-    local = rule_of("Mean").localize(op, found(op, "S(0)[3,5] B")[0], 0)
+    local = find_rule("Mean").localize(op, found(op, "S(0)[3,5] B")[0], 0)
     assert (local.op, local.divide_by) == ("Sum", 8.0)
     unknown = view("Mean", ["float32[?,4]", "int32[1]"], ["float32[4]"], {1: [0]})
     assert strategies(unknown, "S(0)[3,5] B") == []
@@ -223,17 +223,17 @@ def test_mean_over_a_cut_dimension_is_a_sum():
 def test_an_empty_share_knows_its_outputs():
     op = view("Max", ["float32[8,4]", "int32[1]"], ["float32[4]"], {1: [0]})
     strategy = found(op, "S(0)[0,8] B")[0]
-    assert known_outputs(op, strategy, 0)[0].tolist() == [-np.inf] * 4
-    assert known_outputs(op, strategy, 1) == (None,)
+    assert find_known_outputs(op, strategy, 0)[0].tolist() == [-np.inf] * 4
+    assert find_known_outputs(op, strategy, 1) == (None,)
     row = view("ArgMax", ["float32[8,4]", "int32[]"], ["int64[8]"], {1: 1})
-    empty = known_outputs(row, found(row, "S(0)[0,8] B")[0], 0)[0]
+    empty = find_known_outputs(row, found(row, "S(0)[0,8] B")[0], 0)[0]
     assert empty.shape == (0,) and empty.dtype == np.int64
 
 
 def test_shapes_are_global():
     op = view("Shape", ["float32[8,4]"], ["int32[2]"])
     strategy = found(op, "S(0)[3,5]")[0]
-    assert known_outputs(op, strategy, 1)[0].tolist() == [8, 4]
+    assert find_known_outputs(op, strategy, 1)[0].tolist() == [8, 4]
 
 
 def test_a_rule_that_does_not_fit_says_which_op():
@@ -247,10 +247,10 @@ def test_importing_rules_loads_little_and_reads_no_line():
     """What takes time at a start: other packages, and parsing. The seconds are what `benchmarks/start.py` prints."""
     code = (
         "import sys, numpy, whale.ir.program, whale.ir.layout; before = set(sys.modules)\n"
-        "import whale.sharding_rules; whale.sharding_rules.all_rules()\n"
+        "import whale.sharding_rules; whale.sharding_rules.load_rules()\n"
         "from whale.sharding_rules import notation, registry\n"
         "print(*sorted({name for name in sys.modules if name not in before}))\n"
-        "print(notation.parse.cache_info().misses, registry._strategies.cache_info().misses)"
+        "print(notation.parse.cache_info().misses, registry._list_strategies.cache_info().misses)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded, counts = done.stdout.splitlines()
@@ -260,12 +260,12 @@ def test_importing_rules_loads_little_and_reads_no_line():
 
 def test_strategies_of_like_nodes_are_found_once():
     ops = [view("AddV2", [f"float32[{n},6]", "float32[6]"], [f"float32[{n},6]"]) for n in range(2, 102)]
-    one, current = rule_of("AddV2"), [tuple(placements(f"S(0)[{n - 1},1] B")) for n in range(2, 102)]
-    registry._strategies.cache_clear()
+    one, current = find_rule("AddV2"), [tuple(placements(f"S(0)[{n - 1},1] B")) for n in range(2, 102)]
+    registry._list_strategies.cache_clear()
     for _ in range(30):
         for op, now in zip(ops, current):
             one.strategies(op, now)
-    found = registry._strategies.cache_info()
+    found = registry._list_strategies.cache_info()
     assert (found.misses, found.hits) == (100, 2900)
 
 
@@ -275,7 +275,7 @@ def test_lists_of_lists_keep_the_element_shape_of_handles(holds: str, consts: li
     shape = [8, 4] if holds == "float32" else []
     operands = [f"int32[{len(shape)}]", "int32[]"]
     op = view("EmptyTensorList", operands, ["variant[]"], {0: shape, 1: -1}, element_dtype=holds)
-    rule = rule_of("EmptyTensorList")
+    rule = find_rule("EmptyTensorList")
     assert rule is not None
     local = rule.localize(op, Strategy((B, B), (split(0, (5, 3)),), "as the reader asks"), 1)
     assert [value.tolist() for value in local.consts.values()] == consts

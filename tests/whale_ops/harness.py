@@ -23,7 +23,7 @@ TIMEOUT_S = 60.0  # of what takes moments on a quiet machine
 @contextmanager
 def ranks(size: int, name: str | None = None, hosts: Sequence[int] = ()):
     """Communicators of `size` ranks, on so many per emulated host, that leave at the end."""
-    communicators = whale_ops.in_process(name or f"test {next(_NAMES)}", size, hosts=hosts)
+    communicators = whale_ops.connect_in_process(name or f"test {next(_NAMES)}", size, hosts=hosts)
     try:
         yield communicators
     finally:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from whale_ops.build import PACKAGE, units
+from whale_ops.build import PACKAGE, list_units
 
 ROOT = PACKAGE.parent
 _SUFFIXES = {".cc", ".cpp", ".cu", ".h"}
@@ -38,7 +38,7 @@ def check_format(fix: bool) -> bool:
 
 def find_slips() -> bool:
     """Returns whether clang-tidy has found something, which it prints."""
-    groups = [unit.sources for part in _PARTS for unit in units(part)]
+    groups = [unit.sources for part in _PARTS for unit in list_units(part)]
     groups += [(path,) for path in sorted((ROOT / "tests" / "whale_ops").rglob("*.cc"))]
     with tempfile.TemporaryDirectory(prefix="whale-lint-") as folder:
 

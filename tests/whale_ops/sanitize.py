@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from whale_ops.build import PACKAGE, find_compiler, sources
+from whale_ops.build import PACKAGE, find_compiler, list_sources
 
 _FLAGS = {
     "thread": ["-fsanitize=thread"],
@@ -28,7 +28,7 @@ _LIMIT_S = 1800.0  # of the tests, which take minutes on a loaded machine: a ran
 def run(sanitizer: str) -> None:
     """Raises subprocess.SubprocessError when it does not compile, something was found, or it does not end."""
     root, start_s = PACKAGE.parent, time.perf_counter()
-    files = [*sources("core"), *sorted((root / "tests" / "whale_ops").rglob("*.cc"))]
+    files = [*list_sources("core"), *sorted((root / "tests" / "whale_ops").rglob("*.cc"))]
     command = [*find_compiler(), "-std=c++17", "-O1", "-g", "-pthread", f"-I{root}", *_FLAGS[sanitizer]]
     with tempfile.TemporaryDirectory(prefix="whale-sanitize-") as folder:
         objects = [Path(folder) / f"{number}.o" for number in range(len(files))]

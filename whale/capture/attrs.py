@@ -42,27 +42,27 @@ def mark_attributes(mark: str) -> dict[str, Any]:
     return {key: AttrValue(b=True) for key in (MARKED, mark)}
 
 
-def marks_of(attrs: Any) -> Marks:
+def read_marks(attrs: Any) -> Marks:
     """Returns the marks of a node of TensorFlow's, by its attributes."""
     if MARKED not in attrs:
         return NO_MARKS
-    return _of_names(tuple([name for key, name in _MARKS.items() if key in attrs]))
+    return _make_marks(tuple([name for key, name in _MARKS.items() if key in attrs]))
 
 
 @cache
-def _of_names(names: tuple[str, ...]) -> Marks:
-    return NO_MARKS.but(**dict.fromkeys(names, True)) if names else NO_MARKS
+def _make_marks(names: tuple[str, ...]) -> Marks:
+    return NO_MARKS.replace_marks(**dict.fromkeys(names, True)) if names else NO_MARKS
 
 
 @cache
-def dtype_name(enum: int) -> str:
+def find_dtype_name(enum: int) -> str:
     """Returns the name of a DataType enum: 1 -> ``float32``; reference types end with ``_ref``."""
     return tf.dtypes.as_dtype(enum).name
 
 
 @cache
-def dtype_enum(name: str) -> int:
-    """Inverse of ``dtype_name``."""
+def find_dtype_enum(name: str) -> int:
+    """Inverse of ``find_dtype_name``."""
     return tf.dtypes.as_dtype(name).as_datatype_enum
 
 
@@ -75,7 +75,7 @@ def decode_shape(proto: Any) -> Shape:
 
 def decode_tensor(proto: Any) -> Tensor:
     """Decodes a TensorProto to a Tensor; compressed protos (one value for all elements) are expanded."""
-    name = dtype_name(proto.dtype)
+    name = find_dtype_name(proto.dtype)
     shape = tuple(d.size for d in proto.tensor_shape.dim)
     count = int(np.prod(shape, dtype=np.int64))
     if name == "string":
@@ -106,7 +106,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "i": int,
     "f": float,
     "s": decode_text,
-    "type": lambda enum: DType(dtype_name(enum)),
+    "type": lambda enum: DType(find_dtype_name(enum)),
     "shape": decode_shape,
     "tensor": decode_tensor,
     "func": decode_func,
@@ -116,15 +116,15 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 def decode(value: Any) -> Any:
     """Decodes an AttrValue proto to a plain value (see whale.ir.values); an empty list is ``()``, one unset is None."""
     # A graph of thousands of nodes has some dozens of types, shapes and small constants.
-    return _decoded_small(value.SerializeToString()) if value.ByteSize() <= _SMALL_BYTES else _decoded(value)
+    return _decode_small(value.SerializeToString()) if value.ByteSize() <= _SMALL_BYTES else _decode_value(value)
 
 
 @lru_cache(maxsize=4096)
-def _decoded_small(serialized: bytes) -> Any:
-    return _decoded(AttrValue.FromString(serialized))
+def _decode_small(serialized: bytes) -> Any:
+    return _decode_value(AttrValue.FromString(serialized))
 
 
-def _decoded(value: Any) -> Any:
+def _decode_value(value: Any) -> Any:
     kind = value.WhichOneof("value")
     if kind == "list":
         for field, items in value.list.ListFields():
@@ -152,34 +152,34 @@ class NodeAttrs(Mapping[str, Any]):
     @property
     def shared(self) -> SharedAttrs | None:
         """Returns the attributes object that equal nodes share; None where a value is large and stays with its node."""
-        known = self._all()
+        known = self._decode_all()
         return None if known.large else known
 
     def __getitem__(self, key: str) -> Any:
-        known = self._known or self._all()
+        known = self._known or self._decode_all()
         value = known[key]
         if value is _LARGE:
-            value = known[key] = _decoded(self.node_def.attr[key])
+            value = known[key] = _decode_value(self.node_def.attr[key])
         return value
 
     def __contains__(self, key: object) -> bool:
-        return key in (self._known or self._all())
+        return key in (self._known or self._decode_all())
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of an attribute, or ``default`` when the node lacks it."""
-        value = (self._known or self._all()).get(key, default)
+        value = (self._known or self._decode_all()).get(key, default)
         return self[key] if value is _LARGE else value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known or self._all())
+        return iter(self._known or self._decode_all())
 
     def __len__(self) -> int:
-        return len(self._known or self._all())
+        return len(self._known or self._decode_all())
 
-    def _all(self) -> SharedAttrs:
+    def _decode_all(self) -> SharedAttrs:
         known = self._known
         if known is None:
-            known = self._known = _known_of(self.node_def)
+            known = self._known = _decode_node(self.node_def)
         return known
 
     def __repr__(self) -> str:
@@ -189,7 +189,7 @@ class NodeAttrs(Mapping[str, Any]):
 _LARGE = object()  # stands for a value that is not decoded yet
 
 
-def _known_of(node_def: Any) -> SharedAttrs:
+def _decode_node(node_def: Any) -> SharedAttrs:
     """Returns a node's decoded attributes; they are cached, since passes read those of all nodes many times."""
     items = [
         (key, value.SerializeToString() if value.ByteSize() <= _SMALL_BYTES else None)
@@ -197,11 +197,11 @@ def _known_of(node_def: Any) -> SharedAttrs:
         if key[0] != "_" or key in _KEPT_INTERNAL
     ]
     if all(data is not None for _, data in items):
-        return _shared(tuple(items))
-    found = {key: _LARGE if data is None else _decoded_small(data) for key, data in items}
+        return _share(tuple(items))
+    found = {key: _LARGE if data is None else _decode_small(data) for key, data in items}
     return SharedAttrs(found, large=True)
 
 
 @lru_cache(maxsize=4096)
-def _shared(items: tuple[tuple[str, Any], ...]) -> SharedAttrs:
-    return SharedAttrs({key: _decoded_small(data) for key, data in items})
+def _share(items: tuple[tuple[str, Any], ...]) -> SharedAttrs:
+    return SharedAttrs({key: _decode_small(data) for key, data in items})

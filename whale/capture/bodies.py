@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,10 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph, function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 
-from whale.capture.loops import import_settled
-from whale.ir.ops import CALLS
+from whale.ir.ops import BRANCHES, CALLS, HAS_BODIES, LOOPS
+
+# (graph of the caller, name of a function, its arguments) -> what the function returns, typed for these arguments.
+Results = Callable[[tf.Graph, str, list[tf.Tensor]], Sequence[tf.Tensor]]
 
 _HANDLES = (tf.resource, tf.variant)
 
@@ -27,22 +29,22 @@ class Body:
     effects: list[str]
 
 
-def body_graph(caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None) -> Body:
+def load_body(caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None) -> Body:
     """Returns the body of function ``name``, typed for ``arguments`` (None: for the types that the function declares).
 
     The graph that the function was traced as is used when it is at least as specific; otherwise the body is imported
     again, so that TensorFlow's shape functions see the caller's shapes.
     """
     function_def = library[name]
-    traced = _traced_graph(caller, name)
-    if traced is not None and _fits(traced, function_def, arguments):
-        body = _from_traced(traced, function_def)
+    traced = _find_traced_graph(caller, name)
+    if traced is not None and _is_fitting_trace(traced, function_def, arguments):
+        body = _make_traced_body(traced, function_def)
         if body is not None:
             return body
-    return _imported(caller, library, function_def, arguments)
+    return _import_body(caller, library, function_def, arguments)
 
 
-def _traced_graph(graph: tf.Graph | None, name: str) -> func_graph.FuncGraph | None:
+def _find_traced_graph(graph: tf.Graph | None, name: str) -> func_graph.FuncGraph | None:
     while graph is not None:
         function = graph._functions.get(name)
         if function is not None:
@@ -52,19 +54,19 @@ def _traced_graph(graph: tf.Graph | None, name: str) -> func_graph.FuncGraph | N
     return None
 
 
-def _fits(traced: func_graph.FuncGraph, function_def: Any, arguments: list[tf.Tensor] | None) -> bool:
+def _is_fitting_trace(traced: func_graph.FuncGraph, function_def: Any, arguments: list[tf.Tensor] | None) -> bool:
     # A trace's inputs and outputs grow when its gradient is taken, after the FunctionDef was made.
     if len(traced.inputs) != len(function_def.signature.input_arg):
         return False
     if arguments is None:
         return True
     return all(
-        own.dtype == given.dtype and (own.dtype in _HANDLES or _at_least(own.shape, given.shape))
+        own.dtype == given.dtype and (own.dtype in _HANDLES or _is_compatible_and_known(own.shape, given.shape))
         for own, given in zip(traced.inputs, arguments)
     )
 
 
-def _at_least(own: tf.TensorShape, given: tf.TensorShape) -> bool:
+def _is_compatible_and_known(own: tf.TensorShape, given: tf.TensorShape) -> bool:
     if given.rank is None:
         return True
     if own.rank != given.rank:
@@ -72,7 +74,7 @@ def _at_least(own: tf.TensorShape, given: tf.TensorShape) -> bool:
     return all(g is None or g == o for o, g in zip(own.as_list(), given.as_list()))
 
 
-def _from_traced(traced: func_graph.FuncGraph, function_def: Any) -> Body | None:
+def _make_traced_body(traced: func_graph.FuncGraph, function_def: Any) -> Body | None:
     """Wraps the traced graph as a Body; returns None when its node names are not those of ``function_def``."""
     arguments = {a.name: t for a, t in zip(function_def.signature.input_arg, traced.inputs)}
     graph_def = traced.as_graph_def()
@@ -87,12 +89,12 @@ def _from_traced(traced: func_graph.FuncGraph, function_def: Any) -> Body | None
             continue
         node, output_arg, index = text.split(":")
         op = traced.get_operation_by_name(node)
-        outputs.append(op.outputs[_output_range(op)[output_arg] + int(index)])
+        outputs.append(op.outputs[_map_output_ranges(op)[output_arg] + int(index)])
     effects = [function_def.control_ret[c] for c in function_def.signature.control_output]
     return Body(traced, graph_def, [t.op.name for t in traced.inputs], outputs, effects)
 
 
-def _output_range(op: tf.Operation) -> dict[str, int]:
+def _map_output_ranges(op: tf.Operation) -> dict[str, int]:
     """Maps each output argument to the number of its first output."""
     first: dict[str, int] = {}
     count = 0
@@ -108,23 +110,23 @@ def _output_range(op: tf.Operation) -> dict[str, int]:
     return first
 
 
-def settled_graph(graph_def: Any) -> tf.Graph:
+def import_settled_graph(graph_def: Any) -> tf.Graph:
     """Imports ``graph_def`` into a new graph, with loops and branches as static as their inputs allow.
 
-    Writes to ``graph_def`` (see ``whale.capture.loops``).
+    Writes to ``graph_def`` (see ``whale.capture.bodies``).
     """
     library = {f.signature.name: f for f in graph_def.library.function}
 
-    def imported() -> tf.Graph:
+    def import_graph() -> tf.Graph:
         graph = tf.Graph()
         with graph.as_default():
             tf.graph_util.import_graph_def(graph_def, name="")
         return graph
 
-    return import_settled(graph_def, imported, lambda g, name, given: body_graph(g, library, name, given).outputs)
+    return import_settled(graph_def, import_graph, lambda g, name, given: load_body(g, library, name, given).outputs)
 
 
-def _imported(
+def _import_body(
     caller: tf.Graph, library: Mapping[str, Any], function_def: Any, arguments: list[tf.Tensor] | None
 ) -> Body:
     signature = function_def.signature
@@ -138,12 +140,12 @@ def _imported(
         node.attr.pop("_output_shapes", None)
     # With the callees at hand TensorFlow infers shapes through calls.
     present = {f.signature.name for f in graph_def.library.function}
-    graph_def.library.function.extend(library[n] for n in _callees(graph_def, library) if n not in present)
+    graph_def.library.function.extend(library[n] for n in _list_callees(graph_def, library) if n not in present)
     # The importer refuses names that no node reads.
     read = {text for node in graph_def.node for text in node.input}
     given: dict[str, tf.Tensor] = {}
 
-    def imported() -> func_graph.FuncGraph:
+    def import_function() -> func_graph.FuncGraph:
         with caller.as_default():
             graph = func_graph.FuncGraph(signature.name)
         with graph.as_default():
@@ -163,17 +165,19 @@ def _imported(
             tf.graph_util.import_graph_def(graph_def, input_map=input_map, name="")
         return graph
 
-    graph = import_settled(graph_def, imported, lambda g, name, given: body_graph(g, library, name, given).outputs)
+    graph = import_settled(
+        graph_def, import_function, lambda g, name, given: load_body(g, library, name, given).outputs
+    )
 
-    def tensor_of(text: str) -> tf.Tensor:
+    def find_tensor(text: str) -> tf.Tensor:
         return given[text] if text in given else graph.get_tensor_by_name(flat_names[text])
 
-    outputs = [tensor_of(function_def.ret[r.name]) for r in signature.output_arg]
+    outputs = [find_tensor(function_def.ret[r.name]) for r in signature.output_arg]
     effects = [function_def.control_ret[c] for c in signature.control_output]
     return Body(graph, None, [t.op.name for t in graph.inputs], outputs, effects)
 
 
-def _callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
+def _list_callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
     """Lists the functions that the nodes of ``graph_def`` call, directly or through others."""
     found: dict[str, None] = {}
     todo = [graph_def.node]
@@ -187,3 +191,93 @@ def _callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
                     found[name] = None
                     todo.append(library[name].node_def)
     return list(found)
+
+
+def import_settled(graph_def: Any, imported: Callable[[], tf.Graph], results: Results) -> tf.Graph:
+    """Imports ``graph_def`` by ``imported`` until the shapes written into it have settled, and returns the graph.
+
+    Loops and branches record the shapes that their outputs had when they were built; with other placeholders these are
+    too loose. Each loop is first taken to keep the shapes of its inputs. Where the body, typed so, returns another
+    shape, that dimension is loosened. A branch node gets what its alternatives, typed for its inputs, agree on. The
+    graph is imported again until nothing changes: sizes of loops are only ever loosened, and between two such changes
+    branches settle in the order in which they depend on each other, so this ends. Writes to ``graph_def``.
+    """
+    loose = [n for n in graph_def.node if _is_loose(n)]
+    loops = [n for n in loose if n.op in LOOPS]
+    branches = [n for n in loose if n.op in BRANCHES]
+    recorded = {n.name: _read_recorded_shapes(n) for n in loose}
+    for node in loops:
+        # Without recorded shapes a While passes its inputs' shapes on.
+        node.attr["output_shapes"].list.ClearField("shape")
+    while True:
+        graph = imported()
+        changed = False
+        for node in loops:
+            op = graph.get_operation_by_name(node.name)
+            changed |= _write_shapes(node, op, _loosen_loop_shapes(graph, node, op, recorded[node.name], results))
+        for node in branches:
+            op = graph.get_operation_by_name(node.name)
+            changed |= _write_shapes(node, op, _merge_branch_shapes(graph, node, op, recorded[node.name], results))
+        if not changed:
+            return graph
+
+
+def _read_recorded_shapes(node: Any) -> list[tf.TensorShape]:
+    return [tf.TensorShape(s) for s in node.attr["output_shapes"].list.shape]
+
+
+def _is_loose(node: Any) -> bool:
+    if node.op not in HAS_BODIES:
+        return False
+    shapes = node.attr["output_shapes"].list.shape
+    return any(s.unknown_rank or any(d.size < 0 for d in s.dim) for s in shapes)
+
+
+def _write_shapes(node: Any, op: tf.Operation, shapes: Sequence[tf.TensorShape]) -> bool:
+    """Records ``shapes`` unless the outputs have them already; says whether it did."""
+    if _list_dims([t.shape for t in op.outputs]) == _list_dims(shapes):
+        return False
+    del node.attr["output_shapes"].list.shape[:]
+    node.attr["output_shapes"].list.shape.extend(s.as_proto() for s in shapes)
+    return True
+
+
+def _list_dims(shapes: Sequence[tf.TensorShape]) -> list[Any]:
+    return [None if s.rank is None else tuple(s.as_list()) for s in shapes]
+
+
+def _loosen_loop_shapes(
+    graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
+) -> list[tf.TensorShape]:
+    """Returns the shapes of the loop's outputs, loosened where one iteration of the body does not keep them."""
+    arguments = [i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs, strict=True)]
+    returned = results(graph, node.attr["body"].func.name, arguments)
+    kept = []
+    for i, (own, result) in enumerate(zip(op.outputs, returned, strict=True)):
+        shape = own.shape.most_specific_common_supertype([result.shape]) if own.shape.rank is not None else own.shape
+        kept.append(_merge_recorded(shape, recorded[i]))
+    return kept
+
+
+def _merge_branch_shapes(
+    graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
+) -> list[tf.TensorShape]:
+    """Returns the shapes on which all alternatives of a branch node agree, for each of its outputs."""
+    if "branches" in node.attr:
+        names = [f.name for f in node.attr["branches"].list.func]
+    else:
+        names = [node.attr[key].func.name for key in ("then_branch", "else_branch")]
+    first, *others = [results(graph, name, list(op.inputs)[1:]) for name in names]
+    agreed = []
+    for i, result in enumerate(first):
+        shape = result.shape
+        if shape.rank is not None:
+            shape = shape.most_specific_common_supertype([other[i].shape for other in others])
+        agreed.append(_merge_recorded(shape, recorded[i]))
+    return agreed
+
+
+def _merge_recorded(shape: tf.TensorShape | None, recorded: tf.TensorShape) -> tf.TensorShape:
+    """Merges a shape with the one that the node was built with, which holds in any case, if they are compatible."""
+    shape = tf.TensorShape(None) if shape is None else shape
+    return shape.merge_with(recorded) if shape.is_compatible_with(recorded) else shape

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2, tensor_pb2
 from tensorflow.python.framework import op_def_registry, versions
 
-from whale.capture.attrs import RECOMPUTED, NodeAttrs, dtype_enum
+from whale.capture.attrs import RECOMPUTED, NodeAttrs, find_dtype_enum
 from whale.errors import ProgramError
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor
@@ -28,7 +28,7 @@ _LIST_FIELD = {"string": "s", "int": "i", "float": "f", "bool": "b", "type": "ty
 
 
 @cache
-def attr_types(op: str) -> Mapping[str, str]:
+def find_attr_types(op: str) -> Mapping[str, str]:
     """Maps an op type's attribute names to their types (``int``, ``list(type)``, ...); empty for an unregistered op."""
     op_def = op_def_registry.get(op)
     return {a.name: a.type for a in op_def.attr} if op_def is not None else {}
@@ -36,7 +36,7 @@ def attr_types(op: str) -> Mapping[str, str]:
 
 def encode_tensor(value: Tensor) -> Any:
     """Encodes a Tensor as a TensorProto."""
-    proto = tensor_pb2.TensorProto(dtype=dtype_enum(value.dtype))
+    proto = tensor_pb2.TensorProto(dtype=find_dtype_enum(value.dtype))
     for size in value.shape:
         proto.tensor_shape.dim.add(size=size)
     if value.dtype == "string":
@@ -51,10 +51,10 @@ def encode_shape(dims: tuple[int | None, ...] | None) -> Any:
     return tf.TensorShape(dims).as_proto()
 
 
-def _field(value: Any, kind: str) -> tuple[str, Any]:
+def _encode_field(value: Any, kind: str) -> tuple[str, Any]:
     """Returns (field of AttrValue, value for it); ``kind`` is the op's attribute type, or "" when the op has none."""
     if isinstance(value, DType) or kind == "type":
-        return "type", dtype_enum(str(value))
+        return "type", find_dtype_enum(str(value))
     if isinstance(value, (bool, np.bool_)):
         return "b", bool(value)
     if kind == "float":
@@ -97,11 +97,11 @@ def encode(value: Any, kind: str = "") -> Any:
         inner = kind[5:-1] if kind.startswith("list(") else ""
         proto.list.SetInParent()
         for item in value:
-            field, encoded = _field(item, inner)
+            field, encoded = _encode_field(item, inner)
             repeated = getattr(proto.list, field)
             repeated.append(encoded)
     elif value is not None:
-        field, encoded = _field(value, kind)
+        field, encoded = _encode_field(value, kind)
         if field in ("shape", "tensor", "func"):
             getattr(proto, field).CopyFrom(encoded)
         else:
@@ -109,7 +109,7 @@ def encode(value: Any, kind: str = "") -> Any:
     return proto
 
 
-def to_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, Any] | None = None) -> Any:
+def encode_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, Any] | None = None) -> Any:
     """Encodes ``node`` as a NodeDef with another name and other operands, without a device or on the host's.
 
     Args:
@@ -127,7 +127,7 @@ def to_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, A
         node_def.attr.pop(RECOMPUTED, None)
     else:
         node_def.op = node.op
-        kinds = attr_types(node.op)
+        kinds = find_attr_types(node.op)
         for key, value in attrs.items():
             node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
         if known is not None:
@@ -141,24 +141,25 @@ def to_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, A
     return node_def
 
 
-def operand_text(ref: Ref) -> str:
+def format_operand(ref: Ref) -> str:
     """Returns ``ref`` as a GraphDef spells it."""
     return ref.node if ref.index == 0 else f"{ref.node}:{ref.index}"
 
 
-def to_graph_def(program: Program) -> Any:
+def encode_graph_def(program: Program) -> Any:
     """Encodes ``program`` as a GraphDef with its functions in the library; node names stay."""
     graph_def = graph_pb2.GraphDef()
     graph_def.versions.producer = versions.GRAPH_DEF_VERSION
     graph_def.versions.min_consumer = versions.GRAPH_DEF_VERSION_MIN_CONSUMER
     graph_def.node.extend(
-        to_node_def(n, n.name, [*map(operand_text, n.inputs), *(f"^{c}" for c in n.controls)]) for n in program.nodes
+        encode_node_def(n, n.name, [*map(format_operand, n.inputs), *(f"^{c}" for c in n.controls)])
+        for n in program.nodes
     )
-    graph_def.library.function.extend(to_function_def(body, name) for name, body in program.functions.items())
+    graph_def.library.function.extend(encode_function_def(body, name) for name, body in program.functions.items())
     return graph_def
 
 
-def to_function_def(program: Program, name: str) -> Any:
+def encode_function_def(program: Program, name: str) -> Any:
     """Encodes ``program`` as a FunctionDef: inputs become arguments, outputs results, and its effects always run.
 
     Node names stay; arguments and results are called ``arg_0``, ``result_0``, ... Functions that it calls are not
@@ -171,10 +172,10 @@ def to_function_def(program: Program, name: str) -> Any:
     taken = set(by_name)
     texts: dict[str, str] = {}
     for i, node_name in enumerate(program.inputs):
-        argument = _fresh(f"arg_{i}", taken)
-        signature.input_arg.add(name=argument, type=dtype_enum(by_name[node_name].outputs[0].dtype))
+        argument = _make_unused_name(f"arg_{i}", taken)
+        signature.input_arg.add(name=argument, type=find_dtype_enum(by_name[node_name].outputs[0].dtype))
         texts[node_name] = argument
-    spelled = {n.name: _output_texts(n) for n in program.nodes if n.name not in texts}
+    spelled = {n.name: _format_outputs(n) for n in program.nodes if n.name not in texts}
 
     def operand(ref: Ref) -> str:
         return texts[ref.node] if ref.node in texts else f"{ref.node}:{spelled[ref.node][ref.index]}"
@@ -183,11 +184,11 @@ def to_function_def(program: Program, name: str) -> Any:
     for node in program.nodes:
         if node.name not in texts:
             controls = (f"^{texts.get(c, c)}" for c in node.controls)
-            function.node_def.append(to_node_def(node, node.name, [*map(operand, node.inputs), *controls], known))
+            function.node_def.append(encode_node_def(node, node.name, [*map(operand, node.inputs), *controls], known))
             signature.is_stateful = signature.is_stateful or node.stateful
     for i, ref in enumerate(program.outputs):
         result = f"result_{i}"
-        signature.output_arg.add(name=result, type=dtype_enum(program.type_of(ref).dtype))
+        signature.output_arg.add(name=result, type=find_dtype_enum(program.find_type(ref).dtype))
         function.ret[result] = operand(ref)
     for i, effect in enumerate(program.effects):
         control = f"effect_{i}"
@@ -196,14 +197,14 @@ def to_function_def(program: Program, name: str) -> Any:
     return function
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def _make_unused_name(name: str, taken: set[str]) -> str:
     while name in taken:
         name += "_"
     taken.add(name)
     return name
 
 
-def _output_texts(node: Node) -> list[str]:
+def _format_outputs(node: Node) -> list[str]:
     """Returns ``output argument:index`` for each output, as FunctionDefs spell it.
 
     Raises:

@@ -15,14 +15,13 @@ from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
 from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
-from whale.capture.gradients import gradient_scopes
-from whale.capture.graph import program_from_graph
-from whale.capture.names import Names, of_captures
-from whale.capture.scaling import LossScale, scaled_losses
-from whale.capture.sharded import Drawing
-from whale.capture.signature import take_apart, tracing_options
+from whale.capture.gradients import scope_gradients
+from whale.capture.graph import Names, name_captures, read_graph
+from whale.capture.scaling import LossScale, scale_losses
+from whale.capture.sharded import IteratorReads
+from whale.capture.signature import flatten_arguments, read_tracing_options
 from whale.errors import CaptureError
-from whale.ir.program import Node, Program, const_node, renamed
+from whale.ir.program import Node, Program, make_const, rename_nodes
 from whale.ir.values import Tensor, TensorType
 
 # A GraphDef holds at most 2 GiB; captured constants above this size are passed at each call instead.
@@ -36,7 +35,7 @@ def capture_function(
     name: str | None = None,
     mark_gradients: bool = False,
     loss_scale: LossScale | None = None,
-    drawing: Drawing | None = None,
+    drawing: IteratorReads | None = None,
 ) -> Captured:
     """``trace_function(...)``, read into a program."""
     return trace_function(fn, args, kwargs, name, mark_gradients, loss_scale, drawing).read()
@@ -49,7 +48,7 @@ def trace_function(
     name: str | None = None,
     mark_gradients: bool = False,
     loss_scale: LossScale | None = None,
-    drawing: Drawing | None = None,
+    drawing: IteratorReads | None = None,
     creator: Callable[..., Any] | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Trace:
@@ -73,9 +72,11 @@ def trace_function(
     Raises:
       CaptureError: an argument's shape is unknown, or the trace fails to be static.
     """
-    python_fn, options = getattr(fn, "python_function", fn), tracing_options(fn)
+    python_fn, options = getattr(fn, "python_function", fn), read_tracing_options(fn)
     program_name = name or str(getattr(python_fn, "__name__", "step"))
-    arguments = take_apart(python_fn, args, kwargs or {}, options.pop("input_signature", None), drawing is not None)
+    arguments = flatten_arguments(
+        python_fn, args, kwargs or {}, options.pop("input_signature", None), drawing is not None
+    )
     specs = [
         tf.TensorSpec(tensor.shape, tf.dtypes.as_dtype(tensor.dtype), name=label)
         for tensor, label in zip(arguments.tensors, arguments.names)
@@ -103,9 +104,9 @@ def trace_function(
 
     # Of what is called "<lambda>" AutoGraph looks for a lambda's source.
     call.__name__ = program_name if program_name.isidentifier() else "step"
-    scaled = nullcontext() if loss_scale is None else scaled_losses(loss_scale)
-    drawn = nullcontext() if drawing is None else drawing.installed()
-    with gradient_scopes(mark_gradients), scaled, drawn, around():
+    scaled = nullcontext() if loss_scale is None else scale_losses(loss_scale)
+    drawn = nullcontext() if drawing is None else drawing.install()
+    with scope_gradients(mark_gradients), scaled, drawn, around():
         concrete = tf.function(call, **options).get_concrete_function(*specs)
         if made:  # names depend on what is created, and have to be those of a rank on which it is there already
             concrete = tf.function(call, **options).get_concrete_function(*specs)
@@ -142,34 +143,34 @@ class Trace:
         variables: list[tuple[tf.Tensor, CapturedVariable]] = []
         self._constants: list[tuple[tf.Tensor, tf.Tensor]] = []
         self._passed: list[tuple[tf.Tensor, tf.Tensor]] = []
-        self._lasting = of_captures([i.op.name for _, i in captures], [op.name for op in graph.get_operations()])
+        self._lasting = name_captures([i.op.name for _, i in captures], [op.name for op in graph.get_operations()])
         names = Names()
         for external, internal in captures:
             node = self._lasting.get(internal.op.name, internal.op.name)
             variable = known.get(id(external))
             if variable is None:
-                variable = _variable_of_handle(external)
+                variable = _find_variable_of_handle(external)
             if variable is not None:
-                unique = names.unused(_variable_name(variable, node))
+                unique = names.make_unused(_name_variable(variable, node))
                 variables.append((internal, CapturedVariable(node, unique, variable, external)))
-            elif _fits_a_graph(external):
+            elif _can_be_constant(external):
                 self._constants.append((internal, external))
             else:
                 self._passed.append((internal, external))
-        self.captures = tuple((self._node(i), e) for i, e in self._passed)
+        self.captures = tuple((self._find_node_name(i), e) for i, e in self._passed)
         self._variables = variables
         self.variables = [v for _, v in variables]
 
     @property
-    def inputs_text(self) -> str:
+    def inputs_description(self) -> str:
         """What it takes, in words."""
         ends = [*self.inputs, *(i for i, _ in self._passed)]
-        return ", ".join(f"{self._node(t)}: {TensorType(t.dtype.name, _dims(t.shape))}" for t in ends)
+        return ", ".join(f"{self._find_node_name(t)}: {TensorType(t.dtype.name, _list_dims(t.shape))}" for t in ends)
 
-    def _node(self, internal: tf.Tensor) -> str:
+    def _find_node_name(self, internal: tf.Tensor) -> str:
         return self._lasting.get(internal.op.name, internal.op.name)
 
-    def tied(self, present: Collection[str]) -> Traced:
+    def collect_ties(self, present: Collection[str]) -> Traced:
         """What ties it to the user's objects.
 
         Args:
@@ -191,23 +192,25 @@ class Trace:
         """
         start_s = time.perf_counter()
         graph = self._graph
-        program = program_from_graph(
+        program = read_graph(
             graph,
             name=self.name,
             inputs=[*self.inputs, *(i for i, _ in self._passed), *(i for i, _ in self._constants)],
             variables=[
-                (internal, v.name, v.variable.dtype.base_dtype.name, _dims(v.variable.shape))
+                (internal, v.name, v.variable.dtype.base_dtype.name, _list_dims(v.variable.shape))
                 for internal, v in self._variables
             ],
             outputs=graph.outputs,
             effects=graph.control_outputs,
         )
-        program = _with_constants(renamed(program, self._lasting), {self._node(i): e for i, e in self._constants})
-        tied = self.tied({v.node for v in program.variables})
+        program = _add_constants(
+            rename_nodes(program, self._lasting), {self._find_node_name(i): e for i, e in self._constants}
+        )
+        tied = self.collect_ties({v.node for v in program.variables})
         found = {f.name: getattr(tied, f.name) for f in fields(tied)}
         return Captured(**found, program=program, read_s=time.perf_counter() - start_s)
 
-    def digest(self) -> bytes:
+    def compute_digest(self) -> bytes:
         """Equal for traces of which equal programs are read, in this process and in others."""
         graph = self._graph
         graph_def = graph.as_graph_def()
@@ -231,7 +234,7 @@ class Trace:
         passed = [(name, tensor.dtype.name, tensor.shape) for name, tensor in self.captures]
         ends = [t.name for t in self.inputs], [t.name for t in graph.outputs]
         effects = sorted(op.name for op in graph.control_outputs)
-        constants = [(self._node(i), e.dtype.name, e.shape) for i, e in self._constants]
+        constants = [(self._find_node_name(i), e.dtype.name, e.shape) for i, e in self._constants]
         found.update(repr((self.name, variables, passed, ends, effects, constants)).encode())
         for _, external in self._constants:
             value = external.numpy()
@@ -242,18 +245,18 @@ class Trace:
         return found.digest()
 
 
-def _dims(shape: tf.TensorShape) -> tuple[int | None, ...] | None:
+def _list_dims(shape: tf.TensorShape) -> tuple[int | None, ...] | None:
     return None if shape.rank is None else tuple(shape.as_list())
 
 
-def _fits_a_graph(tensor: tf.Tensor) -> bool:
+def _can_be_constant(tensor: tf.Tensor) -> bool:
     """Whether a captured tensor becomes a constant of the program."""
     if tensor.dtype in (tf.resource, tf.variant) or not isinstance(tensor, tf.__internal__.EagerTensor):
         return False
     return tensor.dtype == tf.string or tensor.shape.num_elements() * tensor.dtype.size <= _LARGEST_CONSTANT_BYTES
 
 
-def _variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
+def _find_variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
     """A variable over ``handle`` when it is a variable's; None for tables, iterators and other resources."""
     if handle.dtype != tf.resource:
         return None
@@ -275,12 +278,12 @@ def _variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
     )
 
 
-def _variable_name(variable: tf.Variable, node: str) -> str:
+def _name_variable(variable: tf.Variable, node: str) -> str:
     name = variable.name.partition(":")[0]
     return node if name in ("captured", "") else name
 
 
-def _with_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Program:
+def _add_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Program:
     """``program`` with captured eager tensors as Const nodes instead of inputs."""
     if not constants:
         return program
@@ -292,6 +295,6 @@ def _with_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Pro
         elif node.name in used:
             # A scalar string comes as bytes; NumPy's own type for them would drop zeros at their end.
             held = np.asarray(constants[node.name].numpy(), object if constants[node.name].dtype == tf.string else None)
-            value = Tensor.of(held, constants[node.name].dtype.name)
-            nodes.append(const_node(node.name, value, controls=node.controls, scope=node.scope))
-    return program.with_nodes(tuple(nodes), inputs=tuple(i for i in program.inputs if i not in constants))
+            value = Tensor.from_numpy(held, constants[node.name].dtype.name)
+            nodes.append(make_const(node.name, value, controls=node.controls, scope=node.scope))
+    return program.replace_nodes(tuple(nodes), inputs=tuple(i for i in program.inputs if i not in constants))

@@ -3,7 +3,7 @@
 TensorFlow calls one Python function per differentiated op: ``backprop._gradient_function`` for tapes,
 ``gradients_util._MaybeCompile`` for tf.gradients. What a tape does not differentiate op by op (``tf.custom_gradient``,
 calls of functions) is told to it by ``record.record_operation``, with the function that computes its gradient. Inside
-``gradient_scopes()`` all of these run under the attribute scope of the forward op.
+``scope_gradients()`` all of these run under the attribute scope of the forward op.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from whale.capture.attrs import BACKWARD, SCOPE_ATTR, mark_attributes
 
 
 @contextmanager
-def gradient_scopes(marked: bool = False) -> Iterator[None]:
+def scope_gradients(marked: bool = False) -> Iterator[None]:
     """Gives gradient nodes the scope of their forward op while active; restores TensorFlow's functions, and may be
     nested.
 
@@ -36,15 +36,15 @@ def gradient_scopes(marked: bool = False) -> Iterator[None]:
     graph_function = gradients_util._MaybeCompile
     recorded = record.record_operation
 
-    def of_tape(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any) -> Any:
-        with _entered(_scope_of_call(op_name, inputs, outputs), marked):
+    def scope_tape_gradient(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any) -> Any:
+        with _enter_scope(_find_call_scope(op_name, inputs, outputs), marked):
             return tape_function(op_name, attrs, count, inputs, outputs, *rest)
 
-    def of_graph(scope: str, op: tf.Operation, func: Any, gradient: Callable[[], Any]) -> Any:
-        with _entered(_scope_of(op), marked):
+    def scope_graph_gradient(scope: str, op: tf.Operation, func: Any, gradient: Callable[[], Any]) -> Any:
+        with _enter_scope(_find_scope_attr(op), marked):
             return graph_function(scope, op, func, gradient)
 
-    def of_record(
+    def record_with_scope(
         op_type: str,
         output_tensors: Any,
         input_tensors: Any,
@@ -53,14 +53,14 @@ def gradient_scopes(marked: bool = False) -> Iterator[None]:
     ) -> Any:
         known = [t.op for t in output_tensors if _is_graph_tensor(t)]
 
-        def scoped(*slopes: Any) -> Any:
-            with _entered(_scope_of(known[0]), marked):
+        def run_scoped(*slopes: Any) -> Any:
+            with _enter_scope(_find_scope_attr(known[0]), marked):
                 return backward_function(*slopes)
 
-        gradient = scoped if known else backward_function
+        gradient = run_scoped if known else backward_function
         return recorded(op_type, output_tensors, input_tensors, gradient, forward_function)
 
-    _install(of_tape, of_graph, of_record)
+    _install(scope_tape_gradient, scope_graph_gradient, record_with_scope)
     try:
         yield
     finally:
@@ -74,38 +74,38 @@ def _install(of_tape: Callable[..., Any], of_graph: Callable[..., Any], of_recor
     record.record_operation = of_record
 
 
-def _entered(scope: Any, marked: bool) -> Any:
+def _enter_scope(scope: Any, marked: bool) -> Any:
     attributes = {} if scope is None else {SCOPE_ATTR: scope}
     if marked:
         attributes |= mark_attributes(BACKWARD)
     return tf.compat.v1.get_default_graph()._attr_scope(attributes) if attributes else nullcontext()
 
 
-def _scope_of(op: tf.Operation) -> Any:
+def _find_scope_attr(op: tf.Operation) -> Any:
     """Returns the scope attribute (an AttrValue) of ``op``, or None."""
     node_def = op.node_def
     return node_def.attr[SCOPE_ATTR] if SCOPE_ATTR in node_def.attr else None
 
 
-def scope_of(op: tf.Operation) -> str:
+def find_scope(op: tf.Operation) -> str:
     """Returns the path of the scope that ``op`` was built in; "" without one."""
-    found = _scope_of(op)
+    found = _find_scope_attr(op)
     return "" if found is None else str(found.s.decode())
 
 
-def _scope_of_call(op_name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def _find_call_scope(op_name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """Returns the scope of the op of type ``op_name`` with these operands; those that its gradient does not need are
     None.
     """
     for output in outputs or ():
         if _is_graph_tensor(output) and output.op.type == op_name:
-            return _scope_of(output.op)
+            return _find_scope_attr(output.op)
     known = [t for t in inputs or () if _is_graph_tensor(t)]
     if known:
         wanted = {id(t) for t in known}
         for consumer in known[0].consumers():
             if consumer.type == op_name and wanted <= {id(t) for t in consumer.inputs}:
-                return _scope_of(consumer)
+                return _find_scope_attr(consumer)
     return None
 
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, dtype_name, marks_of
-from whale.capture.bodies import body_graph
-from whale.capture.names import with_lasting_arguments
+from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, find_dtype_name, read_marks
+from whale.capture.bodies import load_body
 from whale.errors import CaptureError
-from whale.ir.collector import no_garbage_collection
+from whale.ir.collector import suspend_garbage_collection
 from whale.ir.ops import BRANCHES, CALLS, HAS_BODIES, LOOPS, READS
-from whale.ir.program import Node, Program, Ref, Variable
+from whale.ir.program import Node, Program, Ref, Variable, rename_nodes
 from whale.ir.values import DType, Func, TensorType
+
+_NUMBER = re.compile(r"[_.]?\d+")
 
 # Stateful ops that only look: as control outputs of a traced function they keep nothing alive.
 PURE_READS = READS | {"Placeholder", "VarHandleOp"}
 
 
 @cache
-def op_facts(op: str) -> tuple[bool, tuple[str, ...]] | None:
+def find_op_facts(op: str) -> tuple[bool, tuple[str, ...]] | None:
     """Returns (is stateful, names of attributes that hold functions) of an op type; None when it is not registered."""
     op_def = op_def_registry.get(op)
     if op_def is None:
@@ -31,7 +33,7 @@ def op_facts(op: str) -> tuple[bool, tuple[str, ...]] | None:
     return op_def.is_stateful, tuple(a.name for a in op_def.attr if a.type in ("func", "list(func)"))
 
 
-def program_from_graph(
+def read_graph(
     graph: tf.Graph,
     *,
     name: str,
@@ -54,7 +56,7 @@ def program_from_graph(
     Raises:
       CaptureError: a placeholder that the outputs need is neither an input nor a variable's handle.
     """
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         builder = _Builder(graph)
         program = builder.build(
             graph,
@@ -62,14 +64,14 @@ def program_from_graph(
             name,
             inputs=[t.op.name for t in inputs],
             variables={t.op.name: (n, TensorType(d, s)) for t, n, d, s in variables},
-            outputs=[_ref(t) for t in outputs],
+            outputs=[_make_ref(t) for t in outputs],
             effects=[op.name for op in effects],
             types=types or {},
         )
-        return program.with_nodes(program.nodes, functions=builder.reachable_functions(program))
+        return program.replace_nodes(program.nodes, functions=builder.list_reachable_functions(program))
 
 
-def _ref(tensor: tf.Tensor) -> Ref:
+def _make_ref(tensor: tf.Tensor) -> Ref:
     return Ref(tensor.op.name, tensor.value_index)
 
 
@@ -98,12 +100,12 @@ class _Builder:
         """Reads one graph into a program; adds the functions that it calls to ``self.functions``."""
         defs = {n.name: n for n in graph_def.node}
         effects = [e for e in effects if defs[e].op not in PURE_READS]
-        operands = _operands(defs, [*(r.node for r in outputs), *effects, *inputs])
+        operands = _read_operands(defs, [*(r.node for r in outputs), *effects, *inputs])
         known = {*inputs, *variables}
         nodes: dict[str, Node] = {}
         idle: set[str] = set()
         facts_of: dict[str, tuple[bool, tuple[str, ...]]] = {}
-        for node_def, op in _with_operations(graph, graph_def):
+        for node_def, op in _pair_operations(graph, graph_def):
             node_name = node_def.name
             found = operands.get(node_name)
             if found is None:
@@ -112,7 +114,7 @@ class _Builder:
             op_type = node_def.op
             facts = facts_of.get(op_type)
             if facts is None:
-                facts = facts_of[op_type] = op_facts(op_type) or (False, _LEGACY)
+                facts = facts_of[op_type] = find_op_facts(op_type) or (False, _LEGACY)
             attrs: Mapping[str, Any] = NodeAttrs(node_def)
             if facts[1]:
                 op_type, attrs, stateful, acts = self._call(graph, node_def, op, attrs)
@@ -121,17 +123,17 @@ class _Builder:
             else:
                 stateful = facts[0]
                 if op_type == "Placeholder" and node_name not in known:
-                    raise _no_value(node_name, inputs)
-            kinds = tuple([self._type(t) for t in op.outputs])
+                    raise _make_missing_value_error(node_name, inputs)
+            kinds = tuple([self._make_type(t) for t in op.outputs])
             if types:
                 kinds = tuple([types.get(Ref(node_name, i), t) for i, t in enumerate(kinds)])
             given = node_def.attr
-            scope, marks = given[SCOPE_ATTR].s.decode() if SCOPE_ATTR in given else "", marks_of(given)
+            scope, marks = given[SCOPE_ATTR].s.decode() if SCOPE_ATTR in given else "", read_marks(given)
             nodes[node_name] = Node(node_name, op_type, refs, controls, attrs, kinds, scope, stateful, marks)
         acting = set(effects) - idle
         program = Program(
             name=name,
-            nodes=_sorted(nodes),
+            nodes=_sort_nodes(nodes),
             inputs=tuple(inputs),
             variables=tuple(
                 Variable(node, n, t, nodes[node].scope) for node, (n, t) in variables.items() if node in nodes
@@ -140,16 +142,16 @@ class _Builder:
             # TensorFlow keeps control outputs in sets, whose order differs between processes.
             effects=tuple(n for n in nodes if n in acting),
         )
-        return program if idle.isdisjoint(effects) else _without_dead(program)
+        return program if idle.isdisjoint(effects) else _remove_dead(program)
 
     def _call(
         self, graph: tf.Graph, node_def: Any, op: tf.Operation, attrs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, Any], bool, bool]:
         """Returns (op type, attributes, stateful, has effects) of a node that refers to functions."""
         op_type = node_def.op
-        facts = op_facts(op_type)
+        facts = find_op_facts(op_type)
         if facts is None:
-            op_type, attrs, facts = self._legacy_call(node_def)
+            op_type, attrs, facts = self._convert_legacy_call(node_def)
         acts = op_type not in HAS_BODIES and op_type not in CALLS
         renamed: dict[str, Any] = {}
         for key in facts[1]:
@@ -158,7 +160,7 @@ class _Builder:
             funcs = []
             for func in many:
                 if isinstance(func, Func) and func.name in self.library:
-                    body = self._body(graph, func.name, _arguments(op, op_type))
+                    body = self._capture_body(graph, func.name, _list_call_arguments(op, op_type))
                     acts = acts or bool(self.functions[body].effects)
                     func = func if body == func.name else Func(body, func.attrs)
                 else:
@@ -169,7 +171,7 @@ class _Builder:
                 renamed[key] = tuple(funcs) if isinstance(value, tuple) else funcs[0]
         return op_type, {**attrs, **renamed} if renamed else attrs, facts[0], acts
 
-    def _legacy_call(self, node_def: Any) -> tuple[str, Mapping[str, Any], tuple[bool, tuple[str, ...]]]:
+    def _convert_legacy_call(self, node_def: Any) -> tuple[str, Mapping[str, Any], tuple[bool, tuple[str, ...]]]:
         """Returns the equivalent call op for a node whose op type is a function's name."""
         function = self.library.get(node_def.op)
         if function is None:
@@ -183,13 +185,13 @@ class _Builder:
         stateful = signature.is_stateful
         attrs = {
             "f": Func(node_def.op, {}),
-            "Tin": tuple(DType(dtype_name(a.type)) for a in signature.input_arg),
-            "Tout": tuple(DType(dtype_name(a.type)) for a in signature.output_arg),
+            "Tin": tuple(DType(find_dtype_name(a.type)) for a in signature.input_arg),
+            "Tout": tuple(DType(find_dtype_name(a.type)) for a in signature.output_arg),
         }
         op_type = "StatefulPartitionedCall" if stateful else "PartitionedCall"
         return op_type, attrs, (stateful, ("f",))
 
-    def _type(self, tensor: tf.Tensor) -> TensorType:
+    def _make_type(self, tensor: tf.Tensor) -> TensorType:
         shape = tensor.shape
         key = (tensor.dtype, None if shape.rank is None else tuple(shape.as_list()))
         found = self._types.get(key)
@@ -197,38 +199,38 @@ class _Builder:
             found = self._types[key] = TensorType(key[0].name, key[1])
         return found
 
-    def _body(self, graph: tf.Graph, name: str, arguments: list[tf.Tensor] | None) -> str:
+    def _capture_body(self, graph: tf.Graph, name: str, arguments: list[tf.Tensor] | None) -> str:
         """Captures the function ``name`` for these arguments; returns its key in ``self.functions``."""
-        types = tuple(map(self._type, arguments)) if arguments is not None else ()
+        types = tuple(map(self._make_type, arguments)) if arguments is not None else ()
         key = (name, types)
         if key in self._names:
             return self._names[key]
         taken = {n for n, _ in self._names}
         unique = name if name not in taken else f"{name}.{sum(1 for n, _ in self._names if n == name)}"
         self._names[key] = unique
-        body = body_graph(graph, self.library, name, arguments)
+        body = load_body(graph, self.library, name, arguments)
         graph_def = body.graph.as_graph_def() if body.graph_def is None else body.graph_def
-        self.functions[unique] = with_lasting_arguments(
+        self.functions[unique] = rename_arguments(
             self.build(
                 body.graph,
                 graph_def,
                 unique,
                 inputs=body.inputs,
                 variables={},
-                outputs=[_ref(t) for t in body.outputs],
+                outputs=[_make_ref(t) for t in body.outputs],
                 effects=body.effects,
                 types={},
             )
         )
         return unique
 
-    def reachable_functions(self, program: Program) -> dict[str, Program]:
+    def list_reachable_functions(self, program: Program) -> dict[str, Program]:
         """Returns the functions that ``program`` calls, directly or through others."""
         found: dict[str, Program] = {}
         todo = [program] if self.functions else []
         while todo:
             for node in todo.pop().nodes:
-                facts = op_facts(node.op)
+                facts = find_op_facts(node.op)
                 for key in facts[1] if facts else ():
                     value = node.attrs.get(key)
                     for func in value if isinstance(value, tuple) else (value,):
@@ -242,7 +244,7 @@ class _Builder:
 _LEGACY = ("",)
 
 
-def _arguments(op: tf.Operation, op_type: str) -> list[tf.Tensor] | None:
+def _list_call_arguments(op: tf.Operation, op_type: str) -> list[tf.Tensor] | None:
     """Returns the tensors that a call op passes to its functions; None when the op does not say (datasets)."""
     if op_type in CALLS:
         return list(op.inputs)
@@ -254,7 +256,7 @@ def _arguments(op: tf.Operation, op_type: str) -> list[tf.Tensor] | None:
     return None
 
 
-def _no_value(placeholder: str, inputs: Sequence[str]) -> CaptureError:
+def _make_missing_value_error(placeholder: str, inputs: Sequence[str]) -> CaptureError:
     return CaptureError(
         "a placeholder is needed but has no value",
         op=placeholder,
@@ -263,21 +265,21 @@ def _no_value(placeholder: str, inputs: Sequence[str]) -> CaptureError:
     )
 
 
-def _with_operations(graph: tf.Graph, graph_def: Any) -> Iterator[tuple[Any, tf.Operation]]:
+def _pair_operations(graph: tf.Graph, graph_def: Any) -> Iterator[tuple[Any, tf.Operation]]:
     """Pairs each NodeDef with its operation."""
     operations = graph.get_operations()
     defs = graph_def.node
     # Both list the nodes in order of creation. A node that only one of them has would shift all that follow.
-    if len(operations) == len(defs) and all(operations[i].name == defs[i].name for i in _samples(len(defs))):
+    if len(operations) == len(defs) and all(operations[i].name == defs[i].name for i in _sample_numbers(len(defs))):
         return zip(defs, operations, strict=True)
     return ((d, graph.get_operation_by_name(d.name)) for d in defs)
 
 
-def _samples(count: int) -> list[int]:
+def _sample_numbers(count: int) -> list[int]:
     return [*range(0, count, 64), count - 1] if count else []
 
 
-def _operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
+def _read_operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
     """Returns (data operands, control operands) of every node that ``roots`` need."""
     found: dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]] = {}
     refs_of: dict[str, Ref] = {}
@@ -306,7 +308,7 @@ def _operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[
     return found
 
 
-def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
+def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     """Sorts ``nodes`` by creation, but each after what it needs (control edges may have been added later).
 
     Raises:
@@ -345,7 +347,7 @@ def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     return tuple(done.values())
 
 
-def _without_dead(program: Program) -> Program:
+def _remove_dead(program: Program) -> Program:
     """Removes nodes that only dropped effects needed (whale.ir.program.prune would decode every attribute)."""
     by_name = program.by_name
     needed: set[str] = set()
@@ -357,7 +359,55 @@ def _without_dead(program: Program) -> Program:
             node = by_name[name]
             stack.extend(r.node for r in node.inputs)
             stack.extend(node.controls)
-    return program.with_nodes(
+    return program.replace_nodes(
         tuple(n for n in program.nodes if n.name in needed),
         variables=tuple(v for v in program.variables if v.node in needed),
     )
+
+
+# Names of nodes that are equal in all processes.
+#
+# TensorFlow names what a function captures without a name, and the bodies of loops and branches, by a counter of the
+# process, which every eager tensor counts on. Ranks compare programs by name, and rank 0's plan speaks of nodes by
+# name.
+class Names:
+    """Names that are in use; new ones are found in constant time, however many were called alike before.
+
+    Args:
+      used: those that are in use at first.
+    """
+
+    def __init__(self, used: Iterable[str] = ()):
+        self._used = set(used)
+        self._numbers: dict[str, int] = {}
+
+    def make_unused(self, name: str) -> str:
+        """``name``, with the least number that makes it another one if it is in use; it is in use from now on."""
+        unique, n = name, self._numbers.get(name, 1)
+        while unique in self._used:
+            unique, n = f"{name}_{n}", n + 1
+        self._numbers[name] = n
+        self._used.add(unique)
+        return unique
+
+
+def name_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+    """New names for the captured tensors that have none of their own: ``scope/995`` becomes ``scope/captured``.
+
+    Args:
+      names: of the captured tensors' placeholders, in order of capture.
+      taken: names of all nodes of the graph.
+    """
+    found: dict[str, str] = {}
+    used = Names(taken)
+    for name in names:
+        scope, _, last = name.rpartition("/")
+        if last.isdigit():
+            found[name] = used.make_unused(f"{scope}/captured" if scope else "captured")
+    return found
+
+
+def rename_arguments(body: Program) -> Program:
+    """``body`` with arguments that are called as TensorFlow calls them, without numbers."""
+    used = Names({n.name for n in body.nodes} - set(body.inputs))
+    return rename_nodes(body, {n: used.make_unused(_NUMBER.sub("", n).strip("_/") or "argument") for n in body.inputs})

@@ -59,7 +59,7 @@ class LossScale:
         if not any(UNSCALED in op.node_def.attr for op in tf.compat.v1.get_default_graph().get_operations()):
             return
         scale = self.scale.read_value()
-        with _marked(ALL_FINITE):
+        with _mark_inside(ALL_FINITE):
             finite = tf.math.is_finite(scale)
         is_last = self.good_steps + 1 >= self.growth_steps
         grown = tf.where(is_last, tf.minimum(scale * 2.0, LARGEST), scale)
@@ -69,7 +69,7 @@ class LossScale:
 
 
 @dataclass
-class FedScale:
+class LossScaleFeed:
     """The loss scale of version 1 graphs: plain numbers, which every rank keeps alike since all get the same answers.
 
     Attributes:
@@ -87,9 +87,9 @@ class FedScale:
             try:
                 return graph.get_tensor_by_name(f"{_SCALE}:0")
             except KeyError:
-                with _marked(LOSS_SCALE):
+                with _mark_inside(LOSS_SCALE):
                     scale = tf.compat.v1.placeholder_with_default(np.float32(1), (), _SCALE)
-                with _marked(ALL_FINITE):
+                with _mark_inside(ALL_FINITE):
                     finite = tf.math.is_finite(scale, f"{_SCALE}_is_kept")
                 tf.identity(finite, f"{_SCALE}{_FINITE}")
                 return scale
@@ -101,7 +101,7 @@ class FedScale:
         """
         return scale.graph.get_tensor_by_name(f"{scale.name}{_FINITE}:0")
 
-    def after(self, finite: bool) -> None:
+    def update(self, finite: bool) -> None:
         """Adapts the scale after a step whose gradients were all finite, or were not."""
         is_last = self.good_steps + 1 >= self.growth_steps
         self.good_steps = self.good_steps + 1 if finite and not is_last else 0
@@ -115,27 +115,27 @@ Gradients = Callable[..., Any]
 
 
 @contextmanager
-def scaled_losses(by: LossScale) -> Iterator[None]:
+def scale_losses(by: LossScale) -> Iterator[None]:
     """Computes gradients from scaled losses while active; not to be nested."""
     of_tape, of_graph = tf.GradientTape.gradient, gradients_util._GradientsHelper
 
     @tf.autograph.experimental.do_not_convert
-    def tape(self: Any, *args: Any, **named: Any) -> Any:
-        return scaled_tape(by, of_tape, self, *args, **named)
+    def scale_tape_gradient(self: Any, *args: Any, **named: Any) -> Any:
+        return compute_scaled_tape_gradient(by, of_tape, self, *args, **named)
 
     @tf.autograph.experimental.do_not_convert
-    def graph(*args: Any, **named: Any) -> Any:
-        return scaled_gradients(by, of_graph, *args, **named)
+    def scale_graph_gradients(*args: Any, **named: Any) -> Any:
+        return compute_scaled_gradients(by, of_graph, *args, **named)
 
-    tf.GradientTape.gradient, gradients_util._GradientsHelper = tape, graph
+    tf.GradientTape.gradient, gradients_util._GradientsHelper = scale_tape_gradient, scale_graph_gradients
     try:
         yield
     finally:
         tf.GradientTape.gradient, gradients_util._GradientsHelper = of_tape, of_graph
 
 
-def scaled_tape(
-    by: LossScale | FedScale,
+def compute_scaled_tape_gradient(
+    by: LossScale | LossScaleFeed,
     gradient: Gradients,
     tape: Any,
     target: Any,
@@ -147,36 +147,36 @@ def scaled_tape(
     """Calls ``gradient``, which is ``GradientTape.gradient``, with scaled losses and unscales its results."""
     targets = tf.nest.flatten(target)
     given = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
-    seeds = [_seed(t, g, by) for t, g in zip(targets, given)]
-    return tf.nest.map_structure(lambda g: _unscaled(g, by), gradient(tape, targets, sources, seeds, *rest, **named))
+    seeds = [_scale_seed(t, g, by) for t, g in zip(targets, given)]
+    return tf.nest.map_structure(lambda g: _unscale(g, by), gradient(tape, targets, sources, seeds, *rest, **named))
 
 
-def scaled_gradients(
-    by: LossScale | FedScale, gradient: Gradients, ys: Any, xs: Any, grad_ys: Any = None, *rest: Any, **named: Any
+def compute_scaled_gradients(
+    by: LossScale | LossScaleFeed, gradient: Gradients, ys: Any, xs: Any, grad_ys: Any = None, *rest: Any, **named: Any
 ) -> Any:
     """Calls ``gradient``, which is ``tf.gradients``, with scaled losses and unscales its results."""
     targets = ys if isinstance(ys, (list, tuple)) else [ys]
     given = grad_ys if isinstance(grad_ys, (list, tuple)) else [grad_ys] * len(targets)
-    seeds = [_seed(t, g, by) for t, g in zip(targets, given)]
-    return [_unscaled(g, by) for g in gradient(targets, xs, seeds, *rest, **named)]
+    seeds = [_scale_seed(t, g, by) for t, g in zip(targets, given)]
+    return [_unscale(g, by) for g in gradient(targets, xs, seeds, *rest, **named)]
 
 
-def _seed(target: Any, given: Any, by: LossScale | FedScale) -> Any:
+def _scale_seed(target: Any, given: Any, by: LossScale | LossScaleFeed) -> Any:
     if not isinstance(target, tf.Tensor) or not target.dtype.is_floating:
         return given
     scale = tf.cast(by.read(), target.dtype)
     return tf.fill(tf.shape(target), scale) if given is None else tf.cast(given, target.dtype) * scale
 
 
-def _unscaled(gradient: Any, by: LossScale | FedScale) -> Any:
+def _unscale(gradient: Any, by: LossScale | LossScaleFeed) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_unscaled(gradient.values, by), gradient.indices, gradient.dense_shape)
+        return tf.IndexedSlices(_unscale(gradient.values, by), gradient.indices, gradient.dense_shape)
     if not isinstance(gradient, tf.Tensor):
         return gradient
     inverse = tf.cast(1.0 / by.read(), gradient.dtype)
-    with _marked(UNSCALED):
+    with _mark_inside(UNSCALED):
         return gradient * inverse
 
 
-def _marked(name: str) -> Any:
+def _mark_inside(name: str) -> Any:
     return tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(name))

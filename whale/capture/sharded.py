@@ -15,7 +15,7 @@ from tensorflow.python.data.ops import iterator_ops
 from whale.errors import ProgramError
 
 # The object that draws the batches of the step that is being traced.
-drawing: contextvars.ContextVar[Drawing | None] = contextvars.ContextVar("drawing", default=None)
+drawing: contextvars.ContextVar[IteratorReads | None] = contextvars.ContextVar("drawing", default=None)
 
 
 class ShardedTensor:
@@ -102,7 +102,7 @@ def read_inside(iterator: Any) -> ProgramError:
     )
 
 
-class Drawing:
+class IteratorReads:
     """The batches that a step takes from iterators while it is traced, as inputs of its program.
 
     Inside a loop, a branch or a function of the step nothing is drawn for it: there an iterator is read as TensorFlow
@@ -131,24 +131,24 @@ class Drawing:
         """Returns the values of ``inputs``."""
         return [t for batch in self.batches for t in tf.nest.flatten(batch, expand_composites=True)]
 
-    def again(self) -> Drawing:
+    def repeat(self) -> IteratorReads:
         """Returns a Drawing for another trace of the same step with the same batches."""
-        return Drawing(self._draw, self.batches)
+        return IteratorReads(self._draw, self.batches)
 
     def enter(self) -> None:
         """Notes the current graph as that of the step."""
         self._graph = tf.compat.v1.get_default_graph()
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def install(self) -> Iterator[None]:
         """Sends reads of iterators in the step's graph to ``take`` while active."""
         usual = iterator_ops.OwnedIterator._next_internal
 
-        def of_step(iterator: Any) -> Any:
+        def take_in_step(iterator: Any) -> Any:
             here = not tf.executing_eagerly() and is_iterator(iterator)
             return self.take(iterator, lambda: usual(iterator)) if here else usual(iterator)
 
-        iterator_ops.OwnedIterator._next_internal = of_step
+        iterator_ops.OwnedIterator._next_internal = take_in_step
         token = drawing.set(self)
         try:
             yield

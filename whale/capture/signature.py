@@ -62,7 +62,7 @@ class Arguments:
         return tuple(args), dict(kwargs)
 
 
-def tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:
+def read_tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:
     """Returns the keywords with which tf.function would trace another function like ``fn``; none for a Python function.
 
     Only keywords that change what is computed, or how, are among them; the others say what TensorFlow keeps of a trace.
@@ -77,7 +77,7 @@ def tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def take_apart(
+def flatten_arguments(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -116,29 +116,29 @@ def take_apart(
     labels: list[str] = []
     leaves: list[Any] = []
     key: list[Hashable] = []
-    for path, leaf in _paths(positional, keywords, names, bound):
+    for path, leaf in _list_paths(positional, keywords, names, bound):
         if isinstance(leaf, tf.Variable):
             leaves.append(leaf)
             key.append(("variable", id(leaf)))
         elif isinstance(leaf, _TENSORS):
             leaves.append(_Slot(len(tensors), 1))
-            tensors.append(_static(leaf, path))
+            tensors.append(_check_static(leaf, path))
             labels.append(path)
-            key.append(_tensor_key(leaf))
+            key.append(_make_tensor_key(leaf))
         elif draws and is_iterator(leaf):
             leaves.append(leaf)
             key.append(("iterator", type(leaf), repr(getattr(leaf, "element_spec", None))))
         elif isinstance(leaf, tf.__internal__.CompositeTensor):
             parts = tf.nest.flatten(leaf, expand_composites=True)
             leaves.append(_Slot(len(tensors), len(parts), leaf))
-            tensors.extend(_static(p, path) for p in parts)
+            tensors.extend(_check_static(p, path) for p in parts)
             labels.extend(f"{path}_{i}" for i in range(len(parts)))
-            key.append((tf.type_spec_from_value(leaf), *map(_tensor_key, parts)))
+            key.append((tf.type_spec_from_value(leaf), *map(_make_tensor_key, parts)))
         else:
             leaves.append(leaf)
-            key.append(_value_key(leaf))
+            key.append(_make_value_key(leaf))
     skeleton = tf.nest.map_structure(lambda _: 0, structure)
-    return Arguments(tuple(tensors), distinct_names(labels), (repr(skeleton), *key), structure, tuple(leaves))
+    return Arguments(tuple(tensors), make_distinct_names(labels), (repr(skeleton), *key), structure, tuple(leaves))
 
 
 def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op: str) -> None:
@@ -166,7 +166,7 @@ def _cast(value: Any, wanted: Any, path: str) -> Any:
     try:
         leaves = nest.flatten_up_to(wanted, value, check_types=False)
     except (TypeError, ValueError) as error:
-        raise _does_not_fit(path, value, wanted) from error
+        raise _make_mismatch_error(path, value, wanted) from error
     cast = [_cast_leaf(leaf, spec, path) for leaf, spec in zip(leaves, tf.nest.flatten(wanted))]
     return tf.nest.pack_sequence_as(wanted, cast)
 
@@ -174,19 +174,19 @@ def _cast(value: Any, wanted: Any, path: str) -> Any:
 def _cast_leaf(value: Any, wanted: Any, path: str) -> Any:
     if not isinstance(wanted, tf.TensorSpec):
         if isinstance(wanted, tf.TypeSpec) and not wanted.is_compatible_with(value):
-            raise _does_not_fit(path, value, wanted)
+            raise _make_mismatch_error(path, value, wanted)
         return value
     if not isinstance(value, (tf.Tensor, tf.TensorSpec, ShardedTensor)):
         try:
             value = tf.convert_to_tensor(value, wanted.dtype)
         except (TypeError, ValueError) as error:
-            raise _does_not_fit(path, value, wanted) from error
+            raise _make_mismatch_error(path, value, wanted) from error
     if value.dtype != wanted.dtype or not wanted.shape.is_compatible_with(value.shape):
-        raise _does_not_fit(path, f"{value.dtype.name}{value.shape}", f"{wanted.dtype.name}{wanted.shape}")
+        raise _make_mismatch_error(path, f"{value.dtype.name}{value.shape}", f"{wanted.dtype.name}{wanted.shape}")
     return value
 
 
-def _does_not_fit(path: str, given: object, expected: object) -> CaptureError:
+def _make_mismatch_error(path: str, given: object, expected: object) -> CaptureError:
     return CaptureError(
         "an argument does not fit the function's input_signature",
         op=path,
@@ -196,31 +196,31 @@ def _does_not_fit(path: str, given: object, expected: object) -> CaptureError:
     )
 
 
-def _paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bound: Any) -> list[tuple[str, Any]]:
+def _list_paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bound: Any) -> list[tuple[str, Any]]:
     """Returns (readable path, leaf) pairs in the order of tf.nest.flatten((positional, keywords))."""
     found: list[tuple[str, Any]] = []
     variadic = [n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_POSITIONAL]
     for i, value in enumerate(positional):
         name = names[i] if i < len(names) and names[i] not in variadic else f"{variadic[0]}_{i}"
-        found += named_leaves(name, value)
+        found += list_named_leaves(name, value)
     for name in sorted(keywords):
-        found += named_leaves(name, keywords[name])
+        found += list_named_leaves(name, keywords[name])
     return found
 
 
-def named_leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+def list_named_leaves(name: str, value: Any) -> list[tuple[str, Any]]:
     """Returns (readable path, leaf) pairs in the order of tf.nest.flatten."""
     flat = tf.nest.flatten(value)
     if len(flat) == 1 and flat[0] is value:
         return [(name, value)]
     if isinstance(value, Mapping):
-        return [leaf for key in sorted(value) for leaf in named_leaves(f"{name}_{key}", value[key])]
+        return [leaf for key in sorted(value) for leaf in list_named_leaves(f"{name}_{key}", value[key])]
     if isinstance(value, (list, tuple)):
-        return [leaf for i, item in enumerate(value) for leaf in named_leaves(f"{name}_{i}", item)]
+        return [leaf for i, item in enumerate(value) for leaf in list_named_leaves(f"{name}_{i}", item)]
     return [(f"{name}_{i}", leaf) for i, leaf in enumerate(flat)]
 
 
-def distinct_names(labels: list[str]) -> tuple[str, ...]:
+def make_distinct_names(labels: list[str]) -> tuple[str, ...]:
     """Turns paths into identifiers that all differ."""
     seen: set[str] = set()
     result = []
@@ -234,7 +234,7 @@ def distinct_names(labels: list[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-def _static(value: Any, path: str) -> Any:
+def _check_static(value: Any, path: str) -> Any:
     shape = getattr(value, "shape", None)
     if isinstance(value, tf.TensorSpec) and not tf.TensorShape(shape).is_fully_defined():
         raise CaptureError(
@@ -247,7 +247,7 @@ def _static(value: Any, path: str) -> Any:
     return value
 
 
-def _tensor_key(value: Any) -> Hashable:
+def _make_tensor_key(value: Any) -> Hashable:
     if isinstance(value, (tf.Tensor, tf.TensorSpec)):
         return ("tensor", value.dtype.name, tuple(value.shape.as_list()))
     if isinstance(value, ShardedTensor):
@@ -255,7 +255,7 @@ def _tensor_key(value: Any) -> Hashable:
     return ("tensor", tf.dtypes.as_dtype(value.dtype).name, tuple(value.shape))
 
 
-class _Same:
+class _ByIdentity:
     """A wrapper that compares an unhashable object by identity, and keeps it alive so that its id stays its own."""
 
     __slots__ = ("value",)
@@ -264,16 +264,16 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _ByIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
-def _value_key(value: Any) -> Hashable:
+def _make_value_key(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return _ByIdentity(value)
     # True == 1 == 1.0, yet each makes another trace.
     return (type(value), value)

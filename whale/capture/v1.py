@@ -10,12 +10,12 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
 from whale.capture.attrs import decode
-from whale.capture.bodies import settled_graph
+from whale.capture.bodies import import_settled_graph
 from whale.capture.captured import Captured, CapturedVariable
-from whale.capture.gradients import scope_of
-from whale.capture.graph import program_from_graph
+from whale.capture.gradients import find_scope
+from whale.capture.graph import read_graph
 from whale.errors import CaptureError
-from whale.ir.collector import no_garbage_collection
+from whale.ir.collector import suspend_garbage_collection
 from whale.ir.ops import FRAMES, REF_VARIABLES
 from whale.ir.program import Program, Ref
 from whale.ir.values import Dims, TensorType
@@ -36,7 +36,7 @@ def capture_graph(
 
 
 @dataclass(frozen=True, slots=True)
-class _Typed:
+class _TypedGraph:
     """A part of the graph with placeholders of the fed shapes.
 
     ``fed`` maps a fed tensor to (its placeholder, its shape); ``names`` are the nodes that the part covers; ``better``
@@ -69,9 +69,9 @@ class GraphCapture:
         self._version = -1
         self._graph_def: Any = None
         self._defs: dict[str, Any] = {}
-        self._typed: list[_Typed] = []
+        self._typed: list[_TypedGraph] = []
 
-    def sources(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> list[Source]:
+    def find_sources(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> list[Source]:
         """Finds the operations behind ``fetches`` that bring data in and can run before everything else.
 
         Iterators, dequeues and Python functions that depend on nothing but feeds and constants. What they yield has
@@ -80,28 +80,28 @@ class GraphCapture:
         self._read()
         fed = {t.name: None for t in feeds}
         tensors = [f.name for f in fetches if isinstance(f, tf.Tensor)]
-        needed, _ = _needed(self._defs, tensors, [f.name for f in fetches if isinstance(f, tf.Operation)], fed)
-        found = [self._source(name, fed) for name in sorted(needed) if self._defs[name].op in _SOURCES]
+        needed, _ = _find_needed(self._defs, tensors, [f.name for f in fetches if isinstance(f, tf.Operation)], fed)
+        found = [self._make_source(name, fed) for name in sorted(needed) if self._defs[name].op in _SOURCES]
         return [source for source in found if source is not None]
 
-    def behind(
+    def find_operations(
         self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor], types: Collection[str]
     ) -> list[tf.Operation]:
         """Finds the operations behind ``fetches`` that are of the given types."""
         self._read()
         tensors = [f.name for f in fetches if isinstance(f, tf.Tensor)]
         operations = [f.name for f in fetches if isinstance(f, tf.Operation)]
-        needed, _ = _needed(self._defs, tensors, operations, {t.name: None for t in feeds})
+        needed, _ = _find_needed(self._defs, tensors, operations, {t.name: None for t in feeds})
         return [self.graph.get_operation_by_name(name) for name in needed if self._defs[name].op in types]
 
-    def _source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
+    def _make_source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
         """Returns the operation as a Source; None when it has to wait for other work, or yields what cannot be fed."""
         operation = self.graph.get_operation_by_name(name)
         outputs = operation.outputs
         if not outputs or any(t.name in fed or t.dtype in (tf.resource, tf.variant) for t in outputs):
             return None
-        before, read = _needed(self._defs, [], [name], fed)
-        computes = all(n == name or _only_computes(self.graph.get_operation_by_name(n)) for n in before)
+        before, read = _find_needed(self._defs, [], [name], fed)
+        computes = all(n == name or _is_stateless_or_lookup(self.graph.get_operation_by_name(n)) for n in before)
         return Source(operation, frozenset(read)) if computes else None
 
     def capture(
@@ -124,7 +124,7 @@ class GraphCapture:
           CaptureError: an unfed placeholder, control flow of version 1 or a reference variable is needed; a shape does
             not fit; a fetch is something else.
         """
-        with no_garbage_collection():
+        with suspend_garbage_collection():
             return self._capture(fetches, feeds, done)
 
     def _capture(
@@ -134,7 +134,7 @@ class GraphCapture:
         done: Collection[str],
     ) -> Captured:
         self._read()
-        shapes = {t.name: _checked(t, shape) for t, shape in feeds.items()}
+        shapes = {t.name: _check_fed_shape(t, shape) for t, shape in feeds.items()}
         wanted = [f for f in fetches if isinstance(f, tf.Tensor)]
         effects = [f for f in fetches if isinstance(f, tf.Operation)]
         if len(wanted) + len(effects) < len(fetches):
@@ -145,7 +145,7 @@ class GraphCapture:
                 expected="tf.Tensor or tf.Operation",
                 action="flatten structures, and take variables and names apart, before capturing",
             )
-        needed, reached = _needed(self._defs, [t.name for t in wanted], [o.name for o in effects], shapes, done)
+        needed, reached = _find_needed(self._defs, [t.name for t in wanted], [o.name for o in effects], shapes, done)
         self._refuse(needed)
         fed = {name: shapes[name] for name in shapes if name in reached}
         typed = self._find(needed, fed)
@@ -156,20 +156,22 @@ class GraphCapture:
 
         handles = [name for name in needed if self._defs[name].op == "VarHandleOp"]
         order = {name: i for i, name in enumerate(self._defs)}
-        variables = self._variables(sorted(handles, key=order.__getitem__))
-        program = program_from_graph(
+        variables = self._list_variables(sorted(handles, key=order.__getitem__))
+        program = read_graph(
             graph,
             name="session",
             inputs=[tensor(name) for name in fed],
-            variables=[(graph.get_tensor_by_name(f"{v.node}:0"), v.name, *self._held(v.node)) for v in variables],
+            variables=[
+                (graph.get_tensor_by_name(f"{v.node}:0"), v.name, *self._find_variable_type(v.node)) for v in variables
+            ],
             outputs=[tensor(t.name) for t in wanted],
             effects=[graph.get_operation_by_name(o.name) for o in effects],
             types=typed.better,
         )
         if any(node.scope for node in program.nodes):
-            program = self._with_forward_scopes(program)
+            program = self._scope_gradients(program)
         if self._mark_gradients:
-            program = self._marked(program)
+            program = self._mark_loss_gradients(program)
         present = {v.node for v in program.variables}
         return Captured(
             program=program,
@@ -186,28 +188,28 @@ class GraphCapture:
             self._defs = {n.name: n for n in self._graph_def.node}
             self._typed.clear()
 
-    def _with_forward_scopes(self, program: Program) -> Program:
+    def _scope_gradients(self, program: Program) -> Program:
         """Puts gradients into the scope of what they differentiate, wherever they were built."""
         nodes = []
         for node in program.nodes:
-            op = self._operation(node.name)
+            op = self._find_operation(node.name)
             forward = None if op is None else op._original_op
-            if forward is not None and (path := scope_of(forward)):
+            if forward is not None and (path := find_scope(forward)):
                 node = replace(node, scope=path)
             nodes.append(node)
-        return program.with_nodes(tuple(nodes))
+        return program.replace_nodes(tuple(nodes))
 
-    def _marked(self, program: Program) -> Program:
+    def _mark_loss_gradients(self, program: Program) -> Program:
         held = {t.op.name for t in self.graph.get_collection("checkpoints")}
         nodes = []
         for node in program.nodes:
-            op = self._operation(node.name)
+            op = self._find_operation(node.name)
             if op is not None and op._original_op is not None:  # the op that tf.gradients has made it for
                 node = node.marked(backward=True)
             nodes.append(node.marked(checkpoint=True) if node.name in held else node)
-        return program.with_nodes(tuple(nodes))
+        return program.replace_nodes(tuple(nodes))
 
-    def _operation(self, name: str) -> tf.Operation | None:
+    def _find_operation(self, name: str) -> tf.Operation | None:
         return self.graph.get_operation_by_name(name) if name in self._defs else None
 
     def _refuse(self, needed: Sequence[str]) -> None:
@@ -232,7 +234,7 @@ class GraphCapture:
                     "without use_resource=False; of an imported MetaGraph, before the one that it was exported from",
                 )
 
-    def _variables(self, nodes: Sequence[str]) -> list[CapturedVariable]:
+    def _list_variables(self, nodes: Sequence[str]) -> list[CapturedVariable]:
         """Returns the variables of these VarHandleOps; handles with one shared name are one variable."""
         known = {}
         for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES):
@@ -247,11 +249,11 @@ class GraphCapture:
             for node in nodes
         ]
 
-    def _held(self, node: str) -> tuple[str, Dims | None]:
+    def _find_variable_type(self, node: str) -> tuple[str, Dims | None]:
         attrs = self._defs[node].attr
         return str(decode(attrs["dtype"])), decode(attrs["shape"]).dims
 
-    def _find(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _Typed:
+    def _find(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _TypedGraph:
         """Finds a typed graph that covers ``needed``, or makes one."""
         names = frozenset(needed)
         for typed in self._typed:
@@ -260,11 +262,11 @@ class GraphCapture:
             extra = [name for name in typed.fed if name not in fed]
             if same and names <= typed.names and not any(name.partition(":")[0] in names for name in extra):
                 return typed
-        made = self._as_it_is(fed) or self._specialised(needed, fed)
+        made = self._find_typed_as_built(fed) or self._specialise(needed, fed)
         self._typed.append(made)
         return made
 
-    def _as_it_is(self, fed: Mapping[str, Dims]) -> _Typed | None:
+    def _find_typed_as_built(self, fed: Mapping[str, Dims]) -> _TypedGraph | None:
         """Returns the graph itself when it was built for exactly these feeds, else None."""
         found = {}
         for name, shape in fed.items():
@@ -272,9 +274,9 @@ class GraphCapture:
             if tensor.op.type != "Placeholder" or not tensor.shape.is_fully_defined():
                 return None
             found[name] = (tensor.op.name, shape)
-        return _Typed(self.graph, found, frozenset(self._defs), {})
+        return _TypedGraph(self.graph, found, frozenset(self._defs), {})
 
-    def _specialised(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _Typed:
+    def _specialise(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _TypedGraph:
         """Imports the needed part with static placeholders, so that shapes are inferred from them."""
         graph_def = graph_pb2.GraphDef()
         graph_def.versions.CopyFrom(self._graph_def.versions)
@@ -287,12 +289,12 @@ class GraphCapture:
             # A node whose other outputs are still computed keeps its name; the fed one gets a placeholder beside it.
             # So does the first of several fed outputs, which may be waited for.
             taken = own in included or any(own == other for other, _ in placeholders.values())
-            placeholder = _fresh(f"{own}/fed_{tensor.value_index}", self._defs) if taken else own
+            placeholder = _make_unused_name(f"{own}/fed_{tensor.value_index}", self._defs) if taken else own
             placeholders[name] = (placeholder, shape)
             node = graph_def.node.add(name=placeholder, op="Placeholder")
             node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
             node.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
-        renamed = {(_plain(name)): placeholder for name, (placeholder, _) in placeholders.items()}
+        renamed = {(_format_plain_name(name)): placeholder for name, (placeholder, _) in placeholders.items()}
         for name in self._defs:
             if name in included:
                 node = graph_def.node.add()
@@ -301,10 +303,10 @@ class GraphCapture:
                 for i, text in enumerate(node.input):
                     if text in renamed:
                         node.input[i] = renamed[text]
-        graph = settled_graph(graph_def)
-        return _Typed(graph, placeholders, frozenset(needed), self._told(graph, included))
+        graph = import_settled_graph(graph_def)
+        return _TypedGraph(graph, placeholders, frozenset(needed), self._list_user_shapes(graph, included))
 
-    def _told(self, graph: tf.Graph, names: set[str]) -> dict[Ref, TensorType]:
+    def _list_user_shapes(self, graph: tf.Graph, names: set[str]) -> dict[Ref, TensorType]:
         """Returns the static types that only the original graph knows, because the user set its shapes."""
         better: dict[Ref, TensorType] = {}
         for name in names:
@@ -320,24 +322,24 @@ class GraphCapture:
         return better
 
 
-def _only_computes(operation: tf.Operation) -> bool:
+def _is_stateless_or_lookup(operation: tf.Operation) -> bool:
     """Tells whether the operation has no state, or only looks a resource up."""
     outputs = operation.outputs
     return not operation.op_def.is_stateful or (bool(outputs) and all(t.dtype == tf.resource for t in outputs))
 
 
-def _plain(tensor: str) -> str:
+def _format_plain_name(tensor: str) -> str:
     """Spells a tensor's name as the input of a NodeDef: ``a:0`` is ``a``."""
     return tensor[:-2] if tensor.endswith(":0") else tensor
 
 
-def _fresh(name: str, taken: Mapping[str, Any]) -> str:
+def _make_unused_name(name: str, taken: Mapping[str, Any]) -> str:
     while name in taken:
         name += "_"
     return name
 
 
-def _checked(tensor: tf.Tensor, shape: Sequence[int]) -> Dims:
+def _check_fed_shape(tensor: tf.Tensor, shape: Sequence[int]) -> Dims:
     given = tf.TensorShape(shape)
     if not given.is_fully_defined() or not tensor.shape.is_compatible_with(given):
         raise CaptureError(
@@ -350,7 +352,7 @@ def _checked(tensor: tf.Tensor, shape: Sequence[int]) -> Dims:
     return tuple(given.as_list())
 
 
-def _needed(
+def _find_needed(
     defs: Mapping[str, Any],
     tensors: Sequence[str],
     operations: Sequence[str],
@@ -360,10 +362,10 @@ def _needed(
     """Returns (nodes that run, fed tensors that are read) for these fetches; ``done`` nodes have run, their outputs are
     fed.
     """
-    plain = {_plain(name): name for name in fed}
+    plain = {_format_plain_name(name): name for name in fed}
     reached: set[str] = set()
     found: dict[str, None] = {}
-    stack = [_plain(t) for t in tensors] + [f"^{name}" for name in operations]
+    stack = [_format_plain_name(t) for t in tensors] + [f"^{name}" for name in operations]
     while stack:
         text = stack.pop()
         if text in plain:

@@ -37,7 +37,7 @@ VERBS = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command."""
     top = Parser(
         prog="whale",
@@ -46,13 +46,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"whale {whale.__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="verb")
     for verb in VERBS:
-        verb.add_to(verbs)
+        verb.add_parser(verbs)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb. Returns the exit code: that of the verb, 2 for a mistake that Whale explains, 130 after Ctrl-C."""
-    options = parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if getattr(options, "verbose", False):
         set_level("debug")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from whale.cli.given import readable
+from whale.cli.given import require_readable
 
 EXAMPLE = """\
 # A cluster: hosts, their devices, and the networks between them. `whale cluster FILE` reads it back.
@@ -25,7 +25,7 @@ hosts:
 """
 
 
-def add_to(verbs: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser(
         "cluster",
@@ -35,43 +35,43 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("file", nargs="?", help="a cluster file (YAML), or local for this machine")
     verb.add_argument("--example", action="store_true", help="print a file to start from")
     verb.add_argument("--devices", action="store_true", help="print the devices and networks of the catalogue")
-    verb.set_defaults(call=call, wrong=verb.error)
+    verb.set_defaults(call=run_command, wrong=verb.error)
 
 
-def call(given: argparse.Namespace) -> int:
+def run_command(given: argparse.Namespace) -> int:
     """Runs the verb."""
     if given.example:
         print(EXAMPLE, end="")
         return 0
     from cost_model.hardware import catalogue
-    from whale.ir.plan_text import human_bytes
+    from whale.ir.plan_text import format_bytes
 
     if given.devices:
         print("devices")
-        for name, device in catalogue.devices().items():
+        for name, device in catalogue.load_devices().items():
             if name == device.name:  # the others are aliases
-                print(f"  {name:22} {human_bytes(device.memory_bytes):>9}  {_rate(device.peak_tflops)}")
+                print(f"  {name:22} {format_bytes(device.memory_bytes):>9}  {_format_rate(device.peak_tflops)}")
         print("networks")
-        for name, network in catalogue.networks().items():
+        for name, network in catalogue.load_networks().items():
             print(f"  {name:22} {network.gb_per_s:g} GB/s")
         return 0
     if given.file is None:
         given.wrong("a cluster file, --example or --devices is needed")
-    readable(given.file)
-    from cost_model.cluster.allocation import named_cluster
+    require_readable(given.file)
+    from cost_model.cluster.allocation import read_named_cluster
     from cost_model.cluster.pools import Machines
     from whale.cgroup import cpu_quota
-    from whale.ir.strategy import counted
+    from whale.ir.strategy import format_count
 
-    found = named_cluster(given.file, None, cpu_quota())
+    found = read_named_cluster(given.file, None, cpu_quota())
     machines = Machines(found)
-    print(f"{found.name}: {counted(machines.devices, 'device')}")
+    print(f"{found.name}: {format_count(machines.devices, 'device')}")
     for pool in machines.pools:
-        hosts = f"{counted(pool.hosts, 'host')} of {pool.per_host}"
-        print(f"  {pool.devices:4} {pool.name:28} {hosts:14} {human_bytes(pool.memory_bytes):>9} each")
+        hosts = f"{format_count(pool.hosts, 'host')} of {pool.per_host}"
+        print(f"  {pool.devices:4} {pool.name:28} {hosts:14} {format_bytes(pool.memory_bytes):>9} each")
     return 0
 
 
-def _rate(peak_tflops: dict[str, float]) -> str:
+def _format_rate(peak_tflops: dict[str, float]) -> str:
     dtype = next((name for name in ("float16", "float32") if name in peak_tflops), next(iter(peak_tflops)))
     return f"{peak_tflops[dtype]:g} TFLOP/s in {dtype}"

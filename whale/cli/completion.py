@@ -24,7 +24,7 @@ complete -o default -F _whale whale
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
-def add_to(verbs: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser(
         "completion",
@@ -32,10 +32,10 @@ def add_to(verbs: Any) -> None:
         description="Prints a script for the shell: source <(whale completion bash), or zsh.",
     )
     verb.add_argument("shell", choices=("bash", "zsh"))
-    verb.set_defaults(call=lambda given: call(given, verbs.choices))
+    verb.set_defaults(call=lambda given: run_command(given, verbs.choices))
 
 
-def call(given: argparse.Namespace, verbs: dict[str, argparse.ArgumentParser]) -> int:
+def run_command(given: argparse.Namespace, verbs: dict[str, argparse.ArgumentParser]) -> int:
     """Runs the verb."""
     cases = []
     for name, verb in verbs.items():

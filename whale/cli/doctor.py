@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from whale.cli.given import seconds
+from whale.cli.given import parse_seconds
 
 
-def add_to(verbs: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser(
         "doctor",
@@ -18,11 +18,13 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.add_argument("--quick", action="store_true", help="without the run of two processes")
-    verb.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="seconds for that run (default 120)")
-    verb.set_defaults(call=call)
+    verb.add_argument(
+        "--timeout", type=parse_seconds, default=120.0, metavar="S", help="seconds for that run (default 120)"
+    )
+    verb.set_defaults(call=run_command)
 
 
-def call(given: argparse.Namespace) -> int:
+def run_command(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from whale.doctor.report import main
 

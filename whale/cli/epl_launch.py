@@ -15,7 +15,7 @@ from whale.launcher.run import run
 _LOGS_VARIABLE, _SCRIPT_VARIABLE = "EPL_LAUNCH_LOGS", "EPL_LAUNCH_SCRIPT"
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command."""
     found = argparse.ArgumentParser(
         prog="epl-launch", description="Starts a script of the Easy Parallel Library on every rank."
@@ -33,15 +33,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: that of the script, 2 for a mistake that is explained."""
-    given = parser().parse_args(arguments)
+    given = make_parser().parse_args(arguments)
     try:
-        return run(_options(given))
+        return run(_make_options(given))
     except WhaleError as error:
         print(f"epl-launch: {error}", file=sys.stderr)
         return 2
 
 
-def _options(given: argparse.Namespace) -> Options:
+def _make_options(given: argparse.Namespace) -> Options:
     """Translates the arguments to options of ``whale run``; the environment gets what the ranks need to know."""
     if given.num_workers < 1 or given.gpu_per_worker < 1:
         raise ClusterError(

@@ -16,6 +16,8 @@ from typing import NoReturn
 from whale.errors import PlanError
 from whale.quiet import STARTUP
 
+_CONTRADICTIONS = (LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError)
+
 _FILTER = (
     "import re, sys\n"
     "for line in sys.stdin.buffer:\n"
@@ -32,14 +34,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n  next: see `{self.prog} --help`\n")
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """Parses a whole number above 0, for argparse."""
     if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Parses a time in seconds above 0, for argparse."""
     try:
         found = float(text)
@@ -50,7 +52,7 @@ def seconds(text: str) -> float:
     return found
 
 
-def readable(*paths: object) -> None:
+def require_readable(*paths: object) -> None:
     """Refuses paths at which there is no file that can be read; None is skipped.
 
     Raises:
@@ -73,7 +75,7 @@ def readable(*paths: object) -> None:
             ) from error
 
 
-def writable(path: object, option: str = "-o") -> None:
+def require_writable(path: object, option: str = "-o") -> None:
     """Refuses a path at which no file can be written, before the work whose result goes there.
 
     Raises:
@@ -101,7 +103,7 @@ def writable(path: object, option: str = "-o") -> None:
 
 
 @contextmanager
-def without_startup_lines(verbose: bool = False) -> Iterator[None]:
+def hide_startup_lines(verbose: bool = False) -> Iterator[None]:
     """Leaves TensorFlow's start-up lines out of what this process writes to stderr, native code included.
 
     Another process filters, so that what this one says last is not lost, however it ends.
@@ -130,7 +132,7 @@ def without_startup_lines(verbose: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def searching(what: str, every_s: float = 1.0) -> Iterator[Callable[[], None]]:
+def show_progress(what: str, every_s: float = 1.0) -> Iterator[Callable[[], None]]:
     """Shows a line with the seconds on a terminal while something takes its time; it is gone when that is done.
 
     Yields: what ends it before, for who has something to say inside.
@@ -162,3 +164,22 @@ def searching(what: str, every_s: float = 1.0) -> Iterator[Callable[[], None]]:
     finally:
         end()
         os.close(terminal)
+
+
+@contextmanager
+def refuse_inconsistent(*paths: object) -> Iterator[None]:
+    """Turns an unexpected error inside into a PlanError about the files, whose parts are valid but do not fit together.
+
+    Raises:
+        PlanError: something inside goes wrong that no error of Whale's explains.
+    """
+    try:
+        yield
+    except (*_CONTRADICTIONS, MemoryError, StopIteration) as error:
+        raise PlanError(
+            "what a file says does not fit together",
+            given=", ".join(str(path) for path in paths if path),
+            reason=f"{type(error).__name__}: {error}",
+            expected="files as Whale's tools write them",
+            action="make the file again; if it is as Whale wrote it, report this",
+        ) from error

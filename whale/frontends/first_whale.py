@@ -52,10 +52,10 @@ class replicate(replica):
 
 def _is_a_stage(count: int | None) -> bool:
     """Tells whether a part of the model with so many devices has ranks of its own."""
-    from whale.runtime.run.context import current
+    from whale.runtime.run.context import require_current
     from whale.runtime.run.device_counts import check_count
 
-    size = current("the scope wh.replicate").planned_size
+    size = require_current("the scope wh.replicate").planned_size
     check_count("replicate", count)
     return (count or 1) < size or size == 1
 
@@ -92,9 +92,9 @@ def _spread(modes: Sequence[str]) -> None:
     Raises:
       PlanError: there is no such way.
     """
-    from whale.runtime.run.context import current
+    from whale.runtime.run.context import require_current
 
-    context = current("wh.auto_parallel()")
+    context = require_current("wh.auto_parallel()")
     if unknown := [mode for mode in modes if mode not in ("replica", "replicate", "split", "pipeline", "stage")]:
         raise PlanError(
             "there is no such way to spread a model",
@@ -120,9 +120,9 @@ def set_default_strategy(strategy: Any) -> None:
       ClusterError: called before ``wh.init``.
       PlanError: another strategy, or one with arguments.
     """
-    from whale.runtime.run.context import current
+    from whale.runtime.run.context import require_current
 
-    context = current("wh.set_default_strategy()")
+    context = require_current("wh.set_default_strategy()")
     arguments = any(
         getattr(strategy, name, None) is not None for name in ("devices", "dim", "sequence", "context", "axis")
     )
@@ -178,12 +178,12 @@ def cluster(
     Raises:
       ClusterError: the ranks cannot be cut so.
     """
-    from whale.runtime.run.context import running
+    from whale.runtime.run.context import find_running
 
     if layout is None:
         hosts = isinstance(worker_hosts, str) and worker_hosts != "all"
         layout = "all" if worker_hosts is None or hosts else worker_hosts
-    context = running()
+    context = find_running()
     size = _size_to_be() if context is None else context.planned_size
     if isinstance(layout, Mapping):
         kind, value = next(iter(layout.items()), ("", None))

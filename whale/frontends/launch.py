@@ -57,13 +57,13 @@ def launch(
       InstallError: cloudpickle, which carries the function, is not installed.
       ClusterError: the run cannot be started, or failed.
     """
-    return launch_pickled(pickled(fn, args, kwargs), np, hosts, threads, verbose, max_restarts)
+    return launch_pickled(pickle_call(fn, args, kwargs), np, hosts, threads, verbose, max_restarts)
 
 
 def launch_pickled(
     call: bytes, np: int, hosts: str | None, threads: int | None, verbose: bool, max_restarts: int = 0
 ) -> list[Any]:
-    """Does what `launch` does with a call that `pickled` has made."""
+    """Does what `launch` does with a call that `pickle_call` has made."""
     with tempfile.TemporaryDirectory(prefix="whale_launch_") as folder:
         Path(folder, _CALL).write_bytes(call)
         where = parse_hosts(hosts) if hosts is not None else ()
@@ -89,7 +89,7 @@ def launch_pickled(
         return [unpack(path.read_bytes()) for path in found]
 
 
-def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
     """Pickles a call, with functions by value and with their sources, which AutoGraph reads on the ranks.
 
     Raises:
@@ -107,18 +107,18 @@ def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     usual = cloudpickle.CloudPickler.dispatch_table
     plain = usual[types.CodeType]
 
-    def with_source(code: types.CodeType) -> tuple[Any, ...]:
-        return _code_of, (*plain(code), code.co_filename, linecache.getlines(code.co_filename))
+    def reduce_with_source(code: types.CodeType) -> tuple[Any, ...]:
+        return _make_code, (*plain(code), code.co_filename, linecache.getlines(code.co_filename))
 
-    class Pickler(cloudpickle.CloudPickler):
-        dispatch_table: ClassVar[Any] = collections.ChainMap({types.CodeType: with_source}, usual)
+    class CallPickler(cloudpickle.CloudPickler):
+        dispatch_table: ClassVar[Any] = collections.ChainMap({types.CodeType: reduce_with_source}, usual)
 
     file = io.BytesIO()
-    Pickler(file).dump((fn, tuple(args), dict(kwargs or {})))
+    CallPickler(file).dump((fn, tuple(args), dict(kwargs or {})))
     return file.getvalue()
 
 
-def _code_of(make: Callable[..., types.CodeType], args: Sequence[Any], name: str, lines: list[str]) -> types.CodeType:
+def _make_code(make: Callable[..., types.CodeType], args: Sequence[Any], name: str, lines: list[str]) -> types.CodeType:
     """Returns a function's code, whose source is found here as well: cells of notebooks have no file."""
     linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
     return make(*args).replace(co_filename=name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whale.errors import ClusterError, InstallError
-from whale.frontends.launch import launch_pickled, pickled
+from whale.frontends.launch import launch_pickled, pickle_call
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
       InstallError: ray or cloudpickle is not installed.
       ClusterError: the cluster has no room for the ranks, or the run failed.
     """
-    ray, placement, scheduling = _ray()
+    ray, placement, scheduling = _import_ray()
     if not ray.is_initialized():
         ray.init()
     group = placement.placement_group([{"CPU": cpus_per_rank}] * np, strategy="PACK")
@@ -58,9 +58,9 @@ def run(
             )
         at = scheduling.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         task = ray.remote(num_cpus=cpus_per_rank, max_retries=0, scheduling_strategy=at)(launch_pickled)
-        hosts = _hosts(ray, placement.placement_group_table(group)["bundles_to_node_id"], np)
+        hosts = _list_hosts(ray, placement.placement_group_table(group)["bundles_to_node_id"], np)
         # Ray's own pickles leave out a function's source, which AutoGraph wants to read.
-        call = task.remote(pickled(fn, args, kwargs), np, hosts, cpus_per_rank, verbose)
+        call = task.remote(pickle_call(fn, args, kwargs), np, hosts, cpus_per_rank, verbose)
         try:
             return list(ray.get(call))
         except ray.exceptions.RayTaskError as error:
@@ -69,14 +69,14 @@ def run(
         placement.remove_placement_group(group)
 
 
-def _hosts(ray: Any, nodes: Mapping[int, str], np: int) -> str | None:
+def _list_hosts(ray: Any, nodes: Mapping[int, str], np: int) -> str | None:
     """Returns ``address:ranks,...`` of the nodes that hold the group, in order of ranks; None where there is one."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     counts = Counter(addresses[nodes[bundle]] for bundle in range(np))
     return None if len(counts) == 1 else ",".join(f"{address}:{count}" for address, count in counts.items())
 
 
-def _ray() -> tuple[Any, ...]:
+def _import_ray() -> tuple[Any, ...]:
     try:
         names = ("ray", "ray.util.placement_group", "ray.util.scheduling_strategies")
         return tuple(map(importlib.import_module, names))

@@ -13,7 +13,7 @@ from whale.runtime.run import start
 P = ParamSpec("P")
 
 
-def _installs_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
+def _wrap_with_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
     """Wraps ``begin``, so that Keras' and TensorFlow 1's programs find the run; its arguments and docstring stay."""
 
     @functools.wraps(begin)
@@ -25,4 +25,4 @@ def _installs_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
     return begin_and_install
 
 
-init = _installs_interfaces(start.init)
+init = _wrap_with_interfaces(start.init)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
+def suspend_garbage_collection() -> Iterator[None]:
     """Switches the cyclic collector off inside the block, and restores it afterwards.
 
     What was made inside is of the oldest generation then, as if it had lived through collections. Else the first ones

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from whale.ir.layout import FIRST, B, Broadcast, PerRank, Placement, Split, even_sizes, local_shape, split
-from whale.ir.values import Dims, TensorType, static_shape
+from whale.ir.layout import FIRST, B, Broadcast, PerRank, Placement, Split, divide_evenly, local_shape, split
+from whale.ir.values import Dims, TensorType, require_static_shape
 
 _LEAST_BYTES = 1 << 12  # below, another message costs more than the bytes that it saves
 
@@ -64,7 +64,7 @@ class Part:
         return shape if self.spans is None else tuple(s.size for s in self.spans)
 
 
-def sent_as(t: TensorType, made: Placement, size: int, rows: int | None) -> Placement:
+def find_sent_placement(t: TensorType, made: Placement, size: int, rows: int | None) -> Placement:
     """Returns a tensor's placement over one axis of the senders' mesh when it is sent to another mesh.
 
     Args:
@@ -76,27 +76,29 @@ def sent_as(t: TensorType, made: Placement, size: int, rows: int | None) -> Plac
         return FIRST if made == FIRST else B
     if isinstance(made, (Split, Broadcast)) or made == FIRST:
         return made
-    return B if isinstance(made, PerRank) else _in_parts(t, size, rows)
+    return B if isinstance(made, PerRank) else _split_largest_dim(t, size, rows)
 
 
-def received_as(t: TensorType, wanted: Placement, size: int, rows: int | None) -> Placement:
-    """Returns a tensor's placement over one axis of the receivers' mesh when it has arrived (see ``sent_as``)."""
+def find_received_placement(t: TensorType, wanted: Placement, size: int, rows: int | None) -> Placement:
+    """Returns a tensor's placement over one axis of the receivers' mesh when it has arrived (see
+    ``find_sent_placement``).
+    """
     if not t.is_static:
         return FIRST if wanted == FIRST else B
-    return wanted if isinstance(wanted, Split) or wanted == FIRST else _in_parts(t, size, rows)
+    return wanted if isinstance(wanted, Split) or wanted == FIRST else _split_largest_dim(t, size, rows)
 
 
-def _in_parts(t: TensorType, size: int, rows: int | None) -> Placement:
+def _split_largest_dim(t: TensorType, size: int, rows: int | None) -> Placement:
     """Splits a tensor along its largest dimension if it is large enough; replicates it otherwise."""
-    shape = static_shape(t)
+    shape = require_static_shape(t)
     dims = [d for d, n in enumerate(shape) if d != rows and n >= size]
     if size == 1 or t.bytes < _LEAST_BYTES or not dims:
         return B
     dim = max(dims, key=lambda d: shape[d])
-    return split(dim, even_sizes(shape[dim], size))
+    return split(dim, divide_evenly(shape[dim], size))
 
 
-def local_type(t: TensorType, placements: Sequence[Placement], at: Sequence[int]) -> TensorType:
+def find_local_type(t: TensorType, placements: Sequence[Placement], at: Sequence[int]) -> TensorType:
     """Returns a tensor's type on the ranks with these first coordinates."""
     shape = t.shape
     for placement, coordinate in zip(placements, at):
@@ -104,7 +106,7 @@ def local_type(t: TensorType, placements: Sequence[Placement], at: Sequence[int]
     return TensorType(t.dtype, shape)
 
 
-def block_of(shape: Sequence[int], placements: Sequence[Placement], at: Sequence[int]) -> tuple[Span, ...] | None:
+def find_block(shape: Sequence[int], placements: Sequence[Placement], at: Sequence[int]) -> tuple[Span, ...] | None:
     """Returns the block of a tensor that the rank at these coordinates holds; None where it holds nothing.
 
     Args:
@@ -118,11 +120,11 @@ def block_of(shape: Sequence[int], placements: Sequence[Placement], at: Sequence
         if p == FIRST and coordinate:
             return None
         if isinstance(p, Split):
-            found[p.dim] = _within(found[p.dim], p, coordinate)
+            found[p.dim] = _restrict_span(found[p.dim], p, coordinate)
     return None if any(s.count == 0 and s.run for s in found) else tuple(found)
 
 
-def _within(held: Span, p: Split, coordinate: int) -> Span:
+def _restrict_span(held: Span, p: Split, coordinate: int) -> Span:
     first, count = p.offset(coordinate), p.sizes[coordinate]
     if held.blocks == 1 and held.is_whole:
         return Span(p.blocks, p.run, first, count)
@@ -139,7 +141,7 @@ def can_cross(have: Sequence[Span], want: Sequence[Span]) -> bool:
     )
 
 
-def parts(
+def list_parts(
     makers: Sequence[tuple[Span, ...] | None], readers: Sequence[tuple[Span, ...] | None], reader: int
 ) -> list[Part]:
     """Lists what the rank at position ``reader`` is sent, in the order of its blocks.
@@ -156,14 +158,14 @@ def parts(
             holders.setdefault(have, []).append(position)
     found = []
     for have, positions in holders.items():
-        common = tuple(_common(a, b) for a, b in zip(have, want))
+        common = tuple(_intersect_spans(a, b) for a, b in zip(have, want))
         if all(c is not None for c in common):
             maker = positions[reader % len(positions)]
-            found.append(Part(maker, reader, common, _cut(have, common)))  # type: ignore[arg-type]
+            found.append(Part(maker, reader, common, _find_bounds(have, common)))  # type: ignore[arg-type]
     return sorted(found, key=lambda part: [s.first for s in part.spans or ()])
 
 
-def _common(a: Span, b: Span) -> Span | None:
+def _intersect_spans(a: Span, b: Span) -> Span | None:
     """Intersects two spans of one dimension; None when they have nothing in common."""
     if a.blocks == 1 and a.is_whole:
         return b
@@ -173,7 +175,7 @@ def _common(a: Span, b: Span) -> Span | None:
     return Span(a.blocks, a.run, low, high - low) if low < high else None
 
 
-def _cut(have: Sequence[Span], common: Sequence[Span | None]) -> tuple[tuple[int, int, int, int], ...]:
+def _find_bounds(have: Sequence[Span], common: Sequence[Span | None]) -> tuple[tuple[int, int, int, int], ...]:
     found = []
     for dim, (h, c) in enumerate(zip(have, common)):
         assert c is not None
@@ -182,11 +184,11 @@ def _cut(have: Sequence[Span], common: Sequence[Span | None]) -> tuple[tuple[int
     return tuple(found)
 
 
-def all_coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+def list_coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Lists the coordinates of all positions of a mesh, in order."""
     return list(product(*(range(n) for n in sizes)))
 
 
-def in_runs_of(shape: tuple[int, ...], dim: int, blocks: int) -> tuple[int, ...]:
+def split_dim_in_runs(shape: tuple[int, ...], dim: int, blocks: int) -> tuple[int, ...]:
     """Returns ``shape`` with dimension ``dim`` reshaped to (runs, run)."""
     return (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])

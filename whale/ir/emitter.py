@@ -11,14 +11,14 @@ import numpy as np
 from whale.ir.layout import (
     Partial,
     Split,
-    identity_value,
+    find_identity,
     local_shape,
 )
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.plan import Reshard
-from whale.ir.program import Node, Ref, const_node
-from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
+from whale.ir.program import Node, Ref, make_const
+from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
 
 COMMUNICATOR = "whale/communicator"
 _HOROVOD_SUM = 1  # horovod.tensorflow.Sum
@@ -55,13 +55,13 @@ class Emitter:
         self.nodes[name] = Node(name, op, tuple(inputs), (), attrs, tuple(outputs), "", stateful, marks)
         return Ref(name)
 
-    def part(self, name: str, what: str) -> str:
+    def name_part(self, name: str, what: str) -> str:
         """Names a part of what is added as ``name``; never NAME/shape, as a node's own operands are called."""
         return f"{name}/{self.prefix}_{what}"
 
     def const(self, name: str, value: np.ndarray) -> Ref:
         """Adds a constant of the array's own type and shape."""
-        self.nodes[name] = const_node(name, value)
+        self.nodes[name] = make_const(name, value)
         return Ref(name)
 
     def communicator(self) -> Ref:
@@ -90,12 +90,14 @@ class Emitter:
 
     def fill(self, name: str, like: Ref, t: TensorType, op: str) -> Ref:
         """Adds a tensor of the type of ``like`` that holds the identity of reduction ``op``."""
-        scalar = self.const(self.part(name, "value"), np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
+        scalar = self.const(
+            self.name_part(name, "value"), np.array(find_identity(op, t.dtype), find_numpy_dtype(t.dtype))
+        )
         if t.is_static:
-            dims = self.const(self.part(name, "dims"), np.array(t.shape, np.int32))
+            dims = self.const(self.name_part(name, "dims"), np.array(t.shape, np.int32))
         else:
             dims = self.add(
-                self.part(name, "dims"),
+                self.name_part(name, "dims"),
                 "Shape",
                 (like,),
                 {"T": DType(t.dtype), "out_type": DType("int32")},
@@ -103,11 +105,11 @@ class Emitter:
             )
         return self.add(name, "Fill", (dims, scalar), {"T": DType(t.dtype), "index_type": DType("int32")}, (t,))
 
-    def weighted(self, name: str, source: Ref, t: TensorType, weight: float) -> Ref:
+    def multiply_by_weight(self, name: str, source: Ref, t: TensorType, weight: float) -> Ref:
         """Multiplies ``source`` by ``weight``; yields zeros where that is 0, whatever ``source`` holds."""
         if weight == 0:
             return self.fill(name, source, t, "sum")
-        factor = self.const(self.part(name, "weight"), np.array(weight, numpy_dtype(t.dtype)))
+        factor = self.const(self.name_part(name, "weight"), np.array(weight, find_numpy_dtype(t.dtype)))
         return self.add(name, "Mul", (source, factor), {"T": DType(t.dtype)}, (t,))
 
     def cut(self, name: str, source: Ref, t: TensorType, target: Split) -> Ref:
@@ -116,9 +118,13 @@ class Emitter:
             return source
         rank_of_tensor = len(t.shape or ())
         begin, size = np.zeros(rank_of_tensor, np.int32), np.full(rank_of_tensor, -1, np.int32)
-        first, end = target.span(self.rank)
+        first, end = target.find_span(self.rank)
         begin[target.dim], size[target.dim] = first, end - first
-        operands = (source, self.const(self.part(name, "begin"), begin), self.const(self.part(name, "size"), size))
+        operands = (
+            source,
+            self.const(self.name_part(name, "begin"), begin),
+            self.const(self.name_part(name, "size"), size),
+        )
         out = TensorType(t.dtype, local_shape(t.shape, target, self.rank))
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
@@ -127,13 +133,15 @@ class Emitter:
         paddings = np.zeros((len(t.shape or ()), 2), np.int32)
         before = layout.offset(self.rank)
         paddings[layout.dim] = before, layout.run - before - layout.sizes[self.rank]
-        value = self.const(self.part(name, "value"), np.array(identity_value(op, t.dtype), numpy_dtype(t.dtype)))
-        operands = (source, self.const(self.part(name, "paddings"), paddings), value)
+        value = self.const(
+            self.name_part(name, "value"), np.array(find_identity(op, t.dtype), find_numpy_dtype(t.dtype))
+        )
+        operands = (source, self.const(self.name_part(name, "paddings"), paddings), value)
         return self.add(name, "PadV2", operands, {"T": DType(t.dtype), "Tpaddings": DType("int32")}, (t,))
 
     def reshape(self, name: str, source: Ref, dtype: str, shape: tuple[int, ...]) -> Ref:
         """Adds a Reshape to a shape that is known whole."""
-        operands = (source, self.const(self.part(name, "shape"), np.array(shape, np.int32)))
+        operands = (source, self.const(self.name_part(name, "shape"), np.array(shape, np.int32)))
         return self.add(
             name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),)
         )
@@ -141,21 +149,21 @@ class Emitter:
     def reshape_to(self, name: str, source: Ref, dtype: str, shape: tuple[int | None, ...], size: Ref | None) -> Ref:
         """Adds a Reshape to a shape of which one size may be None; it is the int32 ``size``."""
         if None not in shape or size is None:
-            return self.reshape(name, source, dtype, static_shape(TensorType(dtype, shape)))
+            return self.reshape(name, source, dtype, require_static_shape(TensorType(dtype, shape)))
         sizes = [
-            size if n is None else self.const(self.part(name, f"size_{i}"), np.array(n, np.int32))
+            size if n is None else self.const(self.name_part(name, f"size_{i}"), np.array(n, np.int32))
             for i, n in enumerate(shape)
         ]
         kinds = {"T": DType("int32"), "N": len(sizes), "axis": 0}
-        dims = self.add(self.part(name, "shape"), "Pack", sizes, kinds, (TensorType("int32", (len(sizes),)),))
+        dims = self.add(self.name_part(name, "shape"), "Pack", sizes, kinds, (TensorType("int32", (len(sizes),)),))
         attrs = {"T": DType(dtype), "Tshape": DType("int32")}
         return self.add(name, "Reshape", (source, dims), attrs, (TensorType(dtype, shape),))
 
-    def then(self, node: Node, first: str, op: str, word: str, value: np.ndarray) -> None:
+    def apply_after(self, node: Node, first: str, op: str, word: str, value: np.ndarray) -> None:
         """Adds ``node`` under the name ``first``, and in its place what ``op`` makes of its result and a constant."""
         name, t = node.name, node.outputs[0]
         self.nodes[f"{name}/{first}"] = replace(node, name=f"{name}/{first}")
-        both = (Ref(f"{name}/{first}"), self.const(f"{name}/{word}", value.astype(numpy_dtype(t.dtype))))
+        both = (Ref(f"{name}/{first}"), self.const(f"{name}/{word}", value.astype(find_numpy_dtype(t.dtype))))
         self.nodes[name] = Node(name, op, both, (), {"T": DType(t.dtype)}, (t,), node.scope)
 
     def pick(self, name: str, source: Ref, dtype: str, at: int) -> Ref:
@@ -209,14 +217,14 @@ class Emitter:
 
         ``source`` is None on the other ranks, which contribute a share of size zero of another dimension.
         """
-        shape = static_shape(t)
+        shape = require_static_shape(t)
         work = shape + (1,) if len(shape) == 1 else shape
         other = 0 if target.dim != 0 else 1
         if source is None:
             empty = tuple(0 if d == other else n for d, n in enumerate(work))
-            source = self.const(self.part(name, "nothing"), np.zeros(empty, numpy_dtype(t.dtype)))
+            source = self.const(self.name_part(name, "nothing"), np.zeros(empty, find_numpy_dtype(t.dtype)))
         elif len(shape) == 1:
-            source = self.reshape(self.part(name, "as_matrix"), source, t.dtype, work)
+            source = self.reshape(self.name_part(name, "as_matrix"), source, t.dtype, work)
         sizes = (work[other],) + (0,) * (self.size - 1)
         attrs = {
             "key": key,
@@ -227,17 +235,21 @@ class Emitter:
         }
         mine = tuple(target.sizes[self.rank] if d == target.dim else n for d, n in enumerate(work))
         got = self.comm_op(name, "WhaleAllToAll", (source,), t, attrs, (TensorType(t.dtype, mine),))
-        return self.reshape(self.part(name, "as_vector"), got, t.dtype, mine[:1]) if len(shape) == 1 else got
+        return self.reshape(self.name_part(name, "as_vector"), got, t.dtype, mine[:1]) if len(shape) == 1 else got
 
     def rows(self, name: str, source: Ref, t: TensorType, dim: int, start: int, count: int) -> Ref:
         """Slices ``count`` indices of dimension ``dim`` out of a local tensor, from ``start``."""
         begin, size = np.zeros(len(t.shape or ()), np.int32), np.full(len(t.shape or ()), -1, np.int32)
         begin[dim], size[dim] = start, count
-        operands = (source, self.const(self.part(name, "begin"), begin), self.const(self.part(name, "size"), size))
-        out = TensorType(t.dtype, with_size(t, dim, count))
+        operands = (
+            source,
+            self.const(self.name_part(name, "begin"), begin),
+            self.const(self.name_part(name, "size"), size),
+        )
+        out = TensorType(t.dtype, replace_size(t, dim, count))
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
 
-def with_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
+def replace_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
     """Returns the shape of ``t`` with another size of one dimension."""
     return tuple(size if d == dim else n for d, n in enumerate(t.shape or ()))

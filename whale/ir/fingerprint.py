@@ -18,15 +18,15 @@ _OWN = {"VarHandleOp": "", "PyFunc": "token", "PyFuncStateless": "token", "Eager
 _KNOWN = "_fingerprint"  # beside what ``cached_property`` keeps there
 
 
-def _feed(value: Any) -> bytes:
+def _feed_value(value: Any) -> bytes:
     """Encodes an attribute value as bytes that tell different values apart."""
     if isinstance(value, Tensor):
         data = value.data if isinstance(value.data, bytes) else repr(value.data).encode()
         return b"T" + value.dtype.encode() + repr(value.shape).encode() + data
     if isinstance(value, Func):
-        return b"F" + repr(value.name).encode() + b"{" + _attrs(value.attrs) + b"}"
+        return b"F" + repr(value.name).encode() + b"{" + _digest_attrs(value.attrs) + b"}"
     if isinstance(value, tuple):
-        return b"(" + b",".join(map(_feed, value)) + b")"
+        return b"(" + b",".join(map(_feed_value, value)) + b")"
     if isinstance(value, Shape):
         return b"S" + repr(value.dims).encode()
     if isinstance(value, DType):
@@ -34,7 +34,7 @@ def _feed(value: Any) -> bytes:
     return type(value).__name__.encode() + repr(value).encode()
 
 
-def node_digest(node: Node, known: dict[int, str]) -> bytes:
+def digest_node(node: Node, known: dict[int, str]) -> bytes:
     """Digests a node's name, op, operands, control edges, attributes and types to eight bytes.
 
     Args:
@@ -42,31 +42,31 @@ def node_digest(node: Node, known: dict[int, str]) -> bytes:
     """
     own = _OWN.get(node.op, "shared_name" if node.stateful else "")
     shared = getattr(node.attrs, "shared", None)
-    attrs = _attrs(node.attrs, own) if shared is None else _of_shared(shared, own)
-    inputs = _tuple_text([f"Ref(node={name!r}, index={index!r})" for name, index in node.inputs])
-    outputs = _tuple_text([known.get(id(t)) or known.setdefault(id(t), repr(t)) for t in node.outputs])
+    attrs = _digest_attrs(node.attrs, own) if shared is None else _digest_shared(shared, own)
+    inputs = _format_tuple([f"Ref(node={name!r}, index={index!r})" for name, index in node.inputs])
+    outputs = _format_tuple([known.get(id(t)) or known.setdefault(id(t), repr(t)) for t in node.outputs])
     controls = sorted(node.controls) if node.controls else "[]"
     text = f"{node.name}\0{node.op}\0{inputs}\0{controls}\0{outputs}\0{node.scope}"
-    if node.marks is not NO_MARKS and (marks := node.marks.given()):
+    if node.marks is not NO_MARKS and (marks := node.marks.list_given()):
         text += f"\0{marks}"
     return hashlib.blake2b(text.encode() + attrs, digest_size=8).digest()
 
 
-def _tuple_text(items: list[str]) -> str:
+def _format_tuple(items: list[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
 @lru_cache(maxsize=4096)
-def _of_shared(attrs: SharedAttrs, own: str) -> bytes:
+def _digest_shared(attrs: SharedAttrs, own: str) -> bytes:
     """Digests attributes that nodes share, once: a program of thousands of nodes has some dozens of combinations."""
-    return _attrs(attrs, own)
+    return _digest_attrs(attrs, own)
 
 
-def _attrs(attrs: Mapping[str, Any], own: str = "") -> bytes:
-    return b";".join(k.encode() + b"=" + _feed(attrs[k]) for k in sorted(attrs) if not own or k != own)
+def _digest_attrs(attrs: Mapping[str, Any], own: str = "") -> bytes:
+    return b";".join(k.encode() + b"=" + _feed_value(attrs[k]) for k in sorted(attrs) if not own or k != own)
 
 
-def fingerprint(program: Program) -> str:
+def compute_fingerprint(program: Program) -> str:
     """Returns a hex digest of the whole program: nodes in order, inputs, variables, fetches, effects, functions.
 
     It is computed once for each program, and asked for by ranks that compare, plans and tables.
@@ -82,7 +82,7 @@ def fingerprint(program: Program) -> str:
 def _update(h: Any, program: Program) -> None:
     known: dict[int, str] = {}
     for node in program.nodes:
-        h.update(node_digest(node, known))
+        h.update(digest_node(node, known))
     variables = [(v.node, str(v.type)) for v in program.variables]
     h.update(repr((program.inputs, variables, program.outputs, program.effects)).encode())
     for name in sorted(program.functions):
@@ -90,19 +90,19 @@ def _update(h: Any, program: Program) -> None:
         _update(h, program.functions[name])
 
 
-def node_digests(program: Program) -> list[tuple[str, bytes]]:
+def list_node_digests(program: Program) -> list[tuple[str, bytes]]:
     """Returns (what, digest) for each node in canonical order, then for inputs and outputs, then for functions; exactly
     equal programs have equal lists.
     """
     known: dict[int, str] = {}
-    rows = [(f"{n.name} ({n.op})", node_digest(n, known)) for n in program.nodes]
-    rows += [(f"variable {v.name}", _digest(v.node, str(v.type))) for v in program.variables]
-    fetches = _digest(program.inputs, program.outputs, program.effects)
+    rows = [(f"{n.name} ({n.op})", digest_node(n, known)) for n in program.nodes]
+    rows += [(f"variable {v.name}", _new_digest(v.node, str(v.type))) for v in program.variables]
+    fetches = _new_digest(program.inputs, program.outputs, program.effects)
     rows.append(("the fetches " + ", ".join(map(str, program.outputs)), fetches))
     for name in sorted(program.functions):
-        rows += [(f"{name}/{what}", digest) for what, digest in node_digests(program.functions[name])]
+        rows += [(f"{name}/{what}", digest) for what, digest in list_node_digests(program.functions[name])]
     return rows
 
 
-def _digest(*values: Any) -> bytes:
+def _new_digest(*values: Any) -> bytes:
     return hashlib.blake2b(repr(values).encode(), digest_size=8).digest()

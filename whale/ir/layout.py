@@ -16,7 +16,7 @@ from typing import overload
 
 import numpy as np
 
-from whale.ir.exchanged_bytes import collective_bytes
+from whale.ir.exchanged_bytes import count_collective_bytes
 from whale.ir.values import Dims
 
 REDUCTIONS = ("sum", "max", "min", "prod")
@@ -86,7 +86,7 @@ class Split:
         return f"S({self.dim})[{len(self.sizes)} parts {sizes}]*{self.blocks}+{self.halo[0]}+{self.halo[1]}"
 
     @cached_property
-    def plain(self) -> Split:
+    def without_halo(self) -> Split:
         """Returns the same split without halo."""
         return self if self.halo == (0, 0) else split(self.dim, self.sizes, self.blocks)
 
@@ -95,25 +95,25 @@ class Split:
         """Returns the size of the whole dimension."""
         return self.blocks * self.run
 
-    def local(self, coordinate: int) -> int:
+    def local_size(self, coordinate: int) -> int:
         """Returns the size of the dimension on ``coordinate``."""
-        first, end = self.span(coordinate)
+        first, end = self.find_span(coordinate)
         return self.blocks * (end - first)
 
     def offset(self, coordinate: int) -> int:
         """Returns where the part of ``coordinate`` begins within a run."""
         return self.starts[coordinate]
 
-    def span(self, coordinate: int) -> tuple[int, int]:
+    def find_span(self, coordinate: int) -> tuple[int, int]:
         """Returns the indices of a run that ``coordinate`` holds: the first, and one past the last."""
         first, size = self.starts[coordinate], self.sizes[coordinate]
         if not size:
             return first, first
         return max(0, first - self.halo[0]), min(self.run, first + size + self.halo[1])
 
-    def indices(self, coordinate: int) -> np.ndarray:
+    def list_indices(self, coordinate: int) -> np.ndarray:
         """Returns the indices of the dimension that ``coordinate`` holds, in its local order."""
-        run = np.arange(*self.span(coordinate))
+        run = np.arange(*self.find_span(coordinate))
         return (np.arange(self.blocks)[:, None] * self.run + run).reshape(-1)
 
     def __str__(self) -> str:
@@ -199,14 +199,14 @@ def split(dim: int, sizes: tuple[int, ...], blocks: int = 1, halo: tuple[int, in
     return Split(dim, sizes, blocks, halo)
 
 
-def even_sizes(size: int, parts: int) -> tuple[int, ...]:
+def divide_evenly(size: int, parts: int) -> tuple[int, ...]:
     """Divides ``size`` into ``parts`` as evenly as integers allow, larger parts first: 7 over 2 is (4, 3)."""
     base, extra = divmod(size, parts)
     return tuple(base + (i < extra) for i in range(parts))
 
 
 @lru_cache(maxsize=1024)
-def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+def divide_proportionally(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     """Divides ``size`` in proportion to ``weights``, of which one is positive; returns ``weights`` if that is their
     sum.
 
@@ -222,13 +222,13 @@ def proportional_sizes(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def times_of(sizes: tuple[int, ...], rows: tuple[int, ...]) -> int:
+def find_multiple(sizes: tuple[int, ...], rows: tuple[int, ...]) -> int:
     """Returns the number that all of ``rows`` are multiplied by in ``sizes``; 0 where there is none, or nothing."""
     times = sum(sizes) // (sum(rows) or 1)
     return times if tuple(times * n for n in rows) == sizes else 0
 
 
-def identity_value(op: str, dtype: str) -> object:
+def find_identity(op: str, dtype: str) -> object:
     """Returns the element that changes nothing under ``op``, which a coordinate with nothing to add contributes.
 
     Raises:
@@ -256,7 +256,7 @@ def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Di
     """Returns the shape that ``coordinate`` holds of a tensor of global ``shape``."""
     if shape is None or not isinstance(placement, Split):
         return shape
-    return shape[: placement.dim] + (placement.local(coordinate),) + shape[placement.dim + 1 :]
+    return shape[: placement.dim] + (placement.local_size(coordinate),) + shape[placement.dim + 1 :]
 
 
 def parse_placement(text: str) -> Placement:
@@ -281,7 +281,7 @@ def parse_placement(text: str) -> Placement:
     return B if text == "B" else FIRST
 
 
-def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int) -> int:
+def count_moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int) -> int:
     """Returns the logical bytes that a reshard moves in total over one axis of ``size`` ranks, p.
 
         S -> B                    (p-1) T     all-gather
@@ -299,45 +299,47 @@ def moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: i
     if source == target or size == 1 or isinstance(source, Broadcast) or isinstance(target, PerRank):
         return 0
     if isinstance(target, Split) and target.halo != (0, 0):
-        more = sum(target.local(i) for i in range(size)) - target.extent
-        return moved_bytes(source, target.plain, tensor_bytes, size) + tensor_bytes * more // max(1, target.extent)
+        more = sum(target.local_size(i) for i in range(size)) - target.extent
+        return count_moved_bytes(source, target.without_halo, tensor_bytes, size) + tensor_bytes * more // max(
+            1, target.extent
+        )
     if isinstance(source, Partial):
         op = "WhaleAllReduce" if isinstance(target, Broadcast) else "WhaleReduceScatter"
-        return collective_bytes(op, tensor_bytes, size)  # to another reduction by way of S
+        return count_collective_bytes(op, tensor_bytes, size)  # to another reduction by way of S
     if isinstance(target, Partial):
         return 0
     if isinstance(source, PerRank):
-        return moved_bytes(P_SUM, target, tensor_bytes, size)
+        return count_moved_bytes(P_SUM, target, tensor_bytes, size)
     by_way_of_whole = (
         isinstance(source, Split) and isinstance(target, Split) and source.dim == target.dim
-        and (in_runs(source) or in_runs(target))
+        and (is_in_runs(source) or is_in_runs(target))
     )  # fmt: skip
     if isinstance(target, Broadcast) or by_way_of_whole:
-        return collective_bytes("WhaleAllGather", tensor_bytes, size)
-    return tensor_bytes - tensor_bytes * _staying(source, target) // _positions(source, target)
+        return count_collective_bytes("WhaleAllGather", tensor_bytes, size)
+    return tensor_bytes - tensor_bytes * _count_staying(source, target) // _count_positions(source, target)
 
 
-def label(placement: Placement) -> str:
+def format_label(placement: Placement) -> str:
     """Returns a short text that tells the placements of one tensor apart."""
     return placement.label if isinstance(placement, Split) else str(placement)
 
 
-def in_runs(placement: Placement) -> bool:
+def is_in_runs(placement: Placement) -> bool:
     """Tells whether a placement splits a dimension that consists of several runs."""
     return isinstance(placement, Split) and placement.blocks > 1
 
 
-def _staying(source: Placement, target: Placement) -> int:
+def _count_staying(source: Placement, target: Placement) -> int:
     """Counts the positions of the split dimensions that each coordinate holds before and after, added up."""
     if isinstance(source, Split) and isinstance(target, Split):
         if source.dim == target.dim:
-            return sum(_overlap(source, target, i) for i in range(len(source.sizes)))
+            return sum(_count_overlap(source, target, i) for i in range(len(source.sizes)))
         return sum(a * b for a, b in zip(source.sizes, target.sizes))
     cut = source if isinstance(source, Split) else target
     return cut.sizes[0] if isinstance(cut, Split) else 1
 
 
-def _positions(source: Placement, target: Placement) -> int:
+def _count_positions(source: Placement, target: Placement) -> int:
     """Counts the positions of the split dimensions; 1 when they are empty."""
     count = 1
     for cut in {p.dim: p for p in (source, target) if isinstance(p, Split)}.values():
@@ -345,7 +347,7 @@ def _positions(source: Placement, target: Placement) -> int:
     return count or 1
 
 
-def _overlap(a: Split, b: Split, i: int) -> int:
+def _count_overlap(a: Split, b: Split, i: int) -> int:
     low = max(a.offset(i), b.offset(i))
     high = min(a.offset(i) + a.sizes[i], b.offset(i) + b.sizes[i])
     return max(0, high - low)

@@ -65,19 +65,19 @@ class Marks:
     expected_bytes: int = 0
     device_backend: str = ""
 
-    def given(self) -> dict[str, Any]:
+    def list_given(self) -> dict[str, Any]:
         """Returns the marks that are not as they are on most nodes, by name."""
         if self is NO_MARKS:
             return {}
         return {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
 
-    def but(self, **changes: Any) -> Marks:
+    def replace_marks(self, **changes: Any) -> Marks:
         """Returns these marks with some others."""
-        return _changed(self, tuple(changes.items()))
+        return _replace_marks(self, tuple(changes.items()))
 
 
 @lru_cache(maxsize=1024)
-def _changed(marks: Marks, changes: tuple[tuple[str, Any], ...]) -> Marks:
+def _replace_marks(marks: Marks, changes: tuple[tuple[str, Any], ...]) -> Marks:
     """Makes marks once for all nodes that have them: programs of thousands of nodes have a few dozens."""
     return replace(marks, **dict(changes))
 

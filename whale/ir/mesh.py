@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from whale.ir.crossing import block_of
-from whale.ir.layout import Split, even_sizes, split
+from whale.ir.crossing import find_block
+from whale.ir.layout import Split, divide_evenly, split
 from whale.ir.plan import Plan
 
 
@@ -40,11 +40,11 @@ class Mesh:
     axes: tuple[Axis, ...]
     ranks: tuple[int, ...]
 
-    def coordinates(self, rank: int) -> tuple[int, ...]:
+    def find_coordinates(self, rank: int) -> tuple[int, ...]:
         """Returns a rank's coordinates, one number per axis."""
-        return coordinates_of(self.ranks.index(rank), [a.size for a in self.axes])
+        return find_coordinates(self.ranks.index(rank), [a.size for a in self.axes])
 
-    def along(self, rank: int, *axes: str) -> tuple[int, ...]:
+    def list_ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Lists the ranks that differ from ``rank`` in the coordinates of these axes only, itself included."""
         first, offsets = self.ranks.index(rank), [0]
         position, step = first, len(self.ranks)
@@ -55,17 +55,17 @@ class Mesh:
                 offsets = [offset + i * step for offset in offsets for i in range(axis.size)]
         return tuple(self.ranks[first + offset] for offset in offsets)
 
-    def with_last(self, *axes: str) -> tuple[int, ...]:
+    def order_with_last(self, *axes: str) -> tuple[int, ...]:
         """Orders all ranks so that those that differ in these axes only are next to each other, in the axes' order."""
 
         def key(rank: int) -> tuple[list[int], list[int]]:
-            at = dict(zip((a.name for a in self.axes), self.coordinates(rank)))
+            at = dict(zip((a.name for a in self.axes), self.find_coordinates(rank)))
             return [at[name] for name in at if name not in axes], [at[name] for name in axes]
 
         return tuple(sorted(self.ranks, key=key))
 
 
-def coordinates_of(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def find_coordinates(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the coordinates of a position in a grid, the last one running fastest."""
     found: list[int] = []
     for size in reversed(sizes):
@@ -79,7 +79,7 @@ def format_axes(axes: Sequence[Axis]) -> str:
     return ",".join(map(str, axes))
 
 
-def chain(plan: Plan) -> Iterator[Plan]:
+def iterate_levels(plan: Plan) -> Iterator[Plan]:
     """Yields the plans of all axes, outermost first."""
     found: Plan | None = plan
     while found is not None:
@@ -87,17 +87,17 @@ def chain(plan: Plan) -> Iterator[Plan]:
         found = found.inner
 
 
-def mesh_of(plan: Plan, ranks: Sequence[int]) -> Mesh:
+def make_mesh(plan: Plan, ranks: Sequence[int]) -> Mesh:
     """Returns the mesh that a plan's axes make of ranks."""
-    return Mesh(tuple(Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))), tuple(ranks))
+    return Mesh(tuple(Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(iterate_levels(plan))), tuple(ranks))
 
 
-def moved_along(plan: Plan) -> list[int]:
+def count_moved_along(plan: Plan) -> list[int]:
     """Returns the logical bytes that one step moves along each axis, in all its groups together, outermost first."""
     own = plan.own_bytes
     if plan.inner is None:
         return [own]
-    inside = moved_along(plan.inner)  # in the first group of this axis
+    inside = count_moved_along(plan.inner)  # in the first group of this axis
     return [own, *(round(plan.inner_bytes * n / (sum(inside) or 1)) for n in inside)]
 
 
@@ -124,7 +124,7 @@ class Tiles:
 
     Attributes:
       axes: names of mesh axes, outermost first; cuts: over each of them, of what the cuts before have left at their
-        first coordinates (see ``cuts_at``).
+        first coordinates (see ``list_cuts``).
     """
 
     axes: tuple[str, ...] = ()
@@ -145,31 +145,31 @@ class Tiles:
         """Returns the number of tiles."""
         return prod(self.sizes)
 
-    def along(self, axis: str) -> Split | None:
+    def find_cut(self, axis: str) -> Split | None:
         """Returns the cut over one axis; None when that does not divide the variable."""
         return dict(zip(self.axes, self.cuts)).get(axis)
 
-    def cuts_at(self, at: Sequence[int]) -> tuple[Split, ...]:
+    def list_cuts(self, at: Sequence[int]) -> tuple[Split, ...]:
         """Returns the cuts at a tile's coordinates, where less of a dimension may be left than at the first ones."""
         found: list[Split] = []
         left: dict[int, int] = {}
         for cut, coordinate in zip(self.cuts, at):
-            found.append(cut_of(cut, left.get(cut.dim, cut.extent)))
-            left[cut.dim] = found[-1].local(coordinate)
+            found.append(adapt_cut(cut, left.get(cut.dim, cut.extent)))
+            left[cut.dim] = found[-1].local_size(coordinate)
         return tuple(found)
 
-    def local_shape(self, shape: Sequence[int], place: int) -> tuple[int, ...]:
+    def find_local_shape(self, shape: Sequence[int], place: int) -> tuple[int, ...]:
         """Returns the shape of a tile."""
         found = list(shape)
-        at = coordinates_of(place, self.sizes)
-        for cut, coordinate in zip(self.cuts_at(at), at):
-            found[cut.dim] = cut.local(coordinate)
+        at = find_coordinates(place, self.sizes)
+        for cut, coordinate in zip(self.list_cuts(at), at):
+            found[cut.dim] = cut.local_size(coordinate)
         return tuple(found)
 
-    def regions(self, shape: Sequence[int], place: int) -> Iterator[Region]:
+    def iterate_regions(self, shape: Sequence[int], place: int) -> Iterator[Region]:
         """Yields the rectangles that a tile consists of; those without elements are left out."""
-        at = coordinates_of(place, self.sizes)
-        spans = block_of(shape, self.cuts_at(at), at)
+        at = find_coordinates(place, self.sizes)
+        spans = find_block(shape, self.list_cuts(at), at)
         if spans is None or any(s.count == 0 for s in spans):
             return
         for runs in product(*(range(s.blocks) for s in spans)):
@@ -178,20 +178,20 @@ class Tiles:
             yield Region(begin, tuple(s.count for s in spans), place, start)
 
 
-def one_axis(cut: Split) -> Tiles:
+def make_one_axis_tiles(cut: Split) -> Tiles:
     """Returns the tiles of a variable that a single axis divides, whose name does not matter."""
     return Tiles(("",), (cut,))
 
 
-def tiles_of(plan: Plan) -> dict[str, Tiles]:
+def find_tiles(plan: Plan) -> dict[str, Tiles]:
     """Returns the tiles of the variables that the axes of a plan divide, by handle node; in a pipeline, over the axes
     of each stage group.
     """
     found: dict[str, Tiles] = {}
     for other in reversed(plan.others):
-        found.update(tiles_of(other))
+        found.update(find_tiles(other))
     own: dict[str, Tiles] = {}
-    for i, level in enumerate(chain(plan)):
+    for i, level in enumerate(iterate_levels(plan)):
         for name, placement in level.variables.items():
             if isinstance(placement, Split):
                 before = own.get(name, Tiles())
@@ -199,6 +199,6 @@ def tiles_of(plan: Plan) -> dict[str, Tiles]:
     return found | own
 
 
-def cut_of(cut: Split, extent: int) -> Split:
+def adapt_cut(cut: Split, extent: int) -> Split:
     """Adapts ``cut``, made for the first coordinates of earlier axes, to a dimension of ``extent`` indices."""
-    return cut if cut.extent == extent else split(cut.dim, even_sizes(extent, len(cut.sizes)))
+    return cut if cut.extent == extent else split(cut.dim, divide_evenly(extent, len(cut.sizes)))

@@ -8,11 +8,11 @@ with the rules, the formulas, the kernels.
 from __future__ import annotations
 
 
-def _named(names: str) -> frozenset[str]:
+def _split_names(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-def _each(prefix: str, stems: str) -> frozenset[str]:
+def _prefix_names(prefix: str, stems: str) -> frozenset[str]:
     return frozenset(prefix + stem for stem in stems.split())
 
 
@@ -24,11 +24,11 @@ ALL_REDUCES = frozenset({ALL_REDUCE, HOROVOD_ALL_REDUCE})
 # Tensors are reduced over ranks, wherever the result lies.
 RANK_REDUCTIONS = ALL_REDUCES | {"WhaleReduceScatter"}
 # Rows of tables go between those who have them and those who asked for them; how many, only the run knows.
-ROW_EXCHANGES = _named("WhaleRouteIds WhaleReturnRows WhaleSendRows")
+ROW_EXCHANGES = _split_names("WhaleRouteIds WhaleReturnRows WhaleSendRows")
 # All ranks of a group take part, each with its share.
-COLLECTIVES = RANK_REDUCTIONS | ROW_EXCHANGES | _named("WhaleAllGather WhaleAllToAll WhaleBroadcast")
+COLLECTIVES = RANK_REDUCTIONS | ROW_EXCHANGES | _split_names("WhaleAllGather WhaleAllToAll WhaleBroadcast")
 # One rank gives, one takes.
-POINT_TO_POINT = _named("WhaleSend WhaleRecv")
+POINT_TO_POINT = _split_names("WhaleSend WhaleRecv")
 # Tensors move between ranks.
 EXCHANGES = COLLECTIVES | POINT_TO_POINT
 # Exchanges that devices can carry out in their own memory, and as which op. Only what is about to run has these.
@@ -37,44 +37,46 @@ ON_DEVICE = {
     for kind in ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send", "Recv")
 }
 # Ranks wait for each other, and no tensor moves.
-MEETINGS = _named("WhaleBarrier WhaleCheck")
+MEETINGS = _split_names("WhaleBarrier WhaleCheck")
 
 # -- functions
 
-LOOPS = _named("While StatelessWhile")
-BRANCHES = _named("If StatelessIf Case StatelessCase")
+LOOPS = _split_names("While StatelessWhile")
+BRANCHES = _split_names("If StatelessIf Case StatelessCase")
 # They run graphs of their own, which a plan lays out beside the main one.
 HAS_BODIES = LOOPS | BRANCHES
 # They run one function, once; WhaleCall that of a micro-batch.
-CALLS = _named("PartitionedCall StatefulPartitionedCall WhaleCall")
+CALLS = _split_names("PartitionedCall StatefulPartitionedCall WhaleCall")
 # They run a function for every element of a dataset: what a loop over a dataset becomes in a traced function.
-DATASET_LOOPS = _named("ReduceDataset ScanDataset")
+DATASET_LOOPS = _split_names("ReduceDataset ScanDataset")
 # The ops that make up loops and branches in TensorFlow 1.
-FRAMES = _named("Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration")
+FRAMES = _split_names(
+    "Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration"
+)
 # These decide which nodes run, and how often: they are laid out with their bodies or frames, not by a rule.
-CONTROL_FLOW = HAS_BODIES | CALLS | FRAMES | _named("For ControlTrigger")
+CONTROL_FLOW = HAS_BODIES | CALLS | FRAMES | _split_names("For ControlTrigger")
 
 # -- operands handed on
 
 # The one result is the one operand: its elements, its shape, its memory, and nothing else happens.
-IDENTITIES = _named("Identity StopGradient PreventGradient Snapshot")
+IDENTITIES = _split_names("Identity StopGradient PreventGradient Snapshot")
 # The result is the first operand's elements, in its memory, in another shape.
-RESHAPES = _named("Reshape ExpandDims Squeeze")
+RESHAPES = _split_names("Reshape ExpandDims Squeeze")
 # The result is the first operand's memory, and nothing else happens.
 VIEWS = IDENTITIES | RESHAPES
 # Every result is the memory of the operand of its number, whatever else happens.
-ALIASES = VIEWS | _named("IdentityN EnsureShape CheckNumerics CheckNumericsV2 WhaleHold")
+ALIASES = VIEWS | _split_names("IdentityN EnsureShape CheckNumerics CheckNumericsV2 WhaleHold")
 # They tell the shape of an operand, whatever it holds.
-ASKS_SHAPE = _named("Shape ShapeN Size Rank")
+ASKS_SHAPE = _split_names("Shape ShapeN Size Rank")
 
 # -- variables
 
 # Rows or elements of a variable (operand 0) are read, by their numbers.
-READS_ROWS = _named("ResourceGather ResourceGatherNd")
+READS_ROWS = _split_names("ResourceGather ResourceGatherNd")
 # A variable is looked at, and stays as it is.
-READS = READS_ROWS | _named("ReadVariableOp _ReadVariablesOp VariableShape VarIsInitializedOp")
+READS = READS_ROWS | _split_names("ReadVariableOp _ReadVariablesOp VariableShape VarIsInitializedOp")
 # Something is added to a variable (operand 0).
-ADDS = _named("AssignAddVariableOp AssignSubVariableOp")
+ADDS = _split_names("AssignAddVariableOp AssignSubVariableOp")
 # A variable (operand 0) gets a value of its shape.
 ASSIGNS = ADDS | {"AssignVariableOp"}
 _OPTIMIZERS = (
@@ -84,56 +86,61 @@ _OPTIMIZERS = (
 _DENSE_OPTIMIZERS = f"{_OPTIMIZERS} AdaMax Adam AddSign GradientDescent PowerSign"
 _SCATTERS = "Add Sub Mul Div Max Min Update NdAdd NdSub NdMax NdMin NdUpdate"
 # An optimizer's whole update of a variable, and of its state (the operands that are handles).
-APPLIES = _each("ResourceApply", f"{_DENSE_OPTIMIZERS} AdamWithAmsgrad KerasMomentum")
+APPLIES = _prefix_names("ResourceApply", f"{_DENSE_OPTIMIZERS} AdamWithAmsgrad KerasMomentum")
 # The same for some rows, whose numbers are an operand.
-APPLIES_ROWS = _each("ResourceSparseApply", f"{_OPTIMIZERS} KerasMomentum")
+APPLIES_ROWS = _prefix_names("ResourceSparseApply", f"{_OPTIMIZERS} KerasMomentum")
 # Rows or elements of a variable (operand 0) are changed, by their numbers.
-SCATTERS = _each("ResourceScatter", _SCATTERS)
+SCATTERS = _prefix_names("ResourceScatter", _SCATTERS)
 # Scatters that change each row by itself, where each row number occurs once.
-ROW_SCATTERS = _each("ResourceScatter", "Add Sub Update")
+ROW_SCATTERS = _prefix_names("ResourceScatter", "Add Sub Update")
 # The state of a random generator, which is a variable (operand 0), goes on.
-ADVANCES = _named(
+ADVANCES = _split_names(
     "RngSkip RngReadAndSkip StatefulRandomBinomial StatefulStandardNormal StatefulStandardNormalV2 "
     "StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt"
 )
 # A variable changes.
 UPDATES = (
-    ASSIGNS | APPLIES | APPLIES_ROWS | SCATTERS | ADVANCES | _named("ResourceStridedSliceAssign ResourceCountUpTo")
+    ASSIGNS
+    | APPLIES
+    | APPLIES_ROWS
+    | SCATTERS
+    | ADVANCES
+    | _split_names("ResourceStridedSliceAssign ResourceCountUpTo")
 )
 # Variables of TensorFlow 1, whose value is a reference, and what changes them.
-REF_VARIABLES = _named("Variable VariableV2 TemporaryVariable")
+REF_VARIABLES = _split_names("Variable VariableV2 TemporaryVariable")
 REF_UPDATES = (
-    _named("Assign AssignAdd AssignSub StridedSliceAssign CountUpTo")
-    | _each("Apply", _DENSE_OPTIMIZERS)
-    | _each("SparseApply", _OPTIMIZERS)
-    | _each("Scatter", _SCATTERS)
+    _split_names("Assign AssignAdd AssignSub StridedSliceAssign CountUpTo")
+    | _prefix_names("Apply", _DENSE_OPTIMIZERS)
+    | _prefix_names("SparseApply", _OPTIMIZERS)
+    | _prefix_names("Scatter", _SCATTERS)
 )
 
 # -- lookups and products
 
 # Rows of a table (operand 0) are read, by one number each, so the table may lie split: a variable, or a tensor.
-ROW_LOOKUPS = _named("Gather GatherV2 ResourceGather")
+ROW_LOOKUPS = _split_names("Gather GatherV2 ResourceGather")
 # Rows or elements of a table (operand 0) are read: like products they are where a model uses a weight.
 LOOKUPS = ROW_LOOKUPS | READS_ROWS | {"GatherNd"}
-MATMULS = _named("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3")
+MATMULS = _split_names("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3")
 # Gradients of a convolution's filter: sums over rows of the batch.
-FILTER_GRADIENTS = _named(
+FILTER_GRADIENTS = _split_names(
     "Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter "
     "WhaleDepthwiseFilterGradient"
 )
-CONVOLUTIONS = FILTER_GRADIENTS | _named(
+CONVOLUTIONS = FILTER_GRADIENTS | _split_names(
     "Conv Conv2D Conv2DBackpropInput Conv2DBackpropInputV2 Conv3D Conv3DBackpropInputV2 DepthwiseConv2dNative "
     "DepthwiseConv2dNativeBackpropInput"
 )
 # Products that an equation describes.
-EINSUMS = _named("Einsum WhaleEinsum")
+EINSUMS = _split_names("Einsum WhaleEinsum")
 # Elements of operands are multiplied, and products summed over dimensions that the result lacks.
 CONTRACTIONS = MATMULS | CONVOLUTIONS | EINSUMS
 
 # -- random numbers
 
 # They draw from a stream of the op's own; without seeds (`seed`, `seed2`), each run draws another.
-DRAWS = _named(
+DRAWS = _split_names(
     "Multinomial ParameterizedTruncatedNormal RandomCrop RandomGamma RandomPoisson RandomPoissonV2 RandomShuffle "
     "RandomStandardNormal RandomUniform RandomUniformInt SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 "
     "TruncatedNormal"
@@ -147,9 +154,9 @@ DRAWS_BY_COUNTER = {
     "RandomUniformInt": "StatelessRandomUniformIntV2",
 }
 # They draw from the stream that a key and a counter name, by the element's place: a part can be drawn by itself.
-STREAM_DRAWS = _named("StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2")
+STREAM_DRAWS = _split_names("StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2")
 # Their draws follow from their operands alone.
-STATELESS_DRAWS = STREAM_DRAWS | _named(
+STATELESS_DRAWS = STREAM_DRAWS | _split_names(
     "RandomIndexShuffle StatelessMultinomial StatelessParameterizedTruncatedNormal StatelessRandomBinomial "
     "StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomNormal StatelessRandomPoisson StatelessRandomUniform "
     "StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatelessRandomUniformInt "
@@ -161,12 +168,12 @@ RANDOM = DRAWS | STATELESS_DRAWS | (ADVANCES - {"RngSkip", "RngReadAndSkip"})  #
 # -- lists of tensors
 
 # A tensor, or a reference to one, comes into a list (operand 0) or out of it.
-LIST_PUTS = _named("TensorListPushBack TensorListSetItem")
-LIST_TAKES = _named("TensorListGetItem TensorListPopBack")
+LIST_PUTS = _split_names("TensorListPushBack TensorListSetItem")
+LIST_TAKES = _split_names("TensorListGetItem TensorListPopBack")
 # All tensors of a list become one.
-LIST_STACKS = _named("TensorListStack TensorListGather")
+LIST_STACKS = _split_names("TensorListStack TensorListGather")
 # An operand or the result is a list of tensors.
-LISTS = LIST_PUTS | LIST_TAKES | LIST_STACKS | _named(
+LISTS = LIST_PUTS | LIST_TAKES | LIST_STACKS | _split_names(
     "EmptyTensorList TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListElementShape "
     "TensorListFromTensor TensorListLength TensorListPushBackBatch TensorListReserve TensorListResize "
     "TensorListScatter TensorListScatterIntoExistingList TensorListScatterV2 TensorListSplit"
@@ -175,11 +182,13 @@ LISTS = LIST_PUTS | LIST_TAKES | LIST_STACKS | _named(
 # -- what layers are made of
 
 # The mean, variance and normalisation of a batch in one kernel; and the gradient of that.
-BATCH_NORMS = _named("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3")
-BATCH_NORM_GRADIENTS = _named("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3")
-SOFTMAXES = _named("Softmax LogSoftmax")
+BATCH_NORMS = _split_names("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3")
+BATCH_NORM_GRADIENTS = _split_names("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3")
+SOFTMAXES = _split_names("Softmax LogSoftmax")
 # The loss (result 0) and the logits' gradient (result 1), of the whole vocabulary at once.
-CROSS_ENTROPIES = _named("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits WhaleSparseCrossEntropy")
+CROSS_ENTROPIES = _split_names(
+    "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits WhaleSparseCrossEntropy"
+)
 # Dimensions (operand 1) are reduced away.
-FOLDS = _named("Sum Prod Max Min")  # without elements these yield their identity; a mean without elements is NaN
-REDUCTIONS = FOLDS | _named("Mean All Any")
+FOLDS = _split_names("Sum Prod Max Min")  # without elements these yield their identity; a mean without elements is NaN
+REDUCTIONS = FOLDS | _split_names("Mean All Any")

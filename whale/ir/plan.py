@@ -179,7 +179,7 @@ class Plan:
         """Returns the bytes that a step moves between ranks in total (a reshard inside a loop is counted once)."""
         return self.own_bytes + self.inner_bytes + sum(e.bytes for e in self.edges)
 
-    def of(self, group: StageGroup) -> Plan:
+    def find_group_plan(self, group: StageGroup) -> Plan:
         """Returns the plan that a stage group runs."""
         return (self, *self.others)[group.plan]
 
@@ -382,7 +382,7 @@ def record_from_text(data: bytes, kind: type[_Record]) -> _Record:
       ValueError: it is none, or of another format version.
     """
     try:
-        head = msgspec.json.decode(data, type=_Head)
+        head = msgspec.json.decode(data, type=_PlanHead)
     except (msgspec.DecodeError, RecursionError) as e:
         raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
     if (head.kind, head.format_version.split(".")[0]) != (KIND, major := FORMAT_VERSION.split(".")[0]):
@@ -404,7 +404,7 @@ def plan_from_json(data: bytes) -> Plan:
 
 def _decoded(f: ProgramLayouts) -> Plan:
     try:
-        return _plan(f)
+        return _decode_plan(f)
     except (ValueError, IndexError, RecursionError) as e:
         raise ValueError(f"not a plan: {e}; expected what `whale plan -o FILE` wrote: make the plan again") from e
 
@@ -419,7 +419,7 @@ def strategy_of(plan: Plan) -> ParallelStrategy:
     divided = tuple(dict.fromkeys(t.scope for t in plan.task_graphs if t.kind == "split"))
     stages = []
     for number, group in enumerate(groups):
-        own = plan.of(group)
+        own = plan.find_group_plan(group)
         levels = [own]
         while levels[-1].inner is not None:
             levels.append(levels[-1].inner)
@@ -443,13 +443,13 @@ def strategy_of(plan: Plan) -> ParallelStrategy:
     )
 
 
-def _plan(f: ProgramLayouts) -> Plan:
+def _decode_plan(f: ProgramLayouts) -> Plan:
     table = [
         Strategy(tuple(map(parse_placement, i)), tuple(map(parse_placement, o)), w, once)
         for i, o, w, once in f.strategy_table
     ]
 
-    def sent(key: str) -> tuple[str, str]:
+    def split_key(key: str) -> tuple[str, str]:
         return f.backends.get(key, "whale"), f.wire_dtypes.get(key, "")
 
     return Plan(
@@ -463,19 +463,21 @@ def _plan(f: ProgramLayouts) -> Plan:
         strategies={g: {n: table[i] for n, i in nodes.items()} for g, nodes in f.graphs.items()},
         returned={g: tuple(map(parse_placement, placements)) for g, placements in f.returned.items()},
         reshards=tuple(
-            Reshard(graph, Ref(node, i), parse_placement(s), parse_placement(t), key, moved, group, origin, *sent(key))
+            Reshard(
+                graph, Ref(node, i), parse_placement(s), parse_placement(t), key, moved, group, origin, *split_key(key)
+            )
             for graph, node, i, s, t, key, moved, group, origin in f.reshards
         ),
         variables={name: parse_placement(p) for name, p in f.variables.items()},
         routed=f.routed,
         expanded=tuple(f.expanded),
-        inner=_plan(f.inner) if f.inner is not None else None,
+        inner=_decode_plan(f.inner) if f.inner is not None else None,
         repeats=f.repeats,
         inner_bytes=f.inner_bytes,
         memory=f.memory,
         schedule=f.schedule,
         stage_groups=tuple(StageGroup(name, tuple(ranks), tuple(stages), k) for name, ranks, stages, k in f.places),
-        others=tuple(map(_plan, f.others)),
+        others=tuple(map(_decode_plan, f.others)),
         edges=tuple(Edge(Ref(n, i), s, t, b) for n, i, s, t, b in f.edges),
         micro_batches=f.micro_batches,
         offloaded=tuple(f.offloaded),
@@ -491,7 +493,7 @@ def _plan(f: ProgramLayouts) -> Plan:
     )
 
 
-class _Head(msgspec.Struct):
+class _PlanHead(msgspec.Struct):
     kind: str
     format_version: str
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import fnmatch
 import html
 from collections import Counter
 from itertools import pairwise
 
-from whale.ir.layout import Partial, Split
-from whale.ir.mesh import mesh_of, moved_along
+from whale.errors import PlanError
+from whale.ir.layout import Partial, Split, Strategy
+from whale.ir.mesh import count_moved_along, find_tiles, make_mesh
 from whale.ir.plan import Plan, Reshard, TaskGraph
 from whale.ir.prediction import Prediction
-from whale.ir.schedule import format_schedule, schedule
+from whale.ir.program import Node
+from whale.ir.schedule import format_schedule, make_schedule
+
+ROWS = 12  # operations, variables, and changes of layout listed at most
+
+MOST_OPS = 5  # explained at a time
 
 # Backends that carry out a reduction instead of Whale, in words.
 _THROUGH = {"horovod": "through Horovod"}
 
 
-def human_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Formats bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
@@ -25,7 +32,7 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def human_flops(count: float) -> str:
+def format_flops(count: float) -> str:
     """Formats FLOPs: 1500 -> '1.50 kFLOP'."""
     for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
         if abs(count) < 1000:
@@ -34,14 +41,14 @@ def human_flops(count: float) -> str:
     return f"{count:.2f} TFLOP"
 
 
-def human_seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Formats seconds as a person reads them: 123 s, 1.23 s, 123.4 ms."""
     if value >= 100:
         return f"{value:.0f} s"
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
-def _verb(r: Reshard) -> str:
+def _find_verb(r: Reshard) -> str:
     source, target = str(r.source)[0], str(r.target)[0]
     table = {
         "PB": "all-reduce", "PS": "reduce-scatter", "SB": "all-gather", "OB": "broadcast", "OS": "scatter",
@@ -53,15 +60,17 @@ def _verb(r: Reshard) -> str:
 
 def format_plan(plan: Plan, rows: int = 12) -> str:
     """Formats a plan: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
-    out = [f"Plan for {plan.program}: {plan.ranks} rank{'s' * (plan.ranks != 1)}{_ways(plan)}"]
+    out = [f"Plan for {plan.program}: {plan.ranks} rank{'s' * (plan.ranks != 1)}{_format_parallelism(plan)}"]
     if plan.inner is None and not plan.stage_groups:
         out[0] += f" ({', '.join(plan.devices)})"
     else:
-        out += _mesh(plan)
+        out += _format_mesh(plan)
     out.append("Task graphs")
-    out += [f"  {t.scope:<28} {t.kind} over {_where(plan, t)}, {t.nodes} nodes" for t in plan.task_graphs]
+    out += [
+        f"  {t.scope:<28} {t.kind} over {_format_task_graph_ranks(plan, t)}, {t.nodes} nodes" for t in plan.task_graphs
+    ]
     if plan.stage_groups:
-        out += _stages(plan)
+        out += _format_stages(plan)
     out.append("Batch inputs" if plan.batch_inputs else "Batch inputs: none, every rank computes the whole program")
     out += [f"  {b.name:<28} {b.placement}   {b.origin}" for b in plan.batch_inputs]
     nodes = [s for g in plan.strategies.values() for s in g.values()]
@@ -72,7 +81,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
               "partial" if any(isinstance(p, Partial) for p in s.outputs or s.inputs) else
               "on every rank"] += 1  # fmt: skip
     share = (
-        f"{100 * plan.split_flops_fraction:.1f} % of {human_flops(plan.total_flops)} "
+        f"{100 * plan.split_flops_fraction:.1f} % of {format_flops(plan.total_flops)} "
         "in products and convolutions divided"
     )
     out.append("Nodes    " + ", ".join(f"{n} {k}" for k, n in kinds.most_common()) + f"; {share}")
@@ -80,7 +89,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     shown = [f"{n} {layout}" for layout, n in layouts.most_common(6)]
     more = [f"{len(layouts) - 6} other kinds"] if len(layouts) > 6 else []
     out.append("Tensors  " + ", ".join(shown + more))
-    out += _legend(layouts)
+    out += _explain_letters(layouts)
     if plan.variables:
         ways = Counter(
             "whole on one rank" if len(p.holders) == 1 < len(p.sizes) else f"along dimension {p.dim}"
@@ -94,41 +103,41 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         count, written = plan.updates
         out.append(f"Updates  {written} variables written by {count} operation{'s' * (count > 1)}, on the first rank")
     moving = [r for r in plan.reshards if r.bytes]
-    along = f", of which {human_bytes(moved_along(plan)[0])} along {plan.axis}" if plan.inner is not None else ""
+    along = f", of which {format_bytes(count_moved_along(plan)[0])} along {plan.axis}" if plan.inner is not None else ""
     backends = Counter(r.backend for r in moving)
     out.append(
-        f"Communication per step: {human_bytes(plan.logical_bytes)} logical{along}, {len(moving)} tensors in "
+        f"Communication per step: {format_bytes(plan.logical_bytes)} logical{along}, {len(moving)} tensors in "
         f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
         + "".join(f"; {n} of the tensors {_THROUGH[b]}" for b, n in backends.items() if b in _THROUGH)
     )
-    out += _traffic(plan, moving, rows)
+    out += _format_traffic(plan, moving, rows)
     if plan.predicted is None:  # else there is one figure for memory: the peak of the simulated step
-        out += _memory(plan)
+        out += _format_memory(plan)
     if plan.exceptions:
         out.append("Not as on one device")
         out += [f"  {line}" for line in plan.exceptions]
     if plan.unruled:
         out.append("Ops without a rule (every rank computes them whole, or the first rank runs them)")
         table = sorted(plan.unruled.items(), key=lambda kv: -kv[1])
-        out += [f"  {name:<50} {human_bytes(moved)} gathered" for name, moved in table[:rows]]
+        out += [f"  {name:<50} {format_bytes(moved)} gathered" for name, moved in table[:rows]]
         out += [f"  ... and {len(table) - rows} more"] if len(table) > rows else []
     if plan.inner is not None:
         out.append(f"Along {plan.inner.axis}, in each group of {plan.inner.mesh_size} ranks")
         out += [f"  {line}" for line in format_plan(plan.inner, rows).splitlines()[1:]]
     if plan.predicted is not None:
-        out += predicted_lines(plan, plan.predicted)
+        out += format_prediction(plan, plan.predicted)
     return "\n".join(out) + "\n"
 
 
-def _shown(plan: Plan) -> str:
+def _format_ranks(plan: Plan) -> str:
     return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(format_plan(plan))}</pre>'
 
 
 # A notebook looks for it in the class, whose module cannot import this one.
-Plan._repr_html_ = _shown  # type: ignore[attr-defined]
+Plan._repr_html_ = _format_ranks  # type: ignore[attr-defined]
 
 
-def _ways(plan: Plan) -> str:
+def _format_parallelism(plan: Plan) -> str:
     """Formats how many ranks each kind of parallelism has: ``: 2 stages x 2 replicas``; empty for one rank."""
     groups = plan.stage_groups
     sizes = sorted({len(group.ranks) for group in groups}) or [plan.mesh_size]
@@ -136,11 +145,15 @@ def _ways(plan: Plan) -> str:
     if len(sizes) > 1:
         return f": {found[0]} of {sizes[0]} to {sizes[-1]} ranks"
     # Other plans of as many ranks have the same axes.
-    found += [_way(plan, axis.name, axis.size) for axis in mesh_of(plan, range(sizes[0])).axes if axis.size > 1]
+    found += [
+        _format_axis_parallelism(plan, axis.name, axis.size)
+        for axis in make_mesh(plan, range(sizes[0])).axes
+        if axis.size > 1
+    ]
     return f": {' x '.join(found)}" if found else ""
 
 
-def _way(plan: Plan, axis: str, count: int) -> str:
+def _format_axis_parallelism(plan: Plan, axis: str, count: int) -> str:
     unnamed = axis.startswith("axis_")
     if axis == "tensor" or (unnamed and any(t.kind == "split" for t in plan.task_graphs)):
         return f"tensors sharded {count} ways"
@@ -156,14 +169,14 @@ _MEANINGS = {
 }
 
 
-def _legend(layouts: Counter[str]) -> list[str]:
+def _explain_letters(layouts: Counter[str]) -> list[str]:
     """Explains the letters of the layouts that occur."""
     first = {layout[0] for layout in layouts}
     said = [text for letter, text in _MEANINGS.items() if letter in first]
     return [f"         {'; '.join(said)}"] if said else []
 
 
-def _where(plan: Plan, graph: TaskGraph) -> str:
+def _format_task_graph_ranks(plan: Plan, graph: TaskGraph) -> str:
     """Formats the ranks of a task graph; along an axis with others inside, its coordinates."""
     numbers = list(graph.devices)
     if plan.stage_groups or plan.inner is None:
@@ -171,7 +184,7 @@ def _where(plan: Plan, graph: TaskGraph) -> str:
     return f"{plan.axis} {numbers}"
 
 
-def _mesh(plan: Plan, rows: int = 4) -> list[str]:
+def _format_mesh(plan: Plan, rows: int = 4) -> list[str]:
     """Formats the axes: which ranks communicate along each, and how much they move in a step."""
     groups = plan.stage_groups
     plans = (plan, *plan.others)
@@ -182,8 +195,8 @@ def _mesh(plan: Plan, rows: int = 4) -> list[str]:
     for number, one in enumerate(plans):
         size = one.mesh_size
         members = [g.ranks for g in groups if g.plan == number] or [tuple(range(size))]
-        for k, (axis, moved) in enumerate(zip(mesh_of(one, range(size)).axes, moved_along(one))):
-            lines = [mesh_of(one, ranks).along(r, axis.name) for ranks in members for r in ranks]
+        for k, (axis, moved) in enumerate(zip(make_mesh(one, range(size)).axes, count_moved_along(one))):
+            lines = [make_mesh(one, ranks).list_ranks_along(r, axis.name) for ranks in members for r in ranks]
             where = str(axis) if alike or k == len(found) else f"{axis} of {size} ranks"
             found.append((where, list(dict.fromkeys(lines)), moved))
     name = ",".join(where for where, _, _ in found) if alike else f"{len(groups)} stages of their own meshes"
@@ -192,7 +205,7 @@ def _mesh(plan: Plan, rows: int = 4) -> list[str]:
         between = " -> " if where.startswith("stage=") else " "
         shown = between.join("+".join(map(str, line)) for line in lines[:rows])
         more = f" and {len(lines) - rows} more" if len(lines) > rows else ""
-        out.append(f"  {where:<16} {human_bytes(moved):>10}  {shown}{more}")
+        out.append(f"  {where:<16} {format_bytes(moved):>10}  {shown}{more}")
     own = [(where, moved) for where, _, moved in found[bool(groups) :]]
     for (outer, most), (inner, less) in pairwise(own):
         if alike and most > less:
@@ -203,9 +216,9 @@ def _mesh(plan: Plan, rows: int = 4) -> list[str]:
     return out
 
 
-def predicted_lines(plan: Plan, found: Prediction) -> list[str]:
+def format_prediction(plan: Plan, found: Prediction) -> list[str]:
     """Formats the predicted step time of a program by rank, rows per second, what bounds it, and one line to end."""
-    out = step_lines(found)
+    out = format_step(found)
     sizes = [b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Split)]
     if sizes and plan.inner is None:
         out[0] += f", {sum(sizes[0]) / found.step_s:,.0f} rows/s"
@@ -219,12 +232,12 @@ def predicted_lines(plan: Plan, found: Prediction) -> list[str]:
     return [
         *out,
         f"Plan: {stages}{divided} tensor{'s' * (divided != 1)} split, {moving} reshard{'s' * (moving != 1)} "
-        f"({human_bytes(plan.logical_bytes)} a step). Predicted {1e3 * found.step_s:.1f} ms: compute {computing:.0%}, "
+        f"({format_bytes(plan.logical_bytes)} a step). Predicted {1e3 * found.step_s:.1f} ms: compute {computing:.0%}, "
         f"communication and waiting {1 - computing:.0%}.",
     ]
 
 
-def step_lines(found: Prediction) -> list[str]:
+def format_step(found: Prediction) -> list[str]:
     """Formats the predicted time of a step, and what each rank does in it."""
     out = [f"Predicted on {found.where}: {1e3 * found.step_s:.1f} ms a step"]
     if found.likely_s is not None:
@@ -233,72 +246,206 @@ def step_lines(found: Prediction) -> list[str]:
     for rank, ran in enumerate(found.ranks[:8]):
         out.append(
             f"  rank {rank}: {1e3 * ran.compute_s:.1f} ms of kernels, {1e3 * ran.exchange_s:.1f} ms of communication, "
-            f"{human_bytes(ran.peak_bytes)} of tensors at most, {human_bytes(ran.resident_bytes)} between steps"
+            f"{format_bytes(ran.peak_bytes)} of tensors at most, {format_bytes(ran.resident_bytes)} between steps"
         )
     out += [f"  ... and {len(found.ranks) - 8} ranks more"] if len(found.ranks) > 8 else []
     return out
 
 
-def _memory(plan: Plan) -> list[str]:
+def _format_memory(plan: Plan) -> list[str]:
     """Formats the memory of the rank that takes most, and of the others where they differ."""
     if not plan.memory:
         return []
     totals = [sum(row) for row in zip(*plan.memory.values())]
     rank = totals.index(max(totals))
 
-    def parts(rank: int) -> str:
-        return ", ".join(f"{name} {human_bytes(sizes[rank])}" for name, sizes in plan.memory.items() if sizes[rank])
+    def format_parts(rank: int) -> str:
+        return ", ".join(f"{name} {format_bytes(sizes[rank])}" for name, sizes in plan.memory.items() if sizes[rank])
 
-    out = [f"Memory at most {human_bytes(totals[rank])}, on rank {rank} (predicted): {parts(rank)}"]
+    out = [f"Memory at most {format_bytes(totals[rank])}, on rank {rank} (predicted): {format_parts(rank)}"]
     if max(totals) > 1.01 * min(totals):
-        out += [f"  rank {r}: {human_bytes(n)}: {parts(r)}" for r, n in enumerate(totals) if r != rank]
+        out += [f"  rank {r}: {format_bytes(n)}: {format_parts(r)}" for r, n in enumerate(totals) if r != rank]
     return out
 
 
-def _stages(plan: Plan) -> list[str]:
+def _format_stages(plan: Plan) -> list[str]:
     """Formats which ranks run which stages, and what travels between them."""
     ranks = sorted({len(group.ranks) for group in plan.stage_groups})
     many = " and ".join(map(str, ranks))
     out = [f"Stages over {len(plan.stage_groups)} groups of {many} rank{'s' * (ranks != [1])}"]
     for group in plan.stage_groups:
-        rows = [str(b.placement) for b in plan.of(group).batch_inputs[:1]] if plan.others else []
+        rows = [str(b.placement) for b in plan.find_group_plan(group).batch_inputs[:1]] if plan.others else []
         out.append(", rows ".join([f"  {group.name:<28} ranks {list(group.ranks)}", *rows]))
     sent: dict[tuple[int, int], list[int]] = {}
     for edge in plan.edges:
         sent.setdefault((edge.source, edge.target), []).append(edge.bytes)
     for (source, target), sizes in sorted(sent.items()):
         names = f"{plan.stage_groups[source].name} -> {plan.stage_groups[target].name}"
-        out.append(f"  {human_bytes(sum(sizes)):>10}  {names}, {len(sizes)} tensor{'s' * (len(sizes) != 1)}")
+        out.append(f"  {format_bytes(sum(sizes)):>10}  {names}, {len(sizes)} tensor{'s' * (len(sizes) != 1)}")
     if plan.schedule:
         out.append(f"Schedule {plan.schedule}, {plan.micro_batches} micro-batches")
-        times = schedule(plan.schedule, len(plan.stage_groups), len(plan.stage_groups[0].stages), plan.micro_batches)
+        times = make_schedule(
+            plan.schedule, len(plan.stage_groups), len(plan.stage_groups[0].stages), plan.micro_batches
+        )
         out += [f"  {line}" for line in format_schedule(times).splitlines()]
     return out
 
 
-def _traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
+def _format_traffic(plan: Plan, moving: list[Reshard], rows: int) -> list[str]:
     lines: list[tuple[int, str, str]] = []
     by_group: dict[int, list[Reshard]] = {}
     for r in moving:
         if r.group >= 0:
             by_group.setdefault(r.group, []).append(r)
         else:
-            lines.append((r.bytes, _change(r), _shortened(f"{r.graph + '/' if r.graph else ''}{r.ref.node}")))
+            lines.append((r.bytes, _format_change(r), _shorten(f"{r.graph + '/' if r.graph else ''}{r.ref.node}")))
     for members in by_group.values():
-        first = _shortened(members[0].ref.node, 28)
-        lines.append((sum(m.bytes for m in members), _change(members[0]), f"{len(members)} tensors: {first}, ..."))
-    lines += [(moved, "rows, by their ids", _shortened(name)) for name, moved in plan.routed.items()]
+        first = _shorten(members[0].ref.node, 28)
+        lines.append(
+            (sum(m.bytes for m in members), _format_change(members[0]), f"{len(members)} tensors: {first}, ...")
+        )
+    lines += [(moved, "rows, by their ids", _shorten(name)) for name, moved in plan.routed.items()]
     lines.sort(key=lambda row: -row[0])
-    shown = [f"  {human_bytes(moved):>10}  {change:<28} {what}" for moved, change, what in lines[:rows]]
+    shown = [f"  {format_bytes(moved):>10}  {change:<28} {what}" for moved, change, what in lines[:rows]]
     return shown + ([f"  ... and {len(lines) - rows} smaller"] if len(lines) > rows else [])
 
 
-def _change(r: Reshard) -> str:
+def _format_change(r: Reshard) -> str:
     through = f" {_THROUGH[r.backend]}" if r.backend in _THROUGH else ""
     wire = f" as {r.wire_dtype}" if r.wire_dtype else ""
-    return f"{_verb(r)} {r.source} -> {r.target}{through}{wire}"
+    return f"{_find_verb(r)} {r.source} -> {r.target}{through}{wire}"
 
 
-def _shortened(name: str, limit: int = 44) -> str:
+def _shorten(name: str, limit: int = 44) -> str:
     """Shortens a long name to its end, which tells more than its beginning."""
     return name if len(name) <= limit else "..." + name[3 - limit :]
+
+
+def find_ops(plan: Plan, pattern: str) -> list[str]:
+    """Finds the plan's nodes whose names match a pattern (`*` and `?` as in file names), or else contain it.
+
+    A pattern is of the whole name, or of what follows a scope's name: `dense*MatMul` is `model/dense_1/MatMul` as well.
+
+    Raises:
+        PlanError: none does.
+    """
+    names = list(plan.strategies.get("", {}))
+    matching = [n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*/{pattern}")]
+    found = matching or [n for n in names if pattern in n]
+    if not found:
+        raise PlanError(
+            "the plan has no such operation",
+            given=pattern,
+            expected=f"a name, or a pattern, of one of {len(names)} operations (`whale show -v` lists them)",
+            action="correct the name",
+        )
+    return found
+
+
+def list_op_rows(plan: Plan) -> list[str]:
+    """Returns a row for each operation: its layout, the bytes that resharding its operands and results moves, its
+    origin.
+    """
+    moved: dict[str, int] = {}
+    for r in plan.reshards:
+        if not r.graph:
+            moved[r.ref.node] = moved.get(r.ref.node, 0) + r.bytes
+    rows = [f"{'operation':44} {'layout':44} {'moved':>10}  why"]
+    for name, s in plan.strategies.get("", {}).items():
+        short = name if len(name) <= 44 else "..." + name[-41:]
+        sent = format_bytes(moved[name]) if moved.get(name) else ""
+        rows.append(f"{short:44} {format_layout(s):44} {sent:>10}  {s.why}")
+    return rows
+
+
+def explain_operations(plan: Plan, pattern: str) -> list[str]:
+    """Describes what a saved plan decides for the operations that a pattern names.
+
+    Raises:
+        PlanError: there is none.
+    """
+    lines: list[str] = []
+    found = find_ops(plan, pattern)
+    for name in found[:MOST_OPS]:
+        lines += [name, *explain_operation(plan, name, None), ""]
+    if len(found) > MOST_OPS:
+        lines += [f"... and {len(found) - MOST_OPS} more", ""]
+    return [*lines, "Chains and alternatives need the program: `whale plan SCRIPT --explain OP`."]
+
+
+def format_layout(s: Strategy) -> str:
+    """Formats a strategy as text."""
+    return "first rank only" if s.once else str(s)
+
+
+def explain_operation(plan: Plan, name: str, node: Node | None) -> list[str]:
+    """Describes an operation's layout and the reshards of its results, and of its operands if ``node`` is given."""
+    s = plan.strategies[""][name]
+    lines = [f"  layout   {format_layout(s)}   ({s.why})"]
+    read = set(node.inputs) if node is not None else set()
+    for r in plan.reshards:
+        if r.graph or not r.bytes:
+            continue
+        if r.ref.node == name:
+            lines.append(f"  result   {_format_move(r, plan)}")
+        elif r.ref in read and node is not None and s.inputs[node.inputs.index(r.ref)] == r.target:
+            lines.append(f"  operand  {r.ref} {_format_move(r, plan)}")
+    return lines
+
+
+def _format_move(r: Reshard, plan: Plan) -> str:
+    others = len(plan.groups.get(r.group, ())) - 1 if r.group >= 0 else 0
+    together = f", together with {others} others" if others > 0 else ""
+    return f"{r.source} -> {r.target}, {format_bytes(r.bytes)}{together}" + (f" ({r.origin})" if r.origin else "")
+
+
+def list_changed_layouts(one: Plan, other: Plan) -> list[str]:
+    """Lists how the batch, stages, layouts and communication of two programs' plans differ; []: they do not."""
+    lines = []
+    if one.program == other.program and one.fingerprint != other.fingerprint:
+        lines.append("  the programs of that name are not equal")
+    if (mine := _list_groups(one)) != (theirs := _list_groups(other)):
+        lines.append(f"  {'groups':14} {mine} -> {theirs}")
+    before, after = ({b.name: str(b.placement) for b in p.batch_inputs} for p in (one, other))
+    lines += _list_changed("batch", before, after)
+    before, after = ({n: str(tiles) for n, tiles in find_tiles(q).items()} for q in (one, other))
+    lines += _list_changed("variable", before, after, "whole")
+    layouts = [{n: format_layout(s) for n, s in (q.inner or q).strategies.get("", {}).items()} for q in (one, other)]
+    shared = layouts[0].keys() & layouts[1].keys()
+    before, after = ({n: v for n, v in each.items() if n in shared} for each in layouts)
+    lines += _list_changed("operation", before, after)
+    lines += _list_moved(one, other)
+    totals = [sum(map(sum, zip(*p.memory.values()))) if p.memory else 0 for p in (one, other)]
+    if totals[0] != totals[1] and all(totals):
+        lines.append(f"  memory of all ranks together: {format_bytes(totals[0])} -> {format_bytes(totals[1])}")
+    if not lines:
+        return []
+    moved = f"{format_bytes(one.logical_bytes)} -> {format_bytes(other.logical_bytes)} a step"
+    share = [f"{p.split_flops_fraction:.0%}" for p in (one, other)]
+    return [*lines, f"  moved {moved}; products divided: {share[0]} -> {share[1]}"]
+
+
+def _list_groups(plan: Plan) -> str:
+    """Says which ranks are together: in groups of an inner axis, or in stages."""
+    if plan.stage_groups:
+        return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.stage_groups)
+    return f"{plan.size} groups of {plan.inner.size}" if plan.inner is not None else "none"
+
+
+def _list_changed(what: str, mine: dict[str, str], theirs: dict[str, str], missing: str = "none") -> list[str]:
+    names = [n for n in dict.fromkeys((*mine, *theirs)) if mine.get(n, missing) != theirs.get(n, missing)]
+    rows = [f"  {what} {n}: {mine.get(n, missing)} -> {theirs.get(n, missing)}" for n in names[:ROWS]]
+    return rows + ([f"  ... and {len(names) - ROWS} more {what}s"] if len(names) > ROWS else [])
+
+
+def _list_moved(one: Plan, other: Plan) -> list[str]:
+    def make_table(plan: Plan) -> dict[tuple[str, str, str], Reshard]:
+        of = (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ()))
+        return {(str(r.ref), str(r.source), str(r.target)): r for r in of if r.bytes}
+
+    mine, theirs = make_table(one), make_table(other)
+    rows = [(-r.bytes, f"  no longer: {r.ref} {r.source} -> {r.target}") for k, r in mine.items() if k not in theirs]
+    rows += [(r.bytes, f"  new: {r.ref} {r.source} -> {r.target}") for k, r in theirs.items() if k not in mine]
+    rows.sort(key=lambda row: -abs(row[0]))
+    shown = [f"{text} ({format_bytes(abs(moved))})" for moved, text in rows[:ROWS]]
+    return shown + ([f"  ... and {len(rows) - ROWS} smaller ones"] if len(rows) > ROWS else [])

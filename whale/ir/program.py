@@ -21,7 +21,7 @@ PRODUCT = "whale_product"  # behind the name of a node: a product of matrices th
 
 
 class Ref(NamedTuple):
-    """Output ``index`` of node ``node``."""
+    """Output ``index`` of node ``rename_node``."""
 
     node: str
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, of which a pair has no need
@@ -46,20 +46,20 @@ class Node:
 
     def marked(self, **marks: Any) -> Node:
         """The node with some marks more, or others (see ``whale.ir.marks``)."""
-        return replace(self, marks=self.marks.but(**marks))
+        return replace(self, marks=self.marks.replace_marks(**marks))
 
-    def refs(self) -> tuple[Ref, ...]:
+    def list_refs(self) -> tuple[Ref, ...]:
         """Its outputs, as references."""
         if len(self.outputs) == 1:  # of nearly all nodes
             return (Ref(self.name, 0),)
         return tuple([Ref(self.name, i) for i in range(len(self.outputs))])
 
 
-def const_node(
+def make_const(
     name: str, value: np.ndarray | Tensor, dtype: str | None = None, controls: tuple[str, ...] = (), scope: str = ""
 ) -> Node:
     """A Const. ``dtype``: for arrays whose NumPy dtype does not tell it, as bfloat16's."""
-    tensor = value if isinstance(value, Tensor) else Tensor.of(value, dtype)
+    tensor = value if isinstance(value, Tensor) else Tensor.from_numpy(value, dtype)
     attrs = {"dtype": DType(tensor.dtype), "value": tensor}
     return Node(name, "Const", (), controls, attrs, (TensorType(tensor.dtype, tensor.shape),), scope)
 
@@ -78,7 +78,7 @@ class Variable:
 class Program:
     """A static graph for one device.
 
-    ``nodes`` are in topological order. ``inputs`` are names of Placeholder nodes, in call order; ``outputs`` are what
+    ``nodes`` are in sort_nodes order. ``inputs`` are names of Placeholder nodes, in call order; ``outputs`` are what
     the caller fetches; ``effects`` are nodes that run for what they do (updates, prints). In a body of ``functions``
     the inputs are its arguments.
     """
@@ -110,7 +110,7 @@ class Program:
         """Handle node name -> variable."""
         return {v.node: v for v in self.variables}
 
-    def type_of(self, ref: Ref) -> TensorType:
+    def find_type(self, ref: Ref) -> TensorType:
         """Element type and shape of an output of a node.
 
         Raises:
@@ -119,7 +119,7 @@ class Program:
         return self.by_name[ref.node].outputs[ref.index]
 
     def const(self, ref: Ref) -> Any | None:
-        """The value of ``ref`` as a NumPy array when it is a constant, looking through Identity; else None."""
+        """The value of ``rename_ref`` as a NumPy array when it is a constant, looking through Identity; else None."""
         node = self.by_name.get(ref.node)
         while node is not None and node.op in IDENTITIES and node.inputs:
             node = self.by_name.get(node.inputs[0].node)
@@ -128,13 +128,13 @@ class Program:
         value = node.attrs["value"]
         return value.numpy() if isinstance(value, Tensor) else None
 
-    def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> Program:
+    def replace_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> Program:
         """The program with other nodes, in topological order, and with other fields where ``changes`` names them."""
         return replace(self, nodes=nodes, **changes)
 
 
-def function_refs(node: Node) -> Iterator[tuple[str, Func]]:
-    """Attributes of ``node`` that name functions, as (attribute, Func); branches of a Case come one by one."""
+def iterate_function_refs(node: Node) -> Iterator[tuple[str, Func]]:
+    """Attributes of ``rename_node`` that name functions, as (attribute, Func); branches of a Case come one by one."""
     for key, value in node.attrs.items():
         if isinstance(value, Func):
             yield key, value
@@ -143,16 +143,16 @@ def function_refs(node: Node) -> Iterator[tuple[str, Func]]:
                 yield key, item
 
 
-def renamed(program: Program, names: Mapping[str, str]) -> Program:
+def rename_nodes(program: Program, names: Mapping[str, str]) -> Program:
     """``program`` in which the nodes of ``names`` are called otherwise; its functions are left as they are."""
     if not names:
         return program
     refs: dict[Ref, Ref] = {}
 
-    def ref(old: Ref) -> Ref:
+    def rename_ref(old: Ref) -> Ref:
         return refs.setdefault(old, Ref(names.get(old.node, old.node), old.index))
 
-    def node(old: Node) -> Node:
+    def rename_node(old: Node) -> Node:
         if (
             old.name not in names
             and not any(r.node in names for r in old.inputs)
@@ -160,19 +160,21 @@ def renamed(program: Program, names: Mapping[str, str]) -> Program:
         ):
             return old
         controls = tuple([names.get(c, c) for c in old.controls])
-        return replace(old, name=names.get(old.name, old.name), inputs=tuple(map(ref, old.inputs)), controls=controls)
+        return replace(
+            old, name=names.get(old.name, old.name), inputs=tuple(map(rename_ref, old.inputs)), controls=controls
+        )
 
     return replace(
         program,
-        nodes=tuple(map(node, program.nodes)),
+        nodes=tuple(map(rename_node, program.nodes)),
         inputs=tuple(names.get(n, n) for n in program.inputs),
         variables=tuple(replace(v, node=names.get(v.node, v.node)) for v in program.variables),
-        outputs=tuple(map(ref, program.outputs)),
+        outputs=tuple(map(rename_ref, program.outputs)),
         effects=tuple(names.get(n, n) for n in program.effects),
     )
 
 
-def topological(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
+def sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     """``nodes`` sorted so that each comes after what it reads; the mapping's own order when that is one.
 
     Raises:
@@ -185,10 +187,10 @@ def topological(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
         seen.add(name)
     else:
         return tuple(nodes.values())
-    return _sorted(nodes)
+    return _sort_topologically(nodes)
 
 
-def _sorted(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
+def _sort_topologically(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     """In the order of ``graphlib``, in a third of its time: what waits for nothing, then what waited for that alone.
 
     Dictionaries keep order where sets do not: all processes have to sort alike.
@@ -232,35 +234,35 @@ def _refuse_cycle(before: Mapping[str, Iterable[str]]) -> None:
         ) from None
 
 
-def rewired(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]) -> Program:
+def rewire(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]) -> Program:
     """``program`` of other nodes, sorted, in which what reads a tensor of ``moved`` reads the one in its place.
 
     What waits for a node that is not there any more waits for the one that makes what stands for its first tensor.
     """
     names = {old.node: new.node for old, new in moved.items() if old.index == 0 and old.node not in nodes}
 
-    def renamed(found: Collection[str]) -> tuple[str, ...]:
+    def rename_controls(found: Collection[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys([names.get(name, name) for name in found]))
 
     from_nodes = {ref.node for ref in moved}
 
-    def of_node(node: Node) -> Node:
+    def rewire_node(node: Node) -> Node:
         inputs, controls = node.inputs, node.controls
         if not from_nodes.isdisjoint([before for before, _ in inputs]):
             inputs = tuple([moved.get(r, r) for r in inputs])
         if not names.keys().isdisjoint(controls):
-            controls = renamed(controls)
+            controls = rename_controls(controls)
         return node if inputs is node.inputs and controls is node.controls else replace(
             node, inputs=inputs, controls=controls
         )  # fmt: skip
 
-    changed = {name: of_node(node) for name, node in nodes.items()}
+    changed = {name: rewire_node(node) for name, node in nodes.items()}
     outputs = tuple(moved.get(r, r) for r in program.outputs)
-    return program.with_nodes(topological(changed), outputs=outputs, effects=renamed(program.effects))
+    return program.replace_nodes(sort_nodes(changed), outputs=outputs, effects=rename_controls(program.effects))
 
 
-def without_unread(program: Program, names: Collection[str]) -> Program:
-    """``program`` without those of its nodes with ``names`` that nothing reads, waits for or returns."""
+def remove_unread(program: Program, names: Collection[str]) -> Program:
+    """``program`` remove_work those of its nodes with ``names`` that nothing reads, waits for or returns."""
     needed = {*(r.node for r in program.outputs), *program.effects}
     kept: list[Node] = []
     for node in reversed(program.nodes):
@@ -269,10 +271,10 @@ def without_unread(program: Program, names: Collection[str]) -> Program:
         needed.update([r.node for r in node.inputs])
         needed.update(node.controls)
         kept.append(node)
-    return program.with_nodes(tuple(reversed(kept)))
+    return program.replace_nodes(tuple(reversed(kept)))
 
 
-def waited_for(program: Program, names: Iterable[str]) -> set[str]:
+def find_waited_for(program: Program, names: Iterable[str]) -> set[str]:
     """The nodes of these names, and all that they wait for."""
     found: set[str] = set()
     stack = list(names)
@@ -288,7 +290,7 @@ def waited_for(program: Program, names: Iterable[str]) -> set[str]:
     return found
 
 
-def without(program: Program, done: Collection[str], and_before: bool = False) -> Program:
+def remove_work(program: Program, done: Collection[str], and_before: bool = False) -> Program:
     """``program`` without what the nodes of these names do; they stay.
 
     Args:
@@ -297,28 +299,28 @@ def without(program: Program, done: Collection[str], and_before: bool = False) -
     if not done:
         return program
 
-    def idle(node: Node) -> Node:
+    def make_idle(node: Node) -> Node:
         return replace(
             node, op="NoOp", inputs=(), attrs={}, marks=NO_MARKS, controls=() if and_before else node.controls
         )
 
-    nodes = [idle(node) if node.name in done else node for node in program.nodes]
-    return prune(program.with_nodes(tuple(nodes)))
+    nodes = [make_idle(node) if node.name in done else node for node in program.nodes]
+    return prune(program.replace_nodes(tuple(nodes)))
 
 
 def prune(program: Program) -> Program:
     """Only the nodes that the outputs and effects need (program inputs stay), and the functions these call."""
-    needed = waited_for(program, [*(r.node for r in program.outputs), *program.effects])
+    needed = find_waited_for(program, [*(r.node for r in program.outputs), *program.effects])
     needed.update(program.inputs)
     nodes = tuple(n for n in program.nodes if n.name in needed)
     functions: dict[str, Program] = {}
     # Attributes are decoded when they are read, which is worth it only where there is a function to find.
-    todo = [f.name for n in nodes for _, f in function_refs(n)] if program.functions else []
+    todo = [f.name for n in nodes for _, f in iterate_function_refs(n)] if program.functions else []
     while todo:
         name = todo.pop()
         if name in functions or name not in program.functions:
             continue
         functions[name] = program.functions[name]
-        todo.extend(f.name for n in functions[name].nodes for _, f in function_refs(n))
+        todo.extend(f.name for n in functions[name].nodes for _, f in iterate_function_refs(n))
     variables = tuple(v for v in program.variables if v.node in needed)
     return replace(program, nodes=nodes, variables=variables, functions=functions)

@@ -23,7 +23,7 @@ from whale.errors import PlanError
 NAMES = ("gpipe", "1f1b", "zb-h1")
 
 
-class Kind(IntEnum):
+class PhaseKind(IntEnum):
     """The kinds of phases, by what they compute."""
 
     F = 0
@@ -36,7 +36,7 @@ class Phase(NamedTuple):
 
     chunk: int
     micro_batch: int
-    kind: Kind
+    kind: PhaseKind
 
     def __str__(self) -> str:
         return f"{self.kind.name}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
@@ -46,34 +46,34 @@ Row = list[Phase]
 Schedule = list[Row]
 
 
-def gpipe(stages: int, micro_batches: int) -> Schedule:
+def schedule_gpipe(stages: int, micro_batches: int) -> Schedule:
     """Schedules all forwards, then all backwards in reverse (Huang et al., "GPipe", 2019)."""
-    forwards = [Phase(0, m, Kind.F) for m in range(micro_batches)]
-    return [forwards + [Phase(0, m, Kind.B) for m in reversed(range(micro_batches))] for _ in range(stages)]
+    forwards = [Phase(0, m, PhaseKind.F) for m in range(micro_batches)]
+    return [forwards + [Phase(0, m, PhaseKind.B) for m in reversed(range(micro_batches))] for _ in range(stages)]
 
 
-def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
+def schedule_1f1b(stages: int, micro_batches: int) -> Schedule:
     """Schedules forwards until the pipeline is full, then one forward and one backward in turn (Narayanan et al., SC
     2021).
     """
     rows: Schedule = []
     for stage in range(stages):
         warm = min(stages - 1 - stage, micro_batches)
-        row = [Phase(0, m, Kind.F) for m in range(warm)]
+        row = [Phase(0, m, PhaseKind.F) for m in range(warm)]
         for m in range(micro_batches - warm):
-            row += [Phase(0, m + warm, Kind.F), Phase(0, m, Kind.B)]
-        rows.append(row + [Phase(0, m, Kind.B) for m in range(micro_batches - warm, micro_batches)])
+            row += [Phase(0, m + warm, PhaseKind.F), Phase(0, m, PhaseKind.B)]
+        rows.append(row + [Phase(0, m, PhaseKind.B) for m in range(micro_batches - warm, micro_batches)])
     return rows
 
 
-def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
+def schedule_interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     """Schedules 1F1B in which every stage holds several chunks of layers (Narayanan et al., SC 2021, section 2.2).
 
     In the paper micro-batches are a multiple of the stages, in groups of as many. Here other numbers go in groups that
     are as even as can be, with at least as many micro-batches as there are stages; a group takes no longer for it.
     """
     if chunks == 1:
-        return one_f_one_b(stages, micro_batches)
+        return schedule_1f1b(stages, micro_batches)
     total = micro_batches * chunks
     count = max(1, micro_batches // stages)
     groups = [(micro_batches + count - 1 - i) // count for i in range(count)]
@@ -82,8 +82,8 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     backwards: Row = []
     for first, size in zip(accumulate(groups, initial=0), groups):
         for chunk in range(chunks):
-            forwards += [Phase(chunk, m, Kind.F) for m in range(first, first + size)]
-            backwards += [Phase(chunks - 1 - chunk, m, Kind.B) for m in range(first, first + size)]
+            forwards += [Phase(chunk, m, PhaseKind.F) for m in range(first, first + size)]
+            backwards += [Phase(chunks - 1 - chunk, m, PhaseKind.B) for m in range(first, first + size)]
     rows: Schedule = []
     for stage in range(stages):
         warm = total if len(groups) == 1 else min(total, 2 * (stages - 1 - stage) + (chunks - 1) * groups[0])
@@ -94,7 +94,7 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     return rows
 
 
-def zb_h1(stages: int, micro_batches: int) -> Schedule:
+def schedule_zb_h1(stages: int, micro_batches: int) -> Schedule:
     """Schedules 1F1B whose weight gradients fill the bubbles, in the memory of 1F1B (Qi et al., "Zero bubble pipeline
     parallelism", ICLR 2024, section 3.1).
 
@@ -104,18 +104,18 @@ def zb_h1(stages: int, micro_batches: int) -> Schedule:
     rows: Schedule = []
     for stage in range(stages):
         warm = min(stages - 1 - stage, micro_batches)
-        row = [Phase(0, m, Kind.F) for m in range(warm)]
+        row = [Phase(0, m, PhaseKind.F) for m in range(warm)]
         for m in range(micro_batches):
             if m + warm < micro_batches:
-                row.append(Phase(0, m + warm, Kind.F))
-            row.append(Phase(0, m, Kind.B))
+                row.append(Phase(0, m + warm, PhaseKind.F))
+            row.append(Phase(0, m, PhaseKind.B))
             if m >= stage:
-                row.append(Phase(0, m - stage, Kind.W))
-        rows.append(row + [Phase(0, m, Kind.W) for m in range(max(0, micro_batches - stage), micro_batches)])
+                row.append(Phase(0, m - stage, PhaseKind.W))
+        rows.append(row + [Phase(0, m, PhaseKind.W) for m in range(max(0, micro_batches - stage), micro_batches)])
     return rows
 
 
-def schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
+def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
     """Returns the schedule of a name: gpipe, 1f1b (interleaved when there are several chunks) or zb-h1.
 
     Raises:
@@ -130,28 +130,32 @@ def schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedul
         called = {"gpipe": "GPipe", "zb-h1": "ZB-H1"}[name]
         raise PlanError(f"{called} has one chunk per stage", given=f"{chunks} chunks", action="use 1f1b")
     if name == "gpipe":
-        return gpipe(stages, micro_batches)
-    return zb_h1(stages, micro_batches) if name == "zb-h1" else interleaved(stages, chunks, micro_batches)
+        return schedule_gpipe(stages, micro_batches)
+    return (
+        schedule_zb_h1(stages, micro_batches)
+        if name == "zb-h1"
+        else schedule_interleaved(stages, chunks, micro_batches)
+    )
 
 
-def dependencies(rows: Schedule) -> Iterator[tuple[tuple[int, Phase], tuple[int, Phase]]]:
+def iterate_dependencies(rows: Schedule) -> Iterator[tuple[tuple[int, Phase], tuple[int, Phase]]]:
     """Yields (earlier, later) for all (device, phase) that need another one's result."""
     stages = len(rows)
     last = stages * (1 + max((phase.chunk for row in rows for phase in row), default=0)) - 1
     for stage, row in enumerate(rows):
         for phase in row:
             part = phase.chunk * stages + stage
-            if phase.kind is Kind.W:
-                yield (stage, phase._replace(kind=Kind.B)), (stage, phase)
-            elif phase.kind is Kind.F and part > 0:
-                yield _at(part - 1, stages, phase), (stage, phase)
-            elif phase.kind is Kind.B:
-                yield (stage, phase._replace(kind=Kind.F)), (stage, phase)
+            if phase.kind is PhaseKind.W:
+                yield (stage, phase._replace(kind=PhaseKind.B)), (stage, phase)
+            elif phase.kind is PhaseKind.F and part > 0:
+                yield _locate_part(part - 1, stages, phase), (stage, phase)
+            elif phase.kind is PhaseKind.B:
+                yield (stage, phase._replace(kind=PhaseKind.F)), (stage, phase)
                 if part < last:
-                    yield _at(part + 1, stages, phase), (stage, phase)
+                    yield _locate_part(part + 1, stages, phase), (stage, phase)
 
 
-def _at(part: int, stages: int, phase: Phase) -> tuple[int, Phase]:
+def _locate_part(part: int, stages: int, phase: Phase) -> tuple[int, Phase]:
     return part % stages, phase._replace(chunk=part // stages)
 
 
@@ -174,7 +178,7 @@ def play(
     """
     needs: dict[tuple[int, Phase], list[tuple[int, Phase]]] = {}
     readers: dict[tuple[int, Phase], tuple[int, Phase]] = {}
-    for earlier, later in dependencies(rows):
+    for earlier, later in iterate_dependencies(rows):
         needs.setdefault(later, []).append(earlier)
         if earlier[0] != later[0]:
             readers[earlier] = later
@@ -185,7 +189,7 @@ def play(
                 if earlier[0] != stage:
                     taken.setdefault((earlier[0], stage), []).append((stage, phase))
     sent: dict[tuple[int, int], int] = {}
-    length_s = {Kind.F: forward_s, Kind.B: backward_s, Kind.W: weights_s}
+    length_s = {PhaseKind.F: forward_s, PhaseKind.B: backward_s, PhaseKind.W: weights_s}
     start: dict[tuple[int, Phase], float] = {}
     end: dict[tuple[int, Phase], float] = {}
     place, free_s = [0] * len(rows), [0.0] * len(rows)
@@ -221,7 +225,9 @@ def play(
     return end
 
 
-def bubble_s(name: str, stages: int, chunks: int, forward_s: float, backward_s: float, weights_s: float = 0.0) -> float:
+def compute_bubble_s(
+    name: str, stages: int, chunks: int, forward_s: float, backward_s: float, weights_s: float = 0.0
+) -> float:
     """Returns the seconds that a device idles in a step with free sends (the papers named at the schedules).
 
     Args:
@@ -233,26 +239,26 @@ def bubble_s(name: str, stages: int, chunks: int, forward_s: float, backward_s: 
     return (stages - 1) * (forward_s + backward_s) / chunks
 
 
-def bubble_fraction(stages: int, chunks: int, micro_batches: int) -> float:
+def compute_bubble_fraction(stages: int, chunks: int, micro_batches: int) -> float:
     """Returns idle over busy time of GPipe and 1F1B with free sends: (p - 1) / (v m) (Narayanan et al., SC 2021)."""
     return (stages - 1) / (chunks * micro_batches)
 
 
-def live_micro_batches(row: Sequence[Phase]) -> int:
+def count_live_micro_batches(row: Sequence[Phase]) -> int:
     """Returns the most (chunk, micro-batch) pairs whose forward pass has run and whose last backward pass has not."""
-    last = Kind.W if any(phase.kind is Kind.W for phase in row) else Kind.B
-    steps = {Kind.F: 1, last: -1}
+    last = PhaseKind.W if any(phase.kind is PhaseKind.W for phase in row) else PhaseKind.B
+    steps = {PhaseKind.F: 1, last: -1}
     return max(accumulate(steps.get(phase.kind, 0) for phase in row), default=0)
 
 
-def credits(rows: Schedule) -> dict[tuple[int, int], int]:
+def count_credits(rows: Schedule) -> dict[tuple[int, int], int]:
     """Returns (sending device, receiving device) -> results that must be able to wait there, so that no sender waits
     for room in a run with equal passes. With these the schedule ends, however long its passes are.
     """
     end = play(rows)
-    length = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0}
+    length = {PhaseKind.F: 1.0, PhaseKind.B: 2.0, PhaseKind.W: 1.0}
     events: dict[tuple[int, int], list[tuple[float, int]]] = {}
-    for earlier, later in dependencies(rows):
+    for earlier, later in iterate_dependencies(rows):
         if earlier[0] != later[0]:
             moves = events.setdefault((earlier[0], later[0]), [])
             moves += [(end[earlier], 1), (end[later] - length[later[1].kind], -1)]
@@ -285,6 +291,6 @@ def parse_schedule(text: str) -> Schedule:
             match = _PHASE.fullmatch(word)
             if match is None:
                 raise ValueError(f"not a phase: {word!r}; expected F, B or W with a micro-batch: F0, B3.1")
-            row.append(Phase(int(match[3] or 0), int(match[2]), Kind[match[1]]))
+            row.append(Phase(int(match[3] or 0), int(match[2]), PhaseKind[match[1]]))
         rows.append(row)
     return rows

@@ -127,16 +127,16 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     shares: tuple[int, ...] = ()
     name: str = ""
 
-    def recompute_of(self, stage: Stage) -> Recompute:
+    def find_recompute(self, stage: Stage) -> Recompute:
         """Returns what a stage computes again."""
         return stage.recompute or self.recompute
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """Returns what each stage computes again."""
-        return tuple(self.recompute_of(stage) for stage in self.stages)
+        return tuple(self.find_recompute(stage) for stage in self.stages)
 
-    def recomputing(self, each: Sequence[Recompute]) -> ParallelStrategy:
+    def replace_recompute(self, each: Sequence[Recompute]) -> ParallelStrategy:
         """Returns this strategy with each stage's recompute; stages like the first one say nothing of their own."""
         stages = tuple(
             msgspec.structs.replace(stage, recompute=None if how == each[0] else how)
@@ -145,7 +145,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, stages=stages, recompute=each[0])
 
     @property
-    def pipelined(self) -> bool:
+    def is_pipelined(self) -> bool:
         """Tells whether there are several stages."""
         return len(self.stages) > 1
 
@@ -155,7 +155,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         return len(self.stages[0].layers) or 1
 
     @property
-    def in_order(self) -> list[tuple[Stage, int, int]]:
+    def ordered_layers(self) -> list[tuple[Stage, int, int]]:
         """Returns (stage, low, high) for each range of layers, in the order of the model: chunk by chunk."""
         return [(stage, *stage.layers[chunk]) for chunk in range(self.chunks) for stage in self.stages]
 
@@ -174,7 +174,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         """Returns the rows of a step."""
         return self.micro_batches * self.stages[0].rows
 
-    def problem(self) -> str:
+    def find_problem(self) -> str:
         """Says what no strategy has, whatever it is of, such as a file may; empty: nothing."""
         if not self.stages or not all(stage.parts for stage in self.stages):
             return "there are no stages, or some without devices"
@@ -187,34 +187,33 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
             return "some stages have more chunks than others"
         return ""
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """Returns one line: 8 stages x 12 data x 8 tensor, 2 chunks, 96 micro-batches of 2 rows, ..."""
         if self.replicated:
-            return f"{counted(self.ranks, 'device')} that all compute everything"
+            return f"{format_count(self.ranks, 'device')} that all compute everything"
         stages = self.stages
         tensors = sorted({part.tensor for stage in stages for part in stage.parts})
         datas = sorted({stage.replicas for stage in stages})
         rows = sorted({part.rows for stage in stages for part in stage.parts if part.rows})
-        text = (
-            f"{len(stages)} pipeline x {_span(datas)} data x {_span(tensors)} tensor on {counted(self.ranks, 'device')}"
-        )
+        text = f"{len(stages)} pipeline x {_format_span(datas)} data x {_format_span(tensors)} tensor"
+        text += f" on {format_count(self.ranks, 'device')}"
         if self.micro_batches:
-            text += f", {counted(self.micro_batches, 'micro-batch', 'es')}"
+            text += f", {format_count(self.micro_batches, 'micro-batch', 'es')}"
         if rows:
-            text += f" of {_span(rows)} row{'s' * (rows != [1])}"
+            text += f" of {_format_span(rows)} row{'s' * (rows != [1])}"
         elif self.shares:
             text += f", rows {'+'.join(map(str, self.shares))}"
         if self.split:
             text += f", tensors from {', '.join(self.split)} on"
         if self.chunks > 1:
             text += f", {self.chunks} chunks"
-        text += "".join(f", {one} recompute{where}" for one, where in self._recompute_where())
+        text += "".join(f", {one} recompute{where}" for one, where in self._list_recompute())
         if self.sequence_parallel and tensors != [1]:
             text += ", sequence parallel"
         text += f", ZeRO {self.zero}" if self.zero else ""
         return text + _OFFLOADED[self.offload]
 
-    def _recompute_where(self) -> list[tuple[str, str]]:
+    def _list_recompute(self) -> list[tuple[str, str]]:
         """Returns what is computed again, and in which stages, if not in all."""
         each = self.recomputes
         if len(set(each)) == 1:
@@ -296,12 +295,12 @@ class ChosenStrategy(msgspec.Struct, frozen=True):
     held_bytes: int = 0
 
 
-def expert_ranks(experts: int, replicas: int) -> int:
+def count_expert_ranks(experts: int, replicas: int) -> int:
     """Returns how many of a stage's replicas divide a layer's experts: as many as divide them evenly; 1: none."""
     return math.gcd(experts, replicas) if experts else 1
 
 
-def even_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int, int], ...]]:
+def divide_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int, int], ...]]:
     """Returns each stage's ranges of layers, [low, high) by chunk, as equal as can be; earlier chunks get what is left.
 
     Chunk c of stage s is part c * stages + s of the model, as interleaved schedules want it.
@@ -317,7 +316,7 @@ def even_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int, 
     return [tuple((ends[c * stages + s], ends[c * stages + s + 1]) for c in range(chunks)) for s in range(stages)]
 
 
-def live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
+def count_live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
     """Returns the most forward passes of chunks whose activations a stage holds, as `live_micro_batches` does.
 
     1F1B holds as many micro-batches as there are stages from this one on; interleaved as Narayanan et al. (SC 2021)
@@ -333,10 +332,10 @@ def live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, sta
     return min(micro_batches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1)
 
 
-def counted(count: int, name: str, plural: str = "s") -> str:
+def format_count(count: int, name: str, plural: str = "s") -> str:
     """Returns a count with its noun: 1 stage, 2 stages."""
     return f"{count} {name}{plural if count != 1 else ''}"
 
 
-def _span(values: list[int]) -> str:
+def _format_span(values: list[int]) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node, Program, Ref, Variable
-from whale.ir.values import DType, Func, Shape, Tensor, TensorType, numpy_dtype
+from whale.ir.values import DType, Func, Shape, Tensor, TensorType, find_numpy_dtype
 
 _BARE = re.compile(r"[A-Za-z0-9_./>\-]+\Z")
 _READABLE_ELEMENTS = 16
@@ -26,52 +26,52 @@ def format_program(program: Program) -> str:
     lines: list[str] = []
     _print_graph(program, "program", lines)
     for name, body in program.functions.items():
-        _print_graph(body, f"function {_word(name)}", lines)
+        _print_graph(body, f"function {_format_word(name)}", lines)
     return "\n".join(lines) + "\n"
 
 
 def _print_graph(program: Program, head: str, lines: list[str]) -> None:
-    lines.append(f"{head} {_word(program.name)}")
-    lines.extend(f"  input {_word(name)}" for name in program.inputs)
+    lines.append(f"{head} {_format_word(program.name)}")
+    lines.extend(f"  input {_format_word(name)}" for name in program.inputs)
     for v in program.variables:
         lines.append(
-            f"  variable {_word(v.node)} {json.dumps(v.name)} {_type(v.type)}"
+            f"  variable {_format_word(v.node)} {json.dumps(v.name)} {_format_type(v.type)}"
             + (f" @{json.dumps(v.scope)}" if v.scope else "")
         )
     lines.extend("  " + format_node(node) for node in program.nodes)
-    lines.append("  return " + ", ".join(map(_ref, program.outputs)))
-    lines.append("  effects " + ", ".join(map(_word, program.effects)))
+    lines.append("  return " + ", ".join(map(_format_ref, program.outputs)))
+    lines.append("  effects " + ", ".join(map(_format_word, program.effects)))
 
 
 def format_node(node: Node) -> str:
     """Formats a node: ``name = Op(operands) ^control {attributes} <marks> : types @scope !``; ``!``: stateful."""
-    text = f"{_word(node.name)} = {_word(node.op)}({', '.join(map(_ref, node.inputs))})"
-    text += "".join(f" ^{_word(c)}" for c in node.controls)
+    text = f"{_format_word(node.name)} = {_format_word(node.op)}({', '.join(map(_format_ref, node.inputs))})"
+    text += "".join(f" ^{_format_word(c)}" for c in node.controls)
     if node.attrs:
         text += " {" + ", ".join(f"{k}={format_value(node.attrs[k])}" for k in sorted(node.attrs)) + "}"
-    if given := node.marks.given():
+    if given := node.marks.list_given():
         text += " <" + ", ".join(f"{k}={format_value(v)}" for k, v in given.items()) + ">"
     if node.outputs:
-        text += " : " + ", ".join(map(_type, node.outputs))
+        text += " : " + ", ".join(map(_format_type, node.outputs))
     if node.scope:
         text += f" @{json.dumps(node.scope)}"
     return text + (" !" if node.stateful else "")
 
 
-def _word(name: str) -> str:
+def _format_word(name: str) -> str:
     return name if _BARE.match(name) else json.dumps(name)
 
 
-def _ref(ref: Ref) -> str:
-    return f"{_word(ref.node)}:{ref.index}"
+def _format_ref(ref: Ref) -> str:
+    return f"{_format_word(ref.node)}:{ref.index}"
 
 
-def _dims(dims: tuple[int | None, ...] | None) -> str:
+def _format_dims(dims: tuple[int | None, ...] | None) -> str:
     return "[*]" if dims is None else "[" + ",".join("?" if d is None else str(d) for d in dims) + "]"
 
 
-def _type(t: TensorType) -> str:
-    return t.dtype + _dims(t.shape)
+def _format_type(t: TensorType) -> str:
+    return t.dtype + _format_dims(t.shape)
 
 
 def format_value(value: Any) -> str:
@@ -87,18 +87,18 @@ def format_value(value: Any) -> str:
     if isinstance(value, bytes):
         return f"bytes({base64.b64encode(value).decode()})"
     if isinstance(value, Shape):
-        return f"shape({_dims(value.dims)})"
+        return f"shape({_format_dims(value.dims)})"
     if isinstance(value, Tensor):
-        return f"tensor({value.dtype}{_dims(value.shape)} {_tensor_data(value)})"
+        return f"tensor({value.dtype}{_format_dims(value.shape)} {_format_tensor_data(value)})"
     if isinstance(value, Func):
         attrs = ", ".join(f"{k}={format_value(v)}" for k, v in sorted(value.attrs.items()))
-        return f"func({_word(value.name)} {{{attrs}}})"
+        return f"func({_format_word(value.name)} {{{attrs}}})"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
     raise TypeError(f"not an attribute value: {value!r} ({type(value).__name__})")
 
 
-def _tensor_data(t: Tensor) -> str:
+def _format_tensor_data(t: Tensor) -> str:
     if t.dtype == "string":
         return json.dumps([base64.b64encode(item).decode() for item in t.data])
     if int(np.prod(t.shape, dtype=np.int64)) <= _READABLE_ELEMENTS and t.dtype.startswith(
@@ -119,14 +119,14 @@ class _Reader:
     def __init__(self, line: str):
         self.line, self.at = line, 0
 
-    def rest(self) -> str:
+    def read_rest(self) -> str:
         return self.line[self.at :].strip()
 
     def take(self, pattern: str) -> str:
         match = re.compile(r"\s*(" + pattern + ")").match(self.line, self.at)
         if match is None:
             raise ValueError(
-                f"cannot read {self.line!r} at column {self.at}: expected {pattern!r}, found {self.rest()[:30]!r}"
+                f"cannot read {self.line!r} at column {self.at}: expected {pattern!r}, found {self.read_rest()[:30]!r}"
             )
         self.at = match.end()
         return match.group(1)
@@ -138,29 +138,29 @@ class _Reader:
             return True
         return False
 
-    def word(self) -> str:
-        if self.rest().startswith('"'):
-            return self.string()
+    def read_word(self) -> str:
+        if self.read_rest().startswith('"'):
+            return self.read_string()
         return self.take(r"[A-Za-z0-9_./>\-]+")
 
-    def string(self) -> str:
+    def read_string(self) -> str:
         return json.loads(self.take(r'"(?:[^"\\]|\\.)*"'))
 
-    def ref(self) -> Ref:
-        node = self.word()
+    def read_ref(self) -> Ref:
+        node = self.read_word()
         self.take(":")
         return Ref(node, int(self.take(r"\d+")))
 
-    def dims(self) -> tuple[int | None, ...] | None:
+    def read_dims(self) -> tuple[int | None, ...] | None:
         text = self.take(r"\[[^\]]*\]")[1:-1]
         if text == "*":
             return None
         return tuple(None if d == "?" else int(d) for d in text.split(",") if d)
 
     def type(self) -> TensorType:
-        return TensorType(self.take(r"[a-z0-9_]+"), self.dims())
+        return TensorType(self.take(r"[a-z0-9_]+"), self.read_dims())
 
-    def listed(self, read: Any, end: str) -> list[Any]:
+    def read_list(self, read: Any, end: str) -> list[Any]:
         items: list[Any] = []
         if end and self.has(end):
             return items
@@ -172,21 +172,21 @@ class _Reader:
             self.take(re.escape(end))
         return items
 
-    def pair(self) -> tuple[str, Any]:
+    def read_pair(self) -> tuple[str, Any]:
         key = self.take(r"[A-Za-z0-9_.]+")
         self.take("=")
-        return key, self.value()
+        return key, self.read_value()
 
-    def value(self) -> Any:
+    def read_value(self) -> Any:
         if self.has("True"):
             return True
         if self.has("False"):
             return False
-        if self.rest().startswith('"'):
-            return self.string()
+        if self.read_rest().startswith('"'):
+            return self.read_string()
         if self.has("["):
-            return tuple(self.listed(self.value, "]"))
-        if re.match(r"-?\d", self.rest()):
+            return tuple(self.read_list(self.read_value, "]"))
+        if re.match(r"-?\d", self.read_rest()):
             return int(self.take(r"-?\d+"))
         kind = self.take("[a-z]+")
         self.take(r"\(")
@@ -198,19 +198,19 @@ class _Reader:
         elif kind == "bytes":
             value = base64.b64decode(self.take(r"[A-Za-z0-9+/=]*"))
         elif kind == "shape":
-            value = Shape(self.dims())
+            value = Shape(self.read_dims())
         elif kind == "tensor":
-            value = self.tensor()
+            value = self.read_tensor()
         elif kind == "func":
-            name = self.word()
+            name = self.read_word()
             self.take("{")
-            value = Func(name, dict(self.listed(self.pair, "}")))
+            value = Func(name, dict(self.read_list(self.read_pair, "}")))
         else:
             raise ValueError(f"unknown kind of value {kind!r} in {self.line!r}")
         self.take(r"\)")
         return value
 
-    def tensor(self) -> Tensor:
+    def read_tensor(self) -> Tensor:
         t = self.type()
         shape = tuple(int(d or 0) for d in t.shape or ())
         if self.has("base64"):
@@ -218,28 +218,28 @@ class _Reader:
         items = json.loads(self.take(r"\[[^\]]*\]"))
         if t.dtype == "string":
             return Tensor("string", shape, tuple(base64.b64decode(i) for i in items))
-        return Tensor(t.dtype, shape, np.array(items, dtype=numpy_dtype(t.dtype)).tobytes())
+        return Tensor(t.dtype, shape, np.array(items, dtype=find_numpy_dtype(t.dtype)).tobytes())
 
 
 def parse_node(line: str) -> Node:
     """Inverse of ``format_node``; raises ValueError with the place that cannot be read."""
     r = _Reader(line)
-    name = r.word()
+    name = r.read_word()
     r.take("=")
-    op = r.word()
+    op = r.read_word()
     r.take(r"\(")
-    inputs = tuple(r.listed(r.ref, ")"))
+    inputs = tuple(r.read_list(r.read_ref, ")"))
     controls = []
     while r.has("^"):
-        controls.append(r.word())
-    attrs = dict(r.listed(r.pair, "}")) if r.has("{") else {}
-    marks = Marks(**dict(r.listed(r.pair, ">"))) if r.has("<") else NO_MARKS
-    outputs = tuple(r.listed(r.type, "")) if r.has(":") else ()
-    scope = r.string() if r.has("@") else ""
+        controls.append(r.read_word())
+    attrs = dict(r.read_list(r.read_pair, "}")) if r.has("{") else {}
+    marks = Marks(**dict(r.read_list(r.read_pair, ">"))) if r.has("<") else NO_MARKS
+    outputs = tuple(r.read_list(r.type, "")) if r.has(":") else ()
+    scope = r.read_string() if r.has("@") else ""
     return Node(name, op, inputs, tuple(controls), attrs, outputs, scope, r.has("!"), marks)
 
 
-def _program_of(parts: Mapping[str, Any]) -> Program:
+def _make_program(parts: Mapping[str, Any]) -> Program:
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in parts.items()}
     return Program(**fields)
 
@@ -256,30 +256,30 @@ def parse_program(text: str) -> Program:
             continue
         r = _Reader(line)
         if not line.startswith(" "):
-            key = r.word() if r.take("program|function") == "function" else None
-            graphs.append((key, {"name": r.word(), "nodes": [], "inputs": [], "variables": []}))
+            key = r.read_word() if r.take("program|function") == "function" else None
+            graphs.append((key, {"name": r.read_word(), "nodes": [], "inputs": [], "variables": []}))
             continue
         if not graphs:
             raise ValueError(f"cannot read {line!r}: no line starts with `program` before it")
         g = graphs[-1][1]
-        word = r.word()
+        word = r.read_word()
         if r.has("="):  # any name may be a node's, those of the other lines too
             g["nodes"].append(parse_node(line.strip()))
         elif word == "input":
-            g["inputs"].append(r.word())
+            g["inputs"].append(r.read_word())
         elif word == "variable":
-            node, name, t = r.word(), r.string(), r.type()
-            g["variables"].append(Variable(node, name, t, r.string() if r.has("@") else ""))
+            node, name, t = r.read_word(), r.read_string(), r.type()
+            g["variables"].append(Variable(node, name, t, r.read_string() if r.has("@") else ""))
         elif word == "return":
-            g["outputs"] = tuple(r.listed(r.ref, "")) if r.rest() else ()
+            g["outputs"] = tuple(r.read_list(r.read_ref, "")) if r.read_rest() else ()
         elif word == "effects":
-            g["effects"] = tuple(r.listed(r.word, "")) if r.rest() else ()
+            g["effects"] = tuple(r.read_list(r.read_word, "")) if r.read_rest() else ()
         else:
             raise ValueError(
                 f"cannot read {line!r}: expected `input`, `variable`, `return`, `effects`, or `name = Op(...)`"
             )
-    programs = {key: _program_of(g) for key, g in graphs}
+    programs = {key: _make_program(g) for key, g in graphs}
     if None not in programs:
         raise ValueError("no line starts with `program`; expected the text that format_program writes")
     main = programs.pop(None)
-    return main.with_nodes(main.nodes, functions={k: p for k, p in programs.items() if k is not None})
+    return main.replace_nodes(main.nodes, functions={k: p for k, p in programs.items() if k is not None})

@@ -25,14 +25,14 @@ UNMOVABLE = frozenset({"resource", "variant", "string"})
 FLOATING = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
 
 
-def item_bytes(dtype: str) -> int:
+def count_item_bytes(dtype: str) -> int:
     """Returns the bytes of one element; 0 for dtypes that have no fixed size or cannot be sent (string, resource,
     variant).
     """
     return _ITEM_BYTES.get(dtype, 0)
 
 
-def numpy_dtype(dtype: str) -> np.dtype:
+def find_numpy_dtype(dtype: str) -> np.dtype:
     """Returns NumPy's dtype of that name; ``bfloat16`` and the 8-bit floats come from ml_dtypes, which TensorFlow
     brings.
     """
@@ -69,7 +69,7 @@ class Tensor:
     data: Any = field(repr=False)
 
     @staticmethod
-    def of(array: np.ndarray, dtype: str | None = None) -> Tensor:
+    def from_numpy(array: np.ndarray, dtype: str | None = None) -> Tensor:
         """Makes the constant with the elements of ``array``."""
         if array.dtype.kind in "OSU":
             items = tuple(x if isinstance(x, bytes) else str(x).encode() for x in array.reshape(-1).tolist())
@@ -80,7 +80,7 @@ class Tensor:
         """Returns the elements as a NumPy array of ``shape`` (read-only; object dtype for strings)."""
         if self.dtype == "string":
             return np.array(self.data, dtype=object).reshape(self.shape)
-        return np.frombuffer(self.data, numpy_dtype(self.dtype)).reshape(self.shape)
+        return np.frombuffer(self.data, find_numpy_dtype(self.dtype)).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class TensorType:
     @property
     def bytes(self) -> int:
         """Returns the bytes of the elements; 0 for those without a size of their own (strings, resources, variants)."""
-        return self.elements * item_bytes(self.dtype)
+        return self.elements * count_item_bytes(self.dtype)
 
     def __str__(self) -> str:
         if self.shape is None:
@@ -143,7 +143,7 @@ class TensorType:
         return f"{self.dtype}[{','.join('?' if d is None else str(d) for d in self.shape)}]"
 
 
-def static_shape(t: TensorType) -> tuple[int, ...]:
+def require_static_shape(t: TensorType) -> tuple[int, ...]:
     """Returns the sizes of ``t``, for callers that cannot do without.
 
     Raises:
@@ -159,7 +159,7 @@ def static_shape(t: TensorType) -> tuple[int, ...]:
     return tuple(d for d in t.shape or () if d is not None)
 
 
-def in_groups(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: int) -> list[list[_T]]:
+def group_by_bytes(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: int) -> list[list[_T]]:
     """Groups ``items``, in their order, into groups of at most so many bytes; a larger item is a group of its own."""
     groups: list[list[_T]] = []
     used = 0

@@ -25,7 +25,7 @@ from whale.ir.ops import (
     ROW_EXCHANGES,
     UPDATES,
 )
-from whale.ir.program import Node, Program, Ref, function_refs, topological, waited_for
+from whale.ir.program import Node, Program, Ref, find_waited_for, iterate_function_refs, sort_nodes
 from whale.ir.values import Func, Tensor, TensorType
 
 # Elementwise on operands that broadcast; all of one type, or of one type with a bool as the result.
@@ -43,7 +43,7 @@ _WITH_KEYS = EXCHANGES | _DEVICE_EXCHANGES
 _STAY = UPDATES | _WITH_KEYS  # they run for what they do, so that something has to keep them
 
 
-class _Broken(Exception):
+class _BrokenProgramError(Exception):
     """What is wrong with a node: what is, and what is expected."""
 
     def __init__(self, given: object, expected: object) -> None:
@@ -65,7 +65,7 @@ def verify(program: Program, after: str = "") -> None:
         _verify_graph(program, body, graph, keys, after)
 
 
-def _error(after: str, op: str, given: object, expected: object) -> ProgramError:
+def _make_error(after: str, op: str, given: object, expected: object) -> ProgramError:
     facts = {"pass": after} if after else {}
     return ProgramError(
         "a pass has broken the program" if after else "the program is broken",
@@ -84,16 +84,16 @@ def _verify_graph(program: Program, body: Program, graph: str, keys: dict[tuple[
         name = node.name
         try:
             if name in types:
-                raise _Broken("a second node of this name", "unique names")
+                raise _BrokenProgramError("a second node of this name", "unique names")
             for before, index in node.inputs:
                 found = types.get(before)
                 if found is None:
-                    raise _missing(body, before, f"reads {before}:{index}")
+                    raise _make_missing_error(body, before, f"reads {before}:{index}")
                 if not 0 <= index < len(found):
-                    raise _Broken(f"reads {before}:{index}", f"one of the {len(found)} results of {before}")
+                    raise _BrokenProgramError(f"reads {before}:{index}", f"one of the {len(found)} results of {before}")
             for before in node.controls:
                 if before not in types:
-                    raise _missing(body, before, f"waits for {before}")
+                    raise _make_missing_error(body, before, f"waits for {before}")
             check = _CHECKS.get(node.op)
             if check is not None:
                 check(program, body, node, [types[n][i] for n, i in node.inputs])
@@ -102,21 +102,21 @@ def _verify_graph(program: Program, body: Program, graph: str, keys: dict[tuple[
                 if node.op in _WITH_KEYS and "key" in node.attrs:
                     key = node.op, str(node.attrs["key"])
                     if key in keys:
-                        raise _Broken(f"the key {key[1]}, which {keys[key]} has", "a key of its own")
+                        raise _BrokenProgramError(f"the key {key[1]}, which {keys[key]} has", "a key of its own")
                     keys[key] = f"{graph}/{name}" if graph else name
-        except _Broken as broken:
+        except _BrokenProgramError as broken:
             op = f"{graph}/{name} ({node.op})" if graph else f"{name} ({node.op})"
-            raise _error(after, op, broken.given, broken.expected) from None
+            raise _make_error(after, op, broken.given, broken.expected) from None
         types[name] = node.outputs
     where = graph or program.name
     _verify_ends(body, types, where, after)
     if stay:
-        kept = waited_for(body, [*(r.node for r in body.outputs), *body.effects])
+        kept = find_waited_for(body, [*(r.node for r in body.outputs), *body.effects])
         for name in stay:
             if name not in kept:
                 op = f"{graph}/{name}" if graph else name
                 given = "it runs for what it does, and no output or effect waits for it"
-                raise _error(after, f"{op} ({body.by_name[name].op})", given, "an effect of the program")
+                raise _make_error(after, f"{op} ({body.by_name[name].op})", given, "an effect of the program")
 
 
 def _verify_ends(body: Program, types: Mapping[str, Sequence[TensorType]], where: str, after: str) -> None:
@@ -128,39 +128,41 @@ def _verify_ends(body: Program, types: Mapping[str, Sequence[TensorType]], where
     ):
         if len(names) != len(set(names)):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
-            raise _error(after, where, f"the {what} {twice} twice", f"each {what} once")
+            raise _make_error(after, where, f"the {what} {twice} twice", f"each {what} once")
         for name in names:
             if name not in types:
-                raise _error(after, where, f"the {what} {name}", "a node of that name")
+                raise _make_error(after, where, f"the {what} {name}", "a node of that name")
     for name, index in body.outputs:
         if name not in types or not 0 <= index < len(types[name]):
-            raise _error(after, where, f"returns {name}:{index}", "a result of a node")
+            raise _make_error(after, where, f"returns {name}:{index}", "a result of a node")
 
 
-def _missing(body: Program, name: str, does: str) -> _Broken:
+def _make_missing_error(body: Program, name: str, does: str) -> _BrokenProgramError:
     """Returns what is wrong with a node that refers to one that does not stand before it."""
     if name not in body.by_name:
-        return _Broken(f"{does}, which is no node", "the name of a node")
+        return _BrokenProgramError(f"{does}, which is no node", "the name of a node")
     try:
-        topological(body.by_name)
+        sort_nodes(body.by_name)
     except PlanError as cycle:
-        return _Broken(f"{does}, in a cycle: {cycle.facts['op']}", "an order in which nodes come after what they read")
-    return _Broken(f"{does}, which comes later", "nodes behind what they read and wait for")
+        return _BrokenProgramError(
+            f"{does}, in a cycle: {cycle.facts['op']}", "an order in which nodes come after what they read"
+        )
+    return _BrokenProgramError(f"{does}, which comes later", "nodes behind what they read and wait for")
 
 
 # -- types
 
 
-def _same_dtype(node: Node, types: Sequence[TensorType]) -> None:
+def _verify_same_dtype(node: Node, types: Sequence[TensorType]) -> None:
     dtype = node.attrs.get("T")
     for t in types:
         if dtype is None:
             dtype = t.dtype
         elif t.dtype != dtype:
-            raise _Broken(f"{', '.join(map(str, types))} (operands, then results)", f"the type {dtype}")
+            raise _BrokenProgramError(f"{', '.join(map(str, types))} (operands, then results)", f"the type {dtype}")
 
 
-def _fits(one: TensorType, other: TensorType) -> bool:
+def _is_compatible(one: TensorType, other: TensorType) -> bool:
     """Tells whether two types may be those of one tensor; sizes may be unknown."""
     if one.dtype != other.dtype:
         return False
@@ -172,46 +174,48 @@ def _fits(one: TensorType, other: TensorType) -> bool:
 
 
 def _expect(found: TensorType, expected: TensorType, what: str) -> None:
-    if not _fits(found, expected):
-        raise _Broken(f"{what} {found}", expected)
+    if not _is_compatible(found, expected):
+        raise _BrokenProgramError(f"{what} {found}", expected)
 
 
-def _one_result(node: Node, operands: Sequence[TensorType], least: int) -> TensorType:
+def _require_one_result(node: Node, operands: Sequence[TensorType], least: int) -> TensorType:
     if len(node.outputs) != 1 or len(operands) < least:
-        raise _Broken(f"{len(operands)} operands and {len(node.outputs)} results", f"{least} operands and one result")
+        raise _BrokenProgramError(
+            f"{len(operands)} operands and {len(node.outputs)} results", f"{least} operands and one result"
+        )
     return node.outputs[0]
 
 
-def _const(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+def _verify_const(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     value = node.attrs.get("value")
     if isinstance(value, Tensor):
-        _expect(_one_result(node, operands, 0), TensorType(value.dtype, value.shape), "its type is")
+        _expect(_require_one_result(node, operands, 0), TensorType(value.dtype, value.shape), "its type is")
 
 
-def _unary(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    result = _one_result(node, operands, 1)
-    _same_dtype(node, [operands[0], result])
+def _verify_unary(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    result = _require_one_result(node, operands, 1)
+    _verify_same_dtype(node, [operands[0], result])
     _expect(result, operands[0], "its result is")
 
 
-def _arithmetic(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    result = _one_result(node, operands, 2)
-    _same_dtype(node, [*operands, result] if node.op in _ARITHMETIC else operands)
+def _verify_arithmetic(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    result = _require_one_result(node, operands, 2)
+    _verify_same_dtype(node, [*operands, result] if node.op in _ARITHMETIC else operands)
     a, b = operands[0].shape, operands[1].shape
     if a is None or b is None or result.shape is None or a == b == result.shape:
         return
     dims = []
     for m, n in zip_longest(reversed(a), reversed(b), fillvalue=1):
         if m is not None and n is not None and 1 not in (m, n) and m != n:
-            raise _Broken(f"operands {operands[0]} and {operands[1]}", "shapes that broadcast")
+            raise _BrokenProgramError(f"operands {operands[0]} and {operands[1]}", "shapes that broadcast")
         dims.append(n if m == 1 else m if n == 1 else m if m is not None else n)
     _expect(result, TensorType(result.dtype, tuple(reversed(dims))), "its result is")
 
 
-def _matmul(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    result = _one_result(node, operands, 2)
+def _verify_matmul(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    result = _require_one_result(node, operands, 2)
     if node.attrs.get("Tout") is None:
-        _same_dtype(node, [*operands[:2], result])
+        _verify_same_dtype(node, [*operands[:2], result])
     left, right = operands[0].shape, operands[1].shape
     if left is None or right is None or len(left) < 2 or len(right) < 2:
         return
@@ -219,121 +223,127 @@ def _matmul(program: Program, body: Program, node: Node, operands: list[TensorTy
     rows, over = left[-2:][::-1] if first else left[-2:]
     also, columns = right[-2:][::-1] if second else right[-2:]
     if over is not None and also is not None and over != also:
-        raise _Broken(f"operands {operands[0]} and {operands[1]}", f"as many terms in both, not {over} and {also}")
+        raise _BrokenProgramError(
+            f"operands {operands[0]} and {operands[1]}", f"as many terms in both, not {over} and {also}"
+        )
     if result.shape is not None:
         product = TensorType(result.dtype, (*result.shape[:-2], rows, columns))
         _expect(result, product, "its result is")
 
 
-def _reshape(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    result = _one_result(node, operands, 1)
-    _same_dtype(node, [operands[0], result])
+def _verify_reshape(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    result = _require_one_result(node, operands, 1)
+    _verify_same_dtype(node, [operands[0], result])
     before, after = operands[0].shape, result.shape
     if before is None or after is None or None in before or None in after:
         return
     if prod(map(int, before)) != prod(map(int, after)):  # type: ignore[arg-type]
-        raise _Broken(f"{operands[0]} becomes {result}", "as many elements")
+        raise _BrokenProgramError(f"{operands[0]} becomes {result}", "as many elements")
 
 
-def _cast(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    result = _one_result(node, operands, 1)
+def _verify_cast(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    result = _require_one_result(node, operands, 1)
     for name, t in (("SrcT", operands[0]), ("DstT", result)):
         if node.attrs.get(name, t.dtype) != t.dtype:
-            raise _Broken(f"{t} where {name} is {node.attrs[name]}", "one type")
+            raise _BrokenProgramError(f"{t} where {name} is {node.attrs[name]}", "one type")
     _expect(TensorType(result.dtype, operands[0].shape), result, "its operand is")
 
 
-def _read(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+def _verify_read(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     variable = body.variable_of.get(node.inputs[0].node) if node.inputs else None
-    result = _one_result(node, operands, 1)
+    result = _require_one_result(node, operands, 1)
     if node.attrs.get("dtype", result.dtype) != result.dtype:
-        raise _Broken(f"its result is {result}", f"its attribute's type, {node.attrs['dtype']}")
+        raise _BrokenProgramError(f"its result is {result}", f"its attribute's type, {node.attrs['dtype']}")
     if variable is not None:
         _expect(result, variable.type, "its result is")
 
 
-def _assign(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+def _verify_assign(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     variable = body.variable_of.get(node.inputs[0].node) if node.inputs else None
     if len(operands) < 2:
-        raise _Broken(f"{len(operands)} operands", "a variable and a value")
+        raise _BrokenProgramError(f"{len(operands)} operands", "a variable and a value")
     if variable is not None:
         _expect(operands[1], variable.type, "the value is")
 
 
-def _each_reduced(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+def _verify_each_reduced(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     """A sum over ranks has the types of what is summed; its first operand is the communicator."""
     given = operands[1:]
     if len(given) != len(node.outputs):
-        raise _Broken(f"{len(given)} tensors and {len(node.outputs)} results", "a result for each")
+        raise _BrokenProgramError(f"{len(given)} tensors and {len(node.outputs)} results", "a result for each")
     for one, other in zip(given, node.outputs):
-        if not _fits(one, other) if "Scatter" not in node.op else one.dtype != other.dtype:
-            raise _Broken(f"{one} becomes {other}", "the same type")
+        if not _is_compatible(one, other) if "Scatter" not in node.op else one.dtype != other.dtype:
+            raise _BrokenProgramError(f"{one} becomes {other}", "the same type")
 
 
-def _exchange(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+def _verify_exchange(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     """What ranks exchange is of one type; the first operand is the communicator."""
-    _same_dtype(node, [*operands[1:], *node.outputs])
+    _verify_same_dtype(node, [*operands[1:], *node.outputs])
     if node.op == "WhaleAllGather" and node.attrs.get("sizes") and len(operands) == 2:
-        axis, whole = int(node.attrs.get("axis", 0)), _one_result(node, operands, 2).shape
+        axis, whole = int(node.attrs.get("axis", 0)), _require_one_result(node, operands, 2).shape
         part = operands[1].shape
         if whole is None or part is None:
             return
         sizes = tuple(node.attrs["sizes"])
         if whole[axis] not in (None, sum(sizes)) or part[axis] not in (None, *sizes):
-            raise _Broken(f"{operands[1]} becomes {node.outputs[0]}", f"parts {sizes} of dimension {axis} joined")
+            raise _BrokenProgramError(
+                f"{operands[1]} becomes {node.outputs[0]}", f"parts {sizes} of dimension {axis} joined"
+            )
 
 
-def _callee(program: Program, func: Func) -> Program:
+def _find_callee(program: Program, func: Func) -> Program:
     found = program.functions.get(func.name)
     if found is None:
-        raise _Broken(f"runs the function {func.name}", f"a function of the program: {', '.join(program.functions)}")
+        raise _BrokenProgramError(
+            f"runs the function {func.name}", f"a function of the program: {', '.join(program.functions)}"
+        )
     return found
 
 
-def _arguments(function: Program, given: Sequence[TensorType], returned: Sequence[TensorType]) -> None:
+def _verify_arguments(function: Program, given: Sequence[TensorType], returned: Sequence[TensorType]) -> None:
     """Checks that a function takes what it is given, and returns what is made of it."""
-    takes = [function.type_of(Ref(name)) for name in function.inputs]
+    takes = [function.find_type(Ref(name)) for name in function.inputs]
     for what, ours, theirs in (
         ("takes", takes, given),
-        ("returns", [function.type_of(ref) for ref in function.outputs], returned),
+        ("returns", [function.find_type(ref) for ref in function.outputs], returned),
     ):
         if len(ours) != len(theirs):
-            raise _Broken(f"{function.name} {what} {len(ours)} tensors", len(theirs))
+            raise _BrokenProgramError(f"{function.name} {what} {len(ours)} tensors", len(theirs))
         for mine, one in zip(ours, theirs):
-            if not _fits(mine, one):
-                raise _Broken(f"{function.name} {what} {mine}", one)
+            if not _is_compatible(mine, one):
+                raise _BrokenProgramError(f"{function.name} {what} {mine}", one)
 
 
-def _call(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    for _, func in function_refs(node):
-        _arguments(_callee(program, func), operands, node.outputs)
+def _verify_call(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    for _, func in iterate_function_refs(node):
+        _verify_arguments(_find_callee(program, func), operands, node.outputs)
 
 
-def _branch(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    for _, func in function_refs(node):
-        _arguments(_callee(program, func), operands[1:], node.outputs)
+def _verify_branch(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    for _, func in iterate_function_refs(node):
+        _verify_arguments(_find_callee(program, func), operands[1:], node.outputs)
 
 
-def _loop(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    _arguments(_callee(program, node.attrs["body"]), operands, node.outputs)
-    asked = _callee(program, node.attrs["cond"])
-    _arguments(asked, operands, [asked.type_of(ref) for ref in asked.outputs])
+def _verify_loop(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
+    _verify_arguments(_find_callee(program, node.attrs["body"]), operands, node.outputs)
+    asked = _find_callee(program, node.attrs["cond"])
+    _verify_arguments(asked, operands, [asked.find_type(ref) for ref in asked.outputs])
 
 
 _Check = Callable[[Program, Program, Node, list[TensorType]], None]
 _CHECKS: dict[str, _Check] = {
-    "Const": _const,
-    "Cast": _cast,
-    "ReadVariableOp": _read,
-    "AssignVariableOp": _assign,
-    **dict.fromkeys(ADDS, _assign),
-    **dict.fromkeys(_UNARY, _unary),
-    **dict.fromkeys(_ARITHMETIC | _COMPARISONS, _arithmetic),
-    **dict.fromkeys(_MATMULS, _matmul),
-    **dict.fromkeys(RESHAPES, _reshape),
-    **dict.fromkeys(RANK_REDUCTIONS - {"HorovodGroupedAllreduce"}, _each_reduced),
-    **dict.fromkeys(EXCHANGES - RANK_REDUCTIONS - ROW_EXCHANGES, _exchange),
-    **dict.fromkeys(CALLS, _call),
-    **dict.fromkeys(BRANCHES, _branch),
-    **dict.fromkeys(LOOPS, _loop),
+    "Const": _verify_const,
+    "Cast": _verify_cast,
+    "ReadVariableOp": _verify_read,
+    "AssignVariableOp": _verify_assign,
+    **dict.fromkeys(ADDS, _verify_assign),
+    **dict.fromkeys(_UNARY, _verify_unary),
+    **dict.fromkeys(_ARITHMETIC | _COMPARISONS, _verify_arithmetic),
+    **dict.fromkeys(_MATMULS, _verify_matmul),
+    **dict.fromkeys(RESHAPES, _verify_reshape),
+    **dict.fromkeys(RANK_REDUCTIONS - {"HorovodGroupedAllreduce"}, _verify_each_reduced),
+    **dict.fromkeys(EXCHANGES - RANK_REDUCTIONS - ROW_EXCHANGES, _verify_exchange),
+    **dict.fromkeys(CALLS, _verify_call),
+    **dict.fromkeys(BRANCHES, _verify_branch),
+    **dict.fromkeys(LOOPS, _verify_loop),
 }

@@ -5,45 +5,45 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.program import COMPILED, Node, Program
-from whale.ir.values import DType, Shape, static_shape
-from whale.kernels.xla import in_other_graphs
+from whale.ir.values import DType, Shape, require_static_shape
+from whale.kernels.xla import change_other_graphs
 
 CROSS_ENTROPY = "WhaleSparseCrossEntropy"
 DEPTHWISE = "WhaleDepthwiseFilterGradient"
 
 
-def with_own_kernels(program: Program) -> Program:
+def replace_nn_kernels(program: Program) -> Program:
     """Replaces some of TensorFlow's operations, in one rank's program and its functions, by those of whale_ops."""
-    return in_other_graphs(program, _with_own)
+    return change_other_graphs(program, _replace_in_graph)
 
 
-def _with_own(program: Program) -> Program:
-    return program.with_nodes(tuple([_own(program, node) for node in program.nodes]))
+def _replace_in_graph(program: Program) -> Program:
+    return program.replace_nodes(tuple([_replace_node(program, node) for node in program.nodes]))
 
 
-def _own(program: Program, node: Node) -> Node:
+def _replace_node(program: Program, node: Node) -> Node:
     """Returns what computes the same as ``node``: the node itself, where there is nothing better."""
     if node.attrs.get(COMPILED) or node.marks.on_host:
         return node
     if node.op == "SparseSoftmaxCrossEntropyWithLogits":
-        return _cross_entropy(program, node)
-    return _depthwise(program, node) if node.op == "DepthwiseConv2dNativeBackpropFilter" else node
+        return _replace_cross_entropy(program, node)
+    return _replace_depthwise_gradient(program, node) if node.op == "DepthwiseConv2dNativeBackpropFilter" else node
 
 
-def _cross_entropy(program: Program, node: Node) -> Node:
+def _replace_cross_entropy(program: Program, node: Node) -> Node:
     """Replaces the cross entropy of float32; in float64 TensorFlow's kernel is as good.
 
     Ours goes over each row three times, where TensorFlow's goes over all rows five times.
     """
-    if program.type_of(node.inputs[0]).dtype != "float32":
+    if program.find_type(node.inputs[0]).dtype != "float32":
         return node
     return replace(node, op=CROSS_ENTROPY, attrs={"Tlabels": node.attrs["Tlabels"]})
 
 
-def _depthwise(program: Program, node: Node) -> Node:
+def _replace_depthwise_gradient(program: Program, node: Node) -> Node:
     """Replaces the gradient of a depthwise filter: oneDNN's kernel takes 1 to 5 ms for images of 2 x 2."""
     image, _, gradient = node.inputs
-    types = [program.type_of(image), program.type_of(gradient), node.outputs[0]]
+    types = [program.find_type(image), program.find_type(gradient), node.outputs[0]]
     attrs = node.attrs
     known = attrs.get("data_format", "NHWC") == "NHWC" and set(attrs.get("dilations", (1,))) == {1}
     if not known or any(t.dtype not in ("float32", "float64") for t in types):
@@ -52,7 +52,7 @@ def _depthwise(program: Program, node: Node) -> Node:
         return node
     own = {
         "T": DType(types[0].dtype),
-        "filter_shape": Shape(static_shape(node.outputs[0])),
+        "filter_shape": Shape(require_static_shape(node.outputs[0])),
         "strides": attrs["strides"],
         "padding": attrs["padding"],
         "explicit_paddings": attrs.get("explicit_paddings", ()),

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from whale.ir.program import Program
 from whale.ir.text import format_program
 from whale.kernels.elementwise.fuse import fuse_elementwise
-from whale.kernels.matmuls.batches import batches_as_products
-from whale.kernels.matmuls.convolutions import convolutions_as_products
-from whale.kernels.matmuls.einsums import einsums_by_own_kernel
-from whale.kernels.matmuls.padding import with_padding
-from whale.kernels.nn import with_own_kernels
+from whale.kernels.matmuls.batches import replace_batches
+from whale.kernels.matmuls.convolutions import replace_convolutions
+from whale.kernels.matmuls.einsums import replace_einsums
+from whale.kernels.matmuls.padding import pad_products
+from whale.kernels.nn import replace_nn_kernels
 from whale.kernels.updates.fuse import fuse_updates
-from whale.kernels.updates.last import updates_last
+from whale.kernels.updates.last import order_updates_last
 from whale.kernels.xla import compile_marked
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, on_devices
 from whale.passes.resharding.unique_keys import with_number
@@ -48,22 +48,22 @@ Programs = tuple[Program, ...]
 _RewritePass = Pass[Programs, RewriteContext]
 
 
-def _each(change: Callable[[Program], Program]) -> Callable[[Programs, RewriteContext], Programs]:
+def _apply_to_each(change: Callable[[Program], Program]) -> Callable[[Programs, RewriteContext], Programs]:
     """Makes a pass over all ranks of one over the program of each."""
     return lambda programs, context: tuple([change(program) for program in programs])
 
 
-def _fused(name: str) -> When[RewriteContext]:
+def _make_condition(name: str) -> When[RewriteContext]:
     return When(f"kernels={name}", lambda c: getattr(c.settings.fuse, name))
 
 
-def _numbered(programs: Programs, context: RewriteContext) -> Programs:
+def _number_programs(programs: Programs, context: RewriteContext) -> Programs:
     number = context.number
     assert number is not None
     return tuple([with_number(program, number) for program in programs])
 
 
-def _on_devices(programs: Programs, context: RewriteContext) -> Programs:
+def _exchange_on_devices(programs: Programs, context: RewriteContext) -> Programs:
     return tuple([on_devices(one, context.comm, rank) for one, rank in zip(programs, context.ranks)])
 
 
@@ -72,49 +72,49 @@ KERNELS: tuple[_RewritePass, ...] = (
     Pass(
         "convolutions",
         "computes small convolutions as products of matrices",
-        _each(lambda p: convolutions_as_products(p)),
-        _fused("convolutions"),
+        _apply_to_each(lambda p: replace_convolutions(p)),
+        _make_condition("convolutions"),
     ),
     Pass(
         "products",
         "computes batches of products with one matrix as one product",
-        _each(lambda p: batches_as_products(p)),
-        _fused("products"),
+        _apply_to_each(lambda p: replace_batches(p)),
+        _make_condition("products"),
     ),
     Pass(
         "einsums",
         "computes batches of small products by a kernel of ours",
-        _each(lambda p: einsums_by_own_kernel(p)),
-        _fused("einsums"),
+        _apply_to_each(lambda p: replace_einsums(p)),
+        _make_condition("einsums"),
     ),
     Pass(
         "padding",
         "pads products of matrices where wider ones are faster",
-        _each(lambda p: with_padding(p)),
-        _fused("padding"),
+        _apply_to_each(lambda p: pad_products(p)),
+        _make_condition("padding"),
     ),
     Pass(
         "own_kernels",
         "computes losses and filters' gradients by kernels of ours",
-        _each(lambda p: with_own_kernels(p)),
-        _fused("nn"),
+        _apply_to_each(lambda p: replace_nn_kernels(p)),
+        _make_condition("nn"),
     ),
     Pass(
         "updates",
         "computes the updates of many variables by few operations",
-        _each(lambda p: fuse_updates(p)),
-        _fused("updates"),
+        _apply_to_each(lambda p: fuse_updates(p)),
+        _make_condition("updates"),
     ),
     Pass(
         "elementwise",
         "goes once over tensors for all arithmetic on their elements",
-        _each(lambda p: fuse_elementwise(p)),
-        _fused("elementwise"),
+        _apply_to_each(lambda p: fuse_elementwise(p)),
+        _make_condition("elementwise"),
     ),
     Pass(
         "updates_last",
         "lets updates wait for all exchanges of the step",
-        _each(lambda p: updates_last(p)),
+        _apply_to_each(lambda p: order_updates_last(p)),
         When("a run that goes on without lost ranks", lambda c: c.elastic),
     ),
 )
@@ -124,18 +124,18 @@ FOR_RUN: tuple[_RewritePass, ...] = (
     Pass(
         "unique_keys",
         "makes the keys of exchanges unique in the run",
-        _numbered,
+        _number_programs,
         When("a program of a run", lambda c: c.number is not None),
     ),
     Pass(
         "compile_marked",
         "leaves to XLA what only it can run on the processor",
-        _each(lambda p: compile_marked(p)),
+        _apply_to_each(lambda p: compile_marked(p)),
     ),
     Pass(
         "on_devices",
         "lets devices carry out exchanges in their own memory",
-        _on_devices,
+        _exchange_on_devices,
         When(
             "communication.backend",
             lambda c: bool(c.comm) and c.settings.exchange.backend in DEVICE_BACKENDS,
@@ -163,7 +163,7 @@ def substitute_kernels(programs: Sequence[Program], settings: PlanSettings, elas
     return list(ranks)
 
 
-def ready_for_run(
+def prepare_for_run(
     programs: Sequence[Program],
     settings: PlanSettings,
     ranks: Sequence[int] = (),

@@ -9,41 +9,43 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whale.ir.marks import NO_MARKS
-from whale.ir.program import COMPILED, Node, Program, Ref, function_refs
+from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs
 from whale.ir.values import DType, Func
 
 
 def compile_marked(program: Program) -> Program:
     """Puts every marked node (passes.normalize.compiled) of one rank's program into a compiled function of its own."""
     functions: dict[str, Program] = {}
-    main = _in_functions(program, "", functions)
-    bodies = {name: _in_functions(body, name, functions) for name, body in program.functions.items()}
+    main = _replace_marked_nodes(program, "", functions)
+    bodies = {name: _replace_marked_nodes(body, name, functions) for name, body in program.functions.items()}
     return replace(main, functions={**bodies, **functions}) if functions else program
 
 
-def in_other_graphs(program: Program, change: Callable[[Program], Program]) -> Program:
+def change_other_graphs(program: Program, change: Callable[[Program], Program]) -> Program:
     """Changes ``program`` and its functions each; those that XLA compiles, which knows no kernel of ours, are left."""
     if not program.functions:
         return change(program)
-    compiled = _compiled(program)
+    compiled = _find_compiled(program)
     functions = {name: one if name in compiled else change(one) for name, one in program.functions.items()}
-    return change(program.with_nodes(program.nodes, functions=functions))
+    return change(program.replace_nodes(program.nodes, functions=functions))
 
 
-def _compiled(program: Program) -> set[str]:
+def _find_compiled(program: Program) -> set[str]:
     """Returns the functions that XLA compiles, with those that they call."""
     graphs = (program, *program.functions.values())
-    todo = [func.name for one in graphs for n in one.nodes if n.attrs.get(COMPILED) for _, func in function_refs(n)]
+    todo = [
+        func.name for one in graphs for n in one.nodes if n.attrs.get(COMPILED) for _, func in iterate_function_refs(n)
+    ]
     found: set[str] = set()
     while todo:
         name = todo.pop()
         if name not in found and name in program.functions:
             found.add(name)
-            todo += [func.name for node in program.functions[name].nodes for _, func in function_refs(node)]
+            todo += [func.name for node in program.functions[name].nodes for _, func in iterate_function_refs(node)]
     return found
 
 
-def _in_functions(program: Program, graph: str, functions: dict[str, Program]) -> Program:
+def _replace_marked_nodes(program: Program, graph: str, functions: dict[str, Program]) -> Program:
     """Replaces the marked nodes of one graph by calls; adds the functions called to ``functions``."""
     if not any(map(_is_marked, program.nodes)):
         return program
@@ -51,16 +53,16 @@ def _in_functions(program: Program, graph: str, functions: dict[str, Program]) -
     for node in program.nodes:
         if _is_marked(node):
             name = f"compiled/{graph}/{node.name}"
-            node, functions[name] = _call(program, node, name)
+            node, functions[name] = _make_call(program, node, name)
         nodes.append(node)
-    return program.with_nodes(tuple(nodes))
+    return program.replace_nodes(tuple(nodes))
 
 
 def _is_marked(node: Node) -> bool:
     return bool(node.outputs) and bool(node.attrs.get(COMPILED))
 
 
-def _call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
+def _make_call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
     """Returns the call in place of ``node``, and the function; constants go along, since XLA has to know shapes."""
     nodes: dict[str, Node] = {}
     passed: dict[Ref, Ref] = {}
@@ -72,7 +74,7 @@ def _call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
             operands.append(ref)
             continue
         if ref not in passed:
-            kind = program.type_of(ref)
+            kind = program.find_type(ref)
             argument = f"argument_{len(passed)}"
             nodes[argument] = Node(argument, "Placeholder", attrs={"dtype": DType(kind.dtype)}, outputs=(kind,))
             passed[ref] = Ref(argument)
@@ -80,9 +82,9 @@ def _call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
     attrs = {key: value for key, value in node.attrs.items() if key != COMPILED}
     inner = replace(node, inputs=tuple(operands), controls=(), attrs=attrs)
     nodes[inner.name] = inner
-    body = Program(function, tuple(nodes.values()), tuple(r.node for r in passed.values()), outputs=inner.refs())
+    body = Program(function, tuple(nodes.values()), tuple(r.node for r in passed.values()), outputs=inner.list_refs())
     call_attrs = {
-        "Tin": tuple(DType(program.type_of(ref).dtype) for ref in passed),
+        "Tin": tuple(DType(program.find_type(ref).dtype) for ref in passed),
         "Tout": tuple(DType(kind.dtype) for kind in node.outputs),
         "f": Func(function),
         "config": "",

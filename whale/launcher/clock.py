@@ -9,7 +9,7 @@ from pathlib import Path
 _SAMPLES = 8  # as many as NTP's clock filter keeps; with two questions a second that is the last four seconds
 
 
-def identity() -> str:
+def read_identity() -> str:
     """Returns a text that is equal for processes that read the same monotonic clock (one boot, one time namespace)."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")

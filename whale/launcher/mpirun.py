@@ -29,7 +29,7 @@ from whale.launcher.protocol import (
     TOTAL_VARIABLE,
     TRACE_VARIABLE,
 )
-from whale.launcher.worker import THREADS_VARIABLE, thread_variables
+from whale.launcher.worker import THREADS_VARIABLE, make_thread_variables
 from whale.log import LEVEL_VARIABLE
 from whale.started import APART_VARIABLE, COUNTERS_VARIABLE, GROWS_VARIABLE, PROGRESS_VARIABLE, RESTART_VARIABLE
 from whale_ops import _native, build
@@ -108,7 +108,7 @@ class Options:
         return all(host.is_local for host in self.hosts)
 
     @property
-    def apart(self) -> bool:
+    def is_one_mpirun_per_host(self) -> bool:
         """Tells whether each host's ranks have an mpirun of their own."""
         return self.hosts_from is not None and len(self.hosts) > 1 and self.ranks > self.hosts[0].slots
 
@@ -158,7 +158,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def check(options: Options) -> None:
+def check_options(options: Options) -> None:
     """Refuses what is sure to fail, before a process is started.
 
     Raises:
@@ -237,7 +237,7 @@ def find_mpirun() -> str:
     return found
 
 
-def command(options: Options, mpirun: str, environment: Mapping[str, str]) -> list[str]:
+def make_command(options: Options, mpirun: str, environment: Mapping[str, str]) -> list[str]:
     """Returns the command line that starts one worker per rank."""
     line = [mpirun, "-np", str(options.ranks), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     if options.hosts:
@@ -252,7 +252,7 @@ def command(options: Options, mpirun: str, environment: Mapping[str, str]) -> li
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class MpirunStart:
     """An mpirun that starts some of a run's ranks.
 
     Attributes:
@@ -265,33 +265,33 @@ class Start:
     ranks: range
 
 
-def starts(options: Options, mpirun: str, environment: dict[str, str]) -> list[Start]:
+def list_starts(options: Options, mpirun: str, environment: dict[str, str]) -> list[MpirunStart]:
     """Returns the mpiruns that start a run: one, or one for each host where the run can go on without a host.
 
     An mpirun ends all of its ranks when it loses a host.
     """
-    if not options.apart:
-        return [Start(command(options, mpirun, environment), environment, range(options.ranks))]
-    found: list[Start] = []
+    if not options.is_one_mpirun_per_host:
+        return [MpirunStart(make_command(options, mpirun, environment), environment, range(options.ranks))]
+    found: list[MpirunStart] = []
     first = 0
     for host in options.hosts:
         ranks = range(first, min(first + host.slots, options.ranks))
         if ranks:
             place = {FIRST_VARIABLE: str(first), TOTAL_VARIABLE: str(options.ranks)}
             own, alone = {**environment, **place}, replace(options, ranks=len(ranks), hosts=(host,))
-            found.append(Start(command(alone, mpirun, own), own, ranks))
+            found.append(MpirunStart(make_command(alone, mpirun, own), own, ranks))
         first = ranks.stop
     return found
 
 
-def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
+def drop_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
     """Returns the options of a run that starts again, and the hosts left out, on which mpirun can start no process.
 
     Raises:
         ClusterError: the hosts that are left hold fewer ranks than the run may have.
     """
 
-    def answers(host: Host) -> bool:
+    def can_start_on(host: Host) -> bool:
         line = [mpirun, "-np", "1", "--allow-run-as-root", "--host", host.name, "true"]
         try:
             done = subprocess.run(
@@ -304,7 +304,7 @@ def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str
     if options.is_local:
         return options, []
     with ThreadPoolExecutor(len(options.hosts)) as pool:
-        found = dict(zip(options.hosts, pool.map(answers, options.hosts)))
+        found = dict(zip(options.hosts, pool.map(can_start_on, options.hosts)))
     left = tuple(host for host in options.hosts if found[host])
     lost = [host.name for host in options.hosts if not found[host]]
     size = min(options.ranks, sum(host.slots for host in left))
@@ -319,7 +319,7 @@ def without_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str
 
 
 @contextmanager
-def loopback(options: Options) -> Iterator[str | None]:
+def use_loopback(options: Options) -> Iterator[str | None]:
     """Yields the library that makes mpirun listen on loopback only, while the run goes on; None with other hosts.
 
     Raises:
@@ -328,7 +328,7 @@ def loopback(options: Options) -> Iterator[str | None]:
     if not options.is_local:
         yield None
         return
-    with open(_native.library_path(build.LOOPBACK_NAME), "rb") as library:
+    with open(_native.find_library(build.LOOPBACK_NAME), "rb") as library:
         # LD_PRELOAD ends a name at a space or a colon, which a folder's name may have.
         yield f"/proc/{os.getpid()}/fd/{library.fileno()}"
 
@@ -341,7 +341,7 @@ def draw_hash_seed(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get(HASH_SEED_VARIABLE) or str(1 + secrets.randbelow(_MOST_HASH_SEED))
 
 
-def environment(
+def make_environment(
     options: Options, address: str, token: str, restarts: int, library: str | None = None, hash_seed: str = ""
 ) -> dict[str, str]:
     """Returns the environment of mpirun and, through it, of the workers; ``library`` is that of `loopback`.
@@ -353,14 +353,14 @@ def environment(
     result[HASH_SEED_VARIABLE] = hash_seed or draw_hash_seed(result)
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
-    result[SEGMENTS_VARIABLE] = shm_cleanup.folder_of(token)
+    result[SEGMENTS_VARIABLE] = shm_cleanup.find_folder(token)
     progress = options.logdir is not None or options.metrics is not None
     asked = (
         (TRACE_VARIABLE, options.trace is not None),
         (COUNTERS_VARIABLE, options.verbose),
         (PROGRESS_VARIABLE, progress),
         (GROWS_VARIABLE, options.hosts_from is not None),
-        (APART_VARIABLE, options.apart),
+        (APART_VARIABLE, options.is_one_mpirun_per_host),
     )
     for name, wanted in asked:
         result.pop(name, None)  # of a run within which this one is started
@@ -370,7 +370,7 @@ def environment(
         result.setdefault(LEVEL_VARIABLE, "debug")
     if options.threads is not None:
         result[THREADS_VARIABLE] = str(options.threads)
-        result.update({name: str(count) for name, count in thread_variables(options.threads).items()})
+        result.update({name: str(count) for name, count in make_thread_variables(options.threads).items()})
     result = MEMORY_VARIABLES | result
     # Older Open MPI asks for it in the environment as well; the rest is chatter about networks it did not find.
     result.update({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
@@ -390,7 +390,7 @@ def environment(
     return result
 
 
-def listen_address(options: Options) -> str:
+def find_listen_address(options: Options) -> str:
     """Returns the address at which workers reach this process: loopback, or this host's towards the other hosts.
 
     Raises:

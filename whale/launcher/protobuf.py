@@ -5,7 +5,7 @@ from __future__ import annotations
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # kinds of fields on the wire
 
 
-def varint(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
     """Encodes a whole number that is not negative, seven bits a byte."""
     found = bytearray()
     while value > 0x7F:
@@ -14,21 +14,21 @@ def varint(value: int) -> bytes:
     return bytes([*found, value])
 
 
-def field(number: int, kind: int, payload: bytes) -> bytes:
+def encode_field(number: int, kind: int, payload: bytes) -> bytes:
     """Encodes a field, whose payload is encoded already as its wire type wants it."""
-    return varint(number << 3 | kind) + payload
+    return encode_varint(number << 3 | kind) + payload
 
 
-def number(at: int, value: int) -> bytes:
+def encode_number(at: int, value: int) -> bytes:
     """Encodes a field that is a whole number, 0 or more."""
-    return field(at, VARINT, varint(value))
+    return encode_field(at, VARINT, encode_varint(value))
 
 
-def message(number: int, payload: bytes) -> bytes:
+def encode_message(number: int, payload: bytes) -> bytes:
     """Encodes a field that is a message, or bytes."""
-    return field(number, BYTES, varint(len(payload)) + payload)
+    return encode_field(number, BYTES, encode_varint(len(payload)) + payload)
 
 
-def string(number: int, content: str) -> bytes:
+def encode_string(number: int, content: str) -> bytes:
     """Encodes a field that is a text."""
-    return message(number, content.encode(errors="replace"))
+    return encode_message(number, content.encode(errors="replace"))

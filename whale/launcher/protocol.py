@@ -36,20 +36,20 @@ FIRST_VARIABLE = "WHALE_LAUNCHER_FIRST"
 TOTAL_VARIABLE = "WHALE_LAUNCHER_TOTAL"
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """The kinds of frames. The payload is JSON, but for STDOUT, STDERR and TRACE, where it is the bytes written."""
 
     HELLO = 1  # worker: `Hello`
     STDOUT = 2  # worker
     STDERR = 3  # worker
-    FAILURE = 4  # worker: `Raised`, sent when the script raised, before its process ends
-    EXIT = 5  # worker: `Exit`, after all output
+    FAILURE = 4  # worker: `RaisedReport`, sent when the script raised, before its process ends
+    EXIT = 5  # worker: `ExitStatus`, after all output
     SIGNAL = 6  # launcher: {signal}, to be sent to the script's process group
     HEARTBEAT = 7  # worker: {}, every HEARTBEAT_S
-    STOPPED = 8  # worker: `Stopped`, when the script's process is stopped (SIGSTOP) or goes on
-    SCRIPT = 9  # worker: `FromScript`, a message of the script, see whale/runtime/ranks/watch.py
+    STOPPED = 8  # worker: `StopReport`, when the script's process is stopped (SIGSTOP) or goes on
+    SCRIPT = 9  # worker: `ScriptMessage`, a message of the script, see whale/runtime/ranks/watch.py
     LOST = 10  # launcher: for the script: another rank, or mpirun, is gone, or ranks have come; see the same file
-    CLOCK = 11  # launcher: {asked_ns}; worker: `Answer`
+    CLOCK = 11  # launcher: {asked_ns}; worker: `ClockAnswer`
     TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/ranks/trace.py
     DEAF = 13  # worker: {}, when the script has closed its end of the socket between them for DEAF_S, and runs
 
@@ -64,7 +64,7 @@ class Hello(msgspec.Struct, frozen=True):
     clock: str
 
 
-class Raised(msgspec.Struct, frozen=True):
+class RaisedReport(msgspec.Struct, frozen=True):
     """A script's failure, as script.py reports it."""
 
     type: str
@@ -73,20 +73,20 @@ class Raised(msgspec.Struct, frozen=True):
     code: int
 
 
-class Exit(msgspec.Struct, frozen=True):
+class ExitStatus(msgspec.Struct, frozen=True):
     """The end of a script's process: its exit code, and the signal that killed it or 0."""
 
     code: int
     signal: int
 
 
-class Stopped(msgspec.Struct, frozen=True):
+class StopReport(msgspec.Struct, frozen=True):
     """The message that a script's process was stopped, or goes on."""
 
     stopped: bool
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ClockAnswer(msgspec.Struct, frozen=True):
     """A worker's answer to the question for its time; in nanoseconds of the clocks of asker, worker, worker."""
 
     asked_ns: int
@@ -102,7 +102,7 @@ class Stall(TypedDict):
     missing: list[int]
 
 
-class End(TypedDict):
+class RankEnd(TypedDict):
     """The end of a rank's run: what it trained alone, and what its variables hold, as whale/replicas.py compares it."""
 
     alone: str
@@ -143,7 +143,7 @@ class PlanText(TypedDict):
     text: str
 
 
-class FromScript(msgspec.Struct, frozen=True):
+class ScriptMessage(msgspec.Struct, frozen=True):
     """A message of a script's; what it does not say is None."""
 
     joining: bool | None = None
@@ -155,7 +155,7 @@ class FromScript(msgspec.Struct, frozen=True):
     start: str | None = None
     ready: bool | None = None
     stall: Stall | None = None
-    end: End | None = None
+    end: RankEnd | None = None
     counters: list[Counter] | None = None
     progress: Progress | None = None
     plan: PlanText | None = None
@@ -176,7 +176,7 @@ def unpack(payload: bytes, message: type[_Message]) -> _Message:
         raise ValueError("a message is nested too deeply") from None
 
 
-def pack(kind: Kind, payload: bytes | dict[str, Any]) -> bytes:
+def pack(kind: FrameKind, payload: bytes | dict[str, Any]) -> bytes:
     """Encodes one frame."""
     data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
     return _HEADER.pack(kind, len(data)) + data
@@ -197,18 +197,18 @@ class Unpacker:
         self._limit_bytes = limit_bytes
         self._first_bytes = first_bytes
 
-    def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
+    def feed(self, data: bytes) -> list[tuple[FrameKind, bytes]]:
         """Returns the frames that ``data`` completes.
 
         Raises:
             ValueError: the bytes are no frames, or a frame is longer than the limit.
         """
         self._buffer += data
-        frames: list[tuple[Kind, bytes]] = []
+        frames: list[tuple[FrameKind, bytes]] = []
         offset = 0
         while len(self._buffer) - offset >= _HEADER.size:
             number, length = _HEADER.unpack_from(self._buffer, offset)
-            kind = Kind(number)
+            kind = FrameKind(number)
             limit = self._limit_bytes if self._first_bytes is None else self._first_bytes
             if length > limit:
                 raise ValueError(f"a frame of {length} bytes, limit {limit}")

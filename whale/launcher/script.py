@@ -13,7 +13,7 @@ from typing import Any
 
 from whale import python
 from whale.imports import Finder, Load
-from whale.ir.collector import no_garbage_collection
+from whale.ir.collector import suspend_garbage_collection
 from whale.launcher.protocol import TEXT_LIMIT
 
 
@@ -30,7 +30,7 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
     """
     sys.argv = [target, *arguments]
     python.take_own_packages()
-    sys.meta_path.insert(0, Finder(("tensorflow",), _without_collections))
+    sys.meta_path.insert(0, Finder(("tensorflow",), _load_without_collections))
     # Python puts the script's directory first, or the current one for -m.
     sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
     try:
@@ -39,7 +39,7 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
         else:
             runpy.run_path(target, run_name="__main__")
     except SystemExit as end:
-        return _exit_code(end, report)
+        return _find_exit_code(end, report)
     except BaseException as error:  # whatever ended the script is reported
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         sys.last_value = error  # as Python itself does; what runs at exit can tell a failure from an end
@@ -49,13 +49,13 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
     return 0
 
 
-def _without_collections(load: Load, module: ModuleType) -> None:
+def _load_without_collections(load: Load, module: ModuleType) -> None:
     """Loads TensorFlow without garbage collection: its 3,000 modules leave no cycles worth a fifth of the time."""
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         load(module)
 
 
-def _exit_code(end: SystemExit, report: int) -> int:
+def _find_exit_code(end: SystemExit, report: int) -> int:
     """Returns Python's exit code of a SystemExit: 0 for None, a number itself, 1 for anything else, which it prints."""
     sys.stdout.flush()
     if end.code is None:

@@ -17,7 +17,7 @@ MEMORY = "/dev/shm"
 _PREFIX = "whale-"
 
 
-def folder_of(token: str) -> str:
+def find_folder(token: str) -> str:
     """Returns the folder where the ranks of a run share memory; its name must not give the token away."""
     return f"{MEMORY}/{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()[:16]}"
 
@@ -33,7 +33,7 @@ def open_folder(path: str) -> bool:
     memory = Path(path).parent
     if not memory.is_dir():
         return False
-    while not _hold(path):
+    while not _can_hold(path):
         continue  # another run took it for one that was left, and removed it before it was held
     for other in memory.glob(f"{_PREFIX}*"):
         if str(other) != path:
@@ -41,7 +41,7 @@ def open_folder(path: str) -> bool:
     return True
 
 
-def _hold(path: str) -> bool:
+def _can_hold(path: str) -> bool:
     os.makedirs(path, mode=0o700, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -31,7 +31,7 @@ from whale.launcher.protocol import (
     TOKEN_VARIABLE,
     TOTAL_VARIABLE,
     TRACE_VARIABLE,
-    Kind,
+    FrameKind,
     pack,
 )
 from whale.launcher.script import run_script
@@ -68,7 +68,7 @@ def main() -> None:
     total = int(os.environ.pop(TOTAL_VARIABLE, "0")) or first + place.size
     place = replace(place, rank=first + place.rank, size=total)
     connection = connect(os.environ[TOKEN_VARIABLE])
-    os.environ[PEERS_VARIABLE] = f"{connection.getsockname()[0]} {_secret(os.environ[TOKEN_VARIABLE])}"
+    os.environ[PEERS_VARIABLE] = f"{connection.getsockname()[0]} {_derive_secret(os.environ[TOKEN_VARIABLE])}"
     segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None
     _set_environment(os.environ, place)
     os.environ.pop(FILES_VARIABLE, None)  # of a run within which this one is started
@@ -110,9 +110,9 @@ def main() -> None:
         "size": place.size,
         "host": socket.gethostname(),
         "pid": script_pid,
-        "clock": clock.identity(),
+        "clock": clock.read_identity(),
     }
-    connection.sendall(pack(Kind.HELLO, hello))
+    connection.sendall(pack(FrameKind.HELLO, hello))
     os.close(greeted)
     os.close(greeting)
     try:
@@ -125,12 +125,12 @@ def main() -> None:
     os._exit(0)
 
 
-def _secret(token: str) -> str:
+def _derive_secret(token: str) -> str:
     """Returns the secret by which the ranks of a run know each other; the token cannot be derived from it."""
     return hashlib.sha256(f"{token} between ranks".encode()).hexdigest()[:TOKEN_BYTES]
 
 
-def default_threads(local_size: int) -> int:
+def find_default_threads(local_size: int) -> int:
     """Returns the threads for one rank: this host's usable cores divided by the ranks on it, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // local_size)
 
@@ -147,13 +147,13 @@ def _set_environment(environment: MutableMapping[str, str], place: ProcessPlace)
         if not environment[PRELOAD_VARIABLE]:
             del environment[PRELOAD_VARIABLE]
     asked = environment.pop(THREADS_VARIABLE, None)
-    threads = default_threads(place.local_size) if asked is None else int(asked)
-    for name, count in thread_variables(threads).items():
+    threads = find_default_threads(place.local_size) if asked is None else int(asked)
+    for name, count in make_thread_variables(threads).items():
         if asked is not None or name not in environment:
             environment[name] = str(count)
 
 
-def thread_variables(threads: int) -> Mapping[str, int]:
+def make_thread_variables(threads: int) -> Mapping[str, int]:
     """Returns the environment variables that give a rank ``threads`` threads for computing.
 
     Inter-op threads are two at least: while a rank waits for others at one place of its graph, it computes at

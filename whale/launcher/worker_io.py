@@ -15,13 +15,13 @@ import signal
 import socket
 import time
 
-from whale.launcher.protocol import DEAF_S, HEARTBEAT_S, Kind, Unpacker, pack
+from whale.launcher.protocol import DEAF_S, HEARTBEAT_S, FrameKind, Unpacker, pack
 
 _READ_BYTES = 1 << 16
 _TRACE_BYTES = 1 << 20  # what a pipe may hold without privileges
 _TRACE_EVERY_S = 0.1
 _PF_EXITING = 4  # linux/sched.h
-_STREAMS = (Kind.STDOUT, Kind.STDERR)
+_STREAMS = (FrameKind.STDOUT, FrameKind.STDERR)
 
 
 def trace_pipe() -> tuple[int, int]:
@@ -75,20 +75,20 @@ class Relay:
         os.set_blocking(wake_writer, False)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, self._handle_signal)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         os.write(wake_writer, b"\0")  # the script may have ended before the handler was there
         look_every_s = HEARTBEAT_S if self._trace is None else _TRACE_EVERY_S
         try:
             while self._running:
                 ready, _, _ = select.select([self._connection.fileno(), wake, *self._open], [], [], look_every_s)
-                self._beat()
+                self._send_heartbeat()
                 self._relay_trace()
                 if time.monotonic() >= self._deaf_from_s:
                     ending = is_ending(self._script)
                     self._deaf_from_s = time.monotonic() + DEAF_S if ending else math.inf
                     if not ending:
-                        self._connection.sendall(pack(Kind.DEAF, {}))
+                        self._connection.sendall(pack(FrameKind.DEAF, {}))
                 if wake in ready:
                     os.read(wake, _READ_BYTES)
                 for reader in self._open.intersection(ready):
@@ -97,12 +97,12 @@ class Relay:
                     return
                 pid, status = os.waitpid(self._script, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
                 if pid and (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
-                    self._connection.sendall(pack(Kind.STOPPED, {"stopped": os.WIFSTOPPED(status)}))
+                    self._connection.sendall(pack(FrameKind.STOPPED, {"stopped": os.WIFSTOPPED(status)}))
                 elif pid:
                     self._finish(status)
             while True:
                 ready, _, _ = select.select([self._connection.fileno()], [], [], HEARTBEAT_S)
-                self._beat()
+                self._send_heartbeat()
                 if ready and not self._obey():
                     return
         except (BrokenPipeError, ConnectionError):
@@ -110,11 +110,11 @@ class Relay:
         finally:
             self._kill(signal.SIGKILL)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + HEARTBEAT_S
-            self._connection.sendall(pack(Kind.HEARTBEAT, {}))
+            self._connection.sendall(pack(FrameKind.HEARTBEAT, {}))
 
     def _finish(self, status: int) -> None:
         """Ends, after the script, what it left behind, sends all that the pipes hold, then the exit status."""
@@ -125,7 +125,7 @@ class Relay:
         self._relay_trace()
         code = os.waitstatus_to_exitcode(status)
         exit_status = {"code": code if code >= 0 else 128 - code, "signal": -code if code < 0 else 0}
-        self._connection.sendall(pack(Kind.EXIT, exit_status))
+        self._connection.sendall(pack(FrameKind.EXIT, exit_status))
 
     def _read(self, reader: int) -> bool:
         """Relays what a pipe holds now. Returns False when it holds nothing or was closed."""
@@ -147,7 +147,7 @@ class Relay:
         elif reader == self._control.fileno():
             *messages, self._from_script = (self._from_script + data).split(b"\n")
             for message in messages:
-                self._connection.sendall(pack(Kind.SCRIPT, message))
+                self._connection.sendall(pack(FrameKind.SCRIPT, message))
         else:
             self._drain(self._control.fileno())  # who sees what it prints relies on what it has said before
             self._connection.sendall(pack(_STREAMS[reader == self._stderr], data))
@@ -161,7 +161,7 @@ class Relay:
         # The output from before the failure is shown before the failure.
         for reader in (self._stdout, self._stderr):
             self._drain(reader)
-        self._connection.sendall(pack(Kind.FAILURE, json.loads(self._reported)))
+        self._connection.sendall(pack(FrameKind.FAILURE, json.loads(self._reported)))
         self._reported = b""
 
     def _relay_trace(self) -> None:
@@ -173,20 +173,20 @@ class Relay:
         except BlockingIOError:
             return
         if data:
-            self._connection.sendall(pack(Kind.TRACE, data))
+            self._connection.sendall(pack(FrameKind.TRACE, data))
 
     def _obey(self) -> bool:
         """Handles what the launcher sent. Returns False when it has closed the connection."""
         data = self._connection.recv(_READ_BYTES)
         received_ns = time.monotonic_ns()
         for kind, payload in self._unpacker.feed(data):
-            if kind is Kind.SIGNAL:
+            if kind is FrameKind.SIGNAL:
                 self._kill(json.loads(payload)["signal"])
-            elif kind is Kind.LOST and self._running:
+            elif kind is FrameKind.LOST and self._running:
                 self._tell_script(payload)
-            elif kind is Kind.CLOCK:
+            elif kind is FrameKind.CLOCK:
                 answer = {**json.loads(payload), "received_ns": received_ns, "answered_ns": time.monotonic_ns()}
-                self._connection.sendall(pack(Kind.CLOCK, answer))
+                self._connection.sendall(pack(FrameKind.CLOCK, answer))
         return bool(data)
 
     def _kill(self, number: int) -> None:
@@ -204,20 +204,20 @@ class Relay:
             # A script that never listens has nothing to be told; one that has ended is seen by its end.
             pass
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _handle_signal(self, number: int, frame: object) -> None:
         """Handles mpirun ending this rank: the script is told, and has a moment unless the launcher is gone.
 
         mpirun kills this process after a second; the script's children would then be nobody's.
         """
         self._kill(number)
         deadline_s = time.monotonic() + 0.5
-        while self._running and time.monotonic() < deadline_s and not self._launcher_is_gone():
+        while self._running and time.monotonic() < deadline_s and not self._is_launcher_gone():
             if os.waitid(os.P_PID, self._script, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return
             time.sleep(0.02)
         self._kill(signal.SIGKILL)
 
-    def _launcher_is_gone(self) -> bool:
+    def _is_launcher_gone(self) -> bool:
         try:
             return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:

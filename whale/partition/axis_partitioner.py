@@ -13,13 +13,13 @@ from math import prod
 from typing import Any
 
 from whale.errors import PlanError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
-from whale.ir.mesh import Axis, chain, cut_of
+from whale.ir.mesh import Axis, adapt_cut, iterate_levels
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program
-from whale.partition.identical_ranks import is_alike, surely_as_first
+from whale.partition.identical_ranks import is_alike, is_surely_as_first
 from whale.partition.rank_mapping import cut_rows, mark_axis
 from whale.partition.spmd import partition_for_rank
 from whale.passes.analysis.axes import known_along, seen_along
@@ -31,7 +31,7 @@ from whale.passes.resharding.joint_sums import axes_of_sum, join_sums, sums_to_j
 from whale.passes.settings import PlanSettings
 
 
-def prefix_of(level: int) -> str:
+def make_prefix(level: int) -> str:
     """Returns the prefix of the names of the nodes that lowering for the axis number ``level`` adds."""
     return "whale" if level == 0 else f"whale/axis_{level}"
 
@@ -60,7 +60,7 @@ class AxisPartitioner:
         """
         self.settings, self.axes, self.rows = settings, tuple(axes), tuple(rows)
         self.models = list(models)
-        self.shared = prod(self.sizes) // len(sizes_of(self.rows[0])) if self.rows else 1
+        self.shared = prod(self.sizes) // len(list_sizes(self.rows[0])) if self.rows else 1
         self._programs: dict[tuple[int, ...], Program] = {(): program}
         self._expanded: dict[tuple[int, ...], Program] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
@@ -75,26 +75,26 @@ class AxisPartitioner:
     @property
     def row_axes(self) -> int:
         """Returns how many axes, from the first on, divide the batch's rows; along later ones ranks have the same."""
-        return axes_with_rows(self.sizes, prod(self.sizes) // self.shared)
+        return count_axes_with_rows(self.sizes, prod(self.sizes) // self.shared)
 
-    def made(self) -> Plan:
+    def make_plan(self) -> Plan:
         """Makes the plans of all axes, each as the ``inner`` one of the axis before; returns the outermost."""
         found: Plan | None = None
         for level in reversed(range(len(self.axes))):
             first = (0,) * level
             inner, own = found, self.plan(first)
-            found = replace(own, axis=self.axes[level].name, batch_inputs=self._of_ranks(first))
+            found = replace(own, axis=self.axes[level].name, batch_inputs=self._list_rank_inputs(first))
             if inner is not None:
                 found = replace(
                     found,
                     inner=inner,
-                    inner_bytes=sum(n * self._bytes((*first, c)) for c, n in self._classes(first)),
-                    repeats=self._repeats(first, own),
+                    inner_bytes=sum(n * self._count_bytes((*first, c)) for c, n in self._group_coordinates(first)),
+                    repeats=self._count_repeats(first, own),
                 )
         assert found is not None
         return found
 
-    def divided(self) -> dict[str, frozenset[int]]:
+    def find_divided_dims(self) -> dict[str, frozenset[int]]:
         """Returns the dimensions of variables that the axes divide, by handle node (at the first coordinates)."""
         found: dict[str, set[int]] = {}
         for level in range(len(self.axes)):
@@ -106,48 +106,52 @@ class AxisPartitioner:
     def program(self, at: tuple[int, ...]) -> Program:
         """Returns the program that the ranks with these first coordinates run, its nodes in their scopes."""
         if at not in self._programs:
-            scopes = self.expanded(at[:-1]).by_name
-            self._programs[at] = _in_scopes(self.lowered(at), {name: node.scope for name, node in scopes.items()})
+            scopes = self.expand_program(at[:-1]).by_name
+            self._programs[at] = _restore_scopes(
+                self.lower_program(at), {name: node.scope for name, node in scopes.items()}
+            )
         return self._programs[at]
 
-    def lowered(self, at: tuple[int, ...]) -> Program:
+    def lower_program(self, at: tuple[int, ...]) -> Program:
         """Lowers the program for these coordinates, and marks the exchanges along their last axis with its name."""
         *before, coordinate = at
         level, outer, axis = len(before), tuple(before), self.axes[len(before)].name
         plan = replace(self.plan(outer), micro_batches=self.settings.time.micro_batches)
         lowered = mark_axis(
-            partition_for_rank(self.expanded(outer), plan, coordinate, "", None, prefix_of(level)), axis
+            partition_for_rank(self.expand_program(outer), plan, coordinate, "", None, make_prefix(level)), axis
         )
-        return join_sums(lowered, self._joined(outer), axis)
+        return join_sums(lowered, self._find_joined_sums(outer), axis)
 
-    def _joined(self, at: tuple[int, ...]) -> dict[str, tuple[Reshard, Node]]:
+    def _find_joined_sums(self, at: tuple[int, ...]) -> dict[str, tuple[Reshard, Node]]:
         """Finds the sums along earlier axes that become one with those along the next axis (see ``sums_to_join``).
 
         The answer is that of the first coordinates wherever ranks run the same but for values, so that all agree.
         """
         at = at if self.is_like_first(at) else (0,) * len(at)
         if at not in self._sums:
-            alike = bool(at) and self.all_compute() and self._all_add(len(at))
-            self._sums[at] = sums_to_join(self.expanded(at), self.plan(at)) if alike else {}
+            alike = bool(at) and self.is_computing_everywhere() and self._is_adding_everywhere(len(at))
+            self._sums[at] = sums_to_join(self.expand_program(at), self.plan(at)) if alike else {}
         return self._sums[at]
 
-    def all_compute(self) -> bool:
+    def is_computing_everywhere(self) -> bool:
         """Tells whether every rank computes: no scopes on some ranks only, and no groups without rows.
 
         Ranks that compute nothing have constants in the place of results.
         """
         depth = len(self.axes) - (self.settings.time.micro_batches == 1)  # how much smaller than all ranks groups are
         counts = [max(1, prod(self.sizes[level:]) // self.shared) for level in range(1, depth + 1)]
-        rows = [sum(sizes_of(b)[i : i + n]) for b in self.rows for n in counts for i in range(0, len(sizes_of(b)), n)]
+        rows = [
+            sum(list_sizes(b)[i : i + n]) for b in self.rows for n in counts for i in range(0, len(list_sizes(b)), n)
+        ]
         return all(rows) and not named_ranks(self._programs[()])
 
-    def _all_add(self, level: int) -> bool:
+    def _is_adding_everywhere(self, level: int) -> bool:
         """Tells whether each coordinate of the axes before ``level`` has a non-empty share of all sums along them."""
         outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
         adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
         return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Split))
 
-    def expanded(self, at: tuple[int, ...]) -> Program:
+    def expand_program(self, at: tuple[int, ...]) -> Program:
         """Returns ``program(at)`` with the composite ops expanded that the next axis's plan needs expanded."""
         if at not in self._expanded:
             self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self.settings_at(at))
@@ -158,17 +162,19 @@ class AxisPartitioner:
         if at not in self._plans:
             level, settings = len(at), self.settings_at(at)
             if any(at):
-                found = self._completed(at, settings)
+                found = self._complete_plan(at, settings)
             elif level < len(self.models):
                 found = self.models[level]
                 found = replace(found, inner=None, batch_inputs=settings.batch.inputs or ())
             else:
-                found = make_plan(self.seen(self.program(at), level), settings, fingerprint(self._programs[()]))
+                found = make_plan(
+                    self.view_program(self.program(at), level), settings, compute_fingerprint(self._programs[()])
+                )
                 self.models.append(found)
             self._plans[at] = found
         return self._plans[at]
 
-    def seen(self, program: Program, level: int) -> Program:
+    def view_program(self, program: Program, level: int) -> Program:
         """Returns the program as the axis number ``level`` sees it."""
         return seen_along(program, self.axes[level].name, self.axes)
 
@@ -176,14 +182,14 @@ class AxisPartitioner:
         """Returns the position in the mesh of the first rank with these coordinates."""
         return sum(c * prod(self.sizes[i + 1 :]) for i, c in enumerate(at))
 
-    def _completed(self, at: tuple[int, ...], settings: PlanSettings) -> Plan:
+    def _complete_plan(self, at: tuple[int, ...], settings: PlanSettings) -> Plan:
         """Adapts the model plan, that of the first coordinates, to the program of the ranks at other coordinates."""
         level = len(at)
         model = self.plan((0,) * level)
         if self.is_like_first(at):
             return replace(model, batch_inputs=settings.batch.inputs or ())
-        program = self.seen(self.program(at), level)
-        model = _of_parts_here(model, program)
+        program = self.view_program(self.program(at), level)
+        model = _shrink_variables(model, program)
         # Where the first coordinates exchange nothing, the others all have to do alike: they take whole tensors.
         known = model.strategies[""]
         whole = {
@@ -225,13 +231,13 @@ class AxisPartitioner:
         divides = level < self.row_axes
         cuts = level == self.row_axes - 1
         batch = tuple(
-            replace(b, placement=summed(b, inside // self.shared), local=b.local or not cuts)
-            for b in self._of_ranks(at)
+            replace(b, placement=sum_sizes(b, inside // self.shared), local=b.local or not cuts)
+            for b in self._list_rank_inputs(at)
             if divides
         )
         changes: dict[str, Any] = {
             "size": sizes[level],
-            "devices": () if last else tuple(_named(g) for g in self._groups(at)),
+            "devices": () if last else tuple(_format_ranks(g) for g in self._list_groups(at)),
             "batch__inputs": batch,
             "batch__shares": (),
             "batch__local": {},
@@ -248,30 +254,35 @@ class AxisPartitioner:
             }
         return self.settings.but(**changes)
 
-    def _of_ranks(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:
+    def _list_rank_inputs(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:
         """Returns the batch inputs with the rows of each rank that has these first coordinates."""
         if len(at) >= self.row_axes:
             return ()
         first, count = self.position(at) // self.shared, prod(self.sizes[len(at) :]) // self.shared
-        return tuple(replace(b, placement=with_sizes(b, sizes_of(b)[first : first + count])) for b in self.rows)
+        return tuple(replace(b, placement=change_sizes(b, list_sizes(b)[first : first + count])) for b in self.rows)
 
     def has_rows_of_first(self, at: tuple[int, ...]) -> bool:
         """Tells whether the ranks with these first coordinates have as many rows as those with the first ones."""
-        return [sizes_of(b) for b in self._of_ranks(at)] == [sizes_of(b) for b in self._of_ranks((0,) * len(at))]
+        return [list_sizes(b) for b in self._list_rank_inputs(at)] == [
+            list_sizes(b) for b in self._list_rank_inputs((0,) * len(at))
+        ]
 
     def is_like_first(self, at: tuple[int, ...]) -> bool:
         """Tells whether the ranks with these coordinates run the same as the first ones, but for values."""
         if at not in self._alike:
-            self._alike[at] = not any(at) or (self.has_rows_of_first(at) and self._runs_as_first(at))
+            self._alike[at] = not any(at) or (self.has_rows_of_first(at) and self._is_running_as_first(at))
         return self._alike[at]
 
-    def _runs_as_first(self, at: tuple[int, ...]) -> bool:
+    def _is_running_as_first(self, at: tuple[int, ...]) -> bool:
         outer, first = at[:-1], (0,) * len(at)
-        surely = self.is_like_first(outer) and (not at[-1] or surely_as_first(self.expanded(outer), self.plan(outer)))
+        surely = self.is_like_first(outer) and (
+            not at[-1] or is_surely_as_first(self.expand_program(outer), self.plan(outer))
+        )
         return surely or is_alike(self.program(at), self.program(first))
 
-    def with_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
-        """Makes ``lowered``, the program of the rank at ``at``, take whole batches and cut its group's rows of them.
+    def cut_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
+        """Makes ``lower_program``, the program of the rank at ``at``, take whole batches and cut its group's rows of
+        them.
 
         The last axis that divides rows cuts a coordinate's rows by itself.
 
@@ -283,56 +294,58 @@ class AxisPartitioner:
             if not b.local and outer:
                 inside = self.sizes[self.row_axes - 1]
                 group = self.position(outer) // self.shared // inside
-                lowered = cut_rows(lowered, program, b, summed(b, inside), group)
+                lowered = cut_rows(lowered, program, b, sum_sizes(b, inside), group)
         return lowered
 
-    def _groups(self, at: tuple[int, ...]) -> list[range]:
+    def _list_groups(self, at: tuple[int, ...]) -> list[range]:
         """Returns the mesh positions of the ranks at each coordinate of the axis after ``at``."""
         first, count = self.position(at), prod(self.sizes[len(at) + 1 :])
         return [range(first + c * count, first + (c + 1) * count) for c in range(self.sizes[len(at)])]
 
-    def _classes(self, at: tuple[int, ...]) -> list[tuple[int, int]]:
+    def _group_coordinates(self, at: tuple[int, ...]) -> list[tuple[int, int]]:
         """Groups the coordinates of the axis after ``at`` into the first one, and the others by their rows.
 
         Returns:
           (a coordinate, how many coordinates are like it) for each class.
         """
         found: dict[tuple, list[int]] = {}
-        for c, group in enumerate(self._groups(at)):
-            rows = tuple(tuple(sizes_of(b)[i // self.shared] for i in group) for b in self.rows)
+        for c, group in enumerate(self._list_groups(at)):
+            rows = tuple(tuple(list_sizes(b)[i // self.shared] for i in group) for b in self.rows)
             found.setdefault((c == 0, rows), []).append(c)
         return [(members[0], len(members)) for members in found.values()]
 
-    def _bytes(self, at: tuple[int, ...]) -> int:
+    def _count_bytes(self, at: tuple[int, ...]) -> int:
         """Returns the logical bytes that move along the axes after these coordinates."""
         if len(at) == len(self.axes):
             return 0
         plan = self.plan(at)
-        elsewhere = self._counted_elsewhere(at)
+        elsewhere = self._find_counted_elsewhere(at)
         if len(at) == len(self.axes) - 1:
             return replace(plan, repeats=dict.fromkeys(elsewhere, 0)).own_bytes
-        repeats = self._repeats(at, plan)
+        repeats = self._count_repeats(at, plan)
         own = replace(plan, repeats={**repeats, **dict.fromkeys(elsewhere, 0)}).own_bytes
-        return own + sum(n * self._bytes((*at, c)) for c, n in self._classes(at))
+        return own + sum(n * self._count_bytes((*at, c)) for c, n in self._group_coordinates(at))
 
-    def _counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
+    def _find_counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
         """Returns the keys of sums joined with those along earlier axes, which are counted in their first group."""
         here = {a.name for a, c in zip(self.axes, at) if c}
-        return {r.key for r, node in self._joined((0,) * len(at)).values() if here.intersection(axes_of_sum(node))}
+        return {
+            r.key for r, node in self._find_joined_sums((0,) * len(at)).values() if here.intersection(axes_of_sum(node))
+        }
 
-    def _repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
+    def _count_repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
         """Counts how often each reshard takes place, by its key: once in each group that has the whole tensor."""
         found: dict[str, int] = dict.fromkeys((r.key for r in plan.reshards if r.bytes), 1)
         below = at
         for level in range(len(at) + 1, len(self.axes)):
             below = (*below, 0)
-            for key in self._moved_whole(below, found):
+            for key in self._find_whole_exchanges(below, found):
                 found[key] *= self.sizes[level]
         return found
 
-    def _moved_whole(self, at: tuple[int, ...], keys: Collection[str]) -> set[str]:
+    def _find_whole_exchanges(self, at: tuple[int, ...], keys: Collection[str]) -> set[str]:
         """Returns those of the exchanges ``keys`` of an earlier axis that the next axis does not divide."""
-        strategies, program = self.plan(at).strategies, self.expanded(at)
+        strategies, program = self.plan(at).strategies, self.expand_program(at)
         found = set()
         for graph, body in (("", program), *program.functions.items()):
             for node in body.nodes if graph in strategies else ():
@@ -345,49 +358,49 @@ class AxisPartitioner:
         return found
 
 
-def partitioner_of(program: Program, plan: Plan, settings: PlanSettings) -> AxisPartitioner:
+def make_partitioner(program: Program, plan: Plan, settings: PlanSettings) -> AxisPartitioner:
     """Returns the partitioner of a normalised program under a plan of one axis or several."""
-    axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(chain(plan))]
+    axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(iterate_levels(plan))]
     handles = [v.node for v in program.variables]
     models = []
-    for level in chain(plan):
+    for level in iterate_levels(plan):
         # A plan of stages names the variables of its own groups; what others hold is in the whole program as well.
         lying = {n: s.outputs[0] for n in handles if (s := level.strategies[""].get(n)) is not None}
         models.append(replace(level, variables={n: p for n, p in lying.items() if isinstance(p, Split)}))
     return AxisPartitioner(program, settings, axes, plan.batch_inputs, models)
 
 
-def sizes_of(b: BatchInput) -> tuple[int, ...]:
+def list_sizes(b: BatchInput) -> tuple[int, ...]:
     """Returns the rows of each rank."""
     assert isinstance(b.placement, Split)
     return b.placement.sizes
 
 
-def with_sizes(b: BatchInput, sizes: tuple[int, ...]) -> Split:
+def change_sizes(b: BatchInput, sizes: tuple[int, ...]) -> Split:
     """Returns the batch input's placement with other numbers of rows."""
     assert isinstance(b.placement, Split)
     return split(b.placement.dim, sizes, b.placement.blocks)
 
 
-def summed(b: BatchInput, group: int) -> Split:
+def sum_sizes(b: BatchInput, group: int) -> Split:
     """Returns the batch input's placement over groups of ``group`` ranks: the rows of each group."""
-    sizes = sizes_of(b)
-    return with_sizes(b, tuple(sum(sizes[i : i + group]) for i in range(0, len(sizes), group)))
+    sizes = list_sizes(b)
+    return change_sizes(b, tuple(sum(sizes[i : i + group]) for i in range(0, len(sizes), group)))
 
 
-def axes_with_rows(sizes: Sequence[int], groups: int) -> int:
+def count_axes_with_rows(sizes: Sequence[int], groups: int) -> int:
     """Counts the first axes that together have ``groups`` coordinates: each coordinate of them has rows of its own."""
     return next(n for n in range(len(sizes) + 1) if prod(sizes[:n]) >= groups)
 
 
-def _of_parts_here(model: Plan, program: Program) -> Plan:
+def _shrink_variables(model: Plan, program: Program) -> Plan:
     """Returns ``model`` with variables cut to their sizes in ``program``, which may be smaller than the first ones."""
     cuts: dict[str, Placement] = {}
     for name, p in model.variables.items():
         shape = program.variable_of[name].type.shape if name in program.variable_of else None
         extent = shape[p.dim] if shape is not None and isinstance(p, Split) else None
         if extent is not None and isinstance(p, Split) and extent != p.extent:
-            cuts[name] = cut_of(p, extent)
+            cuts[name] = adapt_cut(p, extent)
     if not cuts:
         return model
     here = {name: replace(model.strategies[""][name], outputs=(p,)) for name, p in cuts.items()}
@@ -395,16 +408,18 @@ def _of_parts_here(model: Plan, program: Program) -> Plan:
     return replace(model, variables={**model.variables, **cuts}, strategies=strategies)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {ranks[0]} to {ranks[-1]}"
 
 
-def _in_scopes(lowered: Program, known: Mapping[str, str]) -> Program:
-    """Gives the nodes of ``lowered`` the scopes that they had; a node that lowering added gets that of its operand."""
+def _restore_scopes(lowered: Program, known: Mapping[str, str]) -> Program:
+    """Gives the nodes of ``lower_program`` the scopes that they had; a node that lowering added gets that of its
+    operand.
+    """
     scope: dict[str, str] = {}
     for node in lowered.nodes:
         found = [scope[r.node] for r in node.inputs if scope[r.node]]
         scope[node.name] = known.get(node.name, node.scope) or (found[0] if found and node.name not in known else "")
-    return lowered.with_nodes(
+    return lowered.replace_nodes(
         tuple(n if n.scope == scope[n.name] else replace(n, scope=scope[n.name]) for n in lowered.nodes)
     )

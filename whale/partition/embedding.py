@@ -18,11 +18,11 @@ from whale.ir.marks import Marks
 from whale.ir.ops import IDENTITIES, RESHAPES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, TensorType, item_bytes, numpy_dtype, static_shape
+from whale.ir.values import DType, TensorType, count_item_bytes, find_numpy_dtype, require_static_shape
 from whale.sharding_rules.base import Route
 from whale.sharding_rules.embedding import SUMS_BY_ID
-from whale.sharding_rules.graph import view
-from whale.sharding_rules.registry import rule_of
+from whale.sharding_rules.graph import make_op_view
+from whale.sharding_rules.registry import find_rule
 
 _GROUP = "group "  # begins what stands for sums that travel together
 _ROUTE_RESULTS = 4  # asked, back, sent, came: of each table
@@ -32,7 +32,7 @@ _Ids = tuple[Ref, Placement, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
-class _Together:
+class _JointExchange:
     """One exchange in the making, with what each table puts into it.
 
     Attributes:
@@ -56,12 +56,12 @@ class RowExchanges:
         self, emitter: Emitter, program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str
     ) -> None:
         self.emitter, self.program, self.strategies, self.graph = emitter, program, strategies, graph
-        self.levels = _levels(program, strategies, plan, graph)
-        self.together: dict[tuple[str, int, str], _Together] = {}
-        self.places: dict[_Ids, tuple[_Together, int]] = {}  # where ids travel to their owners
+        self.levels = _find_levels(program, strategies, plan, graph)
+        self.together: dict[tuple[str, int, str], _JointExchange] = {}
+        self.places: dict[_Ids, tuple[_JointExchange, int]] = {}  # where ids travel to their owners
         self.counts: dict[str, int] = {}  # tables of each route
         for name in self.levels:
-            self._place(program.by_name[name])
+            self._reserve_place(program.by_name[name])
 
     def emit(self, node: Node, route: Route, local: Node, get: Get, moved: int) -> None:
         """Emits the nodes that read rows or add to them.
@@ -71,13 +71,13 @@ class RowExchanges:
           get: gives a tensor in a placement on this rank.
           moved: bytes that all ranks together are expected to send.
         """
-        e, ids = self.emitter, self.program.type_of(node.inputs[route.ids])
-        values = node.outputs[0] if route.values is None else self.program.type_of(node.inputs[route.values])
-        row = static_shape(values)[len(static_shape(ids)) - bool(route.strides) :]
-        width, each = math.prod(row) * item_bytes(values.dtype), item_bytes(ids.dtype)
+        e, ids = self.emitter, self.program.find_type(node.inputs[route.ids])
+        values = node.outputs[0] if route.values is None else self.program.find_type(node.inputs[route.values])
+        row = require_static_shape(values)[len(require_static_shape(ids)) - bool(route.strides) :]
+        width, each = math.prod(row) * count_item_bytes(values.dtype), count_item_bytes(ids.dtype)
         mine = moved // e.size
         of_ids = mine * each // (width + each if route.values is None else max(1, width))
-        key = self._key(node)
+        key = self._make_key(node)
         together, place = self.places[key]
         count = self._send_ids(key, together, place, get, of_ids)
         asked, *rest = (Ref(together.name, n * self.counts[together.name] + place) for n in range(_ROUTE_RESULTS))
@@ -85,9 +85,11 @@ class RowExchanges:
         if route.values is None:
             read = self._read(node, route, local, asked, some, ids.dtype)
             found = self._join("rows", "WhaleReturnRows", node, values.dtype, (read, *rest), (flat,), mine - of_ids)
-            e.reshape(node.name, found, values.dtype, static_shape(local.outputs[0]))
+            e.reshape(node.name, found, values.dtype, require_static_shape(local.outputs[0]))
             return
-        added = e.reshape(f"{node.name}/{e.prefix}_flat", local.inputs[route.values], values.dtype, static_shape(flat))
+        added = e.reshape(
+            f"{node.name}/{e.prefix}_flat", local.inputs[route.values], values.dtype, require_static_shape(flat)
+        )
         sums = self._join("sums", "WhaleSendRows", node, values.dtype, (added, *rest), (some,), mine)
         if node.op == SUMS_BY_ID:
             emit_sums(e, node.name, asked, sums, TensorType(ids.dtype, (None,)), some)
@@ -105,16 +107,16 @@ class RowExchanges:
             return Ref(read.name)
         row = tuple(n for n in some.shape or () if n is not None)
         rows = route.starts[e.rank + 1] - route.starts[e.rank]
-        table, shape = local.inputs[route.table or 0], self.program.type_of(node.inputs[route.table or 0]).shape or ()
+        table, shape = local.inputs[route.table or 0], self.program.find_type(node.inputs[route.table or 0]).shape or ()
         many = None
         if route.unknown is not None:
             out = {"T": DType(some.dtype), "out_type": DType("int32")}
             sizes = e.add(f"{name}_sizes", "Shape", (table,), out, (TensorType("int32", (len(shape),)),))
             size = e.pick(f"{name}_size", sizes, "int32", route.unknown)
-            asked, many = self._counted(name, asked, route, size, ids)
+            asked, many = self._convert_numbers(name, asked, route, size, ids)
         if route.dim:
             held = local_shape(shape, self.strategies[node.name].inputs[route.table or 0], e.rank)
-            table = self._turned(f"{name}_outermost", table, TensorType(some.dtype, held), route.dim, 0)
+            table = self._transpose(f"{name}_outermost", table, TensorType(some.dtype, held), route.dim, 0)
         table = e.reshape_to(f"{name}_table", table, some.dtype, (rows if many is None else None, *row), many)
         kinds = {"Tparams": DType(some.dtype), "Tindices": DType(ids), "Taxis": DType("int32"), "batch_dims": 0}
         first = e.const(f"{name}_axis", np.array(0, np.int32))
@@ -129,26 +131,26 @@ class RowExchanges:
         if route.unknown is None:
             rows = e.const(f"{name}_rows", np.array(route.starts[e.rank + 1] - route.starts[e.rank], np.int32))
         else:
-            size = self._given_size(f"{name}_size", node, local, route.unknown)
-            asked, rows = self._counted(name, asked, route, size, ids)
+            size = self._emit_size(f"{name}_size", node, local, route.unknown)
+            asked, rows = self._convert_numbers(name, asked, route, size, ids)
         types = (TensorType(found.dtype, (None, *row)),)
         table = e.add(f"{name}_table", "UnsortedSegmentSum", (sums, asked, rows), kinds, types)
         shape = list(found.shape or ())
         shape.insert(0, shape.pop(route.dim))
         table = e.reshape_to(f"{name}_outermost" if route.dim else node.name, table, found.dtype, tuple(shape), size)
         if route.dim:
-            self._turned(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
+            self._transpose(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
 
-    def _given_size(self, name: str, node: Node, local: Node, at: int) -> Ref:
+    def _emit_size(self, name: str, node: Node, local: Node, at: int) -> Ref:
         """Emits one size, as an int32, of the shape that is a scatter's last operand."""
-        e, t = self.emitter, self.program.type_of(node.inputs[-1])
+        e, t = self.emitter, self.program.find_type(node.inputs[-1])
         one = e.pick(name, local.inputs[-1], t.dtype, at)
         if t.dtype == "int32":
             return one
         kinds = {"SrcT": DType(t.dtype), "DstT": DType("int32"), "Truncate": False}
         return e.add(f"{name}_int32", "Cast", (one,), kinds, (TensorType("int32", ()),))
 
-    def _counted(self, name: str, numbers: Ref, route: Route, size: Ref, dtype: str) -> tuple[Ref, Ref]:
+    def _convert_numbers(self, name: str, numbers: Ref, route: Route, size: Ref, dtype: str) -> tuple[Ref, Ref]:
         """Converts row numbers to the strides that hold when one size, known only in the step, is ``size``.
 
         Returns:
@@ -161,7 +163,7 @@ class RowExchanges:
             kinds = {"SrcT": DType("int32"), "DstT": DType(dtype), "Truncate": False}
             size = e.add(f"{name}_size_as_ids", "Cast", (size,), kinds, (one,))
         by, within = (
-            e.const(f"{name}_{n}", np.array(v, numpy_dtype(dtype))) for n, v in (("by", outer), ("in", inner))
+            e.const(f"{name}_{n}", np.array(v, find_numpy_dtype(dtype))) for n, v in (("by", outer), ("in", inner))
         )
         each = e.add(f"{name}_each", "Mul", (size, within), kind, (one,))
         high = e.add(f"{name}_high", "FloorDiv", (numbers, by), kind, (some,))
@@ -169,14 +171,14 @@ class RowExchanges:
         first = e.add(f"{name}_first", "Mul", (high, each), kind, (some,))
         counted = e.add(f"{name}_counted", "AddV2", (first, low), kind, (some,))
         blocks = (route.starts[e.rank + 1] - route.starts[e.rank]) // outer
-        many = e.const(f"{name}_blocks", np.array(blocks, numpy_dtype(dtype)))
+        many = e.const(f"{name}_blocks", np.array(blocks, find_numpy_dtype(dtype)))
         rows = e.add(f"{name}_rows", "Mul", (each, many), kind, (one,))
         if dtype != "int32":
             kinds = {"SrcT": DType(dtype), "DstT": DType("int32"), "Truncate": False}
             rows = e.add(f"{name}_rows_int32", "Cast", (rows,), kinds, (TensorType("int32", ()),))
         return counted, rows
 
-    def _turned(self, name: str, source: Ref, t: TensorType, dim: int, to: int) -> Ref:
+    def _transpose(self, name: str, source: Ref, t: TensorType, dim: int, to: int) -> Ref:
         """Transposes ``source``, of type ``t``, so that dimension ``dim`` is at place ``to``."""
         order = list(range(len(t.shape or ())))
         order.insert(to, order.pop(dim))
@@ -198,54 +200,54 @@ class RowExchanges:
             marks = Marks(expected_bytes=sum(sent for _, _, sent in one.tables))
             e.comm_op(one.name, one.op, inputs, TensorType(dtype, ()), attrs, outputs, marks)
 
-    def _key(self, node: Node) -> _Ids:
-        strategy, rule = self.strategies[node.name], rule_of(node.op)
+    def _make_key(self, node: Node) -> _Ids:
+        strategy, rule = self.strategies[node.name], find_rule(node.op)
         assert rule is not None, node
-        route = rule.localize(view(self.program, node, self.emitter.size), strategy, self.emitter.rank).route
+        route = rule.localize(make_op_view(self.program, node, self.emitter.size), strategy, self.emitter.rank).route
         assert route is not None, node
-        return (*self._origin(node.inputs[route.ids], strategy.inputs[route.ids]), route.starts, route.strides)
+        return (*self._find_origin(node.inputs[route.ids], strategy.inputs[route.ids]), route.starts, route.strides)
 
-    def _place(self, node: Node) -> None:
+    def _reserve_place(self, node: Node) -> None:
         """Reserves a place for the node's ids among those that travel together, unless they have one."""
-        key = self._key(node)
+        key = self._make_key(node)
         if key not in self.places:
-            one = self._of("ids", "WhaleRouteIds", node, self.program.type_of(key[0]).dtype)
+            one = self._find_exchange("ids", "WhaleRouteIds", node, self.program.find_type(key[0]).dtype)
             self.places[key] = one, self.counts.setdefault(one.name, 0)
             self.counts[one.name] += 1
             one.starts += key[2]
 
-    def _send_ids(self, key: _Ids, together: _Together, place: int, get: Get, expected: int) -> int:
+    def _send_ids(self, key: _Ids, together: _JointExchange, place: int, get: Get, expected: int) -> int:
         """Adds the ids to what travels, at their first use, and returns how many there are on this rank."""
         ref, placement, _, strides = key
-        e, t = self.emitter, self.program.type_of(ref)
+        e, t = self.emitter, self.program.find_type(ref)
         assert isinstance(placement, Split), placement
-        count = t.elements // max(1, len(strides)) // max(1, placement.extent) * placement.local(e.rank)
+        count = t.elements // max(1, len(strides)) // max(1, placement.extent) * placement.local_size(e.rank)
         if place == len(together.tables):
             local = get(ref, placement)
             assert local is not None, ref
-            flat = self._numbers(f"{together.name}/of_{place}", local, t.dtype, count, strides)
+            flat = self._emit_numbers(f"{together.name}/of_{place}", local, t.dtype, count, strides)
             sizes = TensorType("int64", (e.size,))
             results = (TensorType(t.dtype, (None,)), TensorType("int32", (count,)), sizes, sizes)
             together.tables.append(((flat,), results, expected))
         return count
 
-    def _numbers(self, name: str, ids: Ref, dtype: str, count: int, strides: tuple[int, ...]) -> Ref:
+    def _emit_numbers(self, name: str, ids: Ref, dtype: str, count: int, strides: tuple[int, ...]) -> Ref:
         """Emits the row numbers, as one vector, of ids that may have several columns."""
         e, kind = self.emitter, {"T": DType(dtype)}
         if not strides:
             return e.reshape(name, ids, dtype, (count,))
         columns = TensorType(dtype, (count, len(strides)))
-        flat = e.reshape(f"{name}_columns", ids, dtype, static_shape(columns))
-        by = e.const(f"{name}_strides", np.array(strides, numpy_dtype(dtype)))
+        flat = e.reshape(f"{name}_columns", ids, dtype, require_static_shape(columns))
+        by = e.const(f"{name}_strides", np.array(strides, find_numpy_dtype(dtype)))
         flat = e.add(f"{name}_in_rows", "Mul", (flat, by), kind, (columns,))
         last = e.const(f"{name}_last", np.array([1], np.int32))
         kinds = {**kind, "Tidx": DType("int32"), "keep_dims": False}
         return e.add(name, "Sum", (flat, last), kinds, (TensorType(dtype, (count,)),))
 
-    def _of(self, word: str, op: str, node: Node, dtype: str) -> _Together:
+    def _find_exchange(self, word: str, op: str, node: Node, dtype: str) -> _JointExchange:
         level = self.levels[node.name]
         name = f"{self.emitter.prefix}/{word}_{level}_{dtype}"
-        return self.together.setdefault((op, level, dtype), _Together(name, op, f"{self.graph}/{name}"))
+        return self.together.setdefault((op, level, dtype), _JointExchange(name, op, f"{self.graph}/{name}"))
 
     def _join(
         self,
@@ -258,11 +260,11 @@ class RowExchanges:
         sent: int,
     ) -> Ref:
         """Adds a table to an exchange and returns the table's result."""
-        one = self._of(word, op, node, dtype)
+        one = self._find_exchange(word, op, node, dtype)
         one.tables.append((operands, results, sent))
         return Ref(one.name, len(one.tables) - 1)
 
-    def _origin(self, ref: Ref, placement: Placement) -> tuple[Ref, Placement]:
+    def _find_origin(self, ref: Ref, placement: Placement) -> tuple[Ref, Placement]:
         """Follows views back to the tensor that has the same elements as ``ref`` on each rank, in the same order."""
         while isinstance(placement, Split) and placement.dim == 0 and placement.blocks == 1:
             made = self.program.by_name[ref.node]
@@ -272,7 +274,7 @@ class RowExchanges:
             before = strategy.inputs[0]
             if strategy.outputs[0] != placement or not isinstance(before, Split):
                 break
-            if before.dim or before.blocks != 1 or not self.program.type_of(made.inputs[0]).is_static:
+            if before.dim or before.blocks != 1 or not self.program.find_type(made.inputs[0]).is_static:
                 break
             ref, placement = made.inputs[0], before
         return ref, placement
@@ -291,15 +293,15 @@ def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of
     count = e.add(f"{name}/{e.prefix}_count", "Size", (once,), number, (TensorType("int32", ()),))
     kinds = {"T": DType(of_rows.dtype), "Tindices": DType("int32"), "Tnumsegments": DType("int32")}
     total = TensorType(of_rows.dtype, (None, *(of_rows.shape or ())[1:]))
-    return e.add(sums_of(e, name), "UnsortedSegmentSum", (rows, Ref(name, 1), count), kinds, (total,))
+    return e.add(find_sums(e, name), "UnsortedSegmentSum", (rows, Ref(name, 1), count), kinds, (total,))
 
 
-def sums_of(e: Emitter, name: str) -> str:
+def find_sums(e: Emitter, name: str) -> str:
     """Returns the name of the node that has the sums of ``WhaleSumsById`` on a rank."""
     return f"{name}/{e.prefix}_sums"
 
 
-def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str) -> dict[str, int]:
+def _find_levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str) -> dict[str, int]:
     """Returns, for each node that exchanges rows, how many such nodes it has to wait for, one behind the other.
 
     Nodes of one level do not wait for each other, nor for sums that travel together with what another one waits for.
@@ -309,7 +311,7 @@ def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, gr
         return {}
     names, found = {n.name for n in routed}, dict[str, int]()
 
-    def behind(name: str) -> list[str]:
+    def list_predecessors(name: str) -> list[str]:
         """Returns the nodes, and groups of sums that travel together, that a node or such a group waits for."""
         if name.startswith(_GROUP):
             return [m.ref.node for m in plan.groups[int(name[len(_GROUP) :])]]
@@ -325,7 +327,7 @@ def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, gr
     for start in routed:
         stack = [start.name]
         while stack:
-            waits = behind(stack[-1])
+            waits = list_predecessors(stack[-1])
             missing = [w for w in waits if w not in found]
             if missing:
                 stack += missing
@@ -336,10 +338,14 @@ def _levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, gr
 
 
 def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
-    rule = rule_of(node.op)
-    return rule is not None and rule.routes is not None and rule.exchanges_rows(view(program, node, parts), strategy)
+    rule = find_rule(node.op)
+    return (
+        rule is not None
+        and rule.routes is not None
+        and rule.is_exchanging_rows(make_op_view(program, node, parts), strategy)
+    )
 
 
-def without_owners(node: Node) -> Node:
+def remove_owner_mark(node: Node) -> Node:
     """Returns the node without the mark that lets its rows lie with owners along this axis."""
     return node.marked(owned_rows=False) if node.marks.owned_rows else node

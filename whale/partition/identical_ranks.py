@@ -5,11 +5,11 @@ from __future__ import annotations
 from whale.ir.layout import Broadcast, FirstRank, Partial, PerRank, Placement, Split
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.sharding_rules import rule_of
+from whale.sharding_rules import find_rule
 from whale.sharding_rules.nn.attention import RINGS
 
 
-def surely_as_first(program: Program, plan: Plan) -> bool:
+def is_surely_as_first(program: Program, plan: Plan) -> bool:
     """Tells, from the plan alone, whether ``partition_for_rank`` gives every coordinate the same nodes and types.
 
     That is so where each has as much of every tensor as the others, and none does something for all. Where the plan
@@ -22,7 +22,7 @@ def surely_as_first(program: Program, plan: Plan) -> bool:
     for graph, strategies in plan.strategies.items():
         for node in (program.functions[graph] if graph else program).nodes:
             strategy = strategies[node.name]
-            rule = rule_of(node.op)
+            rule = find_rule(node.op)
             streams = rule is not None and rule.local_stream and any(isinstance(p, Split) for p in strategy.outputs)
             if strategy.once or streams or node.op in RINGS:
                 return False
@@ -37,7 +37,7 @@ def surely_as_first(program: Program, plan: Plan) -> bool:
 
 def _is_even(p: Placement) -> bool:
     if isinstance(p, Split):
-        return p.smallest == p.largest and p.plain is p
+        return p.smallest == p.largest and p.without_halo is p
     return not isinstance(p, (FirstRank, PerRank))
 
 

@@ -9,25 +9,30 @@ shown_ranks     gives the ranks' programs that reports speak of; with_memory: th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from zlib import crc32
 
-from whale.ir.collector import no_garbage_collection
-from whale.ir.mesh import chain, mesh_of
-from whale.ir.plan import Plan
-from whale.ir.program import Program
+from whale.ir.collector import suspend_garbage_collection
+from whale.ir.emitter import Emitter
+from whale.ir.layout import B, Partial
+from whale.ir.mesh import iterate_levels, make_mesh
+from whale.ir.ops import ALL_REDUCE
+from whale.ir.plan import Plan, Reshard
+from whale.ir.program import Node, Program, Ref, rewire
 from whale.ir.text import format_program
 from whale.kernels.substitute import substitute_kernels
-from whale.kernels.updates.fuse import written_together
-from whale.partition.horovod_sums import give_to_horovod
+from whale.kernels.updates.fuse import count_written_together
 from whale.partition.mesh import lower_mesh, plan_program
-from whale.partition.pipeline.microbatches import InTime, in_micro_batches, own_rows
+from whale.partition.pipeline.microbatches import MicrobatchProgram, divide_in_micro_batches, find_own_rows
 from whale.partition.pipeline.stage_groups import lower_stage_groups, plan_stage_groups
-from whale.partition.ring_attention import in_blocks, without_examples
+from whale.partition.ring_attention import divide_attention_in_blocks, remove_examples
 from whale.partition.spmd import partition_for_rank
 from whale.passes.analysis.rank_groups import refuse_rank_groups
 from whale.passes.analysis.stages import stage_groups_of
+from whale.passes.analysis.uses import taken_by_updates
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
@@ -35,6 +40,7 @@ from whale.passes.normalize.ring import in_blocks_if_large
 from whale.passes.pass_manager import normalise
 from whale.passes.plan_builder import FirstLayouts, expand
 from whale.passes.resharding.fuse_sums import fuse_sums
+from whale.passes.resharding.horovod import HOROVOD_DTYPES
 from whale.passes.run_passes import Pass, Table, When, program_changes, run_passes
 from whale.passes.settings import PlanSettings
 
@@ -101,7 +107,7 @@ class PartitionContext:
 _PartitionPass = Pass[RankPrograms, PartitionContext]
 
 
-def _each(
+def _apply_to_each(
     change: Callable[[Program, PartitionContext], Program],
 ) -> Callable[[RankPrograms, PartitionContext], RankPrograms]:
     """Makes a pass over all ranks of one over the program of each."""
@@ -116,39 +122,39 @@ def _expand(made: RankPrograms, c: PartitionContext) -> RankPrograms:
     return replace(made, expanded=expand(made.expanded, c.plan.expanded, c.settings))
 
 
-def _along_one_axis(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+def _lower_along_one_axis(made: RankPrograms, c: PartitionContext) -> RankPrograms:
     return replace(
         made, ranks=tuple([partition_for_rank(made.expanded, c.plan, rank, c.comm, c.what) for rank in c.ranks])
     )
 
 
-def _along_mesh(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+def _lower_along_mesh(made: RankPrograms, c: PartitionContext) -> RankPrograms:
     return replace(made, ranks=tuple(lower_mesh(c.program, c.plan, c.settings, c.ranks, c.comm, c.what)))
 
 
-def _in_stages(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+def _lower_in_stages(made: RankPrograms, c: PartitionContext) -> RankPrograms:
     lowered = lower_stage_groups(made.expanded, c.plan, c.ranks, c.comm, c.what, c.settings)
     return replace(made, ranks=tuple(lowered))
 
 
-def _attention_as_one(program: Program, c: PartitionContext) -> Program:
+def _divide_large_attention(program: Program, c: PartitionContext) -> Program:
     return in_blocks_if_large(program, c.settings.memory.scores_bytes * c.plan.micro_batches)  # of the rows of all
 
 
-def _in_micro_batches(made: RankPrograms, c: PartitionContext) -> RankPrograms:
-    own, known = own_rows(made.expanded, c.plan), list[InTime]()
+def _divide_in_micro_batches(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+    own, known = find_own_rows(made.expanded, c.plan), list[MicrobatchProgram]()
     ranks = zip(made.ranks, c.ranks)
-    return replace(made, ranks=tuple([in_micro_batches(p, c.plan, r, c.settings, own, known) for p, r in ranks]))
+    return replace(made, ranks=tuple([divide_in_micro_batches(p, c.plan, r, c.settings, own, known) for p, r in ranks]))
 
 
 def _fuse_sums(made: RankPrograms, c: PartitionContext) -> RankPrograms:
-    keys = [r.key for one in (c.plan, *c.plan.others) for level in chain(one) for r in level.reshards]
+    keys = [r.key for one in (c.plan, *c.plan.others) for level in iterate_levels(one) for r in level.reshards]
     order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    group_bytes, along = c.settings.exchange.group_bytes, [_along_axes(c.plan, rank) for rank in c.ranks]
+    group_bytes, along = c.settings.exchange.group_bytes, [_list_axis_groups(c.plan, rank) for rank in c.ranks]
     return replace(made, ranks=tuple([fuse_sums(p, group_bytes, order, a) for p, a in zip(made.ranks, along)]))
 
 
-def _give_to_horovod(made: RankPrograms, c: PartitionContext) -> RankPrograms:
+def _give_sums_to_horovod(made: RankPrograms, c: PartitionContext) -> RankPrograms:
     ranks = zip(made.ranks, c.ranks)
     return replace(made, ranks=tuple([give_to_horovod(p, rank, c.settings.size, c.comm) for p, rank in ranks]))
 
@@ -169,36 +175,36 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         Pass(
             "partition",
             "gives each rank local shapes, and exchanges where a layout changes",
-            _along_one_axis,
+            _lower_along_one_axis,
             When("a plan of one axis", lambda c: not c.plan.stage_groups and c.plan.inner is None),
         ),
         Pass(
             "partition_mesh",
             "the same axis by axis",
-            _along_mesh,
+            _lower_along_mesh,
             When("mesh", lambda c: not c.plan.stage_groups and c.plan.inner is not None),
         ),
         Pass(
             "partition_stages",
             "gives each rank the part of its stages, in micro-batches by the schedule",
-            _in_stages,
+            _lower_in_stages,
             When("wh.stage, mesh", lambda c: bool(c.plan.stage_groups)),
         ),
         Pass(
             "attention_as_one",
             "makes attentions with large scores one operation each",
-            _each(_attention_as_one),
+            _apply_to_each(_divide_large_attention),
             When("memory.attention_scores_bytes", lambda c: bool(c.settings.memory.scores_bytes)),
         ),
         Pass(
             "attention_in_blocks",
             "writes such attentions block by block of queries",
-            _each(lambda p, c: in_blocks(p)),
+            _apply_to_each(lambda p, c: divide_attention_in_blocks(p)),
         ),
         Pass(
             "micro_batches",
             "makes what is done for each micro-batch a function, and calls it for each",
-            _in_micro_batches,
+            _divide_in_micro_batches,
             When("pipeline.micro_batches", lambda c: c.plan.micro_batches > 1 and not c.plan.stage_groups),
         ),
         Pass(
@@ -210,7 +216,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         Pass(
             "sums_to_horovod",
             "gives sums over all ranks to Horovod",
-            _give_to_horovod,
+            _give_sums_to_horovod,
             When(
                 "communication.backend=horovod with a mesh or stages",
                 lambda c: (
@@ -221,12 +227,12 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         Pass(
             "bare_receives",
             "takes the operands away by which receives of ring attention were laid out",
-            _each(lambda p, c: without_examples(p)),
+            _apply_to_each(lambda p, c: remove_examples(p)),
         ),
         Pass(
             "offload",
             "computes in the host's memory what lies there, and copies what crosses",
-            _each(lambda p, c: offload(p, c.plan.offloaded)),
+            _apply_to_each(lambda p, c: offload(p, c.plan.offloaded)),
             When("memory.offload", lambda c: bool(c.plan.offloaded)),
         ),
     ),
@@ -236,7 +242,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
 )
 
 
-def decompose_for(program: Program, plan: Plan, settings: PlanSettings) -> Program:
+def decompose(program: Program, plan: Plan, settings: PlanSettings) -> Program:
     """Returns a normalised program as its plan speaks of it: by the first pass of ``PARTITION``."""
     context = PartitionContext(program, plan, settings)
     return run_passes(PARTITION, RankPrograms(program), context, settings.observer, DECOMPOSE).expanded
@@ -257,30 +263,36 @@ def lower_ranks(
       program: normalised.
       comm: name of the communicator that they talk through.
       what: the program, for errors of its exchanges; "": its name.
-      expanded: the program as the plan speaks of it, where it was made already (``decompose_for``).
+      expanded: the program as the plan speaks of it, where it was made already (``decompose``).
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard, or a value of all micro-batches is needed before the last one.
     """
-    expanded = expanded if expanded is not None else decompose_for(program, plan, settings)
+    expanded = expanded if expanded is not None else decompose(program, plan, settings)
     # A plan may have some more micro-batches than were asked for.
     context = PartitionContext(
         program, plan, settings.but(time__micro_batches=plan.micro_batches), ranks, comm, what or plan.program
     )
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         passes = PARTITION.passes[len(DECOMPOSE) :]
         return list(run_passes(PARTITION, RankPrograms(expanded), context, settings.observer, passes).ranks)
 
 
-def _along_axes(plan: Plan, rank: int) -> list[tuple[int, ...]]:
+def _list_axis_groups(plan: Plan, rank: int) -> list[tuple[int, ...]]:
     """Lists the groups of ranks with which one communicates along axes of its mesh; those along most axes first."""
     group = next((group for group in plan.stage_groups if rank in group.ranks), None)
-    mesh = mesh_of(plan.of(group), group.ranks) if group is not None else mesh_of(plan, range(plan.mesh_size))
+    mesh = (
+        make_mesh(plan.find_group_plan(group), group.ranks)
+        if group is not None
+        else make_mesh(plan, range(plan.mesh_size))
+    )
     names = [axis.name for axis in mesh.axes]
-    return [mesh.along(rank, *some) for count in range(len(names), 0, -1) for some in combinations(names, count)]
+    return [
+        mesh.list_ranks_along(rank, *some) for count in range(len(names), 0, -1) for some in combinations(names, count)
+    ]
 
 
-def planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]) -> list[Program]:
+def lower_planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]) -> list[Program]:
     """Plans a normalised program in this process alone and returns what ``ranks`` would run.
 
     Raises:
@@ -289,32 +301,67 @@ def planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]
     return lower_ranks(program, make_any_plan(program, settings), settings, ranks)
 
 
-def first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]:
+def lower_first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]:
     """Plans a program as it was captured and returns what its first ranks would run, by rank.
 
     Raises:
       PlanError: it cannot be spread so.
     """
-    ranks = _shown(settings)
-    return dict(zip(ranks, substitute_kernels(planned_ranks(normalise(captured, settings), settings, ranks), settings)))
+    ranks = _list_shown(settings)
+    return dict(
+        zip(ranks, substitute_kernels(lower_planned_ranks(normalise(captured, settings), settings, ranks), settings))
+    )
 
 
-def shown_ranks(program: Program, plan: Plan, settings: PlanSettings) -> list[Program]:
+def lower_shown_ranks(program: Program, plan: Plan, settings: PlanSettings) -> list[Program]:
     """Lowers the ranks that reports speak of: all of them, or the first ones where there are many."""
-    with no_garbage_collection():
-        return substitute_kernels(lower_ranks(program, plan, settings, _shown(settings)), settings)
+    with suspend_garbage_collection():
+        return substitute_kernels(lower_ranks(program, plan, settings, _list_shown(settings)), settings)
 
 
-def with_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> Plan:
+def add_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> Plan:
     """Adds to ``plan`` the bytes that its ranks will hold, and how many of the first one's writes are done together.
 
     Args:
-      ranks: what they run (``shown_ranks``).
+      ranks: what they run (``lower_shown_ranks``).
     """
     each = [step_bytes(one, rank, settings.size) for rank, one in enumerate(ranks)]
     memory = {name: tuple(f[name] for f in each) for name in CATEGORIES}
-    return replace(plan, memory=memory, updates=written_together(ranks[0]))
+    return replace(plan, memory=memory, updates=count_written_together(ranks[0]))
 
 
-def _shown(settings: PlanSettings) -> range:
+def _list_shown(settings: PlanSettings) -> range:
     return range(min(settings.size, _MOST_RANKS_SHOWN))
+
+
+# Hands sums over all ranks to Horovod, where a step runs over several mesh axes or in stages.
+#
+# Horovod connects all ranks, so sums over some of them stay with Whale. Plans of one axis decide by themselves who
+# carries out what (``whale.passes.resharding``).
+def give_to_horovod(program: Program, rank: int, size: int, comm: str) -> Program:
+    """Lets Horovod carry out a rank program's sums over all ranks.
+
+    It gets the gradients: what they wait for is the same on all ranks, and little waits for them. Sums in loops,
+    branches and micro-batches stay with Whale.
+    """
+    emitter = Emitter(rank, size, comm)
+    moved: dict[Ref, Ref] = {}
+    for node in program.nodes:
+        if not _can_go(program, node, size):
+            emitter.nodes[node.name] = node
+            continue
+        key = str(node.attrs["key"])
+        name = f"whale/by_all/{re.sub('[^A-Za-z0-9_]', '_', key)}_{crc32(key.encode()):08x}"  # equal on all ranks
+        r = Reshard("", Ref(node.name), Partial("sum"), B, key, 0, backend="horovod")
+        emitter.all_reduce(name, node.inputs[1:], node.outputs, r, key)
+        emitter.nodes[name] = replace(emitter.nodes[name], controls=node.controls)
+        moved.update((ref, Ref(name, ref.index)) for ref in node.list_refs())
+    return rewire(program, emitter.nodes, moved) if moved else program
+
+
+def _can_go(program: Program, node: Node, size: int) -> bool:
+    if node.op != ALL_REDUCE or node.attrs["reduction"] != "sum" or len(node.attrs["ranks"]) not in (0, size):
+        return False
+    if any(t.dtype not in HOROVOD_DTYPES for t in node.outputs):
+        return False
+    return "wire_dtype" not in node.attrs and all(taken_by_updates(program, ref) for ref in node.list_refs())

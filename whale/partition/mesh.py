@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, prod
 
-from whale.ir.fingerprint import fingerprint
-from whale.ir.layout import Split, even_sizes, split
-from whale.ir.mesh import Axis, mesh_of
+from whale.ir.fingerprint import compute_fingerprint
+from whale.ir.layout import Split, divide_evenly, split
+from whale.ir.mesh import Axis, make_mesh
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
-from whale.partition.axis_partitioner import AxisPartitioner, partitioner_of, sizes_of, summed, with_sizes
-from whale.partition.rank_mapping import map_to_ranks, with_check
+from whale.partition.axis_partitioner import AxisPartitioner, change_sizes, list_sizes, make_partitioner, sum_sizes
+from whale.partition.rank_mapping import add_check, map_to_ranks
 from whale.passes.analysis.axes import axes_of, batch_of, known_along, named_axes, seen_along
 from whale.passes.analysis.batch import rows_of_ranks
 from whale.passes.analysis.rank_groups import named_ranks
@@ -43,23 +43,23 @@ def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts |
       PlanError: see ``make_plan`` and ``axes_of``.
     """
     axes = axes_of(program, settings)
-    of_rows = _that_divide_rows(program, axes)
-    settings = _in_each_micro_batch(program, settings, of_rows)
+    of_rows = _find_row_axes(program, axes)
+    settings = _share_rows_in_micro_batches(program, settings, of_rows)
     if len(axes) == 1:
-        return _over_one_axis(program, settings, axes[0], first)
-    rows = _rows(program, settings, [a.size for a in of_rows])
+        return _plan_one_axis(program, settings, axes[0], first)
+    rows = _share_rows(program, settings, [a.size for a in of_rows])
     if settings.zero.level and has_split_scopes(program):
         scopes = AxisPartitioner(program, settings.but(zero__level=0), axes, rows)
-        settings = settings.but(zero__avoid=scopes.divided())
-    return AxisPartitioner(program, settings, axes, rows).made()
+        settings = settings.but(zero__avoid=scopes.find_divided_dims())
+    return AxisPartitioner(program, settings, axes, rows).make_plan()
 
 
-def _over_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
+def _plan_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
     """Plans a normalised program whose ranks are all on one axis."""
     seen = seen_along(program, axis.name)
-    settings = _without_rows(seen, settings)
+    settings = _remove_rows(seen, settings)
     known = known_along(settings.split.tiles, axis.name, alone=True)
-    plan = make_plan(seen, settings.but(split__known=known), fingerprint(program), first)
+    plan = make_plan(seen, settings.but(split__known=known), compute_fingerprint(program), first)
     return replace(plan, axis=axis.name)
 
 
@@ -67,17 +67,17 @@ def lower_mesh(
     program: Program, plan: Plan, settings: PlanSettings, ranks: Sequence[int], comm: str, what: str
 ) -> list[Program]:
     """Lowers a program under a plan of several axes to what each of ``ranks`` runs."""
-    levels, mesh = partitioner_of(program, plan, settings), mesh_of(plan, range(plan.mesh_size))
+    levels, mesh = make_partitioner(program, plan, settings), make_mesh(plan, range(plan.mesh_size))
     found = []
     for rank in ranks:
-        at = mesh.coordinates(rank)
-        lowered = map_to_ranks(levels.lowered(at), mesh, rank, comm)
-        lowered = with_check(lowered, rank, comm, plan.fingerprint, what)
-        found.append(levels.with_own_rows(lowered, program, at))
+        at = mesh.find_coordinates(rank)
+        lowered = map_to_ranks(levels.lower_program(at), mesh, rank, comm)
+        lowered = add_check(lowered, rank, comm, plan.fingerprint, what)
+        found.append(levels.cut_own_rows(lowered, program, at))
     return found
 
 
-def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
+def _find_row_axes(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
     """Returns ``axes`` without the last ones over which the program divides tensors wherever it reads an input.
 
     All ranks along such an axis have the same rows, as in Megatron-LM: each of them computes what stands outside of the
@@ -90,7 +90,7 @@ def _that_divide_rows(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
     return axes[:count]
 
 
-def _without_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
+def _remove_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
     """Returns settings by which the only axis divides no rows, where it divides every input as a sequence.
 
     A batch of long sequences may have one row only. Where micro-batches, which are cut from rows, or unequal shares of
@@ -110,24 +110,24 @@ def _without_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
 def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
     """Tells whether ranks need rows of others in each micro-batch: for scopes on some ranks, or on an axis of rows."""
     axes = axes_of(program, settings)
-    of_rows = [axis.name for axis in _that_divide_rows(program, axes) if axis.size > 1]
+    of_rows = [axis.name for axis in _find_row_axes(program, axes) if axis.size > 1]
     return bool(of_rows and named_ranks(program)) or any(
         has_split_scopes(seen_along(program, name, axes)) for name in of_rows
     )
 
 
-def in_even_micro_batches(program: Program, settings: PlanSettings) -> PlanSettings:
+def make_micro_batches_even(program: Program, settings: PlanSettings) -> PlanSettings:
     """Returns settings by which all micro-batches have equally many rows: as many micro-batches as asked, or more.
 
     Each rank then has as many rows of every micro-batch, and exchanges them in the same way for all of them.
     """
     asked = settings.batch.inputs
-    rows = gcd(*(sum(sizes_of(b)) for b in (batch_of(program, settings) if asked is None else asked)))
+    rows = gcd(*(sum(list_sizes(b)) for b in (batch_of(program, settings) if asked is None else asked)))
     count = next((n for n in range(settings.time.micro_batches, rows) if rows % n == 0), max(1, rows))
     return settings.but(time__micro_batches=count, time__same_rows=True)
 
 
-def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
+def _share_rows_in_micro_batches(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
     """Returns settings by which each rank has the same number of rows of each micro-batch, or none.
 
     Args:
@@ -138,21 +138,24 @@ def _in_each_micro_batch(program: Program, settings: PlanSettings, axes: Sequenc
     if not settings.time.same_rows:
         if not wants_same_rows(program, settings):
             return settings
-        settings = in_even_micro_batches(program, settings)
+        settings = make_micro_batches_even(program, settings)
     count, sizes = settings.time.micro_batches, [a.size for a in axes]
-    of_one = [_of_one(b, count, sizes, bool(settings.batch.shares)) for b in _rows(program, settings, sizes)]
+    of_one = [
+        _make_micro_batch_input(b, count, sizes, bool(settings.batch.shares))
+        for b in _share_rows(program, settings, sizes)
+    ]
     return settings.but(batch__inputs=tuple(of_one))
 
 
-def _of_one(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
+def _make_micro_batch_input(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
     """Returns ``b`` with the rows that each rank has of one of ``count`` micro-batches, in ``count`` runs."""
     assert isinstance(b.placement, Split)
-    rows = sum(sizes_of(b)) // count
-    of_ranks = _one_at_least(rows, sizes_of(b)) if shared else _nested(rows, sizes)
+    rows = sum(list_sizes(b)) // count
+    of_ranks = _share_at_least_one(rows, list_sizes(b)) if shared else _divide_nested(rows, sizes)
     return replace(b, placement=split(b.placement.dim, of_ranks, count))
 
 
-def _one_at_least(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
+def _share_at_least_one(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Divides ``rows`` in proportion to the shares, in whole rows, at least one for each rank that has a share.
 
     Where there are fewer rows than shares, some ranks have none.
@@ -167,7 +170,7 @@ def _one_at_least(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
+def _share_rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
     """Returns the batch inputs with the rows of all ranks: as the user shares them, or evenly over each axis in turn.
 
     Args:
@@ -179,14 +182,16 @@ def _rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tup
         return found
     if asked.shares:
         inside = settings.size // prod(sizes)
-        return tuple(replace(b, placement=summed(b, inside)) if len(sizes_of(b)) == settings.size else b for b in found)
+        return tuple(
+            replace(b, placement=sum_sizes(b, inside)) if len(list_sizes(b)) == settings.size else b for b in found
+        )
     if asked.inputs is not None:
         return found
-    return tuple(replace(b, placement=with_sizes(b, _nested(sum(sizes_of(b)), sizes))) for b in found)
+    return tuple(replace(b, placement=change_sizes(b, _divide_nested(sum(list_sizes(b)), sizes))) for b in found)
 
 
-def _nested(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def _divide_nested(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Divides rows over the ranks: as evenly as can be over the first axis, then each part over the next one."""
     if not sizes:
         return (rows,)
-    return tuple(n for part in even_sizes(rows, sizes[0]) for n in _nested(part, sizes[1:]))
+    return tuple(n for part in divide_evenly(rows, sizes[0]) for n in _divide_nested(part, sizes[1:]))

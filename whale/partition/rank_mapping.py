@@ -17,44 +17,44 @@ from whale.partition.resharding import emit_reshard
 ROWS_OF_GROUP = "whale/rows"  # what the names begin with of nodes that cut a group's rows of a batch
 
 
-def _on_all_graphs(program: Program, change: Callable[[Node], Node]) -> Program:
-    functions = {name: body.with_nodes(tuple(map(change, body.nodes))) for name, body in program.functions.items()}
-    return program.with_nodes(tuple(map(change, program.nodes)), functions=functions)
+def _change_all_graphs(program: Program, change: Callable[[Node], Node]) -> Program:
+    functions = {name: body.replace_nodes(tuple(map(change, body.nodes))) for name, body in program.functions.items()}
+    return program.replace_nodes(tuple(map(change, program.nodes)), functions=functions)
 
 
 def mark_axis(program: Program, axis: str) -> Program:
     """Marks the exchanges of ``program`` that no axis is marked on yet as being along ``axis``."""
 
-    def of_node(node: Node) -> Node:
+    def mark_node(node: Node) -> Node:
         if node.op not in EXCHANGES or node.marks.axis:
             return node
         return node.marked(axis=(axis,))
 
-    return _on_all_graphs(program, of_node)
+    return _change_all_graphs(program, mark_node)
 
 
 def map_to_ranks(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
     """Puts the ranks of ``rank``'s groups, and keys of each group's own, into its program's communication ops."""
     groups: dict[tuple[str, ...], tuple[int, ...]] = {}
 
-    def of_node(node: Node) -> Node:
+    def map_node(node: Node) -> Node:
         if node.op == "WhaleCommunicator":
             return replace(node, attrs={**node.attrs, "rank": rank, "communicator": comm})
         if not node.marks.axis:
             return node
         attrs, along = dict(node.attrs), node.marks.axis
-        ranks = groups.get(along) or groups.setdefault(along, mesh.along(rank, *along))
+        ranks = groups.get(along) or groups.setdefault(along, mesh.list_ranks_along(rank, *along))
         attrs["key"] = f"{attrs['key']}@{'+'.join(map(str, ranks)) if len(ranks) <= 4 else f'{ranks[0]}+{ranks[1]}...'}"
         if "peer" in attrs:
             attrs["peer"], attrs["ranks"] = ranks[attrs["peer"]], ()
         else:
             attrs["ranks"] = ranks
-        return replace(node, attrs=attrs, marks=node.marks.but(axis=()))
+        return replace(node, attrs=attrs, marks=node.marks.replace_marks(axis=()))
 
-    return _on_all_graphs(program, of_node)
+    return _change_all_graphs(program, map_node)
 
 
-def with_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> Program:
+def add_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> Program:
     """Makes a rank's program first compare with the other ranks what they are about to run."""
     attrs = {"communicator": comm, "rank": rank}
     handle = lowered.by_name.get(COMMUNICATOR)
@@ -63,7 +63,7 @@ def with_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> 
         nodes.insert(0, Node(COMMUNICATOR, "WhaleCommunicator", (), (), attrs, (TensorType("resource", ()),), "", True))
     said = {"key": "whale/check", "fingerprint": mark, "what": what, "ranks": ()}
     nodes.append(Node("whale/check", "WhaleCheck", (Ref(COMMUNICATOR),), (), said, (), "", True))
-    return lowered.with_nodes(tuple(nodes), effects=(*lowered.effects, "whale/check"))
+    return lowered.replace_nodes(tuple(nodes), effects=(*lowered.effects, "whale/check"))
 
 
 def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Split, group: int) -> Program:
@@ -81,9 +81,9 @@ def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Split, gro
     if rows is None or rows == Ref(b.name):
         return program
 
-    def moved(ref: Ref) -> Ref:
+    def replace_ref(ref: Ref) -> Ref:
         return rows if ref == Ref(b.name) else ref
 
     nodes = list(emitter.nodes.values())
-    nodes += [replace(n, inputs=tuple(map(moved, n.inputs))) for n in program.nodes if n.name != b.name]
-    return program.with_nodes(tuple(nodes), outputs=tuple(map(moved, program.outputs)))
+    nodes += [replace(n, inputs=tuple(map(replace_ref, n.inputs))) for n in program.nodes if n.name != b.name]
+    return program.replace_nodes(tuple(nodes), outputs=tuple(map(replace_ref, program.outputs)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whale.errors import LayoutError
-from whale.ir.emitter import Emitter, with_size
+from whale.ir.emitter import Emitter, replace_size
 from whale.ir.layout import (
     B,
     Broadcast,
@@ -17,8 +17,8 @@ from whale.ir.layout import (
     PerRank,
     Placement,
     Split,
-    in_runs,
-    label,
+    format_label,
+    is_in_runs,
     local_shape,
     split,
 )
@@ -26,7 +26,7 @@ from whale.ir.marks import Marks
 from whale.ir.ops import COLLECTIVES
 from whale.ir.plan import Reshard
 from whale.ir.program import Ref
-from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
+from whale.ir.values import DType, Shape, TensorType, find_numpy_dtype, require_static_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Move:
     have: Split
     want: Split
 
-    def common(self, owner: int, to: int) -> tuple[int, int]:
+    def find_common(self, owner: int, to: int) -> tuple[int, int]:
         """Returns the positions that rank ``owner`` has and rank ``to`` wants: the first, and one past the last."""
-        mine, theirs = self.have.span(owner), self.want.span(to)
+        mine, theirs = self.have.find_span(owner), self.want.find_span(to)
         return max(mine[0], theirs[0]), min(mine[1], theirs[1])
 
-    def piece(self, count: int) -> TensorType:
+    def make_piece_type(self, count: int) -> TensorType:
         """Returns the type of a piece of ``count`` positions."""
-        return TensorType(self.type.dtype, with_size(self.type, self.have.dim, count))
+        return TensorType(self.type.dtype, replace_size(self.type, self.have.dim, count))
 
 
 def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
@@ -61,19 +61,19 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     """
     if e.size == 1:
         return source()  # the first rank is all ranks
-    name = reshard_name(e.prefix, r.ref, r.target)
+    name = make_reshard_name(e.prefix, r.ref, r.target)
     have, want = r.source, r.target
-    if in_runs(have) or in_runs(want):
-        return _by_runs(e, name, r, t, source)
+    if is_in_runs(have) or is_in_runs(want):
+        return _emit_by_runs(e, name, r, t, source)
     local = source()
     if isinstance(have, FirstRank):
-        return _from_first(e, name, local, r, t)
+        return _emit_from_first(e, name, local, r, t)
     assert local is not None, r
     if isinstance(have, PerRank) and isinstance(want, Partial):
-        return e.weighted(name, local, t, have.share(e.rank))
+        return e.multiply_by_weight(name, local, t, have.share(e.rank))
     if isinstance(want, PerRank) and isinstance(have, Partial):
         share = want.share(e.rank)
-        return e.weighted(name, local, t, 1 / share if share else 0.0)
+        return e.multiply_by_weight(name, local, t, 1 / share if share else 0.0)
     if isinstance(want, FirstRank):
         return local if e.rank == 0 else None
     if isinstance(have, Broadcast):
@@ -104,7 +104,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         return e.all_reduce(name, (local,), (t,), r, r.key)
     if isinstance(want, Split):
         if r.wire_dtype:
-            return _scattered_rounded(e, name, local, t, want, r)
+            return _emit_rounded_scatter(e, name, local, t, want, r)
         attrs = {"key": r.key, "reduction": have.op, "axis": want.dim, "sizes": want.sizes}
         return e.comm_op(
             name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
@@ -118,9 +118,9 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     )
 
 
-def _scattered_rounded(e: Emitter, name: str, local: Ref, t: TensorType, want: Split, r: Reshard) -> Ref:
+def _emit_rounded_scatter(e: Emitter, name: str, local: Ref, t: TensorType, want: Split, r: Reshard) -> Ref:
     """Emits a reduce-scatter in 16 bits: parts are rounded, sent to their rank, and added there."""
-    shape, wire = static_shape(t), r.wire_dtype
+    shape, wire = require_static_shape(t), r.wire_dtype
     to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False}
     rounded = e.add(
         f"{name}/rounded", "Cast", (local,), to_wire, (TensorType(wire, shape),), marks=Marks(rounds_for_wire=True)
@@ -134,7 +134,7 @@ def _scattered_rounded(e: Emitter, name: str, local: Ref, t: TensorType, want: S
         "concat_axis": 0,
         "concat_sizes": (1,) * e.size,
     }
-    mine = static_shape(TensorType(t.dtype, local_shape(shape, want, e.rank)))
+    mine = require_static_shape(TensorType(t.dtype, local_shape(shape, want, e.rank)))
     parts = (TensorType(wire, (e.size, *mine)),)
     got = e.comm_op(f"{name}/parts", "WhaleAllToAll", (source,), lifted, attrs, parts)
     from_wire = {"SrcT": DType(wire), "DstT": DType(t.dtype), "Truncate": False}
@@ -144,7 +144,7 @@ def _scattered_rounded(e: Emitter, name: str, local: Ref, t: TensorType, want: S
     return e.add(name, "Sum", operands, summed, (TensorType(t.dtype, mine),))
 
 
-def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
+def _emit_by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
     """Emits a change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
     have, want = r.source, r.target
     if isinstance(have, Split) and isinstance(want, Split) and have.dim == want.dim:
@@ -153,7 +153,7 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
     runs_of = {p.dim: p.blocks for p in (have, want) if isinstance(p, Split) and p.blocks > 1}
     cut = {p.dim: p.extent for p in (have, want) if isinstance(p, Split)}  # known of branches' results, too
     known = None if t.shape is None else tuple(cut.get(dim, size) for dim, size in enumerate(t.shape))
-    whole_shape = static_shape(replace(t, shape=known))
+    whole_shape = require_static_shape(replace(t, shape=known))
     shape: tuple[int, ...] = ()
     place: list[int] = []  # of each dimension in the view; of runs, that of what is in one
     for dim, size in enumerate(whole_shape):
@@ -176,14 +176,14 @@ def _by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[
     return None if got is None else e.reshape(name, got, t.dtype, local_shape(whole_shape, want, e.rank))
 
 
-def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:
+def _emit_from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:
     want: Placement = r.target
     if isinstance(want, FirstRank):
         return local
     if isinstance(want, Split) and t.is_static:
         return e.scatter(name, local, t, want, r.key)
     if local is None:
-        local = e.const(name + "/nothing", np.zeros((0,), numpy_dtype(t.dtype)))
+        local = e.const(name + "/nothing", np.zeros((0,), find_numpy_dtype(t.dtype)))
     attrs = {"key": r.key, "root": 0, "N": 1, "shapes": (Shape(t.shape),)}
     if isinstance(want, Partial) and t.is_static:
         return local if e.rank == 0 else e.fill(name, local, t, want.op)
@@ -198,12 +198,12 @@ def _from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorT
 def emit_fused(
     e: Emitter, name: str, members: Sequence[Reshard], sources: Sequence[Ref], types: Sequence[TensorType]
 ) -> None:
-    """Emits the changes of several tensors that travel together; ``fused_result`` says where each is then."""
+    """Emits the changes of several tensors that travel together; ``find_fused_result`` says where each is then."""
     if isinstance(members[0].source, Partial):
         e.all_reduce(name, sources, types, members[0], name)
         return
     moves = [
-        Move(reshard_name(e.prefix, r.ref, r.target), source, t, r.source, r.target)
+        Move(make_reshard_name(e.prefix, r.ref, r.target), source, t, r.source, r.target)
         for r, source, t in zip(members, sources, types)
         if isinstance(r.source, Split) and isinstance(r.target, Split)
     ]
@@ -219,79 +219,79 @@ def move_shares(e: Emitter, name: str, key: str, moves: Sequence[Move]) -> list[
     What a rank sends to another one of all tensors, which are of one type, is one message.
     """
     for peer in range(e.size):
-        sent = [(m, m.common(e.rank, peer)) for m in moves if peer != e.rank]
+        sent = [(m, m.find_common(e.rank, peer)) for m in moves if peer != e.rank]
         pieces = [
-            (_slice(e, f"{m.name}/to_{peer}", m, low, high), m.piece(high - low))
+            (_slice(e, f"{m.name}/to_{peer}", m, low, high), m.make_piece_type(high - low))
             for m, (low, high) in sent
             if low < high
         ]
         if pieces:
-            piece = pieces[0][0] if len(pieces) == 1 else _packed(e, f"{name}/to_{peer}", pieces)
+            piece = pieces[0][0] if len(pieces) == 1 else _pack(e, f"{name}/to_{peer}", pieces)
             attrs = {"key": f"{key}/{e.rank}to{peer}", "peer": peer}
             e.comm_op(f"{name}/send_{peer}", "WhaleSend", (piece,), moves[0].type, attrs, ())
     found: list[list[Ref]] = [[] for _ in moves]
     for peer in range(e.size):
-        got = [(i, m, *m.common(peer, e.rank)) for i, m in enumerate(moves)]
+        got = [(i, m, *m.find_common(peer, e.rank)) for i, m in enumerate(moves)]
         got = [one for one in got if one[2] < one[3]]
         if peer == e.rank:
             for i, m, low, high in got:
                 found[i].append(_slice(e, f"{m.name}/kept", m, low, high))
         elif got:
-            shapes = [m.piece(high - low) for _, m, low, high in got]
+            shapes = [m.make_piece_type(high - low) for _, m, low, high in got]
             whole = shapes[0] if len(got) == 1 else TensorType(shapes[0].dtype, (sum(t.elements for t in shapes),))
             attrs = {"key": f"{key}/{peer}to{e.rank}", "peer": peer, "shape": Shape(whole.shape)}
             received = e.comm_op(f"{name}/recv_{peer}", "WhaleRecv", (), whole, attrs, (whole,))
             names = [f"{m.name}/from_{peer}" for _, m, _, _ in got]
-            parts = [received] if len(got) == 1 else _unpacked(e, names, received, whole, shapes)
+            parts = [received] if len(got) == 1 else _unpack(e, names, received, whole, shapes)
             for (i, *_), part in zip(got, parts):
                 found[i].append(part)
-    return [_joined(e, m, pieces) for m, pieces in zip(moves, found)]
+    return [_join_pieces(e, m, pieces) for m, pieces in zip(moves, found)]
 
 
 def _slice(e: Emitter, name: str, m: Move, low: int, high: int) -> Ref:
-    return e.rows(name, m.source, m.type, m.have.dim, low - m.have.span(e.rank)[0], high - low)
+    return e.rows(name, m.source, m.type, m.have.dim, low - m.have.find_span(e.rank)[0], high - low)
 
 
-def _packed(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Ref:
+def _pack(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Ref:
     """Packs tensors one behind the other into one vector."""
     flat = [e.reshape(f"{name}/flat_{i}", p, t.dtype, (t.elements,)) for i, (p, t) in enumerate(pieces)]
-    operands = (*flat, e.const(e.part(name, "axis"), np.array(0, np.int32)))
+    operands = (*flat, e.const(e.name_part(name, "axis"), np.array(0, np.int32)))
     dtype = pieces[0][1].dtype
     kinds = {"T": DType(dtype), "Tidx": DType("int32"), "N": len(flat)}
     return e.add(name, "ConcatV2", operands, kinds, (TensorType(dtype, (sum(t.elements for _, t in pieces),)),))
 
 
-def _unpacked(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shapes: Sequence[TensorType]) -> list[Ref]:
-    """Splits a vector of ``_packed`` into its tensors again."""
+def _unpack(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shapes: Sequence[TensorType]) -> list[Ref]:
+    """Splits a vector of ``_pack`` into its tensors again."""
     found, first = [], 0
     for name, shape in zip(names, shapes):
         flat = e.rows(f"{name}/flat", vector, t, 0, first, shape.elements)
-        found.append(e.reshape(name, flat, shape.dtype, static_shape(shape)))
+        found.append(e.reshape(name, flat, shape.dtype, require_static_shape(shape)))
         first += shape.elements
     return found
 
 
-def _joined(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
+def _join_pieces(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
     """Joins the pieces of a tensor that a rank kept and received."""
     out = TensorType(m.type.dtype, local_shape(m.type.shape, m.want, e.rank))
     if not pieces:
-        return e.const(m.name, np.zeros(static_shape(out), numpy_dtype(out.dtype)))
+        return e.const(m.name, np.zeros(require_static_shape(out), find_numpy_dtype(out.dtype)))
     if len(pieces) == 1:
         return pieces[0]
-    operands = (*pieces, e.const(e.part(m.name, "axis"), np.array(m.have.dim, np.int32)))
+    operands = (*pieces, e.const(e.name_part(m.name, "axis"), np.array(m.have.dim, np.int32)))
     kinds = {"T": DType(out.dtype), "Tidx": DType("int32"), "N": len(pieces)}
     return e.add(m.name, "ConcatV2", operands, kinds, (out,))
 
 
-def fused_result(prefix: str, r: Reshard, place: int) -> Ref:
+def find_fused_result(prefix: str, r: Reshard, place: int) -> Ref:
     """Returns the tensor of ``r`` in its new form, where it travels as number ``place`` of a fused group."""
     whole = isinstance(r.source, Partial)
-    return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(reshard_name(prefix, r.ref, r.target))
+    return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(make_reshard_name(prefix, r.ref, r.target))
 
 
-def reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
+def make_reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
     """Returns the name of the node that has ``ref`` as ``target``."""
-    text = f"{ref.node}_{ref.index}_to_{label(target)}"
+    text = f"{ref.node}_{ref.index}_to_{format_label(target)}"
     return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
 
 

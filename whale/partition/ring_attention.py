@@ -23,10 +23,10 @@ import numpy as np
 from whale.ir.emitter import Emitter
 from whale.ir.layout import Split, Strategy
 from whale.ir.marks import NO_MARKS, Marks
-from whale.ir.program import Node, Program, Ref, rewired
-from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
-from whale.sharding_rules.math.einsum import product_letters
-from whale.sharding_rules.nn.attention import ATTENTION, RINGS, sides_of
+from whale.ir.program import Node, Program, Ref, rewire
+from whale.ir.values import DType, Shape, TensorType, find_numpy_dtype, require_static_shape
+from whale.sharding_rules.math.einsum import find_product_letters
+from whale.sharding_rules.nn.attention import ATTENTION, RINGS, count_leading_operands
 
 
 def emit_attention(
@@ -40,10 +40,10 @@ def emit_attention(
     """
     cut = strategy.inputs[0]
     assert isinstance(cut, Split), (node.name, strategy)
-    return _emitted(_Blocks(e, node, body, cut.sizes, list(zip(operands, types))))
+    return _emit_attention(_Blocks(e, node, body, cut.sizes, list(zip(operands, types))))
 
 
-def in_blocks(program: Program) -> Program:
+def divide_attention_in_blocks(program: Program) -> Program:
     """Rewrites each attention that is one operation of a rank's program to go block by block of queries."""
     rings = [node for node in program.nodes if node.op in RINGS]
     if not rings:
@@ -55,12 +55,12 @@ def in_blocks(program: Program) -> Program:
             e.nodes[node.name] = node
             continue
         body = program.functions[node.attrs["body"].name]
-        operands = [(moved.get(r, r), program.type_of(r)) for r in node.inputs]
-        keys = static_shape(operands[1][1])[node.attrs["dims"][1]]
-        moved |= {Ref(node.name, i): r for i, r in _emitted(_Blocks(e, node, body, (keys,), operands)).items()}
+        operands = [(moved.get(r, r), program.find_type(r)) for r in node.inputs]
+        keys = require_static_shape(operands[1][1])[node.attrs["dims"][1]]
+        moved |= {Ref(node.name, i): r for i, r in _emit_attention(_Blocks(e, node, body, (keys,), operands)).items()}
     bodies = {node.attrs["body"].name for node in rings}
     functions = {name: body for name, body in program.functions.items() if name not in bodies}
-    return rewired(replace(program, functions=functions), e.nodes, moved)
+    return rewire(replace(program, functions=functions), e.nodes, moved)
 
 
 MOST_BLOCKS, LEAST_QUERIES = 16, 64
@@ -77,19 +77,21 @@ class _Blocks:
 
     def __init__(self, e: Emitter, node: Node, body: Program, sizes: Sequence[int], operands: Sequence[_Tensor]):
         self.e, self.node, self.body, self.sizes = e, node, body, sizes
-        self.operands = list(operands[: sides_of(node)])
+        self.operands = list(operands[: count_leading_operands(node)])
         self.dims: Any = node.attrs["dims"]
         self.turn: Any = node.attrs["turn"]
         self.number = 0
         # The nodes that the next block waits for. The gradient's scores could be computed long before it comes.
         self.after: tuple[str, ...] = (operands[0 if node.op == ATTENTION else 3][0].node,)
         self.softmax = body.by_name[str(node.attrs["softmax"])]
-        self.count = static_shape(operands[0][1])[self.dims[0]]  # of queries
+        self.count = require_static_shape(operands[0][1])[self.dims[0]]  # of queries
         scores, most = self.softmax.outputs[0], int(node.attrs["scores_bytes"])
-        self.alike = {ref.node for ref, _ in operands[sides_of(node) :]}  # what may be so for all micro-batches
-        self.operands += [self.held(t) for t in operands[sides_of(node) :]]
-        held = scores.bytes // prod(static_shape(scores)[-2:]) * self.count * max(sizes)
-        self.queries = _blocks(self.count, -(-MOST_BLOCKS * held // most) if most else 1)
+        self.alike = {
+            ref.node for ref, _ in operands[count_leading_operands(node) :]
+        }  # what may be so for all micro-batches
+        self.operands += [self.hide_constant(t) for t in operands[count_leading_operands(node) :]]
+        held = scores.bytes // prod(require_static_shape(scores)[-2:]) * self.count * max(sizes)
+        self.queries = _divide_queries(self.count, -(-MOST_BLOCKS * held // most) if most else 1)
 
     # -- simple nodes
 
@@ -109,7 +111,7 @@ class _Blocks:
         if all(r.node in self.alike for r in refs):
             self.alike.add(name)
         elif waits:
-            marks = marks.but(recomputed=True)  # it waits in micro-batches, too
+            marks = marks.replace_marks(recomputed=True)  # it waits in micro-batches, too
         self.e.nodes[name] = Node(name, op, refs, tuple(waits), attrs, (t,), self.node.scope, False, marks)
         return Ref(name), t
 
@@ -124,7 +126,7 @@ class _Blocks:
         self.alike.add(ref.node)
         return ref, self.e.nodes[ref.node].outputs[0]
 
-    def held(self, tensor: _Tensor) -> _Tensor:
+    def hide_constant(self, tensor: _Tensor) -> _Tensor:
         """Returns the tensor, hidden from TensorFlow's constant folding where it is computed from constants alone.
 
         TensorFlow would otherwise compute the masks of all blocks before the step, and keep them.
@@ -138,25 +140,25 @@ class _Blocks:
             waiting += [r.node for r in node.inputs if r.node not in found]
         return self.run("WhaleHold", [tensor], tensor[1], {"T": DType(tensor[1].dtype)})
 
-    def each(self, op: str, *inputs: _Tensor) -> _Tensor:
+    def emit_elementwise(self, op: str, *inputs: _Tensor) -> _Tensor:
         """Emits an elementwise op, whose operands broadcast."""
-        return self.add(op, inputs, np.broadcast_shapes(*(static_shape(t) for _, t in inputs)))
+        return self.add(op, inputs, np.broadcast_shapes(*(require_static_shape(t) for _, t in inputs)))
 
-    def over(self, op: str, source: _Tensor, axes: Sequence[int]) -> _Tensor:
-        shape = [1 if i in axes else n for i, n in enumerate(static_shape(source[1]))]
+    def emit_reduction(self, op: str, source: _Tensor, axes: Sequence[int]) -> _Tensor:
+        shape = [1 if i in axes else n for i, n in enumerate(require_static_shape(source[1]))]
         numbers = self.const(np.array(axes, np.int32))
         return self.add(op, (source, numbers), shape, Tidx=DType("int32"), keep_dims=True)
 
-    def transposed(self, source: _Tensor, order: Sequence[int]) -> _Tensor:
+    def transpose(self, source: _Tensor, order: Sequence[int]) -> _Tensor:
         if list(order) == sorted(order):
             return source
-        shape = static_shape(source[1])
+        shape = require_static_shape(source[1])
         return self.add("Transpose", (source, self.const(np.array(order, np.int32))), [shape[i] for i in order],
                         Tperm=DType("int32"))  # fmt: skip
 
-    def over_result(self, each: _Tensor) -> _Tensor:
+    def broadcast_over_result(self, each: _Tensor) -> _Tensor:
         """Transposes one number for each query [.., queries, 1], so that it broadcasts over the result."""
-        return self.transposed(each, self.turn)
+        return self.transpose(each, self.turn)
 
     # -- blocks
 
@@ -164,14 +166,14 @@ class _Blocks:
     def rank(self) -> int:
         return self.e.rank
 
-    def block(self, step: int) -> int:
+    def find_block(self, step: int) -> int:
         """Returns the number of the block whose keys and values the rank has at a step."""
         return (self.rank + step) % len(self.sizes)
 
-    def part(self, tensor: _Tensor, spans: Mapping[int, tuple[int, int]]) -> _Tensor:
+    def slice_part(self, tensor: _Tensor, spans: Mapping[int, tuple[int, int]]) -> _Tensor:
         """Slices a tensor to (first, number) of some dimensions; returns it as it is where that is all of it."""
         ref, t = tensor
-        begin, shape = np.zeros(len(t.shape or ()), np.int32), list(static_shape(t))
+        begin, shape = np.zeros(len(t.shape or ()), np.int32), list(require_static_shape(t))
         for dim, (first, count) in spans.items():
             begin[dim], shape[dim] = first, count
         if tuple(shape) == t.shape:
@@ -180,19 +182,19 @@ class _Blocks:
         out = TensorType(t.dtype, tuple(shape))
         return self.run("Slice", ((ref, t), *bounds), out, {"T": DType(t.dtype), "Index": DType("int32")}, self.after)
 
-    def joined(self, parts: Sequence[_Tensor], dim: int) -> Ref:
+    def concatenate(self, parts: Sequence[_Tensor], dim: int) -> Ref:
         """Concatenates the parts of all blocks of queries."""
         if len(parts) == 1:
             return parts[0][0]
-        shape = [self.count if i == dim else n for i, n in enumerate(static_shape(parts[0][1]))]
+        shape = [self.count if i == dim else n for i, n in enumerate(require_static_shape(parts[0][1]))]
         axis = self.const(np.array(dim, np.int32))
         return self.add("ConcatV2", (*parts, axis), shape, Tidx=DType("int32"), N=len(parts))[0]
 
-    def handed_on(self, what: str, step: int, tensor: _Tensor, dim: int, coming: int) -> _Tensor:
+    def hand_on(self, what: str, step: int, tensor: _Tensor, dim: int, coming: int) -> _Tensor:
         """Sends ``tensor`` to the rank before this one, and receives block ``coming`` from the rank behind."""
         e, p, t = self.e, len(self.sizes), tensor[1]
         key = f"{self.node.name}/{what}_{step}"  # what stands before the last "/" is the plan's name for all of them
-        shape = tuple(self.sizes[coming] if i == dim else n for i, n in enumerate(static_shape(t)))
+        shape = tuple(self.sizes[coming] if i == dim else n for i, n in enumerate(require_static_shape(t)))
         before, behind = (self.rank - 1) % p, (self.rank + 1) % p
         attrs = {"key": f"{key}_{self.rank}to{before}", "peer": before}
         marks = Marks(ring_dim=dim)
@@ -204,29 +206,29 @@ class _Blocks:
             e.nodes[one] = replace(e.nodes[one], controls=self.after)
         return ref, out
 
-    def next_block(self, step: int, key: _Tensor, value: _Tensor) -> tuple[_Tensor, _Tensor]:
+    def emit_next_block(self, step: int, key: _Tensor, value: _Tensor) -> tuple[_Tensor, _Tensor]:
         """Hands keys and values on and returns those of the next step; at the last step, returns these."""
         if step + 1 == len(self.sizes):
             return key, value
-        coming = self.block(step + 1)
+        coming = self.find_block(step + 1)
         return (
-            self.handed_on("key", step, key, self.dims[1], coming),
-            self.handed_on("value", step, value, self.dims[2], coming),
+            self.hand_on("key", step, key, self.dims[1], coming),
+            self.hand_on("value", step, value, self.dims[2], coming),
         )
 
-    def side(self, i: int, block: int, span: tuple[int, int]) -> _Tensor:
+    def slice_side(self, i: int, block: int, span: tuple[int, int]) -> _Tensor:
         """Returns the part of operand ``i`` that scales or masks the scores of a block of keys and one of queries."""
         attrs: Any = self.node.attrs
         spans = {}
-        tensor = self.operands[sides_of(self.node) + i]
+        tensor = self.operands[count_leading_operands(self.node) + i]
         last = len(tensor[1].shape or ()) - 1
         if attrs["keyed"][i]:
             spans[last] = sum(self.sizes[:block]), self.sizes[block]
         if attrs["queried"][i]:
             spans[last - 1] = span
-        return self.part(tensor, spans)
+        return self.slice_part(tensor, spans)
 
-    def replayed(self, known: Mapping[Ref, _Tensor], until: str = "") -> dict[Ref, _Tensor]:
+    def emit_body(self, known: Mapping[Ref, _Tensor], until: str = "") -> dict[Ref, _Tensor]:
         """Emits the nodes of the body that are not known yet, for one block, up to the one called ``until``."""
         found = dict(known)
         for node in self.body.nodes:
@@ -235,53 +237,60 @@ class _Blocks:
             if Ref(node.name) in found:
                 continue
             inputs = [found[r] for r in node.inputs]
-            t = TensorType(node.outputs[0].dtype, _shape_of(node, [static_shape(t) for _, t in inputs]))
+            t = TensorType(
+                node.outputs[0].dtype, _find_result_shape(node, [require_static_shape(t) for _, t in inputs])
+            )
             found[Ref(node.name)] = self.run(node.op, inputs, t, node.attrs, self.after, node.marks)
         return found
 
-    def given(
+    def map_body_arguments(
         self, key: _Tensor, value: _Tensor, block: int, span: tuple[int, int], more: Sequence[_Tensor] = ()
     ) -> dict[Ref, _Tensor]:
         """Returns the body's arguments for a block of keys and one of queries."""
-        sides = [self.side(i, block, span) for i in range(len(self.operands) - sides_of(self.node))]
-        arguments = (self.part(self.operands[0], {self.dims[0]: span}), key, value, *more, *sides)
+        sides = [self.slice_side(i, block, span) for i in range(len(self.operands) - count_leading_operands(self.node))]
+        arguments = (self.slice_part(self.operands[0], {self.dims[0]: span}), key, value, *more, *sides)
         return {Ref(name): tensor for name, tensor in zip(self.body.inputs, arguments)}
 
     # -- the two directions
 
-    def at_hand(self) -> dict[int, Ref]:
+    def emit_local(self) -> dict[int, Ref]:
         """Emits the results where the rank has all keys: those of the body for each block of queries."""
         key, value = self.operands[1:3]
         forward = self.node.op == ATTENTION
         names = [str(self.node.attrs["mixed"])] if forward else self.node.attrs["gradients"]
         results: list[list[_Tensor]] = []
         for span in self.queries:
-            more = [] if forward else [self.part(self.operands[3], {self.dims[3]: span})]
-            known = self.replayed(self.given(key, value, 0, span, more))
+            more = [] if forward else [self.slice_part(self.operands[3], {self.dims[3]: span})]
+            known = self.emit_body(self.map_body_arguments(key, value, 0, span, more))
             found = [known[Ref(str(name))] for name in names]
             if results:
-                found[1:] = [self.each("AddV2", a, b) for a, b in zip(results[-1][1:], found[1:])]
+                found[1:] = [self.emit_elementwise("AddV2", a, b) for a, b in zip(results[-1][1:], found[1:])]
             results.append(found)
             self.after = tuple(t[0].node for t in found)
-        of_queries = self.joined([found[0] for found in results], self.dims[3 if forward else 0])
+        of_queries = self.concatenate([found[0] for found in results], self.dims[3 if forward else 0])
         return {0: of_queries, **{i: t[0] for i, t in enumerate(results[-1]) if i}}
 
-    def forward(self) -> dict[int, Ref]:
+    def emit_forward(self) -> dict[int, Ref]:
         """Emits the forward pass: the result, and the logarithm of the sum of each query's exponentials."""
         key, value = self.operands[1:3]
         states: list[tuple[_Tensor, _Tensor, _Tensor] | None] = [None] * len(self.queries)
         for step in range(len(self.sizes)):
-            ahead = self.next_block(step, key, value)
+            ahead = self.emit_next_block(step, key, value)
             for i, span in enumerate(self.queries):
-                states[i] = self.seen(self.given(key, value, self.block(step), span), states[i])
+                states[i] = self.update_softmax(
+                    self.map_body_arguments(key, value, self.find_block(step), span), states[i]
+                )
             key, value = ahead
         results, logs = [], []
         for largest, total, result in filter(None, states):
-            results.append(self.each("RealDiv", result, self.over_result(total)))
-            logs.append(self.each("AddV2", largest, self.each("Log", total)))
-        return {0: self.joined(results, self.dims[3]), 1: self.joined(logs, len(static_shape(logs[0][1])) - 2)}
+            results.append(self.emit_elementwise("RealDiv", result, self.broadcast_over_result(total)))
+            logs.append(self.emit_elementwise("AddV2", largest, self.emit_elementwise("Log", total)))
+        return {
+            0: self.concatenate(results, self.dims[3]),
+            1: self.concatenate(logs, len(require_static_shape(logs[0][1])) - 2),
+        }
 
-    def seen(
+    def update_softmax(
         self, known: Mapping[Ref, _Tensor], before: tuple[_Tensor, _Tensor, _Tensor] | None
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
         """Updates the running softmax of each query by one more block of keys.
@@ -290,108 +299,114 @@ class _Blocks:
           (largest score, sum of exponentials, sum of exponentials times values) of each query.
         """
         softmax = self.softmax
-        known = self.replayed(known, softmax.name)
+        known = self.emit_body(known, softmax.name)
         scores = known[softmax.inputs[0]]
-        axis = len(static_shape(scores[1])) - 1
+        axis = len(require_static_shape(scores[1])) - 1
         # A row whose scores are all minus infinity so far has no difference from them.
-        lowest = self.const(np.array(np.finfo(numpy_dtype(scores[1].dtype)).min, numpy_dtype(scores[1].dtype)))
-        most = self.each("Maximum", self.over("Max", scores, [axis]), lowest)
-        most = most if before is None else self.each("Maximum", before[0], most)
-        shares = self.each("Exp", self.each("Sub", scores, most))
-        result = self.replayed({**known, Ref(softmax.name): shares})[Ref(str(self.node.attrs["mixed"]))]
-        total = self.over("Sum", shares, [axis])
+        lowest = self.const(
+            np.array(np.finfo(find_numpy_dtype(scores[1].dtype)).min, find_numpy_dtype(scores[1].dtype))
+        )
+        most = self.emit_elementwise("Maximum", self.emit_reduction("Max", scores, [axis]), lowest)
+        most = most if before is None else self.emit_elementwise("Maximum", before[0], most)
+        shares = self.emit_elementwise("Exp", self.emit_elementwise("Sub", scores, most))
+        result = self.emit_body({**known, Ref(softmax.name): shares})[Ref(str(self.node.attrs["mixed"]))]
+        total = self.emit_reduction("Sum", shares, [axis])
         if before is not None:
-            scale = self.each("Exp", self.each("Sub", before[0], most))
-            total = self.each("AddV2", self.each("Mul", before[1], scale), total)
-            result = self.each("AddV2", self.each("Mul", before[2], self.over_result(scale)), result)
+            scale = self.emit_elementwise("Exp", self.emit_elementwise("Sub", before[0], most))
+            total = self.emit_elementwise("AddV2", self.emit_elementwise("Mul", before[1], scale), total)
+            result = self.emit_elementwise(
+                "AddV2", self.emit_elementwise("Mul", before[2], self.broadcast_over_result(scale)), result
+            )
         self.after = (result[0].node, total[0].node)
         return most, total, result
 
-    def backward(self) -> dict[int, Ref]:
+    def emit_backward(self) -> dict[int, Ref]:
         """Emits the gradients of queries, keys and values."""
         key, value, slope, result = self.operands[1:5]
         p = len(self.sizes)
         features = self.turn.index(len(self.turn) - 1)
         # For each query, the sum of its shares' gradients, weighted by the shares, equals the sum of its result's
         # gradients, weighted by the result.
-        pull = self.over("Sum", self.each("Mul", slope, result), [features])
-        pull = self.transposed(pull, [self.turn.index(i) for i in range(len(self.turn))])
+        pull = self.emit_reduction("Sum", self.emit_elementwise("Mul", slope, result), [features])
+        pull = self.transpose(pull, [self.turn.index(i) for i in range(len(self.turn))])
         of_queries: list[_Tensor | None] = [None] * len(self.queries)
         own: list[_Tensor] = []  # stays at home
         travelling: list[_Tensor] = []
         for step in range(p):
-            ahead = self.next_block(step, key, value)
+            ahead = self.emit_next_block(step, key, value)
             gained: list[_Tensor] = travelling if step else []
             for i, span in enumerate(self.queries):
-                of_query, *more = self.slopes(key, value, self.block(step), span, pull)
-                of_queries[i] = self.sum(of_queries[i], of_query)
-                gained = [self.sum(a, b) for a, b in zip(gained or (None, None), more)]
+                of_query, *more = self.emit_gradients(key, value, self.find_block(step), span, pull)
+                of_queries[i] = self.add_tensors(of_queries[i], of_query)
+                gained = [self.add_tensors(a, b) for a, b in zip(gained or (None, None), more)]
                 self.after = tuple(t[0].node for t in (of_queries[i], *gained) if t is not None)
             if step == 0:
                 own = gained
             else:
                 # To the rank that has the block next; after the last step to the one whose it is.
-                coming = self.block(step + 1) if step + 1 < p else self.rank
+                coming = self.find_block(step + 1) if step + 1 < p else self.rank
                 travelling = [
-                    self.handed_on(f"d{what}", step, t, self.dims[at], coming)
+                    self.hand_on(f"d{what}", step, t, self.dims[at], coming)
                     for what, at, t in (("key", 1, gained[0]), ("value", 2, gained[1]))
                 ]
             key, value = ahead
-        joined = self.joined([t for t in of_queries if t is not None], self.dims[0])
-        found = [self.each("AddV2", a, b) for a, b in zip(own, travelling)] if travelling else own
+        joined = self.concatenate([t for t in of_queries if t is not None], self.dims[0])
+        found = [self.emit_elementwise("AddV2", a, b) for a, b in zip(own, travelling)] if travelling else own
         return {0: joined, 1: found[0][0], 2: found[1][0]}
 
-    def slopes(
+    def emit_gradients(
         self, key: _Tensor, value: _Tensor, block: int, span: tuple[int, int], pull: _Tensor
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
         """Emits the gradients that a block of queries and a block of keys and values get from each other."""
         attrs = self.node.attrs
         names = [Ref(str(n)) for n in attrs["gradients"]]
         within = [Ref(str(n)) for n in (*attrs["within"], attrs["scores"])]  # what the sums over keys stand for
-        slope, log = (self.part(self.operands[i], {dim: span}) for i, dim in ((3, self.dims[3]), (5, -2)))
-        known = self.replayed(self.given(key, value, block, span, (slope,)), self.softmax.name)
-        shares = self.each("Exp", self.each("Sub", known[self.softmax.inputs[0]], log))
-        known = self.replayed({**known, Ref(self.softmax.name): shares}, within[0].node)
-        less = self.each("Sub", known[Ref(str(attrs["slope"]))], self.part(pull, {-2: span}))
-        known = self.replayed({**known, **dict.fromkeys(within, self.each("Mul", less, shares))})
+        slope, log = (self.slice_part(self.operands[i], {dim: span}) for i, dim in ((3, self.dims[3]), (5, -2)))
+        known = self.emit_body(self.map_body_arguments(key, value, block, span, (slope,)), self.softmax.name)
+        shares = self.emit_elementwise("Exp", self.emit_elementwise("Sub", known[self.softmax.inputs[0]], log))
+        known = self.emit_body({**known, Ref(self.softmax.name): shares}, within[0].node)
+        less = self.emit_elementwise("Sub", known[Ref(str(attrs["slope"]))], self.slice_part(pull, {-2: span}))
+        known = self.emit_body({**known, **dict.fromkeys(within, self.emit_elementwise("Mul", less, shares))})
         return known[names[0]], known[names[1]], known[names[2]]
 
-    def sum(self, a: _Tensor | None, b: _Tensor) -> _Tensor:
-        return b if a is None else self.each("AddV2", a, b)
+    def add_tensors(self, a: _Tensor | None, b: _Tensor) -> _Tensor:
+        return b if a is None else self.emit_elementwise("AddV2", a, b)
 
 
-def _blocks(queries: int, wanted: int) -> list[tuple[int, int]]:
+def _divide_queries(queries: int, wanted: int) -> list[tuple[int, int]]:
     """Returns (first, number) of each block: as equal as possible, and not so many that products become small."""
     count = max(1, min(wanted, MOST_BLOCKS, queries // LEAST_QUERIES))
     ends = [queries * i // count for i in range(count + 1)]
     return [(first, end - first) for first, end in pairwise(ends)]
 
 
-def _emitted(blocks: _Blocks) -> dict[int, Ref]:
+def _emit_attention(blocks: _Blocks) -> dict[int, Ref]:
     if len(blocks.sizes) == 1:
-        return blocks.at_hand()
-    return blocks.forward() if blocks.node.op == ATTENTION else blocks.backward()
+        return blocks.emit_local()
+    return blocks.emit_forward() if blocks.node.op == ATTENTION else blocks.emit_backward()
 
 
-def without_examples(program: Program) -> Program:
+def remove_examples(program: Program) -> Program:
     """Removes the operands by which a rank program's receives are given a placement; a rank needs none at run time."""
 
-    def plain(node: Node) -> Node:
+    def remove_example(node: Node) -> Node:
         return replace(node, inputs=node.inputs[:1]) if node.op == "WhaleRecv" and len(node.inputs) > 1 else node
 
     if not any(n.marks.ring_dim is not None for graph in (program, *program.functions.values()) for n in graph.nodes):
         return program
-    functions = {name: body.with_nodes(tuple(map(plain, body.nodes))) for name, body in program.functions.items()}
-    return program.with_nodes(tuple(map(plain, program.nodes)), functions=functions)
+    functions = {
+        name: body.replace_nodes(tuple(map(remove_example, body.nodes))) for name, body in program.functions.items()
+    }
+    return program.replace_nodes(tuple(map(remove_example, program.nodes)), functions=functions)
 
 
-def _shape_of(node: Node, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _find_result_shape(node: Node, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the result's shape of a product, or of an op that is elementwise or along the keys."""
     if node.op == "Const":
-        return static_shape(node.outputs[0])
+        return require_static_shape(node.outputs[0])
     if node.op in ("Sum", "Softmax"):
         return (*shapes[0][:-1], 1 if node.op == "Sum" else shapes[0][-1])
-    words = product_letters(node, len(shapes[0]))
+    words = find_product_letters(node, len(shapes[0]))
     if not words:
         return tuple(np.broadcast_shapes(*shapes))
     sizes = {c: n for word, shape in zip(words, shapes) for c, n in zip(word, shape)}

@@ -5,6 +5,7 @@ One rank's program has local shapes, local constants, and communication ops wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,19 +15,19 @@ import numpy as np
 from whale.errors import PlanError
 from whale.ir.emitter import Emitter
 from whale.ir.layout import FIRST, B, Broadcast, Partial, Placement, Split, Strategy, local_shape
+from whale.ir.marks import Marks
 from whale.ir.ops import EXCHANGES, HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
-from whale.ir.program import Node, Program, Ref, Variable, topological
-from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, static_shape
-from whale.partition.embedding import RowExchanges, emit_sums, sums_of, without_owners
-from whale.partition.local_indices import emit_window, emit_zeroed
-from whale.partition.resharding import emit_fused, emit_reshard, fused_result, is_joint
+from whale.ir.program import Node, Program, Ref, Variable, sort_nodes
+from whale.ir.values import UNMOVABLE, Dims, DType, Shape, TensorType, find_numpy_dtype, require_static_shape
+from whale.partition.embedding import RowExchanges, emit_sums, find_sums, remove_owner_mark
+from whale.partition.resharding import emit_fused, emit_reshard, find_fused_result, is_joint
 from whale.partition.ring_attention import emit_attention
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import UNCHANGED, Local, as_whole
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.base import UNCHANGED, Local, Window, replace_per_rank
 from whale.sharding_rules.embedding import SUMS_BY_ID, is_owned
-from whale.sharding_rules.empty import known_outputs
-from whale.sharding_rules.graph import called_functions, handles_lists, recreatable, view
+from whale.sharding_rules.empty import find_known_outputs
+from whale.sharding_rules.graph import is_list_op, is_recreatable, list_called_functions, make_op_view
 from whale.sharding_rules.nn.attention import RINGS
 
 _ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
@@ -51,7 +52,7 @@ def partition_for_rank(
     """
     functions: dict[str, Program] = {}
     talks: set[str] = set()
-    for name, body in _callees_first(program):
+    for name, body in _sort_callees_first(program):
         lowered, communicates = _RankPartitioner(body, name, plan, rank, comm, talks, prefix).run(None)
         functions[name] = lowered
         if communicates:
@@ -64,13 +65,13 @@ def partition_for_rank(
     return replace(lowered, functions=functions)
 
 
-def _callees_first(program: Program) -> list[tuple[str, Program]]:
+def _sort_callees_first(program: Program) -> list[tuple[str, Program]]:
     order: list[str] = []
 
     def visit(body: Program) -> None:
         for node in body.nodes:
             if node.op in HAS_BODIES:
-                for func in called_functions(node):
+                for func in list_called_functions(node):
                     if func.name in program.functions and func.name not in order:
                         visit(program.functions[func.name])
                         order.append(func.name)
@@ -103,24 +104,24 @@ class _RankPartitioner:
 
     def run(self, what: str | None) -> tuple[Program, bool]:
         for node in self.program.nodes:
-            self._node(node)
-        outputs = tuple(self._output(r, i) for i, r in enumerate(self.program.outputs))
+            self._partition_node(node)
+        outputs = tuple(self._find_output(r, i) for i, r in enumerate(self.program.outputs))
         self._emit_groups()
         self.rows.finish()
         self._take_part()
         self._scatter_in_time()
         effects = [n for n in self.program.effects if n in self.emitter.nodes]
-        effects += self._unread(outputs, effects)
+        effects += self._list_unread(outputs, effects)
         if what is not None and self.plan.size > 1:
             effects.append(emit_check(self.emitter, self.plan.fingerprint, what))
-        nodes = tuple(map(without_owners, topological(self.emitter.nodes)))
+        nodes = tuple(map(remove_owner_mark, sort_nodes(self.emitter.nodes)))
         communicates = self.emitter.communicates
         held = [v for v in self.program.variables if v.node in self.emitter.nodes]
-        variables = tuple(_part_of(v, self.strategies[v.node], self.rank) for v in held)
+        variables = tuple(_find_variable_part(v, self.strategies[v.node], self.rank) for v in held)
         result = Program(self.program.name, nodes, self.program.inputs, variables, outputs, tuple(effects))
         return result, communicates
 
-    def _local_shape(self, t: TensorType, placement: Placement) -> Dims | None:
+    def _find_local_shape(self, t: TensorType, placement: Placement) -> Dims | None:
         return local_shape(t.shape, placement, self.rank)
 
     def _scatter_in_time(self) -> None:
@@ -148,20 +149,20 @@ class _RankPartitioner:
         """Emits the collectives whose results only other ranks read: an empty share here, a reader that runs once."""
         for r in self.plan.reshards:
             if r.graph == self.graph and r.group < 0 and (r.ref, r.target) not in self.local and is_joint(r):
-                if self.program.type_of(r.ref).dtype not in UNMOVABLE:
+                if self.program.find_type(r.ref).dtype not in UNMOVABLE:
                     self.get(r.ref, r.target)
 
-    def _unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
+    def _list_unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
         """Lists the communication that nothing which surely runs depends on; it has to run all the same."""
         # Results of a body may not be read by its caller, so they keep nothing alive there.
         read = [r.node for r in outputs if self.graph == ""]
-        return unread_communication(self.emitter.nodes, read, effects, self._talks)
+        return list_unread_communication(self.emitter.nodes, read, effects, self._has_communication)
 
-    def _talks(self, node: Node) -> bool:
+    def _has_communication(self, node: Node) -> bool:
         """Tells whether the node is a loop or branch with communication inside."""
         if node.op not in HAS_BODIES:
             return False
-        return any(func.name in self.talks for func in called_functions(node))
+        return any(func.name in self.talks for func in list_called_functions(node))
 
     # -- tensors
 
@@ -187,7 +188,7 @@ class _RankPartitioner:
         if t.dtype in UNMOVABLE and wanted != FIRST:
             found = self._recreate(producer, ref, wanted)
         elif r.group >= 0:
-            found = fused_result(self.emitter.prefix, r, self.plan.place_in_group[r.group, r.key])
+            found = find_fused_result(self.emitter.prefix, r, self.plan.place_in_group[r.group, r.key])
         else:
             found = emit_reshard(self.emitter, r, t, lambda: self.get(ref, r.source))
         self.local[key] = found
@@ -195,7 +196,7 @@ class _RankPartitioner:
 
     def _recreate(self, producer: Node, ref: Ref, wanted: Placement) -> Ref:
         """Emits an empty TensorList anew, for elements of another placement."""
-        if not recreatable(self.program, ref):
+        if not is_recreatable(self.program, ref):
             raise PlanError(
                 "a tensor that cannot be sent would have to be",
                 op=str(ref),
@@ -216,16 +217,16 @@ class _RankPartitioner:
             done.add(r.group)
             members = self.plan.groups[r.group]
             sources = [self.get(m.ref, m.source) for m in members]
-            types = [self.program.type_of(m.ref) for m in members]
+            types = [self.program.find_type(m.ref) for m in members]
             name = f"{self.emitter.prefix}/group_{r.group}"
             emit_fused(self.emitter, name, members, [s for s in sources if s is not None], types)
 
-    def _output(self, ref: Ref, i: int) -> Ref:
+    def _find_output(self, ref: Ref, i: int) -> Ref:
         returned = self.plan.returned.get(self.graph)
         wanted = returned[i] if returned is not None else B
         found = self.get(ref, wanted)
         if found is None:
-            t = self.program.type_of(ref)
+            t = self.program.find_type(ref)
             if t.dtype != "string":
                 raise PlanError(
                     "a value that only the first rank has, and that cannot be sent, is fetched",
@@ -239,19 +240,19 @@ class _RankPartitioner:
 
     # -- nodes
 
-    def _node(self, node: Node) -> None:
+    def _partition_node(self, node: Node) -> None:
         strategy = self.strategies[node.name]
         if _is_plain(strategy) and node.op not in _OTHERWISE:  # most are: optimizers, whole tensors
-            if self.whole.issuperset(node.inputs) and not any(map(self._absent, node.controls)):
+            if self.whole.issuperset(node.inputs) and not any(map(self._is_absent, node.controls)):
                 self.emitter.nodes[node.name] = node
             else:
                 self._emit(node, strategy, node.name)
-            self.whole.update(node.refs())
+            self.whole.update(node.list_refs())
             return
-        for ref, placement in zip(node.refs(), strategy.outputs):
+        for ref, placement in zip(node.list_refs(), strategy.outputs):
             self.local[(ref, placement)] = ref
         if strategy.once and self.rank != 0:
-            for ref, placement in zip(node.refs(), strategy.outputs):
+            for ref, placement in zip(node.list_refs(), strategy.outputs):
                 self.local[(ref, placement)] = None
             return
         if node.op in RINGS:
@@ -262,7 +263,7 @@ class _RankPartitioner:
     def _go_round(self, node: Node, strategy: Strategy) -> None:
         """Emits what stands in the place of an attention whose keys and values go round the ranks."""
         operands = [self.get(ref, placement) for ref, placement in zip(node.inputs, strategy.inputs)]
-        types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+        types = [self._find_local_type(self.program.find_type(r), p) for r, p in zip(node.inputs, strategy.inputs)]
         body = self.program.functions[node.attrs["body"].name]
         found = emit_attention(self.emitter, node, body, strategy, [r for r in operands if r is not None], types)
         self.local.update({(Ref(node.name, i), p): found[i] for i, p in enumerate(strategy.outputs)})
@@ -270,25 +271,25 @@ class _RankPartitioner:
     def _emit(self, node: Node, strategy: Strategy, name: str) -> None:
         e = self.emitter
         if node.op == SUMS_BY_ID:
-            self.local[Ref(node.name, 1), strategy.outputs[1]] = Ref(sums_of(e, node.name))
+            self.local[Ref(node.name, 1), strategy.outputs[1]] = Ref(find_sums(e, node.name))
         spread = any(type(p) is Split or type(p) is Partial for p in strategy.inputs + strategy.outputs)
-        if not spread and name == node.name and node.op != SUMS_BY_ID and self._unchanged(node, strategy):
+        if not spread and name == node.name and node.op != SUMS_BY_ID and self._is_unchanged(node, strategy):
             e.nodes[name] = node
             return
         control_flow = node.op in HAS_BODIES
         edit: Local = UNCHANGED
         handle = self.program.variable_of.get(node.name)
-        if spread and not control_flow and node.op not in _ENDS and not handles_lists(node) and handle is None:
-            op = view(self.program, node, self.plan.size)
+        if spread and not control_flow and node.op not in _ENDS and not is_list_op(node) and handle is None:
+            op = make_op_view(self.program, node, self.plan.size)
             if not node.stateful:
-                known = known_outputs(op, strategy, self.rank, self.plan.micro_batches > 1)
+                known = find_known_outputs(op, strategy, self.rank, self.plan.micro_batches > 1)
                 values = [value for value in known if value is not None]
                 if values and len(values) == len(known):
-                    self._constants(node, strategy, values)
+                    self._emit_constants(node, strategy, values)
                     return
-            rule = rule_of(node.op)
+            rule = find_rule(node.op)
             assert rule is not None, node.op
-            edit = rule.localize(op, _as_whole(strategy), self.rank)
+            edit = rule.localize(op, _replace_per_rank(strategy), self.rank)
         inputs = []
         for i, (ref, placement) in enumerate(zip(node.inputs, strategy.inputs)):
             if i in edit.consts:
@@ -298,86 +299,86 @@ class _RankPartitioner:
             assert found is not None, (node.name, ref, placement)
             if i in edit.added:
                 operand = f"{name}/{e.prefix}_operand_{i}"  # a rank's seed is moved once more in its micro-batches
-                t = self.program.type_of(ref)
-                both = (found, e.const(f"{operand}/added", seed_of_rank(edit.added[i], self.plan.in_time)))
+                t = self.program.find_type(ref)
+                both = (found, e.const(f"{operand}/added", compute_rank_seed(edit.added[i], self.plan.in_time)))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             if i in edit.moved:
                 operand = f"{name}/{e.prefix}_from_first_{i}"
-                t = self._local_type(self.program.type_of(ref), placement)
+                t = self._find_local_type(self.program.find_type(ref), placement)
                 both = (found, e.const(f"{operand}/offset", edit.moved[i]))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             inputs.append(found)
         inside = None
         if edit.window is not None:
-            types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+            types = [self._find_local_type(self.program.find_type(r), p) for r, p in zip(node.inputs, strategy.inputs)]
             inside = emit_window(e, f"{name}/{e.prefix}_window", edit.window, inputs, types)
-        outputs = tuple(self._local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
-        if node.marks.owned_rows and is_owned(view(self.program, node, self.plan.size), strategy):
+        outputs = tuple(self._find_local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
+        if node.marks.owned_rows and is_owned(make_op_view(self.program, node, self.plan.size), strategy):
             outputs = node.outputs  # as many rows as this rank has of them
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
         if edit.seeds:
-            moved = {k: moved_seed(attrs.get(k, 0), by, self.plan.in_time) for k, by in edit.seeds.items()}
+            moved = {k: compute_moved_seed(attrs.get(k, 0), by, self.plan.in_time) for k, by in edit.seeds.items()}
             attrs = {**attrs, **moved}
         if node.op == "Placeholder" and spread and handle is None:
             attrs = {**attrs, "shape": Shape(outputs[0].shape)}
         if node.op == "VarHandleOp" and spread and handle is not None:
-            attrs = {**attrs, "shape": Shape(self._local_shape(handle.type, strategy.outputs[0]))}
+            attrs = {**attrs, "shape": Shape(self._find_local_shape(handle.type, strategy.outputs[0]))}
         op_type = edit.op or node.op
         if control_flow and not strategy.once:
-            attrs, op_type = self._control_flow(node, outputs, attrs)
-        controls = tuple(c for c in node.controls if not self._absent(c))
-        marks = node.marks if edit.blocks is None else node.marks.but(blocks=edit.blocks)
+            attrs, op_type = self._partition_control_flow(node, outputs, attrs)
+        controls = tuple(c for c in node.controls if not self._is_absent(c))
+        marks = node.marks if edit.blocks is None else node.marks.replace_marks(blocks=edit.blocks)
         lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful, marks)
         if edit.route is not None:
             assert rule is not None
-            self.rows.emit(node, edit.route, lowered, self.get, rule.exchanged_bytes(op, strategy))
+            self.rows.emit(node, edit.route, lowered, self.get, rule.count_exchanged_bytes(op, strategy))
         elif node.op == SUMS_BY_ID:
-            types = [self._local_type(self.program.type_of(r), p) for r, p in zip(node.inputs, strategy.inputs)]
+            types = [self._find_local_type(self.program.find_type(r), p) for r, p in zip(node.inputs, strategy.inputs)]
             emit_sums(e, name, inputs[0], inputs[1], types[0], types[1])
         elif inside is not None and edit.window is not None and edit.window.masked == -1:
             found_in = replace(lowered, name=f"{name}/{e.prefix}_found")
             e.nodes[found_in.name] = found_in
             indices = types[edit.window.indices]
             if edit.window.column is not None:
-                indices = TensorType(indices.dtype, static_shape(indices)[:-1])
+                indices = TensorType(indices.dtype, require_static_shape(indices)[:-1])
             emit_zeroed(e, name, edit.window, Ref(found_in.name), outputs[0], inside, indices)
         elif edit.divide_by is not None:
-            e.then(lowered, "whale_sum", "RealDiv", "whale_count", np.array(edit.divide_by))
+            e.apply_after(lowered, "whale_sum", "RealDiv", "whale_count", np.array(edit.divide_by))
         elif edit.plus is not None:
-            e.then(lowered, "whale_here", "AddV2", "whale_elsewhere", edit.plus)
+            e.apply_after(lowered, "whale_here", "AddV2", "whale_elsewhere", edit.plus)
         else:
             e.nodes[name] = lowered
 
-    def _unchanged(self, node: Node, strategy: Strategy) -> bool:
+    def _is_unchanged(self, node: Node, strategy: Strategy) -> bool:
         """Tells whether this rank runs the node as it stands in the program."""
-        if node.op in HAS_BODIES or any(map(self._absent, node.controls)):
+        if node.op in HAS_BODIES or any(map(self._is_absent, node.controls)):
             return False
         return all(self.get(r, p) == r for r, p in zip(node.inputs, strategy.inputs))
 
-    def _absent(self, name: str) -> bool:
+    def _is_absent(self, name: str) -> bool:
         return self.rank != 0 and self.strategies[name].once
 
-    def _constants(self, node: Node, strategy: Strategy, values: Sequence[np.ndarray]) -> None:
+    def _emit_constants(self, node: Node, strategy: Strategy, values: Sequence[np.ndarray]) -> None:
         """Replaces a node whose share is empty on this rank by constants, so that no kernel sees zero rows."""
-        for i, (ref, value) in enumerate(zip(node.refs(), values)):
+        for i, (ref, value) in enumerate(zip(node.list_refs(), values)):
             name = node.name if i == 0 else f"{node.name}/whale_output_{i}"
             const = self.emitter.const(name, value)
             self.local[(ref, strategy.outputs[i])] = const
-        controls = tuple(c for c in node.controls if not self._absent(c))
+        controls = tuple(c for c in node.controls if not self._is_absent(c))
         if controls:
             self.emitter.nodes[node.name] = replace(self.emitter.nodes[node.name], controls=controls)
 
-    def _local_type(self, t: TensorType, placement: Placement) -> TensorType:
+    def _find_local_type(self, t: TensorType, placement: Placement) -> TensorType:
         if t.dtype in UNMOVABLE or type(placement) is not Split:
             return t  # a list's placement is that of its elements
         return TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
 
-    def _control_flow(
+    def _partition_control_flow(
         self, node: Node, outputs: tuple[TensorType, ...], attrs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], str]:
         changed = dict(attrs)
         changed["output_shapes"] = tuple(Shape(t.shape) for t in outputs)
-        if self._talks(node):
+        if self._has_communication(node):
             # Communication makes it stateful, and iterations must reach it in one order on all ranks.
             self.emitter.communicates = True
             if node.op in LOOPS:
@@ -391,19 +392,19 @@ def _is_plain(strategy: Strategy) -> bool:
     return not strategy.once and _WHOLE.issuperset(map(type, strategy.inputs + strategy.outputs))
 
 
-def _part_of(variable: Variable, strategy: Strategy, rank: int) -> Variable:
+def _find_variable_part(variable: Variable, strategy: Strategy, rank: int) -> Variable:
     """Returns the part of a variable that a rank holds."""
     (placement,) = strategy.outputs
     return replace(variable, type=TensorType(variable.type.dtype, local_shape(variable.type.shape, placement, rank)))
 
 
-def _as_whole(strategy: Strategy) -> Strategy:
+def _replace_per_rank(strategy: Strategy) -> Strategy:
     """Replaces placements that give each rank a value of its own by whole ones, as which a single rank sees them."""
-    inputs, outputs = map(as_whole, strategy.inputs), map(as_whole, strategy.outputs)
+    inputs, outputs = map(replace_per_rank, strategy.inputs), map(replace_per_rank, strategy.outputs)
     return replace(strategy, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
-def unread_communication(
+def list_unread_communication(
     nodes: Mapping[str, Node],
     read: Sequence[str],
     effects: Sequence[str] = (),
@@ -443,12 +444,106 @@ def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
     return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
 
 
-def moved_seed(seed: int, by: int, in_time: bool) -> int:
+def compute_moved_seed(seed: int, by: int, in_time: bool) -> int:
     """A seed of 31 bits for a rank's stream; never 0, which is none. Those of micro-batches are others."""
     return (seed + by * (_TIME_STREAM if in_time else 1)) & 0x7FFFFFFF or 1
 
 
-def seed_of_rank(value: np.ndarray, in_time: bool) -> np.ndarray:
+def compute_rank_seed(value: np.ndarray, in_time: bool) -> np.ndarray:
     """Returns what is added to a seed for a rank's stream; micro-batches have other streams."""
     with np.errstate(over="ignore"):
         return value * np.array(_TIME_STREAM, value.dtype) if in_time else value
+
+
+def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
+    """Replaces the indices in ``inputs`` by the rank's own, and zeroes the operand that is masked.
+
+    Args:
+      types: of the operands on this rank.
+
+    Returns:
+      For each index whether it falls into the rank's part.
+    """
+    source, t = inputs[window.indices], types[window.indices]
+    if window.column is not None:
+        return _emit_column_window(e, name, window, inputs, types)
+    kind = {"T": DType(t.dtype)}
+
+    def emit_number(suffix: str, value: int) -> Ref:
+        return e.const(f"{name}/{suffix}", np.array(value, find_numpy_dtype(t.dtype)))
+
+    moved = e.add(f"{name}/from_first", "Sub", (source, emit_number("offset", window.offset)), kind, (t,))
+    near = e.add(f"{name}/not_above", "Minimum", (moved, emit_number("last", window.size - 1)), kind, (t,))
+    near = e.add(f"{name}/not_below", "Maximum", (near, emit_number("first", 0)), kind, (t,))
+    flags = (TensorType("bool", t.shape),)
+    inside = e.add(f"{name}/inside", "Equal", (moved, near), {**kind, "incompatible_shape_error": True}, flags)
+    if window.masked is None:
+        near = e.add(f"{name}/or_none", "SelectV2", (inside, moved, emit_number("none", -1)), kind, (t,))
+    inputs[window.indices] = near
+    if window.masked is not None and window.masked >= 0:
+        at = window.masked
+        inputs[at] = emit_zeroed(e, f"{name}/values", window, inputs[at], types[at], inside, t)
+    return inside
+
+
+def _emit_column_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
+    """Does the same for indices of several columns.
+
+    Operands with rows of their own lose those that fall elsewhere. Where there are elements alone, whose flags have
+    their shape, those that fall elsewhere keep the old value.
+    """
+    source, t = inputs[window.indices], types[window.indices]
+    shape = require_static_shape(t)
+    *lead, columns = shape
+    one = TensorType(t.dtype, tuple(lead))
+    begin, end, at = [0] * len(lead) + [window.column], [*lead, (window.column or 0) + 1], np.int32
+    bounds = [e.const(f"{name}/{n}", np.array(v, at)) for n, v in (("begin", begin), ("end", end))]
+    strides = e.const(f"{name}/strides", np.ones(len(shape), at))
+    masks = {"begin_mask": 0, "end_mask": 0, "ellipsis_mask": 0, "new_axis_mask": 0}
+    attrs = {"T": DType(t.dtype), "Index": DType("int32"), **masks, "shrink_axis_mask": 1 << len(lead)}
+    column = e.add(f"{name}/column", "StridedSlice", (source, *bounds, strides), attrs, (one,))
+    seen, kinds = [column], [one]
+    inner = replace(window, indices=0, column=None, rows=None, masked=-1)
+    inside = emit_window(e, f"{name}/of_column", inner, seen, kinds)
+    # The other columns stay: what this one changed by is added to it alone.
+    kind = {"T": DType(t.dtype)}
+    change = e.add(f"{name}/change", "Sub", (seen[0], column), kind, (one,))
+    change = e.reshape(f"{name}/changes", change, t.dtype, (*lead, 1))
+    only = e.const(f"{name}/only", np.eye(columns, dtype=find_numpy_dtype(t.dtype))[window.column])
+    spread = e.add(f"{name}/by_column", "Mul", (change, only), kind, (t,))
+    local = e.add(f"{name}/local", "AddV2", (source, spread), kind, (t,))
+    inputs[window.indices] = local
+    if (masked := window.masked) is not None and masked >= 0:
+        values = types[masked]
+        if window.old is None:
+            inputs[masked] = emit_zeroed(e, f"{name}/values", window, inputs[masked], values, inside, one)
+        else:
+            attrs = {"Tparams": DType(values.dtype), "Tindices": DType(t.dtype)}
+            old, marks = (inputs[window.old], local), Marks(blocks=window.blocks)
+            there = e.add(f"{name}/there", "GatherNd", old, attrs, (values,), marks=marks)
+            operands = (inside, inputs[masked], there)
+            inputs[masked] = e.add(f"{name}/values", "SelectV2", operands, {"T": DType(values.dtype)}, (values,))
+    if window.rows is None:
+        return inside
+    count = math.prod(lead)
+    flags = e.reshape(f"{name}/flags", inside, "bool", (count,))
+    own = e.add(f"{name}/own", "Where", (flags,), {"T": DType("bool")}, (TensorType("int64", (None, 1)),))
+    for operand in (window.indices, window.rows):
+        t = types[operand]
+        rest = require_static_shape(t)[len(lead) :]
+        flat = e.reshape(f"{name}/flat_{operand}", inputs[operand], t.dtype, (count, *rest))
+        found = (TensorType(t.dtype, (None, *rest)),)
+        attrs = {"Tparams": DType(t.dtype), "Tindices": DType("int64")}
+        inputs[operand] = e.add(f"{name}/own_{operand}", "GatherNd", (flat, own), attrs, found)
+    return inside
+
+
+def emit_zeroed(
+    e: Emitter, name: str, window: Window, values: Ref, t: TensorType, inside: Ref, indices: TensorType
+) -> Ref:
+    """Emits ``values``, of type ``t``, with zeros where the index falls elsewhere."""
+    flags = require_static_shape(indices)
+    shape = (1,) * window.at + flags + (1,) * (len(require_static_shape(t)) - window.at - len(flags))
+    flag = inside if shape == flags else e.reshape(f"{name}/whale_inside", inside, "bool", shape)
+    zero = e.const(f"{name}/whale_zero", np.zeros((), find_numpy_dtype(t.dtype)))
+    return e.add(name, "SelectV2", (flag, values, zero), {"T": DType(t.dtype)}, (t,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from whale.ir.mesh import Tiles, mesh_of, tiles_of
+from whale.ir.mesh import Tiles, find_tiles, make_mesh
 from whale.ir.ops import READS
 from whale.ir.plan import Plan, StageGroup
 from whale.ir.program import Program
@@ -26,13 +26,13 @@ class VariableUse:
     tiles: Tiles | None = None
 
 
-def uses_of(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
+def find_variable_uses(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
     """Returns the use of each variable that not all ranks hold alike, by handle node."""
     written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
     uses = {}
     if not plan.stage_groups:
         everyone = tuple(range(plan.ranks))
-        for name, (tiles, order) in _lying(plan, everyone).items():
+        for name, (tiles, order) in _find_divided_variables(plan, everyone).items():
             place = order if order != everyone else ()
             uses[name] = VariableUse(frozenset(everyone), name in written, place, tiles)
         return uses
@@ -40,7 +40,7 @@ def uses_of(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
     for group, part in zip(plan.stage_groups, cut(expanded, plan.stage_groups)):
         for variable in part.program.variables:
             found.setdefault(variable.node, []).append(group)
-    lying = {group: _lying(plan.of(group), group.ranks) for group in plan.stage_groups}
+    lying = {group: _find_divided_variables(plan.find_group_plan(group), group.ranks) for group in plan.stage_groups}
     for name, groups in found.items():
         one = groups[0] if len(groups) == 1 else None
         divided, place = lying[one].get(name, (None, one.ranks)) if one else (None, ())
@@ -48,9 +48,9 @@ def uses_of(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
     return uses
 
 
-def _lying(plan: Plan, ranks: tuple[int, ...]) -> dict[str, tuple[Tiles, tuple[int, ...]]]:
+def _find_divided_variables(plan: Plan, ranks: tuple[int, ...]) -> dict[str, tuple[Tiles, tuple[int, ...]]]:
     """Returns the tiles of the variables that a plan's own axes divide over ranks, by handle node, each with the ranks
     in an order in which those that have the variable's tiles between them are next to each other."""
-    mesh, found = mesh_of(plan, ranks), tiles_of(replace(plan, others=()))
-    orders = {axes: mesh.with_last(*axes) for axes in dict.fromkeys(tiles.axes for tiles in found.values())}
+    mesh, found = make_mesh(plan, ranks), find_tiles(replace(plan, others=()))
+    orders = {axes: mesh.order_with_last(*axes) for axes in dict.fromkeys(tiles.axes for tiles in found.values())}
     return {name: (tiles, orders[tiles.axes]) for name, tiles in found.items()}

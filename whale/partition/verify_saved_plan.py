@@ -38,12 +38,12 @@ def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path
     """
     programs: list[Program] = []
     try:
-        found = illegal(program, plan, settings)
+        found = list_illegal(program, plan, settings)
         if not found:
             programs = [inline(one) for one in lower_ranks(program, plan, settings, range(plan.ranks))]
             found = check_exchanges(programs) or check_waits(programs)
     except PlanError as error:
-        found = [in_a_line(error)]
+        found = [format_in_a_line(error)]
     except CONTRADICTIONS as error:
         found = [f"it contradicts itself ({type(error).__name__}: {error})"]
     if found:
@@ -58,13 +58,13 @@ def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path
     return programs
 
 
-def illegal(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
+def list_illegal(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
     """Lists what is not legal in a plan for a program, as far as its own text says."""
     found = check_sizes(program, plan) + check_stage_groups(plan)
     return found or check_layouts(program, plan, settings)
 
 
-def in_a_line(error: WhaleError) -> str:
+def format_in_a_line(error: WhaleError) -> str:
     """Returns an error's problem in one line, without what to do about it."""
     return "; ".join([error.message, *(f"{name}: {value}" for name, value in error.facts.items() if name != "action")])
 
@@ -74,7 +74,7 @@ def check_sizes(program: Program, plan: Plan) -> list[str]:
     shapes = [program.by_name[name].outputs[0].shape or () for name in program.inputs]
     rows = max((size or 1 for shape in shapes for size in shape), default=1)
     found = []
-    for one in _all_of(plan):
+    for one in _list_levels(plan):
         if not 1 <= one.micro_batches <= max(rows, 1):
             found.append(f"{one.micro_batches} micro-batches of at most {rows} rows")
         for b in one.batch_inputs:
@@ -84,9 +84,9 @@ def check_sizes(program: Program, plan: Plan) -> list[str]:
     return found
 
 
-def _all_of(plan: Plan) -> list[Plan]:
-    inner = [] if plan.inner is None else _all_of(plan.inner)
-    return [plan, *inner, *(one for other in plan.others for one in _all_of(other))]
+def _list_levels(plan: Plan) -> list[Plan]:
+    inner = [] if plan.inner is None else _list_levels(plan.inner)
+    return [plan, *inner, *(one for other in plan.others for one in _list_levels(other))]
 
 
 def check_stage_groups(plan: Plan) -> list[str]:
@@ -134,7 +134,7 @@ def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[
             for refuse in CHECKS:
                 refuse(expanded, one)
         except PlanError as error:
-            found.append(in_a_line(error))
+            found.append(format_in_a_line(error))
     return found
 
 
@@ -149,13 +149,13 @@ def check_exchanges(programs: Sequence[Program]) -> list[str]:
                 continue
             key, peer = str(node.attrs.get("key", node.name)), int(node.attrs.get("peer", rank))
             if node.op == "WhaleSend":
-                sent[key, rank, peer, _sizes(program, node)] += 1
+                sent[key, rank, peer, _format_sizes(program, node)] += 1
             elif node.op == "WhaleRecv":
-                received[key, peer, rank, _sizes(program, node)] += 1
+                received[key, peer, rank, _format_sizes(program, node)] += 1
             else:
                 members = tuple(int(r) for r in node.attrs.get("ranks", ())) or tuple(range(len(programs)))
                 there = collectives.setdefault((key, members), {})
-                there.setdefault(rank, []).append(f"{node.op} of {_types(program, node)}")
+                there.setdefault(rank, []).append(f"{node.op} of {_format_types(program, node)}")
     found = [
         f"rank {source} sends {key} ({what}) to rank {target}, which does not receive it"
         for key, source, target, what in (sent - received)
@@ -189,7 +189,7 @@ def check_waits(programs: Sequence[Program]) -> list[str]:
         times: Counter[tuple[object, ...]] = Counter()
         for node in program.nodes:
             if node.op in EXCHANGES:
-                key = _meeting(node, rank)
+                key = _make_meeting_key(node, rank)
                 meetings.setdefault((*key, times[key]), []).append((rank, node.name, _BEGINS))
                 met[rank, node.name, _ENDS] = (*key, times[key])
                 times[key] += 1
@@ -215,7 +215,7 @@ def check_waits(programs: Sequence[Program]) -> list[str]:
     return []
 
 
-def _meeting(node: Node, rank: int) -> tuple[object, ...]:
+def _make_meeting_key(node: Node, rank: int) -> tuple[object, ...]:
     """Returns a key that is equal on all ranks that take part in an exchange, and nowhere else."""
     key = str(node.attrs.get("key", node.name))
     if node.op in POINT_TO_POINT:
@@ -224,10 +224,10 @@ def _meeting(node: Node, rank: int) -> tuple[object, ...]:
     return (key, tuple(int(r) for r in node.attrs.get("ranks", ())))
 
 
-def _sizes(program: Program, node: Node) -> str:
-    t = node.outputs[0] if node.op == "WhaleRecv" else program.type_of(node.inputs[1])
+def _format_sizes(program: Program, node: Node) -> str:
+    t = node.outputs[0] if node.op == "WhaleRecv" else program.find_type(node.inputs[1])
     return str(t)
 
 
-def _types(program: Program, node: Node) -> str:
-    return ", ".join(program.type_of(r).dtype for r in node.inputs[1:])
+def _format_types(program: Program, node: Node) -> str:
+    return ", ".join(program.find_type(r).dtype for r in node.inputs[1:])

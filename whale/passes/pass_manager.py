@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from whale.ir.collector import no_garbage_collection
-from whale.ir.fingerprint import fingerprint
+from whale.ir.collector import suspend_garbage_collection
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import Split, Strategy
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.plan_text import format_plan
@@ -259,7 +259,7 @@ def normalise(program: Program, settings: PlanSettings) -> Program:
     Raises:
       ProgramError: the program averages its gradients through Horovod itself.
     """
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         if settings.observer.dump:
             dump(settings.observer.dump, "captured", program.name, format_program(program))
         if settings.observer.verifies:
@@ -278,7 +278,7 @@ def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: F
     Raises:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
     """
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         begun = PlanDraft(program, frozenset(), (), {}, {})
         draft = run_passes(PLAN, begun, PlanContext(settings, first), settings.observer)
         plan = _as_plan(program, draft, settings, mark)
@@ -303,7 +303,7 @@ def complete_plan(
     Raises:
       PlanError: no such plan is legal.
     """
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         expanded = expand(program, frozenset(model.expanded), settings)
         batch = settings.batch.inputs or ()
         ours = {b.name: _sizes(b) for b in batch}
@@ -324,7 +324,7 @@ def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mappi
     Args:
       ends: how tensors come in and go out.
     """
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         known = ReferencePlan(model.strategies)
         kept = known.layout_of_part(part, ends)
         layouts = {"": kept} if kept else layouts_of(part, settings.batch.inputs or (), settings, ends, model=known)
@@ -378,7 +378,7 @@ def _as_plan(program: Program, draft: PlanDraft, settings: PlanSettings, mark: s
     divided, total = split_and_total_flops(expanded, layouts)
     return Plan(
         program=program.name,
-        fingerprint=mark or fingerprint(program),
+        fingerprint=mark or compute_fingerprint(program),
         size=settings.size,
         devices=settings.devices or tuple(f"rank {i}" for i in range(settings.size)),
         task_graphs=task_graphs(expanded, tuple(range(settings.size))),

@@ -23,7 +23,7 @@ from cost_model.cluster import cluster_file as clusters
 from cost_model.cluster import yaml_files
 from cost_model.cluster.cluster_file import Cluster
 from whale.errors import ClusterError, PlanError
-from whale.ir.plan_text import human_seconds
+from whale.ir.plan_text import format_seconds
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.layer_profiles import LayerProfile
@@ -106,7 +106,7 @@ def read_jobs(path: str) -> list[Job]:
 
 def _decoded(path: str, kind: Any, expected: str) -> Any:
     try:
-        return yaml_files.File(yaml_files.text(path, "file"), path, "file").decode(kind)
+        return yaml_files.YamlFile(yaml_files.read_text(path, "file"), path, "file").decode(kind)
     except ClusterError as error:
         raise PlanError("a file cannot be read", given=path, reason=str(error), expected=expected) from error
 
@@ -147,8 +147,8 @@ def ranking(answers: Sequence[Answer]) -> list[str]:
         marks = [word for word, one in (("fastest", fitting[0]), ("cheapest", cheapest)) if one is answer]
         mark = f"({', '.join(marks)}) " if marks else ""
         rows.append(
-            f"{offer.name[:20]:20} {human_seconds(step_s):>10} {plan.batch / step_s:>12,.1f} "
-            f"{offer.price_per_hour:>10.2f} {cost:>12}  {mark}{plan.strategy.summary()}"
+            f"{offer.name[:20]:20} {format_seconds(step_s):>10} {plan.batch / step_s:>12,.1f} "
+            f"{offer.price_per_hour:>10.2f} {cost:>12}  {mark}{plan.strategy.format_summary()}"
         )
     return rows
 
@@ -255,9 +255,10 @@ def packing(packed: Sequence[Packed], cluster: Cluster) -> list[str]:
     rows = [f"{'job':20} {'hosts':32} {'step':>10} {'hours':>10}  plan"]
     for one in packed:
         hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)
-        step = human_seconds(one.plan.step_s)
+        step = format_seconds(one.plan.step_s)
         rows.append(
-            f"{one.job.name[:20]:20} {hosts[:32]:32} {step:>10} {one.hours:>10.2f}  {one.plan.strategy.summary()}"
+            f"{one.job.name[:20]:20} {hosts[:32]:32} {step:>10} {one.hours:>10.2f}  "
+            f"{one.plan.strategy.format_summary()}"
         )
     left = [host.count - sum(one.hosts[k] for one in packed) for k, host in enumerate(cluster.hosts)]
     free = ", ".join(f"{n} {host.name}" for n, host in zip(left, cluster.hosts) if n)

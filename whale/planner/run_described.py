@@ -19,7 +19,7 @@ import msgspec
 from cost_model.analytic.transformer import Transformer
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.ir.layout import Split, even_sizes
+from whale.ir.layout import Split, divide_evenly
 from whale.ir.program import Program
 from whale.ir.strategy import DeviceGroup, ParallelStrategy
 from whale.passes.analysis.axes import batch_of
@@ -75,7 +75,7 @@ def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, b
         )
         for stage, own in zip(strategy.stages, ranks)
     )
-    name = f"as {path} says: {strategy.summary()}"
+    name = f"as {path} says: {strategy.format_summary()}"
     return msgspec.structs.replace(strategy, stages=stages, shares=_shares(strategy, ranks), name=name)
 
 
@@ -83,7 +83,7 @@ def _shares(strategy: ParallelStrategy, stages: Sequence[Sequence[int]]) -> tupl
     """Returns each rank's rows of a step, as even within its group as can be; (): all stages have equal replicas."""
     by_rank: dict[int, int] = {}
     for stage, ranks in zip(strategy.stages, stages):
-        rows = (n for p in stage.parts for _ in range(p.replicas) for n in even_sizes(p.rows, p.tensor))
+        rows = (n for p in stage.parts for _ in range(p.replicas) for n in divide_evenly(p.rows, p.tensor))
         by_rank.update(zip(ranks, (n * strategy.micro_batches for n in rows)))
     if all(len({part.rows for part in stage.parts}) == 1 for stage in strategy.stages):
         return ()

@@ -13,8 +13,7 @@ import msgspec
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.hardware import catalogue
 from whale.errors import PlanError, WhaleError
-from whale.ir.plan_explain import explained_of_plan
-from whale.ir.plan_text import human_bytes, human_seconds
+from whale.ir.plan_text import explain_operations, format_bytes, format_seconds
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import FIXED
 from whale.planner.report.planfile import PlanFile
@@ -34,7 +33,7 @@ def explained(plan: PlanFile, what: str, budget_s: float) -> str:
         PlanError: there is no such operation or layer, or the plan has no answer.
     """
     if (program := plan.plan) is not None:
-        return "\n".join(explained_of_plan(program, what))
+        return "\n".join(explain_operations(program, what))
     return explain_layer(plan, int(what)) if what.isdigit() else answer(plan, what, budget_s)
 
 
@@ -99,7 +98,7 @@ def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile]) -> str:
         rows = f"; {after:,.1f} rows/s instead of {before:,.1f} ({after / before - 1:+.1%})"
     if found.strategy == plan.strategy and found.cluster == plan.cluster:
         return f"{words}: the plan is so already{rows}"
-    return f"{words}: {found.strategy.summary()}: {against(found, plan).partition('; without')[0]}{rows}"
+    return f"{words}: {found.strategy.format_summary()}: {against(found, plan).partition('; without')[0]}{rows}"
 
 
 def _stage(plan: PlanFile, question: str, value: str) -> str:
@@ -113,17 +112,18 @@ def _stage(plan: PlanFile, question: str, value: str) -> str:
     slowest = max(range(len(each)), key=lambda i: each[i])
     cost, stage = found.stages[index], stages[index]
     ranges = ", ".join(f"{low}-{high - 1}" for low, high in stage.layers)
-    lines = [f"stage {index}: layers {ranges}, {plan.strategy.recompute_of(stage)} recompute"]
+    lines = [f"stage {index}: layers {ranges}, {plan.strategy.find_recompute(stage)} recompute"]
     for part, used in zip(stage.parts, cost.memory):
         pool = machines.pools[part.pool]
         room = pool.memory_bytes - used.total_bytes
         lines.append(
-            f"  on {part.replicas} x {part.tensor} {pool.name}, {part.rows} rows each; {human_bytes(room)} left"
+            f"  on {part.replicas} x {part.tensor} {pool.name}, {part.rows} rows each; {format_bytes(room)} left"
         )
     rest = f"{each[index] / each[slowest]:.0%} of stage {slowest}, the slowest" if index != slowest else "the slowest"
-    lines.append(f"  a micro-batch: {human_seconds(each[index])}, {rest}; of it sends {human_seconds(cost.send_s)}")
+    lines.append(f"  a micro-batch: {format_seconds(each[index])}, {rest}; of it sends {format_seconds(cost.send_s)}")
     lines.append(
-        f"  after the last one: sum of gradients {human_seconds(cost.reduce_s)}, update {human_seconds(cost.update_s)}"
+        f"  after the last one: sum of gradients {format_seconds(cost.reduce_s)}, "
+        f"update {format_seconds(cost.update_s)}"
     )
     return "\n".join(lines)
 
@@ -156,6 +156,6 @@ def _with_hosts(cluster: Cluster, name: str, count: int) -> Cluster:
 
 
 def _with_network(cluster: Cluster, name: str, kind: str) -> Cluster:
-    catalogue.network(kind)  # an unknown kind is an error that names the nearest one
+    catalogue.find_network(kind)  # an unknown kind is an error that names the nearest one
     other = msgspec.structs.replace(cluster.networks[name], type=kind)
     return msgspec.structs.replace(cluster, networks={**cluster.networks, name: other})

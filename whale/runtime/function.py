@@ -11,15 +11,15 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 
-from whale.capture.sharded import Drawing
-from whale.capture.signature import Arguments, take_apart, tracing_options
+from whale.capture.sharded import IteratorReads
+from whale.capture.signature import Arguments, flatten_arguments, read_tracing_options
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.runtime.compile.step import Step, compile_step, tensors_of
 from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
 from whale.runtime.input.traces import Traces
-from whale.runtime.run.context import Context, current
+from whale.runtime.run.context import Context, require_current
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
 
@@ -39,7 +39,7 @@ class Function(Generic[P, R]):
         functools.update_wrapper(self, fn if hasattr(fn, "__name__") else getattr(fn, "python_function", fn))
         self._fn = fn
         self._python_function: Callable[..., Any] = getattr(fn, "python_function", fn)
-        self._options = tracing_options(fn)
+        self._options = read_tracing_options(fn)
         self._one_trace, self._traces = one_trace, Traces(fn, one_trace)
         self._inside = _called_inside(fn, self._options)
         self._steps: dict[Hashable, Step] = {}
@@ -69,11 +69,11 @@ class Function(Generic[P, R]):
     def _take(self, args: Any, kwargs: Any) -> Any:
         context = self._attached()
         if context.elastic is not None:
-            return context.elastic.through(lambda *given: self._taken(self._attached(), *given), args, kwargs)
+            return context.elastic.retry(lambda *given: self._taken(self._attached(), *given), args, kwargs)
         return self._taken(context, args, kwargs)
 
     def _taken(self, context: Context, args: Any, kwargs: Any) -> Any:
-        if context.local_batch:
+        if context.has_local_batch:
             args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
         if not kwargs:  # tensors only, the usual case: found without taking the arguments apart
             try:
@@ -109,7 +109,7 @@ class Function(Generic[P, R]):
         return self._python_function
 
     def _take_apart(self, args: Any, kwargs: Any, draws: bool = True) -> Arguments:
-        return take_apart(self._python_function, args, kwargs, self._options.get("input_signature"), draws)
+        return flatten_arguments(self._python_function, args, kwargs, self._options.get("input_signature"), draws)
 
     def _found(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
         """The arguments, the step for them, and the tensors of batches that it reads of iterators."""
@@ -122,7 +122,7 @@ class Function(Generic[P, R]):
         step = self._steps.get((kind, batches_key(batches)))
         if step is not None:
             return arguments, step, tf.nest.flatten(batches, expand_composites=True)
-        drawing = Drawing(functools.partial(draw, context=context), batches)
+        drawing = IteratorReads(functools.partial(draw, context=context), batches)
         shared = self._traces.of(arguments)
         step = compile_step(self._fn, arguments, args, kwargs, context, shared, drawing)
         self._attached()  # earlier steps call variables where they were; to this one it makes no difference
@@ -144,13 +144,13 @@ class Function(Generic[P, R]):
 
     def _step(self, args: Any, kwargs: Any) -> Step:
         context = self._attached()
-        if context.local_batch:
+        if context.has_local_batch:
             args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
         return self._found(args, kwargs, context)[1]
 
     def _attached(self) -> Context:
         """The context; steps compiled for an earlier one are forgotten."""
-        context = current(f"the step `{getattr(self, '__name__', 'function')}`")
+        context = require_current(f"the step `{getattr(self, '__name__', 'function')}`")
         if self._context is None or self._context() is not context or self._division != context.division:
             self._steps.clear()
             self._quick.clear()

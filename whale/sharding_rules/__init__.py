@@ -1,7 +1,7 @@
 """Sharding rules: which placements an op allows over one mesh axis, and what a rank then runs."""
 
 from whale.sharding_rules.base import Local, OpView, Rule, Strategy
-from whale.sharding_rules.empty import known_outputs
-from whale.sharding_rules.registry import LineRule, all_rules, rule_of
+from whale.sharding_rules.empty import find_known_outputs
+from whale.sharding_rules.registry import LineRule, find_rule, load_rules
 
-__all__ = ["LineRule", "Local", "OpView", "Rule", "Strategy", "all_rules", "known_outputs", "rule_of"]
+__all__ = ["LineRule", "Local", "OpView", "Rule", "Strategy", "find_known_outputs", "find_rule", "load_rules"]

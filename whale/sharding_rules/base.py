@@ -27,7 +27,7 @@ __all__ = [
     "Window",
     "local_input_shape",
     "local_output_shape",
-    "replicated",
+    "replicate_all",
 ]
 
 
@@ -84,13 +84,13 @@ class Window:
     old: int | None = None
     blocks: int = 0
 
-    def local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def to_local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns (the indices as the rank's node sees them, whether each is inside); where indices have rows, those
         outside are to be left out.
         """
         if self.column is not None:
             one = replace(self, column=None, masked=0 if self.rows is None else None)
-            near, inside = one.local(indices[..., self.column])
+            near, inside = one.to_local(indices[..., self.column])
             seen = indices.copy()
             seen[..., self.column] = near
             return seen, inside
@@ -99,19 +99,19 @@ class Window:
         other = np.clip(moved, 0, self.size - 1) if self.masked is not None else np.full_like(moved, -1)
         return np.where(inside, moved, other), inside
 
-    def zeroed(self, values: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    def zero_outside(self, values: np.ndarray, inside: np.ndarray) -> np.ndarray:
         """Returns ``values`` with zeros where the index falls elsewhere."""
-        return self._instead(values, inside, np.zeros((), values.dtype))
+        return self._replace_outside(values, inside, np.zeros((), values.dtype))
 
-    def masked_of(self, operands: Sequence[np.ndarray], inside: np.ndarray) -> np.ndarray:
+    def select_masked(self, operands: Sequence[np.ndarray], inside: np.ndarray) -> np.ndarray:
         """Returns the masked operand, out of operands whose indices are the rank's own."""
         values = operands[self.masked or 0]
         if self.old is None:
-            return self.zeroed(values, inside)
+            return self.zero_outside(values, inside)
         at = tuple(np.moveaxis(operands[self.indices], -1, 0))
-        return self._instead(values, inside, operands[self.old][at])
+        return self._replace_outside(values, inside, operands[self.old][at])
 
-    def _instead(self, values: np.ndarray, inside: np.ndarray, others: np.ndarray) -> np.ndarray:
+    def _replace_outside(self, values: np.ndarray, inside: np.ndarray, others: np.ndarray) -> np.ndarray:
         shape = (1,) * self.at + inside.shape + (1,) * (values.ndim - self.at - inside.ndim)
         return np.where(inside.reshape(shape), values, others)
 
@@ -195,21 +195,21 @@ class Rule(Protocol):
     def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
         """Returns what coordinate ``coordinate`` runs under ``strategy``."""
 
-    def exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
+    def count_exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
         """Returns the bytes that the node itself moves between ranks under ``strategy``, all together."""
 
 
-def replicated(op: OpView) -> Strategy:
+def replicate_all(op: OpView) -> Strategy:
     """Returns the strategy in which every coordinate computes the whole op."""
     return Strategy((B,) * len(op.inputs), (B,) * len(op.outputs), "replicated")
 
 
-def as_whole(placement: Placement) -> Placement:
+def replace_per_rank(placement: Placement) -> Placement:
     """Returns ``B`` in place of ``own``: a rank's own value is a whole tensor to the rank that holds it."""
     return B if type(placement) is PerRank else placement
 
 
-def with_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
+def adapt_to_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
     """Adapts ``option``, which takes some operands whole, to operands of which each rank has its own value.
 
     Any op without side effects may do that: what it makes of whole operands is then each rank's own as well, what it

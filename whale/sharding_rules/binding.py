@@ -47,7 +47,7 @@ class Binding:
     output_dims: tuple[tuple[tuple[Part, ...], ...], ...]
 
 
-def _spread(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple[Term, ...]:
+def _repeat_variadic(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple[Term, ...]:
     """Repeats the variadic one of ``terms`` so that there are ``count``."""
     at = next((i for i, t in enumerate(terms) if t.variadic), None)
     if at is None:
@@ -62,7 +62,7 @@ def _spread(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple
     return terms[:at] + (terms[at],) * extra + terms[at + 1 :]
 
 
-def _fixed(term: Term) -> int:
+def _count_fixed(term: Term) -> int:
     return sum(not i.star for i in term.items)
 
 
@@ -80,28 +80,28 @@ def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[
                 continue
             stars = [str(i.labels[0]) for i in term.items if i.star]
             open_stars = [s for s in stars if (s == "*" and free[k] is None) or (s != "*" and s not in runs)]
-            used = _fixed(term) + sum((free[k] or 0) if s == "*" else runs.get(s, 0) for s in stars)
+            used = _count_fixed(term) + sum((free[k] or 0) if s == "*" else runs.get(s, 0) for s in stars)
             if len(open_stars) == 1:
                 length = rank - used
                 if length < 0:
-                    raise _misfit(line, k, rank, f"at least {used} dimensions")
+                    raise _make_misfit_error(line, k, rank, f"at least {used} dimensions")
                 if open_stars[0] == "*":
                     free[k] = length
                 else:
                     runs[open_stars[0]] = length
                 changed = True
             elif not open_stars and used != rank:
-                raise _misfit(line, k, rank, f"{used} dimensions")
+                raise _make_misfit_error(line, k, rank, f"{used} dimensions")
     return runs, free
 
 
-def _misfit(line: Line, k: int, rank: int, expected: str) -> RuleError:
+def _make_misfit_error(line: Line, k: int, rank: int, expected: str) -> RuleError:
     n = len(line.inputs)
     return RuleError("a rule does not fit its op: rank", rule=line.text, tensor=f"term {k} ({n} operand terms)",
                      given=f"{rank} dimensions", expected=expected, action="correct the rule")  # fmt: skip
 
 
-def _labels(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[str | int, ...]] | None:
+def _label_dims(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[str | int, ...]] | None:
     """Returns the labels of each dimension, outermost first; None when a run's length is unknown."""
     dims: list[tuple[str | int, ...]] = []
     for item in term.items:
@@ -119,7 +119,7 @@ def _labels(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[st
     return dims
 
 
-def _flag_of(line: Line, label: str) -> str:
+def _find_flag(line: Line, label: str) -> str:
     name = label.split("*")[0]
     return line.flags[f"{name}*" if "*" in label else name]
 
@@ -133,36 +133,38 @@ def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, 
     Raises:
       RuleError: number or rank of the tensors, or the size of a dimension, does not fit the line.
     """
-    interms = _spread(line, line.inputs, len(inputs), "operands")
-    outterms = _spread(line, line.outputs, len(outputs), "outputs")
+    interms = _repeat_variadic(line, line.inputs, len(inputs), "operands")
+    outterms = _repeat_variadic(line, line.outputs, len(outputs), "outputs")
     terms, types = interms + outterms, inputs + outputs
     ranked = [(t, None if y.dtype in HANDLES or y.shape is None else len(y.shape)) for t, y in zip(terms, types)]
     runs, free = _run_lengths(line, ranked)
     if hint is not None:
-        variants = [(t, hint) if y.dtype == "variant" and _named(t) else r for t, y, r in zip(terms, types, ranked)]
-        if variants != ranked and any(x not in runs for t in terms for x in _named(t)):
+        variants = [
+            (t, hint) if y.dtype == "variant" and _list_named(t) else r for t, y, r in zip(terms, types, ranked)
+        ]
+        if variants != ranked and any(x not in runs for t in terms for x in _list_named(t)):
             runs, free = _run_lengths(line, variants)
-    named = [_labels(t, runs, f) if t.kind == "dims" else [] for t, f in zip(terms, free)]
+    named = [_label_dims(t, runs, f) if t.kind == "dims" else [] for t, f in zip(terms, free)]
     if any(n is None for n in named):
         blocked = True  # some tensor has an unknown rank: nothing can be cut safely
         named = [n or [] for n in named]
     else:
         blocked = False
     shapes = [None if y.dtype in HANDLES else y.shape for y in types]
-    sizes = _sizes(line, named, shapes)
-    dims = [_parts(labels or [], shape, sizes) for labels, shape in zip(named, shapes)]
+    sizes = _find_sizes(line, named, shapes)
+    dims = [_find_parts(labels or [], shape, sizes) for labels, shape in zip(named, shapes)]
     n = len(inputs)
     lists = frozenset(i for i, y in enumerate(inputs) if y.dtype in HANDLES)
-    cuts = {} if blocked else _cuts(line, named, dims, shapes, sizes, outterms, n, lists)
+    cuts = {} if blocked else _find_cuts(line, named, dims, shapes, sizes, outterms, n, lists)
     keep = [tuple(tuple(part for part in parts if part[0] in cuts) for parts in row) for row in dims]
     return Binding(interms, outterms, cuts, tuple(keep[:n]), tuple(keep[n:]))
 
 
-def _named(term: Term) -> list[str]:
+def _list_named(term: Term) -> list[str]:
     return [str(i.labels[0]) for i in term.items if i.star and i.labels != ("*",)]
 
 
-def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]:
+def _find_sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]:
     """Returns the size of each label that some dimension tells; compound dimensions tell the one that is left over."""
     sizes: dict[str, int] = {}
     compounds = []
@@ -195,7 +197,7 @@ def _sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]
     return sizes
 
 
-def _parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[Part, ...]]:
+def _find_parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[Part, ...]]:
     """Returns, per dimension, the labels whose place in it is known, with the products of what is inside and outside of
     them.
     """
@@ -210,7 +212,7 @@ def _parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tupl
             continue
         parts: list[Part] = []
         for k, label in enumerate(names):
-            inner, outer = _product(counts[k + 1 :]), _product(counts[:k])
+            inner, outer = _multiply(counts[k + 1 :]), _multiply(counts[:k])
             if k == 0 and inner is None and size is not None and sizes.get(str(label)):
                 inner = size // sizes[str(label)]
             if isinstance(label, str) and inner and outer:
@@ -219,7 +221,7 @@ def _parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tupl
     return found
 
 
-def _product(counts: Sequence[int | None]) -> int | None:
+def _multiply(counts: Sequence[int | None]) -> int | None:
     """Multiplies counts; None when one of them is unknown."""
     result = 1
     for count in counts:
@@ -229,12 +231,12 @@ def _product(counts: Sequence[int | None]) -> int | None:
     return result
 
 
-def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, int], outterms: tuple[Term, ...],
+def _find_cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, int], outterms: tuple[Term, ...],
           n: int, lists: frozenset[int]) -> dict[str, Cut]:  # fmt: skip
     order = dict.fromkeys(part[0] for row in dims for parts in row for part in parts)
     cuts: dict[str, Cut] = {}
     for label in order:
-        flag = _flag_of(line, label)
+        flag = _find_flag(line, label)
         if flag == "^":
             continue
         places: list[Place] = [
@@ -257,7 +259,7 @@ def _cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[str, in
     return cuts
 
 
-def _units(
+def _find_units(
     pl: Split, row: tuple[tuple[Part, ...], ...], cuts: dict[str, Cut]
 ) -> tuple[str, tuple[int, ...], int] | None:
     """Returns the label that ``pl`` cuts, its sizes per coordinate, and its runs; None when the cut falls into no
@@ -274,14 +276,14 @@ def _units(
     return None
 
 
-def cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Sequence[Placement | None], reduce: str,
+def list_cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Sequence[Placement | None], reduce: str,
                    why: str) -> list[Strategy]:  # fmt: skip
     """Returns one strategy per distinct (label, sizes) that an operand, or a wanted output, is cut by."""
     seeds: dict[tuple[str, tuple[int, ...], int], None] = {}
     for rows, placements in ((binding.input_dims, current), (binding.output_dims, wanted)):
         for row, pl in zip(rows, placements):
             if isinstance(pl, Split):
-                seed = _units(pl, row, binding.cuts)
+                seed = _find_units(pl, row, binding.cuts)
                 if seed is not None:
                     seeds[seed] = None
     found: list[Strategy] = []
@@ -289,25 +291,27 @@ def cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Seque
         cut = binding.cuts[label]
         if 0 in units and any(t.same and t.kind == "dims" for t in binding.outputs):
             continue  # an empty share would have to run the kernel for the output that is whole
-        placed = [_place(p, units, blocks) for p in cut.inputs]
+        placed = [_place_label(p, units, blocks) for p in cut.inputs]
         if any(not isinstance(current[i], Split) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
             continue
         for i, term in enumerate(binding.inputs):
             if placed[i] is B:
-                placed[i] = _rest(term, current[i])
-        outs = tuple(Partial(reduce) if j in cut.grown else _place(p, units, blocks) for j, p in enumerate(cut.outputs))
+                placed[i] = _place_rest(term, current[i])
+        outs = tuple(
+            Partial(reduce) if j in cut.grown else _place_label(p, units, blocks) for j, p in enumerate(cut.outputs)
+        )
         found.append(Strategy(tuple(placed), outs, f"{why}: {label} split"))
     return found
 
 
-def _place(place: Place, units: tuple[int, ...], blocks: int) -> Placement:
+def _place_label(place: Place, units: tuple[int, ...], blocks: int) -> Placement:
     if place is None:
         return B
     dim, inner, outer = place
     return split(dim, units if inner == 1 else tuple(u * inner for u in units), blocks * outer)
 
 
-def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],
+def list_partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],
                        wanted: Sequence[Placement | None], why: str) -> list[Strategy]:  # fmt: skip
     """Returns strategies in which the operands that ``passes`` names are partial, where one of them, or a wanted
     output, is.
@@ -321,7 +325,7 @@ def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequ
             continue
         if any(i >= n for i in operands):
             continue
-        inputs = tuple(partial if i in operands else _rest(t, current[i]) for i, t in enumerate(binding.inputs))
+        inputs = tuple(partial if i in operands else _place_rest(t, current[i]) for i, t in enumerate(binding.inputs))
         some = one.outputs
         outputs = tuple(
             partial if (j in some if some is not None else not t.same) else B for j, t in enumerate(binding.outputs)
@@ -330,17 +334,17 @@ def partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequ
     return found
 
 
-def _rest(term: Term, current: Placement) -> Placement:
+def _place_rest(term: Term, current: Placement) -> Placement:
     if isinstance(current, FirstRank):
         return B
     return current if term.kind == "any" or (term.unread and isinstance(current, Partial)) else B
 
 
-def whole_strategy(binding: Binding, current: Sequence[Placement], why: str) -> Strategy | None:
+def find_whole_strategy(binding: Binding, current: Sequence[Placement], why: str) -> Strategy | None:
     """Returns the strategy that replicates all but the tensors of any placement; None when that is plain
     replication.
     """
-    inputs = tuple(_rest(t, pl) for t, pl in zip(binding.inputs, current))
+    inputs = tuple(_place_rest(t, pl) for t, pl in zip(binding.inputs, current))
     if all(pl is B for pl in inputs):
         return None
     follow = [inputs[j] if t.kind == "any" else B for j, t in enumerate(binding.outputs)]

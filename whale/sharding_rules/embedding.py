@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from whale.ir.layout import B, Placement, Split, Strategy, split
 from whale.ir.program import Node
-from whale.ir.values import TensorType, item_bytes, static_shape
+from whale.ir.values import TensorType, count_item_bytes, require_static_shape
 from whale.sharding_rules.base import OpView, Route
 
 # Each id once, and the sums of the rows that belong to it; no rank's kernel is it (``whale.partition.embedding``).
@@ -53,21 +53,21 @@ class Rows:
     columns: bool = False
     once: bool = False
 
-    def table_of(self, op: OpView) -> TensorType:
+    def table_type(self, op: OpView) -> TensorType:
         """Returns the type of the whole table."""
         return op.outputs[0] if self.table is None else op.inputs[self.table]
 
-    def values_of(self, op: OpView) -> TensorType:
+    def values_type(self, op: OpView) -> TensorType:
         """Returns the type of what belongs to the ids."""
         return op.outputs[0] if self.values is None else op.inputs[self.values]
 
-    def lie(self, strategy: Strategy) -> tuple[Placement, Placement]:
+    def placements(self, strategy: Strategy) -> tuple[Placement, Placement]:
         """Returns the placements of table and ids."""
         table = strategy.outputs[0] if self.table is None else strategy.inputs[self.table]
         return table, strategy.inputs[self.ids]
 
 
-def exchanged(
+def list_exchanged_strategies(
     op: OpView, rows: Rows, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
 ) -> list[Strategy]:
     """Returns the strategies that read, or add to, a table cut by rows, whose ids are cut as ``current`` or ``wanted``
@@ -75,9 +75,9 @@ def exchanged(
     """
     result = wanted[0] if wanted else None
     table = result if rows.table is None else current[rows.table]
-    if not isinstance(table, Split) or not _addresses_part(op, rows, table) or not _can(op, rows):
+    if not isinstance(table, Split) or not is_table_cut_by_ids(op, rows, table) or not can_run(op, rows):
         return []
-    lead = _lead(op, rows)
+    lead = find_id_dims(op, rows)
     found: dict[Strategy, None] = {}
     for cut in (current[rows.ids], result if rows.values is None else current[rows.values]):
         if not isinstance(cut, Split) or cut.dim >= len(lead) or cut.halo != (0, 0) or lead[cut.dim] != cut.extent:
@@ -95,24 +95,26 @@ def exchanged(
 
 
 def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
-    """Tells whether a strategy of a lookup, or of an addition to rows, is one of ``exchanged``."""
-    table, ids = rows.lie(strategy)
-    if not isinstance(ids, Split) or not isinstance(table, Split) or stays(rows, strategy):
+    """Tells whether a strategy of a lookup, or of an addition to rows, is one of ``list_exchanged_strategies``."""
+    table, ids = rows.placements(strategy)
+    if not isinstance(ids, Split) or not isinstance(table, Split) or is_local(rows, strategy):
         return False
-    return _addresses_part(op, rows, table) and _can(op, rows)
+    return is_table_cut_by_ids(op, rows, table) and can_run(op, rows)
 
 
-def stays(rows: Rows, strategy: Strategy) -> bool:
+def is_local(rows: Rows, strategy: Strategy) -> bool:
     """Tells whether one rank has a whole table and all its ids: it runs the op as it is, and others have
     nothing to do.
     """
-    table, ids = rows.lie(strategy)
+    table, ids = rows.placements(strategy)
     if not isinstance(ids, Split) or not isinstance(table, Split) or rows.columns or len(table.sizes) < 2:
         return False
     return len(table.holders) == 1 and table.holders == ids.holders
 
 
-def owned(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()) -> list[Strategy]:
+def list_owner_strategies(
+    op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
+) -> list[Strategy]:
     """Returns the strategies that process rows of unique ids on the ranks where the table has them."""
     if not op.marks.owned_rows:
         return []
@@ -131,12 +133,12 @@ def owned(op: OpView, current: Sequence[Placement], wanted: Sequence[Placement |
 
 
 def is_owned(op: OpView, strategy: Strategy) -> bool:
-    """Tells whether a strategy is one of ``owned``."""
-    ways = owned(op, strategy.inputs, strategy.outputs)
+    """Tells whether a strategy is one of ``list_owner_strategies``."""
+    ways = list_owner_strategies(op, strategy.inputs, strategy.outputs)
     return any((way.inputs, way.outputs) == (strategy.inputs, strategy.outputs) for way in ways)
 
 
-def lies_with_owners(node: Node, index: int, placement: Placement) -> bool:
+def is_with_owners(node: Node, index: int, placement: Placement) -> bool:
     """Tells whether a result of a node lies where a table has the rows that it belongs to; then it lies nowhere
     else.
     """
@@ -150,22 +152,22 @@ def _has_owned_rows(t: TensorType) -> bool:
     return t.dtype == "resource" or (t.shape is not None and t.shape[:1] == (None,))
 
 
-def route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
+def make_route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
     """Returns the route by which the ids find the ranks that hold their rows."""
-    table, _ = rows.lie(strategy)
+    table, _ = rows.placements(strategy)
     assert isinstance(table, Split), strategy
     if not rows.columns:
         return Route((*table.starts, table.run), rows.ids, rows.table, rows.values)
-    sizes, each = _addressed(op, rows), _rows_of_each(op, rows, table)
+    sizes, each = find_addressed_sizes(op, rows), count_rows_per_index(op, rows, table)
     order = [table.dim, *(n for n in range(len(sizes)) if n != table.dim)]
     strides = tuple(math.prod(sizes[m] for m in order[order.index(n) + 1 :]) for n in range(len(sizes)))
     starts = tuple(first * each for first in (*table.starts, table.run))
-    shape = rows.table_of(op).shape or ()
+    shape = rows.table_type(op).shape or ()
     unknown = shape.index(None) if None in shape else None
     return Route(starts, rows.ids, rows.table, rows.values, strides, table.dim, unknown)
 
 
-def exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
+def count_exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
     """Returns the bytes that all ranks together are expected to move, with ids drawn evenly: each rank asks once for an
     id.
 
@@ -173,31 +175,31 @@ def exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
     """
     if not is_exchanged(op, rows, strategy):
         return 0
-    (table, cut), ids = rows.lie(strategy), op.inputs[rows.ids]
+    (table, cut), ids = rows.placements(strategy), op.inputs[rows.ids]
     assert isinstance(table, Split) and isinstance(cut, Split), strategy
-    each, depth = _rows_of_each(op, rows, table), _depth(op, rows)
+    each, depth = count_rows_per_index(op, rows, table), count_addressed_dims(op, rows)
     many = ids.elements // depth
-    width = rows.values_of(op).bytes // many
+    width = rows.values_type(op).bytes // many
     count_of_rows, moved = table.run * each, 0.0
     for coordinate, own in enumerate(table.sizes):
-        count = many * cut.local(coordinate) // max(1, cut.extent)
+        count = many * cut.local_size(coordinate) // max(1, cut.extent)
         once = -count_of_rows * math.expm1(-count / count_of_rows) if count_of_rows else 0.0
         moved += once * (table.run - own) / table.run if table.run else 0.0
-    return round(moved * (width + (item_bytes(ids.dtype) if rows.values is None else 0)))
+    return round(moved * (width + (count_item_bytes(ids.dtype) if rows.values is None else 0)))
 
 
-def _addresses_part(op: OpView, rows: Rows, table: Split) -> bool:
+def is_table_cut_by_ids(op: OpView, rows: Rows, table: Split) -> bool:
     """Tells whether the table is cut along a dimension that ids address."""
-    if table.blocks > 1 or len(table.sizes) < 2 or table.dim >= _depth(op, rows):
+    if table.blocks > 1 or len(table.sizes) < 2 or table.dim >= count_addressed_dims(op, rows):
         return False
-    return rows.once or (rows.table_of(op).shape or ())[table.dim : table.dim + 1] != (None,)
+    return rows.once or (rows.table_type(op).shape or ())[table.dim : table.dim + 1] != (None,)
 
 
-def _can(op: OpView, rows: Rows) -> bool:
+def can_run(op: OpView, rows: Rows) -> bool:
     """Tells whether sizes are known, the values can be sent, and the indices are those of rows, which may lie
     anywhere.
     """
-    ids, values = op.inputs[rows.ids], rows.values_of(op)
+    ids, values = op.inputs[rows.ids], rows.values_type(op)
     if not ids.is_static or not ids.elements or not values.is_static or values.dtype not in _FLOATS:
         return False
     if ids.dtype not in _MOST_ROWS or op.attr("batch_dims", 0) or op.marks.blocks >= op.parts > 1:
@@ -209,35 +211,35 @@ def _can(op: OpView, rows: Rows) -> bool:
         if axis is None or int(axis) != 0 or not op.inputs[0].is_static:
             return False
     if rows.columns:
-        shape, depth = rows.table_of(op).shape, _depth(op, rows)
+        shape, depth = rows.table_type(op).shape, count_addressed_dims(op, rows)
         if shape is None or not 0 < depth <= len(shape) or shape[:depth].count(None) > 1 or None in shape[depth:]:
             return False
-        if math.prod(_addressed(op, rows)) >= _MOST_ROWS[ids.dtype]:
+        if math.prod(find_addressed_sizes(op, rows)) >= _MOST_ROWS[ids.dtype]:
             return False
     # One value for all rows is none that belongs to them.
-    return static_shape(values)[: len(_lead(op, rows))] == _lead(op, rows)
+    return require_static_shape(values)[: len(find_id_dims(op, rows))] == find_id_dims(op, rows)
 
 
-def _lead(op: OpView, rows: Rows) -> tuple[int, ...]:
+def find_id_dims(op: OpView, rows: Rows) -> tuple[int, ...]:
     """Returns the dimensions of the ids of which each element is one id."""
-    shape = static_shape(op.inputs[rows.ids])
+    shape = require_static_shape(op.inputs[rows.ids])
     return shape[:-1] if rows.columns else shape
 
 
-def _depth(op: OpView, rows: Rows) -> int:
+def count_addressed_dims(op: OpView, rows: Rows) -> int:
     """Returns how many dimensions of the table an id addresses."""
     return (op.inputs[rows.ids].shape or (0,))[-1] or 0 if rows.columns else 1
 
 
-def _addressed(op: OpView, rows: Rows) -> tuple[int, ...]:
+def find_addressed_sizes(op: OpView, rows: Rows) -> tuple[int, ...]:
     """Returns the sizes of the dimensions that an id with columns addresses; one that only the run knows is taken to be
     as large as the numbers of rows allow.
     """
-    shape = (rows.table_of(op).shape or ())[: _depth(op, rows)]
+    shape = (rows.table_type(op).shape or ())[: count_addressed_dims(op, rows)]
     most = _SOME_ROWS // max(1, math.prod(n for n in shape if n is not None))
     return tuple(most if n is None else n for n in shape)
 
 
-def _rows_of_each(op: OpView, rows: Rows, table: Split) -> int:
+def count_rows_per_index(op: OpView, rows: Rows, table: Split) -> int:
     """Returns the number of rows for each index of the dimension that is cut."""
-    return math.prod(n for i, n in enumerate(_addressed(op, rows)) if i != table.dim) if rows.columns else 1
+    return math.prod(n for i, n in enumerate(find_addressed_sizes(op, rows)) if i != table.dim) if rows.columns else 1

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Partial, PerRank, Placement, Split, identity_value, local_shape
+from whale.ir.layout import Partial, PerRank, Placement, Split, find_identity, local_shape
 from whale.ir.ops import FOLDS, MATMULS, VIEWS
-from whale.ir.values import UNMOVABLE, TensorType, numpy_dtype
+from whale.ir.values import UNMOVABLE, TensorType, find_numpy_dtype
 from whale.sharding_rules.base import OpView, Strategy, local_output_shape
-from whale.sharding_rules.registry import rule_of
+from whale.sharding_rules.registry import find_rule
 
 _TAKES_NOTHING = MATMULS | VIEWS | FOLDS | {"BiasAdd", "Einsum"}
 
 
-def known_outputs(
+def find_known_outputs(
     op: OpView, strategy: Strategy, coordinate: int, in_time: bool = False
 ) -> tuple[np.ndarray | None, ...]:
     """Returns, per output, the constant that it is on ``coordinate``; None where the kernel must run.
@@ -25,26 +25,26 @@ def known_outputs(
       in_time: micro-batches are to follow. Where a rank has rows and no columns of them, its sums with others belong to
         each micro-batch, which of constants nothing would say; so kernels run that make nothing of nothing.
     """
-    rule = rule_of(op.node.op)
-    if rule is not None and rule.exchanges_rows(op, strategy):
+    rule = find_rule(op.node.op)
+    if rule is not None and rule.is_exchanging_rows(op, strategy):
         return (None,) * len(op.outputs)  # who has no rows, or asks for none, takes part all the same
     if rule is not None and rule.known is not None:
         return rule.known(op, strategy, coordinate)
     if not any(isinstance(p, Split) and p.sizes[coordinate] == 0 for p in strategy.inputs + strategy.outputs):
         return (None,) * len(op.outputs)
-    if in_time and _takes_nothing(op) and _has_rows(op, strategy, coordinate):
+    if in_time and _accepts_empty(op) and _has_rows(op, strategy, coordinate):
         return (None,) * len(op.outputs)
     return tuple(
-        _of_nothing(t, p, local_output_shape(op, strategy, i, coordinate))
+        _make_empty_output(t, p, local_output_shape(op, strategy, i, coordinate))
         for i, (t, p) in enumerate(zip(op.outputs, strategy.outputs))
     )
 
 
-def _takes_nothing(op: OpView) -> bool:
+def _accepts_empty(op: OpView) -> bool:
     """Tells whether the kernel is right for tensors without elements: its sums are 0, and elementwise results are
     empty.
     """
-    rule = rule_of(op.node.op)
+    rule = find_rule(op.node.op)
     spec = rule.spec if rule is not None else None
     return op.node.op in _TAKES_NOTHING or (isinstance(spec, str) and set(spec) <= set("*., ->"))
 
@@ -56,16 +56,18 @@ def _has_rows(op: OpView, strategy: Strategy, coordinate: int) -> bool:
     return all(shape and shape[0] for shape in shapes)
 
 
-def _of_nothing(kind: TensorType, placement: Placement, shape: tuple[int | None, ...] | None) -> np.ndarray | None:
+def _make_empty_output(
+    kind: TensorType, placement: Placement, shape: tuple[int | None, ...] | None
+) -> np.ndarray | None:
     if isinstance(placement, PerRank):  # weighs nothing, but must not be NaN
-        return np.zeros(() if shape is None else [s or 0 for s in shape], numpy_dtype(kind.dtype))
+        return np.zeros(() if shape is None else [s or 0 for s in shape], find_numpy_dtype(kind.dtype))
     if kind.dtype in UNMOVABLE or shape is None:
         return None
     sizes = [s for s in shape if s is not None]
     if len(sizes) < len(shape):
         return None
     if isinstance(placement, Split):
-        return np.zeros(sizes, numpy_dtype(kind.dtype))
+        return np.zeros(sizes, find_numpy_dtype(kind.dtype))
     if isinstance(placement, Partial):
-        return np.full(sizes, identity_value(placement.op, kind.dtype), numpy_dtype(kind.dtype))
+        return np.full(sizes, find_identity(placement.op, kind.dtype), find_numpy_dtype(kind.dtype))
     return None

@@ -10,41 +10,41 @@ from whale.ir.ops import BRANCHES, HAS_BODIES, IDENTITIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func
 from whale.sharding_rules.base import OpView
-from whale.sharding_rules.registry import rule_of
+from whale.sharding_rules.registry import find_rule
 
 _LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
 
 
-def handles_lists(node: Node) -> bool:
+def is_list_op(node: Node) -> bool:
     """Tells whether the node passes lists on, zeroes them or adds them; elements stay where they are."""
     return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
 
 
-def holds_variable(program: Program, node: Node) -> bool:
+def has_variable_handle(program: Program, node: Node) -> bool:
     """Tells whether the node takes a variable's handle: one of the program's, or in a body any resource passed in."""
     handles = program.variable_of
     return any(
         r.node in handles or (not handles and r.node in program.inputs)
         for r in node.inputs
-        if program.type_of(r).dtype == "resource"
+        if program.find_type(r).dtype == "resource"
     )
 
 
-def view(program: Program, node: Node, parts: int) -> OpView:
+def make_op_view(program: Program, node: Node, parts: int) -> OpView:
     """Returns ``node`` as its rule sees it."""
     by_name = program.by_name
     types = tuple(by_name[r.node].outputs[r.index] for r in node.inputs)
     return OpView(node, types, parts, lambda i: program.const(node.inputs[i]))
 
 
-def takes(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
+def can_take(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
     """Tells whether the node can take its operand as ``current`` has it; loops, branches and ops without a rule
     cannot.
     """
-    rule = rule_of(node.op)
+    rule = find_rule(node.op)
     if rule is None or node.op in HAS_BODIES:
         return False
-    options = rule.strategies(view(program, node, parts), current)
+    options = rule.strategies(make_op_view(program, node, parts), current)
     return any(option.inputs[operand] == current[operand] for option in options)
 
 
@@ -63,7 +63,7 @@ class Use:
     handles: tuple[str, ...]
 
 
-def uses_of_variables(program: Program) -> Iterator[Use]:
+def iterate_variable_uses(program: Program) -> Iterator[Use]:
     """Yields every op that takes variables; in place of a branch that is handed some, the ops that take them there."""
     waiting = [(program, {Ref(name): name for name in program.variable_of})]
     while waiting:
@@ -75,18 +75,18 @@ def uses_of_variables(program: Program) -> Iterator[Use]:
             if node.op not in BRANCHES:
                 yield Use(graph, node, handles)
                 continue
-            for func in called_functions(node):
+            for func in list_called_functions(node):
                 body = program.functions[func.name]
                 waiting.append((body, {Ref(name): handle for name, handle in zip(body.inputs, handles[1:]) if handle}))
 
 
-def recreatable(program: Program, ref: Ref) -> bool:
+def is_recreatable(program: Program, ref: Ref) -> bool:
     """Tells whether the tensor can be made anew in any placement (an empty TensorList: it holds nothing yet)."""
     node = program.by_name[ref.node]
-    return bool(getattr(rule_of(node.op), "produces_any", False))
+    return bool(getattr(find_rule(node.op), "produces_any", False))
 
 
-def called_functions(node: Node) -> tuple[Func, ...]:
+def list_called_functions(node: Node) -> tuple[Func, ...]:
     """Returns the functions that a loop or branch node runs; for a branch node, in the order of its alternatives."""
     if "branches" in node.attrs:
         return tuple(node.attrs["branches"])

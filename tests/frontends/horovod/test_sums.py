@@ -17,8 +17,8 @@ VALUE = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 @pytest.fixture(autouse=True)
 def two_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that call the same with the same."""
-    monkeypatch.setattr(sums, "context_of", lambda call, process_set: SimpleNamespace(size=2))
-    monkeypatch.setattr(sums, "key_of", lambda context, kind, name: f"{kind}/{name}")
+    monkeypatch.setattr(sums, "require_context", lambda call, process_set: SimpleNamespace(size=2))
+    monkeypatch.setattr(sums, "make_key", lambda context, kind, name: f"{kind}/{name}")
     monkeypatch.setattr(sums.tensors, "all_gather", lambda context, value, key: tf.concat([value, value], 0))
     monkeypatch.setattr(
         sums.tensors, "all_reduce", lambda context, values, key, op: [v + v if op == "sum" else v for v in values]

@@ -14,7 +14,7 @@ from benchmarks.giant.embeddings import Bags, zipf
 from benchmarks.giant.measure import RANKS, SPREAD, Line, difference, moved_by_a_step, ranks
 from tests.frontends.layers.test_embedding import LAZY, lazy
 from whale.errors import ProgramError
-from whale.frontends.layers.vocabulary import tensor_of
+from whale.frontends.layers.vocabulary import find_tensor
 from whale.ir.layout import Split
 
 LIMIT = 1e-10
@@ -86,7 +86,7 @@ def test_a_checkpoint_has_the_ids_of_its_rows_and_what_is_exported_too(tmp_path:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.sin(layer(ids)))
             for v, slope in zip(layer.trainable_variables, tape.gradient(loss, layer.trainable_variables)):
-                tensor_of(v).assign_sub(tf.convert_to_tensor(slope))
+                find_tensor(v).assign_sub(tf.convert_to_tensor(slope))
             return loss
 
         step(tf.constant(np.random.default_rng(0).integers(WORDS, size=(BATCH, EACH))))
@@ -123,6 +123,6 @@ def test_rows_are_hot_that_more_than_two_ranks_ask_for() -> None:
 
 
 def _counters() -> list[Any]:
-    from whale.runtime.run.context import current
+    from whale.runtime.run.context import require_current
 
-    return [c for comm in current("the test").comms for c in comm.counters()]
+    return [c for comm in require_current("the test").comms for c in comm.counters()]

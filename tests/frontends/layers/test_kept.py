@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import whale as wh
 from benchmarks.giant.measure import ALONE, SPREAD, Line, Scopes, ranks, weight
-from whale.frontends.layers.vocabulary import tensor_of
+from whale.frontends.layers.vocabulary import find_tensor
 from whale.ir.layout import Split
 
 LIMIT = 1e-10
@@ -30,7 +30,7 @@ class Kept:
         self.experts.build((ROWS // 2, 2, WIDTH))
         for i, v in enumerate(self.experts.trainable_variables):
             v.assign(weight(10 + i, *v.shape, dtype=dtype))
-        self.dense = [self.classes, *(tensor_of(v) for v in self.experts.trainable_variables)]
+        self.dense = [self.classes, *(find_tensor(v) for v in self.experts.trainable_variables)]
         self.optimizer, state = None, []
         if KERAS_3:
             before = tf.keras.backend.floatx()

@@ -52,7 +52,7 @@ def test_ids_have_the_slots_that_a_dictionary_says(evict: str) -> None:
         ids = (random.zipf(1.3, 9) % (20 if number % 3 else 1000) * 7919 - 5000).tolist()
         expected.step(ids)
         layer(tf.constant(ids, tf.int64), training=True)
-        found = layer.vocabulary.found(tf.constant(ids, tf.int64)).numpy().tolist()
+        found = layer.vocabulary.find_slots(tf.constant(ids, tf.int64)).numpy().tolist()
         assert found == [expected.of.get(i, 8) for i in ids]
     assert len(expected.of) == 8 and np.count_nonzero(np.asarray(layer.vocabulary.ids) != EMPTY) == 8
 
@@ -70,7 +70,7 @@ def test_buckets_fill_and_no_slot_is_two_ids() -> None:
     ids = np.asarray(layer.vocabulary.ids)
     held = ids[ids != EMPTY]
     assert len(held) == len(set(held)) > 0.95 * 320
-    slots = layer.vocabulary.found(tf.constant(held)).numpy()
+    slots = layer.vocabulary.find_slots(tf.constant(held)).numpy()
     np.testing.assert_array_equal(ids[slots], held)
 
 

@@ -16,7 +16,7 @@ from tensorflow.python.client import session as session_module
 import whale as wh
 from tests.draws import one_of
 from whale.ir.layout import Split
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 from whale.runtime.session.session import InteractiveSession
 
 v1 = tf.compat.v1
@@ -51,7 +51,7 @@ def test_sessions_are_spread_while_a_run_goes_on(ranks: Start) -> None:
     plain = trained(v1.Session)
     ranks(2)
     assert trained(v1.Session) == pytest.approx(plain, rel=1e-12)
-    context = running()
+    context = find_running()
     assert context is not None
     assert context.programs == 2
     assert trained(session_module.Session) == pytest.approx(plain, rel=1e-12)
@@ -99,7 +99,7 @@ def test_a_supervisor_acts_between_runs(ranks: Start, tmp_path: Path) -> None:
     assert run("whale") == pytest.approx(plain, rel=1e-12)
     assert v1.train.latest_checkpoint(str(tmp_path / "whale")) == str(tmp_path / "whale" / "model.ckpt-0")
     # The threads of a supervisor ended with it.
-    context = running()
+    context = find_running()
     assert context is not None
     trained(v1.Session)
     assert context.between_runs == []

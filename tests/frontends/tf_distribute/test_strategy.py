@@ -11,14 +11,14 @@ import pytest
 import whale as wh
 from tests.launcher.helpers import Launcher
 from whale.errors import ClusterError, ConfigError
-from whale.frontends.tf_distribute.workers import Resolver
-from whale.runtime.run.tf_config import check, check_alone, tf_config
+from whale.frontends.tf_distribute.strategy import Resolver
+from whale.runtime.run.tf_config import check_alone, check_tf_config, read_tf_config
 
 TWO = {"worker": ["host1:12345", "host2:23456"]}
 
 
 def said(**parts: Any) -> dict[str, Any]:
-    return tf_config({"TF_CONFIG": json.dumps(parts)})
+    return read_tf_config({"TF_CONFIG": json.dumps(parts)})
 
 
 def test_strategy(launcher: Launcher) -> None:
@@ -28,18 +28,18 @@ def test_strategy(launcher: Launcher) -> None:
 
 
 def test_no_config_is_no_workers() -> None:
-    assert tf_config({}) == tf_config({"TF_CONFIG": " "}) == {}
-    check({}, 1, 4, "whale run")
+    assert read_tf_config({}) == read_tf_config({"TF_CONFIG": " "}) == {}
+    check_tf_config({}, 1, 4, "whale run")
     resolver = Resolver({}, 1, 2)
     assert (resolver.task_type, resolver.task_id, len(resolver.cluster_spec().as_dict()["worker"])) == ("worker", 1, 2)
 
 
 def test_workers_are_ranks() -> None:
     for rank in range(2):
-        check(said(cluster=TWO, task={"type": "worker", "index": rank}), rank, 2, "whale run")
-        check(said(cluster=TWO), rank, 2, "whale run")
+        check_tf_config(said(cluster=TWO, task={"type": "worker", "index": rank}), rank, 2, "whale run")
+        check_tf_config(said(cluster=TWO), rank, 2, "whale run")
     chief = said(cluster={"chief": ["a:1"], "worker": ["b:1"]}, task={"type": "worker", "index": 0})
-    check(chief, 1, 2, "whale run")
+    check_tf_config(chief, 1, 2, "whale run")
     assert [(Resolver(chief, r, 2).task_type, Resolver(chief, r, 2).task_id) for r in range(2)] == [
         ("chief", 0),
         ("worker", 0),
@@ -48,10 +48,10 @@ def test_workers_are_ranks() -> None:
 
 def test_another_number_of_workers_says_how_to_start_them() -> None:
     with pytest.raises(ClusterError, match=r"whale run -np 2 --hosts host1:1,host2:1 script.py"):
-        check(said(cluster=TWO, task={"type": "worker", "index": 0}), 0, 1, "none")
+        check_tf_config(said(cluster=TWO, task={"type": "worker", "index": 0}), 0, 1, "none")
     one_host = {"worker": ["localhost:1", "localhost:2"]}
     with pytest.raises(ClusterError, match=r"`whale run -np 2 script.py`"):
-        check(said(cluster=one_host), 0, 4, "whale run")
+        check_tf_config(said(cluster=one_host), 0, 4, "whale run")
 
 
 def test_a_process_that_nothing_started_does_not_train_without_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_wh_init_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_place_than_the_launcher_says() -> None:
     with pytest.raises(ClusterError, match='leave "task" out'):
-        check(said(cluster=TWO, task={"type": "worker", "index": 0}), 1, 2, "whale run")
+        check_tf_config(said(cluster=TWO, task={"type": "worker", "index": 0}), 1, 2, "whale run")
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_another_place_than_the_launcher_says() -> None:
 )
 def test_what_cannot_be(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tf_config({"TF_CONFIG": text})
+        read_tf_config({"TF_CONFIG": text})

@@ -10,7 +10,7 @@ from tests.programs import Builder, body
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import Func, TensorType
 from whale.kernels.elementwise.fuse import ELEMENTWISE, fuse_elementwise
-from whale.kernels.elementwise.operations import lies_in
+from whale.kernels.elementwise.operations import find_broadcast_kind
 
 pytestmark = pytest.mark.core
 SHAPE = (4, 64)
@@ -40,7 +40,7 @@ def fused(nodes: Iterable[Node]) -> list[tuple[str, ...]]:
     ],
 )
 def test_operands_are_repeated_as_rows_or_columns(given: tuple[int, ...], whole: tuple[int, ...], kind: str) -> None:
-    assert lies_in(TensorType("float64", given), TensorType("float64", whole)) == kind
+    assert find_broadcast_kind(TensorType("float64", given), TensorType("float64", whole)) == kind
 
 
 def test_arithmetic_before_and_after_a_reduction_is_two_operations() -> None:
@@ -113,7 +113,7 @@ def test_what_is_computed_again_stays_apart_from_what_was_computed_first() -> No
     again.append(b.op("Neg", again[0]))
     built = b.build([first, again[1]])
     names = {ref.node for ref in again}
-    built = built.with_nodes(tuple(n.marked(recomputed=True) if n.name in names else n for n in built.nodes))
+    built = built.replace_nodes(tuple(n.marked(recomputed=True) if n.name in names else n for n in built.nodes))
     program = fuse_elementwise(built)
     marks = [node.marks.recomputed for node in program.nodes if node.op == ELEMENTWISE]
     assert marks == [False, True]
@@ -186,4 +186,4 @@ def test_a_bias_is_not_added_to_a_vector() -> None:
     b = Builder()
     whole = b.op("BroadcastTo", b.input("one", (1,)), b.ints(5, 1))
     program = fuse_elementwise(b.build([b.op("BiasAdd", whole, b.input("bias", (1,)), data_format="NHWC")]))
-    assert all(len(program.type_of(n.inputs[0]).shape or ()) == 2 for n in program.nodes if n.op == "BiasAdd")
+    assert all(len(program.find_type(n.inputs[0]).shape or ()) == 2 for n in program.nodes if n.op == "BiasAdd")

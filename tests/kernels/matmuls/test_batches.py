@@ -15,7 +15,7 @@ from tests.kernels.one_rank import without
 from tests.programs import Builder
 from whale.ir.program import Node, Program
 from whale.ir.values import DType
-from whale.kernels.matmuls.batches import batches_as_products
+from whale.kernels.matmuls.batches import replace_batches
 
 pytestmark = pytest.mark.core
 BATCH = "BatchMatMulV2"
@@ -85,16 +85,16 @@ def summed(*others: str) -> Program:
 
 
 def test_the_sum_of_a_batch_is_one_product_where_nobody_else_needs_the_batch() -> None:
-    assert ops(batches_as_products(summed()))["MatMul"] == 1
+    assert ops(replace_batches(summed()))["MatMul"] == 1
     for other in ("rows", "read", "fetched", "waited for"):
-        assert ops(batches_as_products(summed(other)))[BATCH] == 1, other
+        assert ops(replace_batches(summed(other)))[BATCH] == 1, other
 
 
 def test_a_product_waits_for_what_the_batch_and_its_sum_waited_for() -> None:
     program = summed()
     late = {"batch": ("x",), "sum": ("y",)}
     nodes = tuple(Node(n.name, n.op, n.inputs, late.get(n.name, ()), n.attrs, n.outputs) for n in program.nodes)
-    (product,) = [n for n in batches_as_products(program.with_nodes(nodes)).nodes if n.op == "MatMul"]
+    (product,) = [n for n in replace_batches(program.replace_nodes(nodes)).nodes if n.op == "MatMul"]
     assert (product.name, set(product.controls)) == ("sum", {"x", "y"})
 
 

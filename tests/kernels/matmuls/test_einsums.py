@@ -14,7 +14,7 @@ from tests.kernels.one_rank import on_one_rank, without
 from tests.programs import Builder
 from whale.ir.program import COMPILED
 from whale.ir.values import DType, TensorType
-from whale.kernels.matmuls.einsums import EINSUM, LEAST, MOST, MOST_OF_BATCHES, einsums_by_own_kernel
+from whale.kernels.matmuls.einsums import EINSUM, LEAST, MOST, MOST_OF_BATCHES, replace_einsums
 
 pytestmark = pytest.mark.core
 CLOSE = {"float32": 1e-5, "float64": 1e-13}
@@ -92,7 +92,7 @@ def test_which_einsums(equation: str, left: tuple[int, ...], right: tuple[int, .
     x, y = b.input("x", left), b.input("y", right)
     made = TensorType("float64", np.einsum(equation, np.zeros(left), np.zeros(right)).shape)
     program = b.build([b.node("Einsum", (x, y), [made], "e", equation=equation, N=2, T=DType("float64"))])
-    (node,) = (n for n in einsums_by_own_kernel(program).nodes if n.name == "e")
+    (node,) = (n for n in replace_einsums(program).nodes if n.name == "e")
     assert (node.attrs["equation"] if node.op == EINSUM else "") == own
     assert not own or sorted(r.node for r in node.inputs) == ["x", "y"]
 
@@ -105,7 +105,7 @@ def test_what_is_transposed_for_a_product_and_of_one(fetched: str) -> None:
     product = b.op("BatchMatMulV2", moved, b.transpose(y, 0, 2, 3, 1), name="p", adj_x=False, adj_y=False)
     end = b.transpose(product, 0, 2, 1, 3)
     program = b.build([end, *{"product": [product], "moved": [moved]}.get(fetched, [])])
-    made = einsums_by_own_kernel(program)
+    made = replace_einsums(program)
     (node,) = (n for n in made.nodes if n.op == EINSUM)
     assert [r.node for r in node.inputs] == ["x", "y"]
     assert node.attrs["equation"] == ("ambk,anbk->abmn" if fetched == "product" else "ambk,anbk->ambn")
@@ -119,7 +119,7 @@ def test_a_product_whose_transposition_another_one_reads() -> None:
     x, y = b.input("x", (2, 6, 5)), b.input("y", (2, 5, 6))
     product = b.op("BatchMatMulV2", x, y, name="p", adj_x=False, adj_y=False)
     again = b.op("BatchMatMulV2", b.transpose(product, 0, 2, 1), y, name="again", adj_x=False, adj_y=True)
-    program = einsums_by_own_kernel(b.build([again]))
+    program = replace_einsums(b.build([again]))
     found = {n.name: n for n in program.nodes}
     assert found["p"].op == found["again"].op == EINSUM and "p" in {r.node for r in found["again"].inputs}
     assert not any(n.op == "Transpose" for n in program.nodes)
@@ -135,6 +135,6 @@ def test_which_batches() -> None:
         b = Builder()
         x, y = b.input("x", (4, rows, 5), dtype), b.input("y", (4, 7, 5), dtype)
         batch = b.op("BatchMatMulV2", x, y, name="e", adj_x=False, adj_y=True, T=DType(dtype), **attrs)
-        (node,) = (n for n in einsums_by_own_kernel(b.build([batch])).nodes if n.name == "e")
+        (node,) = (n for n in replace_einsums(b.build([batch])).nodes if n.name == "e")
         assert (node.op == EINSUM) is mine, (rows, dtype, attrs)
         assert not mine or node.attrs["equation"] == "amk,ank->amn"

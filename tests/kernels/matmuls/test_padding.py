@@ -14,9 +14,9 @@ import whale as wh
 from tests.kernels.one_rank import without
 from tests.programs import Builder
 from whale.ir.program import PRODUCT, Ref
-from whale.ir.values import DType, TensorType, static_shape
+from whale.ir.values import DType, TensorType, require_static_shape
 from whale.kernels.matmuls.matrices import Factor
-from whale.kernels.matmuls.padding import Padding, padding_of, with_padding
+from whale.kernels.matmuls.padding import Padding, find_padding, pad_products
 from whale.passes.memory.footprint import tensor_kinds
 from whale.runtime.compile import settings
 from whale_ops import processor
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(autouse=True)
 def _multiplies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(settings, "multiplies_by_avx2", lambda: True)
+    monkeypatch.setattr(settings, "can_multiply_by_avx2", lambda: True)
     yield
     wh.shutdown()
 
@@ -71,9 +71,9 @@ def padded(step: Any, *given: tf.Tensor) -> int:
 def test_what_is_padded(left: tuple[int, int], right: tuple[int, int], turned: bool, padding: Padding | None) -> None:
     factors = [Factor(Ref("x"), TensorType("float32", left), turned)]
     factors.append(Factor(Ref("y"), TensorType("float32", right), False))
-    assert padding_of(*factors) == padding
+    assert find_padding(*factors) == padding
     turned_right = Factor(Ref("y"), TensorType("float32", right[::-1]), True)
-    assert padding_of(factors[0], turned_right) is None  # oneDNN reads both operands along their rows
+    assert find_padding(factors[0], turned_right) is None  # oneDNN reads both operands along their rows
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_copies_are_made_when_the_product_can_be_computed() -> None:
     built = b.build([b.op("MatMul", x, late, name="product", controls=["dy"], **kinds)])
     *others, product = built.nodes
     marked = product.marked(recomputed=True)
-    program = with_padding(built.with_nodes((*others, marked)))
+    program = pad_products(built.replace_nodes((*others, marked)))
     nodes = program.by_name
     (pad,) = [node for node in program.nodes if node.op == "Pad"]
     assert set(pad.controls) == {"late", "dy"} and pad.marks.recomputed
     assert nodes["product/whale_product"].controls == ("dy",)
-    assert (nodes["product"].op, static_shape(nodes["product"].outputs[0])) == ("Slice", (256, 8192))
-    assert with_padding(program).nodes == program.nodes
+    assert (nodes["product"].op, require_static_shape(nodes["product"].outputs[0])) == ("Slice", (256, 8192))
+    assert pad_products(program).nodes == program.nodes
 
 
 def test_the_key_and_other_processors_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_the_key_and_other_processors_turn_it_off(monkeypatch: pytest.MonkeyPatc
 
     assert now() == 1
     assert now(**without("padding")) == 0
-    monkeypatch.setattr(settings, "multiplies_by_avx2", lambda: False)
+    monkeypatch.setattr(settings, "can_multiply_by_avx2", lambda: False)
     assert now() == 0
 
 
@@ -182,11 +182,11 @@ def test_the_processor(on: bool, flags: str, expected: bool, tmp_path: Path, mon
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     monkeypatch.setattr(processor.built, "IsMklEnabled", lambda: on)
-    assert processor.multiplies_by_avx2(tmp_path) == expected
+    assert processor.can_multiply_by_avx2(tmp_path) == expected
 
 
 def test_a_processor_of_another_kind_has_no_such_flags(tmp_path: Path) -> None:
-    assert not processor.multiplies_by_avx2(tmp_path / "nothing")
+    assert not processor.can_multiply_by_avx2(tmp_path / "nothing")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd\n")
-    assert not processor.multiplies_by_avx2(tmp_path)
+    assert not processor.can_multiply_by_avx2(tmp_path)

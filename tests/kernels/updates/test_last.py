@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.programs import Builder
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType
-from whale.kernels.updates.last import updates_last, written_early
+from whale.kernels.updates.last import list_early_writes, order_updates_last
 
 
 def _step() -> Program:
@@ -25,7 +25,7 @@ def _step() -> Program:
 
 
 def test_updates_wait_for_all_exchanges_but_for_those_that_exchanges_wait_for() -> None:
-    program = updates_last(_step())
+    program = order_updates_last(_step())
     order = [node.name for node in program.nodes]
     waits = {node.name: node.controls for node in program.nodes}
     (gate,) = set(waits["update_v"]) & set(waits["update_w"])
@@ -36,12 +36,12 @@ def test_updates_wait_for_all_exchanges_but_for_those_that_exchanges_wait_for() 
 
 
 def test_what_is_written_before_an_exchange_is_known() -> None:
-    assert written_early(_step()) == ("count",)
+    assert list_early_writes(_step()) == ("count",)
 
 
 def test_a_program_without_exchanges_stays_as_it_is() -> None:
     b = Builder()
     w = b.variable("w", (2,))
     program = b.build(effects=[b.update("AssignSubVariableOp", w, b.const([1.0, 1.0]))])
-    assert updates_last(program) is program
-    assert written_early(program) == ()
+    assert order_updates_last(program) is program
+    assert list_early_writes(program) == ()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.partition.test_mesh import scoped
 from tests.programs import mlp
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.mesh import Axis
 from whale.ir.program import Program
 from whale.partition.lower import lower_ranks, make_any_plan
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.core
 def staged(program: Program) -> Program:
     of_stage = {n.name: int("w2" in n.name or "logits" in n.name) for n in program.nodes}
     nodes = (replace(n, scope="/".join(filter(None, (f"stage_{of_stage[n.name]}", n.scope)))) for n in program.nodes)
-    return program.with_nodes(tuple(nodes))
+    return program.replace_nodes(tuple(nodes))
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_ranks_that_run_the_same_are_planned_in_time_once(
     together = lower_ranks(program, plan, settings, range(size))
     assert 0 < len(made) <= most
     alone = [lower_ranks(program, plan, settings, [rank])[0] for rank in range(size)]
-    assert [fingerprint(one) for one in together] == [fingerprint(one) for one in alone]
+    assert [compute_fingerprint(one) for one in together] == [compute_fingerprint(one) for one in alone]

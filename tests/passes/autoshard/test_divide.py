@@ -112,7 +112,7 @@ def test_a_loss_whose_classes_stay_whole_is_planned_as_one_op_also_where_somethi
     program = classifier(8, 16, 6, "split_0")  # fewer classes than ranks
     if waiting:
         nodes = [replace(n, controls=(*n.controls, "entropy")) if n.name == "sgd_w" else n for n in program.nodes]
-        program = program.with_nodes(tuple(nodes))
+        program = program.replace_nodes(tuple(nodes))
     plan = planned(program, 8)
     assert not plan.expanded and plan.strategies[""]["w"].outputs[0].dim == 0
 
@@ -130,7 +130,7 @@ def test_logits_of_split_classes_stay_where_they_are(ranks: int, words: int) -> 
     plan = planned(program, ranks)
     assert plan.expanded == ("entropy",)
     assert plan.variables["w"] == split(1, (4000 // ranks,) * ranks)
-    largest = max(program.type_of(Ref(n)).bytes for n in ("logits", "d_w"))
+    largest = max(program.find_type(Ref(n)).bytes for n in ("logits", "d_w"))
     assert plan.logical_bytes < largest / 2
     per_example = [r for r in plan.reshards if r.ref.node.startswith("entropy/") and r.bytes]
     assert per_example and all(r.bytes <= 2 * (ranks - 1) * 16 * 8 for r in per_example)
@@ -142,7 +142,7 @@ def test_the_largest_class_is_found_where_classes_are_split() -> None:
     program = classifier(16, 32, 4000, "split_0")
     b = Builder("more")
     b.nodes, b.inputs, b.variables = list(program.nodes), list(program.inputs), list(program.variables)
-    b.types = {r: program.type_of(r) for n in program.nodes for r in n.refs()}
+    b.types = {r: program.find_type(r) for n in program.nodes for r in n.list_refs()}
     b.scope = "split_0"
     best = b.op("ArgMax", Ref("logits"), b.const(1, "int32"), name="best", output_type=DType("int64"))
     plan = planned(b.build([*program.outputs, best], program.effects), 2)

@@ -25,7 +25,9 @@ def _step(view: str) -> Program:
 
 
 def _marked(program: Program, marks: dict[str, str]) -> Program:
-    return program.with_nodes(tuple(n.marked(**{marks[n.name]: True}) if n.name in marks else n for n in program.nodes))
+    return program.replace_nodes(
+        tuple(n.marked(**{marks[n.name]: True}) if n.name in marks else n for n in program.nodes)
+    )
 
 
 @pytest.mark.parametrize("view", sorted(VIEWS))

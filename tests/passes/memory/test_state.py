@@ -41,8 +41,8 @@ def test_kinds_of_an_update_of_many_variables_are_found_without_going_from_each_
     many = b.node("WhaleUpdate", (*handles, *gradients), [TensorType("float64", (3,))] * count, stateful=True)
     later = [b.update("AssignVariableOp", h, Ref(many.node, i)) for i, h in enumerate(handles)]
     program, asked = b.build([], later), list[Ref]()
-    kind_of = Program.type_of
-    monkeypatch.setattr(Program, "type_of", lambda self, ref: (asked.append(ref), kind_of(self, ref))[1])
+    kind_of = Program.find_type
+    monkeypatch.setattr(Program, "find_type", lambda self, ref: (asked.append(ref), kind_of(self, ref))[1])
     kinds = tensor_kinds(program)
     assert {kinds[ref] for ref in (*gradients, Ref(many.node, count - 1))} == {"gradients"}
     assert len(asked) < 12 * count

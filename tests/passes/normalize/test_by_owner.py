@@ -42,7 +42,7 @@ def test_what_does_the_same_to_each_row_is_marked() -> None:
     program = updated(by_row)
     (sums,) = (n for n in program.nodes if n.op == SUMS_BY_ID)
     assert not {"Unique", "UnsortedSegmentSum", "Size"} & {n.op for n in program.nodes}
-    readers = {n.name for ref in sums.refs() for n, _ in program.consumers[ref]}
+    readers = {n.name for ref in sums.list_refs() for n, _ in program.consumers[ref]}
     marked = {n.name: n.op for n in program.nodes if n.marks.owned_rows}
     assert readers <= marked.keys()
     assert {"ResourceGather", "ResourceScatterUpdate", "ExpandDims"} <= set(marked.values())

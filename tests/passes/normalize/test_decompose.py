@@ -82,7 +82,7 @@ def _with_dtype(program: Program, dtype: str) -> Program:
     def kind(t: TensorType) -> TensorType:
         return replace(t, dtype=dtype) if t.dtype == "float32" else t
 
-    return program.with_nodes(
+    return program.replace_nodes(
         tuple(
             replace(n, attrs={k: attr(v) for k, v in n.attrs.items()}, outputs=tuple(map(kind, n.outputs)))
             for n in program.nodes
@@ -117,8 +117,8 @@ def test_channels_first_layouts_have_the_given_shapes() -> None:
     specs = [tf.TensorSpec(a.shape) for a in _arguments(1.0, (4, 6, 3, 5))]
     captured = capture_function(_step("FusedBatchNormV3", "float32", 1.0, "NCHW"), specs)
     program = decompose(captured.program)
-    before = [captured.program.type_of(r) for r in captured.program.outputs]
-    assert [program.type_of(r) for r in program.outputs] == before
+    before = [captured.program.find_type(r) for r in captured.program.outputs]
+    assert [program.find_type(r) for r in program.outputs] == before
 
 
 def test_only_what_is_picked() -> None:
@@ -156,7 +156,7 @@ def test_unknown_batch_is_refused() -> None:
     from whale.ir.values import TensorType
 
     program = capture_function(_step("FusedBatchNormV3", "float32", 1.0), _arguments(1.0)).program
-    loose = program.with_nodes(
+    loose = program.replace_nodes(
         tuple(
             replace(n, outputs=tuple(TensorType(t.dtype, (None, 3, 5, 6)) for t in n.outputs))
             if n.op == "Placeholder" and len(n.outputs[0].shape) == 4

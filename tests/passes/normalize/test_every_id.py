@@ -19,7 +19,7 @@ from whale.passes.normalize.inline import inline
 def scoped(program: Program, scope: str) -> Program:
     """``program`` with every node but its inputs in ``scope``."""
     nodes = tuple(n if n.name in program.inputs else replace(n, scope=scope) for n in program.nodes)
-    return program.with_nodes(nodes)
+    return program.replace_nodes(nodes)
 
 
 IDS = tf.TensorSpec([8], tf.int32)
@@ -66,7 +66,7 @@ def test_no_tensor_has_a_size_that_only_the_run_knows(loss: Callable[..., tf.Ten
     read = next(n for n in program.nodes if n.op == "ResourceGather")
     assert read.inputs[1].node == "ids" and read.outputs[0].shape == (8, 3)
     (update,) = (n for n in program.nodes if n.op == "ResourceScatterSub")
-    assert program.type_of(update.inputs[2]).shape == (8, 3)
+    assert program.find_type(update.inputs[2]).shape == (8, 3)
 
 
 def test_what_else_needs_the_ids_once_keeps_them() -> None:

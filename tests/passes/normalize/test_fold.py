@@ -143,7 +143,7 @@ def test_broadcast_gradient_args(a: list[int], b: list[int]) -> None:
 
 
 def _const(name: str, array: np.ndarray) -> Node:
-    value = Tensor.of(array)
+    value = Tensor.from_numpy(array)
     return Node(name, "Const", attrs={"dtype": DType(value.dtype), "value": value},
                 outputs=(TensorType(value.dtype, value.shape),))  # fmt: skip
 
@@ -223,8 +223,8 @@ def test_partly_known_shape_refines_what_it_makes() -> None:
     zero = Node("zero", "Fill", (Ref("shape"), Ref("c")), outputs=(TensorType("float32", (None, None)),))
     double = Node("double", "AddV2", (Ref("zero"), Ref("zero")), outputs=(TensorType("float32", None),))
     program = fold(_one(x, shape, _const("c", np.float32(0)), zero, double, out="double"))
-    assert program.type_of(Ref("zero")).shape == (None, 6)
-    assert program.type_of(Ref("double")).shape == (None, 6)
+    assert program.find_type(Ref("zero")).shape == (None, 6)
+    assert program.find_type(Ref("double")).shape == (None, 6)
 
 
 def test_identity_n_becomes_one_identity_per_tensor() -> None:
@@ -296,12 +296,12 @@ def _list_loop(grows: bool) -> Program:
 @pytest.mark.parametrize("grows", [False, True])
 def test_loop_state_and_lists_are_as_static_as_the_loop_keeps_them(grows: bool) -> None:
     program = _list_loop(grows)
-    assert program.type_of(program.outputs[0]).shape == (None,)
+    assert program.find_type(program.outputs[0]).shape == (None,)
     folded = fold(program)
     loop = next(n for n in folded.nodes if n.op in ("While", "StatelessWhile"))
     expected = (None,) if grows else (3,)
     assert expected in [t.shape for t in loop.outputs]
-    assert folded.type_of(folded.outputs[0]).shape == expected
+    assert folded.find_type(folded.outputs[0]).shape == expected
     if not grows:
         assert Shape((3,)) in loop.attrs["output_shapes"]
 
@@ -320,4 +320,4 @@ def test_a_list_that_is_handed_on_holds_what_it_held(op: str) -> None:
     place = _const("place", np.array(0, np.int32))
     read = Node("read", "TensorListGetItem", (Ref("same"), Ref("place"), Ref("shape")), outputs=(loose,), attrs=kind)
     program = _one(x, *sizes, empty, pushed, same, place, read, out="read")
-    assert refine_lists(program).type_of(Ref("read")) == vector
+    assert refine_lists(program).find_type(Ref("read")) == vector

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from whale.capture.function import capture_function
-from whale.ir.program import Node, Program, waited_for
+from whale.ir.program import Node, Program, find_waited_for
 from whale.passes.normalize.embedding.variable_gather import look_up_in_variables
 from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.inline import inline
@@ -59,14 +59,14 @@ def test_lookups_in_a_value_read_the_variable(look_up: Step, count: int) -> None
     plain = nodes_of(captured(lambda table, ids: tf.gather(table, ids)), "ResourceGather")[0]
     assert all((n.attrs, n.outputs, n.stateful) == (plain.attrs, plain.outputs, plain.stateful) for n in found)
     (update,) = nodes_of(program, "ResourceScatterSub")
-    assert {n.name for n in found} <= waited_for(program, [update.name])
+    assert {n.name for n in found} <= find_waited_for(program, [update.name])
 
 
 def test_rows_are_cast_where_the_table_was() -> None:
     program = look_up_in_variables(captured(trained(lambda table, ids: tf.gather(tf.cast(table, tf.bfloat16), ids))))
     (found,) = nodes_of(program, "ResourceGather")
     assert not nodes_of(program, "ReadVariableOp") and found.outputs[0].dtype == "float32"
-    (cast,) = (node for node, _ in program.consumers[found.refs()[0]])
+    (cast,) = (node for node, _ in program.consumers[found.list_refs()[0]])
     assert cast.op == "Cast" and cast.outputs[0].dtype == "bfloat16" and cast.outputs[0].shape == (8, 2, 3)
 
 

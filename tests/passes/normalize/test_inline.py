@@ -96,7 +96,7 @@ def test_types_that_only_the_call_knew_stay() -> None:
     known = TensorType("float32", (4, None))
     nodes = (Node("a", "Placeholder", outputs=(known,)), _call("call", "f", (Ref("a"),), outputs=(known,)))
     flat = inline(Program("p", nodes, ("a",), (), (Ref("call"),), (), {"f": body}))
-    assert flat.type_of(flat.outputs[0]) == TensorType("float32", (4, 3))
+    assert flat.find_type(flat.outputs[0]) == TensorType("float32", (4, 3))
 
 
 def test_scope_of_the_call_reaches_the_body() -> None:

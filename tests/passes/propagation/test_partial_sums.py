@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, plan_of
-from whale.ir.layout import P_SUM, B, Broadcast, Partial, Split, Strategy, even_sizes, split
+from whale.ir.layout import P_SUM, B, Broadcast, Partial, Split, Strategy, divide_evenly, split
 from whale.ir.program import Program, Ref
 from whale.passes.analysis.cost import compute_cost, move_cost
 from whale.passes.propagation.graph_layout import GraphLayout
@@ -28,7 +28,7 @@ class _Region:
     def __init__(self, parts: int):
         self.b, self.parts = Builder("region"), parts
         self.layout = GraphLayout()
-        self.cut = split(0, even_sizes(ROWS, parts))
+        self.cut = split(0, divide_evenly(ROWS, parts))
 
     def _record(self, ref: Ref, strategy: Strategy) -> Ref:
         for node in self.b.nodes:
@@ -36,7 +36,7 @@ class _Region:
                 constant = Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), "test")
                 chosen = strategy if node.name == ref.node else constant
                 self.layout.strategies[node.name] = chosen
-                self.layout.produced.update(zip(node.refs(), chosen.outputs))
+                self.layout.produced.update(zip(node.list_refs(), chosen.outputs))
         return ref
 
     def contraction(self, width: int, fixed: bool) -> Ref:
@@ -79,20 +79,20 @@ def _assigned(program: Program, layout: GraphLayout, whole: Iterable[str]) -> Gr
     for name in whole:
         node = program.by_name[name]
         strategies[name] = Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), "whole")
-        produced.update((r, B) for r in node.refs())
+        produced.update((r, B) for r in node.list_refs())
     return GraphLayout(strategies, produced, layout.preferred, layout.outputs, layout.unruled)
 
 
 def _cost(program: Program, layout: GraphLayout, parts: int) -> float:
     """What the run pays: every reshard that the plan would list, and the work of sums computed on every rank."""
     moved = sum(
-        move_cost(r.source, r.target, max(1, program.type_of(r.ref).bytes), parts)
+        move_cost(r.source, r.target, max(1, program.find_type(r.ref).bytes), parts)
         for r in explicit_reshards(program, {"": layout}, parts)
     )
     worked = 0.0
     for node in program.nodes:
         if node.op == "Sum" and type(layout.produced[node.inputs[0]]) is Split:
-            touched = sum(program.type_of(r).bytes for r in node.inputs) + node.outputs[0].bytes
+            touched = sum(program.find_type(r).bytes for r in node.inputs) + node.outputs[0].bytes
             worked += compute_cost(layout.strategies[node.name], touched, 0)
     return moved + worked
 
@@ -198,5 +198,5 @@ def test_a_program_without_partial_sums_is_left_alone() -> None:
     b = Builder()
     program = b.build([b.op("Relu", b.input("x", (4,)))])
     layout = GraphLayout({n.name: Strategy((B,) * len(n.inputs), (B,), "") for n in program.nodes},
-                         {r: B for n in program.nodes for r in n.refs()}, outputs=(B,))  # fmt: skip
+                         {r: B for n in program.nodes for r in n.list_refs()}, outputs=(B,))  # fmt: skip
     assert reduce_partial_sums(program, layout, 2) is layout

@@ -180,7 +180,7 @@ def test_loop_state_keeps_rows_and_gathers_partial_sums() -> None:
         [inner.op("AddV2", i, inner.const(1.0)), moved, inner.op("AddV2", total, inner.reduce("Sum", moved, 0))]
     )
     b, loop = _looping(shapes, step, 0.0, "x", np.zeros(40))
-    layouts = propagate(b.build(b.nodes[-1].refs()), 2, {"x": ROWS})
+    layouts = propagate(b.build(b.nodes[-1].list_refs()), 2, {"x": ROWS})
     strategy = layouts[""].strategies[loop.node]
     assert strategy.inputs == strategy.outputs == (B, ROWS, P_SUM)
     assert layouts["body"].outputs == (B, ROWS, P_SUM) and layouts["cond"].outputs == (B,)
@@ -195,7 +195,7 @@ def test_loop_state_that_the_body_cannot_keep_is_whole() -> None:
     bent = inner.op("Tanh", inner.op("AddV2", total, inner.reduce("Sum", product, 0)), name="bent")
     step = inner.build([inner.op("AddV2", i, inner.const(1.0)), x, bent])
     b, loop = _looping(shapes, step, 0.0, "x", np.zeros(40))
-    layouts = propagate(b.build(b.nodes[-1].refs()), 2, {"x": ROWS})
+    layouts = propagate(b.build(b.nodes[-1].list_refs()), 2, {"x": ROWS})
     assert layouts[""].strategies[loop.node].inputs == (B, ROWS, B)
     assert layouts["body"].strategies["bent"].inputs == (B,)
 
@@ -206,10 +206,10 @@ def test_loop_state_that_swaps_dimensions_settles() -> None:
     inner, (i, x, y) = body("body", *shapes)
     step = inner.build([inner.op("AddV2", i, inner.const(1.0)), inner.matmul(y, inner.const(np.eye(8))), x])
     b, loop = _looping(shapes, step, 0.0, "x", "y")
-    layouts = propagate(b.build(b.nodes[-1].refs()), 2, {"x": ROWS})
+    layouts = propagate(b.build(b.nodes[-1].list_refs()), 2, {"x": ROWS})
     strategy = layouts[""].strategies[loop.node]
     assert strategy.inputs == strategy.outputs
-    planned(b.build(b.nodes[-1].refs()), 5, 3, x=ROWS)  # the checker agrees
+    planned(b.build(b.nodes[-1].list_refs()), 5, 3, x=ROWS)  # the checker agrees
 
 
 def test_a_loop_over_a_handle_of_the_first_rank_runs_there() -> None:
@@ -238,7 +238,7 @@ def _branches(then_rule: str, else_rule: str) -> GraphLayout:
     b = Builder()
     x = b.input("x", (8, 40))
     b.branch(b.op("Less", b.const(0.0), b.const(1.0)), function("then", then_rule), function("other", else_rule), x)
-    return propagate(b.build(b.nodes[-1].refs()), 2, {"x": ROWS})[""]
+    return propagate(b.build(b.nodes[-1].list_refs()), 2, {"x": ROWS})[""]
 
 
 def test_branches_that_agree_keep_their_layout() -> None:
@@ -255,7 +255,7 @@ def test_branches_that_differ_meet_whole() -> None:
     then_out = then.matmul(t, then.const(np.eye(8)))
     other_out = other.matmul(product, other.op("Relu", product), a=True)  # a sum over the batch
     b.branch(b.op("Less", b.const(0.0), b.const(1.0)), then.build([then_out]), other.build([other_out]), x)
-    layouts = propagate(b.build(b.nodes[-1].refs()), 2, {"x": ROWS})
+    layouts = propagate(b.build(b.nodes[-1].list_refs()), 2, {"x": ROWS})
     assert layouts["then"].place(then_out) == ROWS and layouts["other"].place(other_out) == P_SUM
     assert layouts[""].strategies["branch"].outputs == (B,)
     assert layouts["then"].outputs == layouts["other"].outputs == (B,)

@@ -113,7 +113,7 @@ def test_groups_of_random_programs(program: Program, parts: int, limit: int, see
             members.setdefault(r.group, []).append(r)
     assert sorted(members) == list(range(len(members)))
     for rows in members.values():
-        assert len(rows) > 1 and sum(program.type_of(r.ref).bytes for r in rows) <= limit
+        assert len(rows) > 1 and sum(program.find_type(r.ref).bytes for r in rows) <= limit
         for r in rows:
             waiting = _depends(program, r.ref, layouts[""])
             assert not any(other.ref.node in waiting for other in rows), "a member waits for another"

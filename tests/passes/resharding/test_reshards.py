@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.programs import Builder, layouts_of, mlp
-from whale.ir.layout import P_MAX, P_SUM, B, Placement, Strategy, moved_bytes, split
+from whale.ir.layout import P_MAX, P_SUM, B, Placement, Strategy, count_moved_bytes, split
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
 from whale.passes.propagation.graph_layout import GraphLayout
@@ -20,7 +20,7 @@ def _readers(source: Placement, *targets: Placement) -> tuple[Program, GraphLayo
     program = b.build(readers)
     strategies = {"x": Strategy((), (B,), ""), "made": Strategy((source,), (source,), "")}
     strategies |= {r.node: Strategy((t,), (B,), "") for r, t in zip(readers, targets)}
-    produced: dict = {r: B for n in program.nodes for r in n.refs()} | {made: source}
+    produced: dict = {r: B for n in program.nodes for r in n.list_refs()} | {made: source}
     return program, GraphLayout(strategies, produced, outputs=(B,) * len(targets))
 
 
@@ -62,5 +62,5 @@ def test_keys_are_unique_and_bytes_are_those_of_the_table() -> None:
     reshards = explicit_reshards(program, layouts_of(program, 2, {"x": ROWS, "y": ROWS}), 2)
     assert len({r.key for r in reshards}) == len(reshards) >= 5
     for r in reshards:
-        assert r.bytes == moved_bytes(r.source, r.target, program.type_of(r.ref).bytes, 2)
+        assert r.bytes == count_moved_bytes(r.source, r.target, program.find_type(r.ref).bytes, 2)
     assert [r.ref.node for r in reshards] == sorted((r.ref.node for r in reshards), key=list(program.by_name).index)

@@ -232,7 +232,7 @@ def _loop() -> Program:
     state = [b.const(0.0), b.input("x", (8, 40)), b.const(np.zeros(40))]
     b.loop(stop.build([stop.op("Less", j, stop.const(3.0), name="less")]),
            inner.build([inner.op("AddV2", i, inner.const(1.0)), moved, added]), *state)  # fmt: skip
-    return b.build(b.nodes[-1].refs())
+    return b.build(b.nodes[-1].list_refs())
 
 
 LOOP_FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
@@ -279,14 +279,14 @@ def test_a_branch_that_returns_otherwise() -> None:
     x, yes = b.input("x", (8, 40)), b.op("Less", b.const(0.0), b.const(1.0), name="yes")
     eye = np.eye(40)
     b.branch(yes, then.build([then.matmul(t, then.const(eye))]), other.build([other.matmul(e, other.const(eye))]), x)
-    program = b.build(b.nodes[-1].refs())
+    program = b.build(b.nodes[-1].list_refs())
     plan = planned(program, 5, 3)
     check(program, plan)
     with pytest.raises(
         PlanError, match=r"op: branch \(StatelessIf\)(.|\n)*given: other returns B(.|\n)*expected: S\(0\)\[5,3\]"
     ):
         # The matrix product of the other branch is gathered before it returns.
-        reshard = Reshard("other", other.nodes[-1].refs()[0], ROWS, B, "gather", 8 * 40 * 8)
+        reshard = Reshard("other", other.nodes[-1].list_refs()[0], ROWS, B, "gather", 8 * 40 * 8)
         check(program, replace(plan, returned={**plan.returned, "other": (B,)}, reshards=(*plan.reshards, reshard)))
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.programs import mlp
 from whale.errors import PlanError
 from whale.ir.plan import plan_from_json
-from whale.ir.plan_explain import explained_of_plan, find_ops, op_table
+from whale.ir.plan_text import explain_operations, find_ops, list_op_rows
 from whale.ir.program import Program
 from whale.passes.pass_manager import make_plan, normalise
 from whale.passes.plan_builder import expand
@@ -32,8 +32,8 @@ def test_a_saved_plan_is_explained_and_listed() -> None:
     program, settings = _program()
     plan = plan_from_json(make_plan(program, settings).to_json())
     moved = next(r for r in plan.reshards if r.bytes)
-    assert any(f"{moved.source} -> {moved.target}" in line for line in explained_of_plan(plan, moved.ref.node))
-    assert len(op_table(plan)) == 1 + len(plan.strategies[""])
+    assert any(f"{moved.source} -> {moved.target}" in line for line in explain_operations(plan, moved.ref.node))
+    assert len(list_op_rows(plan)) == 1 + len(plan.strategies[""])
     with pytest.raises(PlanError, match="no such operation"):
         find_ops(plan, "nowhere")
 

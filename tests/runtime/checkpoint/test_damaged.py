@@ -14,7 +14,7 @@ import tensorflow as tf
 import whale as wh
 from tests.checkpoints import matrix
 from tests.runtime.checkpoint.test_checkpoint import ZERO, saved
-from whale.runtime.checkpoint import agreement
+from whale.runtime.checkpoint import saving
 
 Start = Callable[..., None]
 
@@ -150,12 +150,15 @@ def test_a_folder_may_have_been_moved(ranks: Start, tmp_path: Path) -> None:
 
 
 def test_ranks_with_other_folders_or_numbers_are_told_apart() -> None:
-    same = agreement.Said(place="/a", number=3, digest=b"x")
-    agreement.check_equal([same, same])
+    same = saving.RankMessage(place="/a", number=3, digest=b"x")
+    saving.check_equal([same, same])
     for other, match in (
-        (agreement.Said(place="/b", number=3, digest=b"x"), r"rank 0 uses /a, rank 1 uses /b"),
-        (agreement.Said(place="/a", number=4, digest=b"x"), r"rank 0 saves number 3, rank 1 saves number 4"),
-        (agreement.Said(place="/a", number=3, digest=b"y"), r"rank 0 and rank 1 have checkpoints of other variables"),
+        (saving.RankMessage(place="/b", number=3, digest=b"x"), r"rank 0 uses /a, rank 1 uses /b"),
+        (saving.RankMessage(place="/a", number=4, digest=b"x"), r"rank 0 saves number 3, rank 1 saves number 4"),
+        (
+            saving.RankMessage(place="/a", number=3, digest=b"y"),
+            r"rank 0 and rank 1 have checkpoints of other variables",
+        ),
     ):
         with pytest.raises(wh.CommError, match=match):
-            agreement.check_equal([same, other])
+            saving.check_equal([same, other])

@@ -15,8 +15,8 @@ import tensorflow as tf
 import whale as wh
 from tests.checkpoints.model import INPUTS, Model, batch
 from tests.forkserver import plain_python
-from whale.runtime.checkpoint.export import _module_of
-from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
+from whale.runtime.checkpoint.export import _make_module
+from whale.runtime.variables.checkpoint_regions import find_variable, is_split
 
 Start = Callable[..., None]
 SERVE = """
@@ -59,7 +59,7 @@ def test_what_is_exported_serves_without_whale(ranks: Start, tmp_path: Path) -> 
 
         predict = predictor(first, second)
         wanted[name] = np.array(predict(x))
-        assert any(lies_split(variable_of(v)) for v in (*model.weights, *model.optimizer.variables))
+        assert any(is_split(find_variable(v)) for v in (*model.weights, *model.optimizer.variables))
         for _ in range(2):  # the second replaces the first
             wh.export(predict, tmp_path / name, tf.TensorSpec([None, INPUTS], tf.float64))
         whole = [tf.convert_to_tensor(w).numpy() for w in model.weights]
@@ -79,7 +79,7 @@ def test_what_is_exported_serves_without_whale(ranks: Start, tmp_path: Path) -> 
 def test_ranks_gather_variables_in_one_order() -> None:
     """A function's own order is that of addresses, which are others in each process."""
     weights = [tf.Variable(float(i)) for i in range(24)]
-    module = _module_of(lambda x: tf.add_n([x * w for w in weights]), [tf.TensorSpec([])])
+    module = _make_module(lambda x: tf.add_n([x * w for w in weights]), [tf.TensorSpec([])])
     assert [v is w for v, w in zip(module.used, weights, strict=True)] == [True] * 24
 
 

@@ -15,7 +15,7 @@ import pytest
 import whale_ops
 from tests.programs import mlp, planned
 from whale.errors import ProgramError
-from whale.ir.program import Program, const_node, renamed
+from whale.ir.program import Program, make_const, rename_nodes
 from whale.ir.values import Tensor, TensorType
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile import cross_rank_checks
@@ -24,18 +24,18 @@ _TIMEOUT_S = 30.0
 
 
 def _renamed(program: Program) -> Program:
-    return renamed(program, {program.nodes[2].name: "of_this_rank"})
+    return rename_nodes(program, {program.nodes[2].name: "of_this_rank"})
 
 
 def _of_another_constant(program: Program) -> Program:
-    constant = const_node("factor", Tensor.of(np.float32(2.0), "float32"))
-    return program.with_nodes((*program.nodes, constant))
+    constant = make_const("factor", Tensor.from_numpy(np.float32(2.0), "float32"))
+    return program.replace_nodes((*program.nodes, constant))
 
 
 def _of_more_rows(program: Program) -> Program:
     first = program.by_name[program.inputs[0]]
     wider = replace(first, outputs=(TensorType("float32", (99, 7)),))
-    return program.with_nodes(tuple(wider if node is first else node for node in program.nodes))
+    return program.replace_nodes(tuple(wider if node is first else node for node in program.nodes))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def _of_more_rows(program: Program) -> Program:
 def test_ranks_with_different_programs_hear_a_likely_cause(
     change: Callable[[Program], Program], hashes: tuple[int, ...], cause: str
 ) -> None:
-    comms = whale_ops.in_process(f"differing{change.__name__}{len(hashes)}", 2)
+    comms = whale_ops.connect_in_process(f"differing{change.__name__}{len(hashes)}", 2)
     programs = mlp(), change(mlp())
 
     def of_rank(rank: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_ranks_with_different_programs_hear_a_likely_cause(
 
 
 def test_a_rank_that_waits_for_a_plan_says_that_rank_0_is_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    comms = whale_ops.in_process("planning", 2)
+    comms = whale_ops.connect_in_process("planning", 2)
     program, plan, said = mlp(), planned(mlp(), 4, 4), []
 
     def slowly(*_: Any) -> Any:

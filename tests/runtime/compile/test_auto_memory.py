@@ -52,12 +52,12 @@ def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., 
     with pytest.raises(PlanError, match="in no way"):
         deep.step.plan(*deep.batch(0, rows))
     wh.shutdown()
-    without = [way.strategy.pipelined for way in looked.ways]
+    without = [way.strategy.is_pipelined for way in looked.ways]
     assert without == sorted(without) and any(without)  # stages last: they take longest to plan
     held = {
         way.strategy.zero: way.bytes
         for way in looked.ways
-        if not way.strategy.pipelined and way.strategy.recompute == "none"
+        if not way.strategy.is_pipelined and way.strategy.recompute == "none"
     }
     assert held[3] < held[1] < held[0]
     looked.limit_bytes = (held[3] + held[1]) / 2
@@ -65,8 +65,8 @@ def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., 
     deep = Deep(wh.function, 8)
     worst = difference(Deep(depth=8).train(rows), deep.train(rows), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    chosen = context.current().auto
-    assert chosen is not None and chosen.strategy.zero == 3 and not chosen.strategy.pipelined
+    chosen = context.require_current().auto
+    assert chosen is not None and chosen.strategy.zero == 3 and not chosen.strategy.is_pipelined
 
 
 def test_replicas_of_stages_divide_their_state_where_memory_binds(ranks: Callable[..., None], looked: Looked) -> None:
@@ -76,11 +76,11 @@ def test_replicas_of_stages_divide_their_state_where_memory_binds(ranks: Callabl
     deep.step.plan(*deep.batch(0))
     wh.shutdown()
     (plain,) = looked.ways
-    assert plain.strategy.pipelined and not plain.strategy.zero
+    assert plain.strategy.is_pipelined and not plain.strategy.zero
     looked.limit_bytes = 0.95 * plain.bytes
     ranks(4, **{"mesh.auto_parallel": True, **asked})
     deep = Deep(wh.function, 8)
     worst = difference(Deep(depth=8).train(), deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    chosen = context.current().auto
+    chosen = context.require_current().auto
     assert chosen is not None and chosen.strategy.zero == 1 and chosen.strategy.stages == plain.strategy.stages

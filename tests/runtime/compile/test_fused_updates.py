@@ -19,10 +19,10 @@ from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.kernels.updates.fuse import UPDATE
-from whale.partition.lower import shown_ranks, with_memory
+from whale.partition.lower import add_memory, lower_shown_ranks
 from whale.runtime.compile.compile import compile_program
 from whale.runtime.compile.settings import settings_of
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 from whale.runtime.session import session
 
 v1 = tf.compat.v1
@@ -112,7 +112,7 @@ def written(program: Program) -> Counter[str]:
     """Operations of updates, and other writes of variables of more than one element."""
     found = Counter(UPDATE for n in program.nodes if n.op == UPDATE)
     writes = (n for n in program.nodes if n.op in ASSIGNS)
-    found["alone"] = sum(program.type_of(n.inputs[1]).elements > 1 for n in writes)
+    found["alone"] = sum(program.find_type(n.inputs[1]).elements > 1 for n in writes)
     return found
 
 
@@ -214,10 +214,10 @@ def test_a_plan_tells_of_them(ranks: Start) -> None:
     for fused in (True, False):
         ranks(1, **without("elementwise", *[] if fused else ["updates"]))
         models = Models(tf.keras, ("adam",), "float64", contextlib.nullcontext)
-        context = current("test")
+        context = require_current("test")
         compiled = models.step._step(models.batch(0), {}).compiled
         settings = settings_of(context)
-        told.append(with_memory(compiled.plan, shown_ranks(compiled.program, compiled.plan, settings), settings))
+        told.append(add_memory(compiled.plan, lower_shown_ranks(compiled.program, compiled.plan, settings), settings))
         wh.shutdown()
     assert [plan.updates for plan in told] == [(1, 12), (0, 0)]
     assert plan_from_json(told[0].to_json()).updates == (1, 12)

@@ -22,8 +22,8 @@ from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import search
 from whale.runtime.compile import auto, cross_rank_checks, progress
 from whale.runtime.compile.plan_cache import keep_plan, kept_plan
-from whale.runtime.ranks.cache_files import KeptFiles
-from whale.runtime.run.context import current
+from whale.runtime.ranks.cache_files import CacheFolder
+from whale.runtime.run.context import require_current
 
 __all__ = ["double", "speed"]
 
@@ -80,7 +80,7 @@ def test_a_plan_is_that_of_the_same_variables(
 ) -> None:
     """Placements that a run keeps to go by variables' names; what is divided goes by their scopes."""
     ranks(2, **{"mesh.plan_cache": str(tmp_path / "whale")})
-    context, settings, b = current("the test"), PlanSettings(2), Builder()
+    context, settings, b = require_current("the test"), PlanSettings(2), Builder()
     x, w = b.input("x", (4, 3)), b.variable("w", (3, 2))
     program = b.build([b.op("MatMul", x, b.read(w))])
     plan = make_plan(program, settings)
@@ -97,7 +97,7 @@ def test_a_plan_that_is_not_legal_is_made_anew(
     cache = tmp_path / "whale"
     first, _ = trained(ranks, cache)
     made.clear()
-    files = KeptFiles(cache)
+    files = CacheFolder(cache)
     for name in [path.name for path in cache.iterdir()]:
         if name.endswith(".step"):
             files.remove(name)

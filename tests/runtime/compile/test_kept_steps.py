@@ -19,8 +19,8 @@ from whale.capture import function as capture
 from whale.ir.plan import Plan
 from whale.runtime.compile import compile as compiling
 from whale.runtime.compile import plan_cache
-from whale.runtime.ranks.cache_files import KeptFiles
-from whale.runtime.run.context import current, process
+from whale.runtime.ranks.cache_files import CacheFolder
+from whale.runtime.run.context import process, require_current
 
 __all__ = ["speed"]
 pytestmark = pytest.mark.core
@@ -59,7 +59,7 @@ def trained(ranks: Ranks, cache: Path, steps: int = 3, **config: Any) -> tuple[P
     scopes = () if config.get("mesh.auto_parallel") else (wh.replica, wh.split)
     classifier = Classifier(wh.function, *scopes)
     losses = [np.asarray(classifier.step(*classifier.batch(i))) for i in range(steps)]
-    found = {"losses": np.asarray(losses), **classifier.values(), "memory": current().predicted["step"]()}
+    found = {"losses": np.asarray(losses), **classifier.values(), "memory": require_current().predicted["step"]()}
     plan = classifier.step.plan(*classifier.batch(0))
     wh.shutdown()
     return plan, found
@@ -126,7 +126,7 @@ def test_what_another_whale_wrote_under_the_name_is_made_anew(
 ) -> None:
     first = trained(ranks, tmp_path / "whale")
     (kept,) = steps_in(tmp_path / "whale")
-    KeptFiles(tmp_path / "whale").put(kept.name, b"\x81\xa7program\xa4step")
+    CacheFolder(tmp_path / "whale").put(kept.name, b"\x81\xa7program\xa4step")
     done.clear()
     assert_equal(trained(ranks, tmp_path / "whale"), first)
     assert "lower_ranks" in done and "cannot be read" in capsys.readouterr().err

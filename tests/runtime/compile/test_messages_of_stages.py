@@ -37,7 +37,7 @@ def test_every_message_has_a_sender_and_a_receiver(
     size = prod(mesh.values()) if mesh else sum(map(len, groups))
     settings = PlanSettings(size, mesh=tuple(Axis(*axis) for axis in mesh.items()))
     settings = settings.but(time__micro_batches=micro_batches)
-    program = normalise(program.with_nodes(tuple(nodes)), settings)
+    program = normalise(program.replace_nodes(tuple(nodes)), settings)
     lowered = lower_ranks(program, make_any_plan(program, settings), settings, range(size))
     messages: dict[str, list[tuple[object, ...]]] = {"WhaleSend": [], "WhaleRecv": []}
     for rank, one in enumerate(lowered):

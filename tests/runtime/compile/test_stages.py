@@ -14,7 +14,7 @@ import tensorflow as tf
 import whale as wh
 from whale.errors import PlanError
 from whale.ir.plan import plan_from_json
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 Start = Callable[..., None]
 Stage = Callable[..., Any]
@@ -217,7 +217,7 @@ def test_evaluation_without_scopes_reads_what_stages_hold(ranks: Start) -> None:
     model.stage = contextlib.nullcontext
     x, y = batch(7)
     np.testing.assert_allclose(wh.function(model.losses)(x, y)[0], model.losses(x, y)[0], rtol=1e-12)
-    assert all(h.ranks != frozenset({1}) for h in current().variables._homes.values())
+    assert all(h.ranks != frozenset({1}) for h in require_current().variables._homes.values())
 
 
 def test_ranks_of_one_process_hold_what_processes_hold(ranks: Start) -> None:
@@ -230,7 +230,7 @@ def test_ranks_of_one_process_hold_what_processes_hold(ranks: Start) -> None:
     step(x, y)
     held = [2, 2, 3, 3]
     of_each = [8 * WIDTH * n for n in (WIDTH, WIDTH, WIDTH, CLASSES)]
-    owner = current().variables
+    owner = require_current().variables
     for weight, count, n_bytes in zip(model.weights, held, of_each):
         entry = owner._entries[id(weight._handle)]
         found = [entry.variable, *entry.copies]

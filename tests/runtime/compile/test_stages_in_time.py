@@ -16,7 +16,7 @@ from tests.draws import one_of
 from tests.runtime.compile.test_stages import Chain, Tied, Towers, assert_equals_one_device, batch, trained, weight
 from whale.errors import PlanError
 from whale.ir.plan_text import format_plan
-from whale.ir.schedule import schedule
+from whale.ir.schedule import make_schedule
 
 Start = Callable[..., None]
 
@@ -56,7 +56,7 @@ def test_each_rank_calls_its_phases_in_the_order_of_the_schedule(ranks: Start, n
     ranks(3, **setting(name, 4))
     _, step = trained(Chain(wh.stage, 3), wh.function)
     compiled = step._step(batch(0), {}).compiled
-    wanted = schedule(name, 3, 1, 4)
+    wanted = make_schedule(name, 3, 1, 4)
     for rank, program in enumerate(compiled.ranks):
         calls = [n for n in program.nodes if n.op == "WhaleCall"]
         order = [n.name.rpartition("/")[2].replace("0_", "") for n in calls]

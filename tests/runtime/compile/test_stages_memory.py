@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.memory import peaks_above
-from whale.ir.schedule import live_micro_batches, schedule
+from whale.ir.schedule import count_live_micro_batches, make_schedule
 
 Start = Callable[..., None]
 ROWS, WIDE, NARROW = 128, 1024, 16  # of a micro-batch; what is narrow is too small to be counted
@@ -61,7 +61,7 @@ def test_a_stage_holds_the_bytes_of_its_live_micro_batches(ranks: Start) -> None
 
     one = found_bytes("1f1b", 0, 1)
     for name, wide, alive in (("1f1b", 0, 3), ("1f1b", 2, 1), ("gpipe", 1, 6)):
-        assert alive == live_micro_batches(schedule(name, stages, 1, 6)[wide])
+        assert alive == count_live_micro_batches(make_schedule(name, stages, 1, 6)[wide])
         found = (found_bytes(name, wide, 6) - one) / (HELD * TENSOR_BYTES)
         assert found == pytest.approx(alive - 1, abs=0.25), (name, wide)
 

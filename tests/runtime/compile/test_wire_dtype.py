@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 Start = Callable[..., None]
 STEPS, RATE = 3, 0.5
@@ -54,7 +54,7 @@ def test_the_result_is_that_of_one_device_to_the_precision_of_the_wire(ranks: St
     for weight, other in zip(weights, one):
         error = np.max(np.abs(weight - other)) / np.max(np.abs(other))
         assert 2.0 ** -(bits + 8) < error < 2 * 2.0**-bits, "rounded, and no more than the wire rounds"
-    (sent,) = {c.logical_bytes // c.calls for c in current("test").comms[0].counters() if "group" in c.key}
+    (sent,) = {c.logical_bytes // c.calls for c in require_current("test").comms[0].counters() if "group" in c.key}
     assert sent == pytest.approx(2 * 2 * 2 * (30 * 40 + 40) / 3, abs=2)
 
 
@@ -65,7 +65,7 @@ def test_groups_of_ranks_round_what_they_send_each_other(ranks: Start) -> None:
     for weight, other in zip(weights, one):
         error = np.max(np.abs(weight - other)) / np.max(np.abs(other))
         assert 2.0**-16 < error < 2 * 2.0**-8
-    counters = [c for c in current("test").comms[0].counters() if "@0+2" in c.key]
+    counters = [c for c in require_current("test").comms[0].counters() if "@0+2" in c.key]
     sent = [c.logical_bytes // c.calls for c in counters]
     half = 30 * 40 // 2 * 2  # elements of a rank's part of the first weight, of two bytes
     # Two ranks, of which each sends half of what moves; a part of the second weight's gradient is with it.
@@ -82,5 +82,5 @@ def test_gradients_are_rounded_on_their_way_to_state_that_lies_split(ranks: Star
     for weight, other in zip(weights, one):
         error = np.max(np.abs(weight - other)) / np.max(np.abs(other))
         assert 2.0**-16 < error < 2 * 2.0**-8, "rounded, and no more than the wire rounds"
-    sent = {c.logical_bytes // c.calls for c in current("test").comms[0].counters() if ">S" in c.key}
+    sent = {c.logical_bytes // c.calls for c in require_current("test").comms[0].counters() if ">S" in c.key}
     assert 30 * 40 // 2 * 2 in sent, sent  # half of the first weight, of two bytes

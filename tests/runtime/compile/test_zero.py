@@ -16,9 +16,9 @@ import whale as wh
 from tests.draws import one_of
 from whale.errors import ConfigError, PlanError
 from whale.ir.layout import B, Split
-from whale.ir.mesh import tiles_of
+from whale.ir.mesh import find_tiles
 from whale.ir.plan_text import format_plan
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 Start = Callable[..., None]
 ROWS, INPUTS, HIDDEN, OUTPUTS = 8, 7, 16, 10
@@ -175,7 +175,7 @@ def test_the_report_of_memory_counts_parts(ranks: Start) -> None:
 def test_each_rank_holds_its_part_of_the_state(ranks: Start) -> None:
     ranks(3, **{"memory.zero": 1, "memory.zero_min_bytes": 0})
     model, _ = trained(wh.function)
-    held = current().variables._split
+    held = require_current().variables._split
     moments = [v for v in model.optimizer.variables if len(v.shape) > 0]
     state = sum(np.prod(v.shape) for v in moments)
     for rank in range(3):
@@ -206,7 +206,7 @@ def test_on_a_mesh_state_lies_over_all_axes(ranks: Start, level: int) -> None:
             return loss
 
         x = tf.random.stateless_normal((ROWS, 16), (1, 2), dtype=tf.float64)
-        return [float(step(x)) for _ in range(3)], tiles_of(step.plan(x)) if function is wh.function else {}
+        return [float(step(x)) for _ in range(3)], find_tiles(step.plan(x)) if function is wh.function else {}
 
     wanted, _ = losses(tf.function, contextlib.nullcontext)
     ranks(4, **{"memory.zero": level, "memory.zero_min_bytes": 0, "mesh": wh.Mesh(tensor=2)})

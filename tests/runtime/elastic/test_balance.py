@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from whale.ir.program import Node, Program, Ref
-from whale.runtime.elastic.balance import STEPS, Balance, Watched, chained_s, divided
+from whale.runtime.elastic.balance import STEPS, Balance, WatchedSteps, compute_chained_s, divide_by_speed
 from whale.runtime.ranks.msgpack_values import pack
 
 pytestmark = pytest.mark.core
@@ -49,28 +49,28 @@ class Ranks:
 def _divisions(ranks: Ranks, balance: Balance, rows: tuple[int, ...], steps: int) -> tuple[int, ...]:
     """The rows after so many steps, and that none were divided without a reason."""
     ranks.rows = rows
-    watched = Watched(rows, PROGRAM)
+    watched = WatchedSteps(rows, PROGRAM)
     for _ in range(steps):
         watched.take(ranks.step)
         watched.seconds = watched.steps * ranks.times()[0][0]
-        found, why = balance.after(watched, ranks)
+        found, why = balance.check_after_step(watched, ranks)
         assert bool(found) == bool(why)
         if found:
             ranks.rows = found
-            watched = Watched(found, PROGRAM)
+            watched = WatchedSteps(found, PROGRAM)
     return ranks.rows
 
 
 def test_waits_add_up_along_chains() -> None:
-    assert chained_s(PROGRAM, {"a": 1.0, "b": 5.0, "c": 3.0}) == 5.0
-    assert chained_s(PROGRAM, {"a": 3.0, "b": 5.0, "c": 3.0}) == 6.0
+    assert compute_chained_s(PROGRAM, {"a": 1.0, "b": 5.0, "c": 3.0}) == 5.0
+    assert compute_chained_s(PROGRAM, {"a": 3.0, "b": 5.0, "c": 3.0}) == 6.0
 
 
 def test_rows_are_in_proportion_to_speeds() -> None:
-    rows, gain = divided((8, 8, 8), (1.0, 2.0, 1.0))
+    rows, gain = divide_by_speed((8, 8, 8), (1.0, 2.0, 1.0))
     assert rows == (10, 5, 9) and gain == pytest.approx(1.6)
-    assert divided((8, 0), (1.0, 0.5))[0] == (8, 0)
-    found, gain = divided((10, 10), (1.0, 1.0))
+    assert divide_by_speed((8, 0), (1.0, 0.5))[0] == (8, 0)
+    found, gain = divide_by_speed((10, 10), (1.0, 1.0))
     assert found == (10, 10) and gain == 1.0
 
 
@@ -88,7 +88,7 @@ def test_it_takes_two_looks() -> None:
 
 def test_rows_follow_within_twenty_steps_whenever_a_rank_gets_slower() -> None:
     for taken in range(40, 50):  # 50 ms each: ten steps between looks, and five after one that found better rows
-        ranks, watched, balance = Ranks((0.01, 0.01)), Watched((5, 5), PROGRAM), Balance()
+        ranks, watched, balance = Ranks((0.01, 0.01)), WatchedSteps((5, 5), PROGRAM), Balance()
         ranks.rows, step = watched.rows, 0
         found: tuple[int, ...] = ()
         while not found:
@@ -97,21 +97,25 @@ def test_rows_follow_within_twenty_steps_whenever_a_rank_gets_slower() -> None:
             before_s = watched.seconds
             watched.take(ranks.step)
             watched.seconds = (before_s + ranks.times()[0][0]) * (watched.steps > 0)
-            found, _ = balance.after(watched, ranks)
+            found, _ = balance.check_after_step(watched, ranks)
             step += 1
         assert found == (7, 3) and step - taken < 20, (taken, step)
 
 
 def test_stages_are_planned_anew_where_steps_stay_longer_and_that_pays() -> None:
-    ranks, watched, balance = Ranks((0.01, 0.01)), Watched((), PROGRAM), Balance()
+    ranks, watched, balance = Ranks((0.01, 0.01)), WatchedSteps((), PROGRAM), Balance()
     ranks.rows, said = (5, 5), []
     for step in range(60):
         if step == 30:
             ranks.row_s = (0.01, 0.02)
         watched.take(ranks.step)
         watched.seconds = watched.steps * ranks.times()[0][0]
-        rows, why = balance.after(watched, ranks)
+        rows, why = balance.check_after_step(watched, ranks)
         assert not rows
         said += [(step, why)] if why else []
     assert said and 35 < said[0][0] < 50 and "stages planned anew" in said[0][1]
-    assert watched.pays_anew(None) and watched.pays_anew((10.0, 4.0)) and not watched.pays_anew((10.0, 6.0))
+    assert (
+        watched.is_replanning_worthwhile(None)
+        and watched.is_replanning_worthwhile((10.0, 4.0))
+        and not watched.is_replanning_worthwhile((10.0, 6.0))
+    )

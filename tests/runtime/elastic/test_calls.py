@@ -10,10 +10,10 @@ import tensorflow as tf
 from whale.config import Config, Mesh
 from whale.errors import PlanError
 from whale.ir.layout import split
-from whale.ir.mesh import one_axis
+from whale.ir.mesh import make_one_axis_tiles
 from whale.partition.variable_use import VariableUse
-from whale.runtime.elastic.allowed import divides, fitting, hosts_left, refuse_plan
-from whale.runtime.elastic.call_replay import Calls
+from whale.runtime.elastic.allowed import count_hosts_left, find_fitting_changes, has_divided_variables, refuse_plan
+from whale.runtime.elastic.call_replay import CallLog
 
 pytestmark = pytest.mark.core
 
@@ -30,20 +30,25 @@ pytestmark = pytest.mark.core
     ],
 )
 def test_what_of_a_configuration_is_for_the_ranks_that_are_left(given: dict, size: int, changes: dict) -> None:
-    assert fitting(Config(given), size) == changes
+    assert find_fitting_changes(Config(given), size) == changes
 
 
 def test_hosts_of_those_that_are_left() -> None:
-    assert hosts_left((2, 1, 2), (0, 3, 4)) == (1, 2)
-    assert hosts_left((), (0, 1)) == ()
+    assert count_hosts_left((2, 1, 2), (0, 3, 4)) == (1, 2)
+    assert count_hosts_left((), (0, 1)) == ()
 
 
 def test_parts_that_one_rank_alone_has_need_copies() -> None:
     everywhere = VariableUse(frozenset(range(4)), True)
-    halves = VariableUse(frozenset(range(4)), True, tiles=one_axis(split(0, (3, 3))))
-    quarters = VariableUse(frozenset(range(4)), True, tiles=one_axis(split(0, (2, 2, 2, 2))))
+    halves = VariableUse(frozenset(range(4)), True, tiles=make_one_axis_tiles(split(0, (3, 3))))
+    quarters = VariableUse(frozenset(range(4)), True, tiles=make_one_axis_tiles(split(0, (2, 2, 2, 2))))
     stage = VariableUse(frozenset({1}), True)
-    assert [divides({"v": use}, 4) for use in (everywhere, halves, quarters, stage)] == [False, True, True, True]
+    assert [has_divided_variables({"v": use}, 4) for use in (everywhere, halves, quarters, stage)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     for use in (everywhere, halves):
         refuse_plan({"v": use}, {}, 4, copies=False)
     for use in (quarters, stage):
@@ -56,12 +61,12 @@ class _Script:
     """A script whose calls take steps: each adds its batch to a sum, and the script doubles a rate after each."""
 
     def __init__(self) -> None:
-        self.calls = Calls(lambda value: value)
+        self.calls = CallLog(lambda value: value)
         self.rate, self.total = tf.Variable(1.0), 0.0
         self.seen: list[float] = []
 
     def take(self, args: Any, kwargs: Any) -> float:
-        batch = self.calls.drawn(lambda: float(len(self.seen) + 1))
+        batch = self.calls.draw_batch(lambda: float(len(self.seen) + 1))
         self.seen.append(batch)
         self.total += float(self.rate) * batch
         self.calls.at.steps += 1
@@ -71,7 +76,7 @@ class _Script:
         self.calls.begin()
         self.calls.redo()
         self.take((), {})
-        self.calls.took(self.take, (), {})
+        self.calls.record_step(self.take, (), {})
         self.calls.at.calls += 1
 
 

@@ -12,26 +12,26 @@ import pytest
 import whale_ops
 from whale.errors import ClusterError, CommError
 from whale.launcher.mpirun import Host
-from whale.launcher.scale_up.hosts_from import HostsFrom, hosts_of
-from whale.runtime.elastic.joining import Commits, Members, Times, pays, shares_with
-from whale.runtime.elastic.listener import Door
-from whale.runtime.ranks.watch import Change
+from whale.launcher.scale_up.hosts_from import HostSource, read_hosts
+from whale.runtime.elastic.joining import Commits, Members, StepTimes, extend_shares, is_worthwhile
+from whale.runtime.elastic.listener import RankListener
+from whale.runtime.ranks.watch import RankChange
 
 pytestmark = pytest.mark.core
 SECRET = "s" * 32
 
 
 def test_ranks_connect_by_their_doors_and_strangers_do_not() -> None:
-    doors = {rank: Door(f"127.0.0.1 {SECRET}") for rank in (1, 4, 5)}
+    doors = {rank: RankListener(f"127.0.0.1 {SECRET}") for rank in (1, 4, 5)}
     addresses = {rank: door.address for rank, door in doors.items()}
     host, _, port = addresses[1].rpartition(":")
     with socket.create_connection((host, int(port))) as stranger, ThreadPoolExecutor(3) as pool:
         stranger.sendall(b"x" * 40)
-        wanted = [pool.submit(doors[r].connected, 7, r, (1, 4, 5), addresses, lambda: False) for r in doors]
+        wanted = [pool.submit(doors[r].connect_group, 7, r, (1, 4, 5), addresses, lambda: False) for r in doors]
         ends = [one.result(timeout=20) for one in wanted]
         assert stranger.recv(1) == b""
     assert [[descriptor < 0 for descriptor in end] for end in ends] == [[i == j for j in range(3)] for i in range(3)]
-    comms = [whale_ops.over_sockets(f"door {i}", i, end, share_memory=False) for i, end in enumerate(ends)]
+    comms = [whale_ops.connect_over_sockets(f"door {i}", i, end, share_memory=False) for i, end in enumerate(ends)]
     with ThreadPoolExecutor(3) as pool:
         said = pool.map(lambda comm: comm.allgather_bytes("x", bytes([comm.rank])), comms)
         assert list(said) == [[b"\0", b"\1", b"\2"]] * 3
@@ -41,20 +41,22 @@ def test_ranks_connect_by_their_doors_and_strangers_do_not() -> None:
 
 
 def test_who_waits_for_a_rank_that_is_gone_gives_up() -> None:
-    doors = [Door(f"127.0.0.1 {SECRET}") for _ in range(2)]
+    doors = [RankListener(f"127.0.0.1 {SECRET}") for _ in range(2)]
     addresses = {rank: door.address for rank, door in enumerate(doors)}
     for rank, door in enumerate(doors):
         asked = iter(range(3))
         with pytest.raises(CommError, match="gone while the ranks connect anew"):
-            door.connected(rank, rank, (0, 1), addresses, lambda asked=asked: next(asked, None) is None)
+            door.connect_group(rank, rank, (0, 1), addresses, lambda asked=asked: next(asked, None) is None)
         door.close()
 
 
 def test_who_is_there() -> None:
-    members = Members(3, {0, 1, 2}, [Change(1, None, None), Change(None, [3, 4], {}), Change(3, None, None)])
-    assert (members.there, members.left) == ((0, 2, 4), (0, 2))
+    members = Members(
+        3, {0, 1, 2}, [RankChange(1, None, None), RankChange(None, [3, 4], {}), RankChange(3, None, None)]
+    )
+    assert (members.present, members.active) == ((0, 2, 4), (0, 2))
     members.inside.add(4)
-    assert members.left == (0, 2, 4)
+    assert members.active == (0, 2, 4)
 
 
 def test_of_what_was_committed_the_latest_two_calls_are_kept() -> None:
@@ -67,44 +69,44 @@ def test_of_what_was_committed_the_latest_two_calls_are_kept() -> None:
 def test_newcomers_are_weighed_where_it_is_known_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    times = Times()
+    times = StepTimes()
     for took_s in (5.0, 1.0, 1.0, 9.0):
         times.begin()
         clock[0] += took_s
         times.end(stepped=True)
-    assert times.weighed(12) == (12.0, 5.0) and times.weighed(None) is None
-    assert pays((12.0, 5.0), 1, 2, tell=False) and not pays((12.0, 5.0), 2, 3, tell=False)
-    assert pays(None, 2, 3, tell=False)
+    assert times.weigh(12) == (12.0, 5.0) and times.weigh(None) is None
+    assert is_worthwhile((12.0, 5.0), 1, 2, tell=False) and not is_worthwhile((12.0, 5.0), 2, 3, tell=False)
+    assert is_worthwhile(None, 2, 3, tell=False)
     times.begin()
     clock[0] += 4.0
-    times.change()
+    times.begin_change()
     clock[0] += 2.0
     times.end(stepped=True)
-    assert times.moving_s == 2.0 and times.weighed(12) is None
+    assert times.moving_s == 2.0 and times.weigh(12) is None
 
 
 def test_newcomers_have_shares_as_the_others_have_on_average() -> None:
-    assert shares_with([], 4) == []
-    assert shares_with([2, 4], 4) == [2, 4, 3, 3]
+    assert extend_shares([], 4) == []
+    assert extend_shares([2, 4], 4) == [2, 4, 3, 3]
 
 
 def test_hosts_come_from_a_file_or_from_a_program(tmp_path: Path) -> None:
     listed = tmp_path / "hosts"
     listed.write_text("a slots=2  # two\nb:3\n\nc\n")
-    assert hosts_of(str(listed)) == (Host("a", 2), Host("b", 3), Host("c", 1))
+    assert read_hosts(str(listed)) == (Host("a", 2), Host("b", 3), Host("c", 1))
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho a:4\n")
     program.chmod(0o700)
-    assert hosts_of(str(program)) == (Host("a", 4),)
+    assert read_hosts(str(program)) == (Host("a", 4),)
     program.write_text("#!/bin/sh\necho nothing >&2; exit 3\n")
     with pytest.raises(ClusterError, match="ended with code 3: nothing"):
-        hosts_of(str(program))
+        read_hosts(str(program))
 
 
 def test_a_change_of_the_list_is_news_and_so_is_an_answer_that_was_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a:1")
-    hosts = HostsFrom(str(path))
+    hosts = HostSource(str(path))
     hosts.news.setblocking(True)
     try:
         hosts.ask()

@@ -11,7 +11,7 @@ import tensorflow as tf
 import whale as wh
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ClusterError
-from whale.runtime.elastic.rows import rows_again
+from whale.runtime.elastic.call_replay import cut_rows_again
 
 pytestmark = pytest.mark.core
 
@@ -44,10 +44,10 @@ def test_rows_of_a_part_are_read_again_where_they_are_others_now(size: int, shar
     context: Any = SimpleNamespace(size=size, config={"batch.shares": shares})
     part = ShardedTensor(tf.zeros([2, 5]), (2, 2), 0)
     part.source = (SimpleNamespace(read_again=lambda number: ["not this", f"of batch {number}"]), 7, 1)
-    assert rows_again(context, part) == ("of batch 7" if again else part)
+    assert cut_rows_again(context, part) == ("of batch 7" if again else part)
 
 
 def test_rows_that_nobody_can_read_again_are_an_error() -> None:
     context: Any = SimpleNamespace(size=3, config={"batch.shares": ()})
     with pytest.raises(ClusterError, match="are gone with it"):
-        rows_again(context, ShardedTensor(tf.zeros([2, 5]), (2, 2), 0))
+        cut_rows_again(context, ShardedTensor(tf.zeros([2, 5]), (2, 2), 0))

@@ -57,7 +57,7 @@ class Rank:
 
 def train(make: Make, epochs: int = 1, batches: int | None = None, other_hashes: tuple[int, ...] = ()) -> list[str]:
     """Trains on two ranks' datasets; returns the facts of the error that they get, or "" where there is none."""
-    comms = whale_ops.in_process(f"equal_datasets{next(_numbers)}", 2)
+    comms = whale_ops.connect_in_process(f"equal_datasets{next(_numbers)}", 2)
 
     def of_rank(rank: int) -> str:
         context: Any = Rank(rank, [comms[rank]], other_hashes)
@@ -310,7 +310,7 @@ def test_two_iterations_at_once_are_no_difference() -> None:
         assert dataset._own.summary is not None
         assert dataset._own.summary.of(0) is None
 
-    comms = whale_ops.in_process(f"equal_datasets{next(_numbers)}", 2)
+    comms = whale_ops.connect_in_process(f"equal_datasets{next(_numbers)}", 2)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda rank: of_rank(rank, comms), (0, 1)))
     for comm in comms:

@@ -16,11 +16,11 @@ from benchmarks.context import Model, heads_bytes, ring_bytes
 from tests.draws import one_of
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Split
-from whale.ir.mesh import chain
+from whale.ir.mesh import iterate_levels
 from whale.ir.plan import Plan
 from whale.passes.analysis.attention import attentions
 from whale.passes.normalize.ring import in_rings
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 SCOPE = partial(wh.split, context=1)
 LIMIT = 1e-10
@@ -47,7 +47,7 @@ def worst(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
 
 def moved(plan: Plan, tensor_bytes: int) -> list[int]:
     """Bytes of changes of layout that are no sums: of the axis that divides sequences."""
-    (one,) = (p for p in chain(plan) if p.axis == "context")
+    (one,) = (p for p in iterate_levels(plan) if p.axis == "context")
     return [r.bytes for r in one.reshards if not isinstance(r.source, Partial) and r.bytes >= tensor_bytes // 4]
 
 
@@ -98,10 +98,10 @@ def test_keys_and_values_go_round(
     model = Model(wh.function, SCOPE, shape, form=form)
     assert worst(train(model), expected) <= LIMIT
     plan = model.step.plan(*model.batch(0))
-    (one,) = (p for p in chain(plan) if p.axis == "context")
+    (one,) = (p for p in iterate_levels(plan) if p.axis == "context")
     large = [r.bytes for r in one.reshards if r.source == r.target]
     assert sum(large) == ring_bytes(one.size, model.bytes) and len(large) == 2
-    counters = [c for comm in current("test").comms for c in comm.counters() if "/attention" in c.key]
+    counters = [c for comm in require_current("test").comms for c in comm.counters() if "/attention" in c.key]
     assert sum(c.logical_bytes for c in counters) == 2 * sum(large), "two steps"
 
 

@@ -15,7 +15,7 @@ import whale as wh
 from benchmarks.giant.embeddings import SMALL_DLRM
 from benchmarks.giant.measure import SPREAD, Line, Scopes, difference, ranks, sgd, weight
 from whale.errors import WhaleError
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 LIMIT = 1e-10
 BATCH, EACH, WORDS, WIDTH = 16, 3, 40, 8
@@ -77,7 +77,7 @@ def test_tables_travel_together_and_no_row_twice() -> None:
         step = wh.function(model.step)
         step(*model.batch(1))
         moved: dict[str, int] = {}
-        for comm in current("the test").comms:
+        for comm in require_current("the test").comms:
             for c in comm.counters():
                 if "check" not in c.key:
                     moved[c.key] = moved.get(c.key, 0) + c.logical_bytes

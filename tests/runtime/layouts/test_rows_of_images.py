@@ -63,10 +63,14 @@ def test_rows_or_columns_of_images_are_divided(ranks: Callable[..., None], count
     worst = difference(expected, found, 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert plan.split_flops_fraction > 0.99 and not plan.variables
-    wide = [p for s in plan.strategies[""].values() for p in s.inputs if isinstance(p, Split) and p is not p.plain]
+    wide = [
+        p for s in plan.strategies[""].values() for p in s.inputs if isinstance(p, Split) and p is not p.without_halo
+    ]
     assert len(wide) >= 6 and {p.dim for p in wide} == {dim}, "three convolutions, forward and backward"
-    exchanged = [r for r in plan.reshards if isinstance(r.target, Split) and r.target is not r.target.plain and r.bytes]
-    assert exchanged and all(r.source == r.target.plain for r in exchanged), "rows come from neighbours"
+    exchanged = [
+        r for r in plan.reshards if isinstance(r.target, Split) and r.target is not r.target.without_halo and r.bytes
+    ]
+    assert exchanged and all(r.source == r.target.without_halo for r in exchanged), "rows come from neighbours"
 
 
 def test_too_few_rows(ranks: Callable[..., None]) -> None:

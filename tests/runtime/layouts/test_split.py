@@ -19,7 +19,7 @@ from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Split
-from whale.ir.mesh import one_axis
+from whale.ir.mesh import make_one_axis_tiles
 from whale.ir.plan import Plan
 from whale.runtime.run.start import check_replicas
 from whale.runtime.variables import split_variable
@@ -186,7 +186,7 @@ def test_an_embedding_whose_vocabulary_is_split(ranks: Callable[..., None], spar
 def test_a_part_does_not_lie_in_the_whole_ones_memory(dim: int) -> None:
     """A variable of it would hold on to all of that."""
     whole = tf.ones((4, 4))
-    parts = [split_variable.cut(whole, one_axis(Split(dim, (2, 2))), i) for i in range(2)]
+    parts = [split_variable.cut_part(whole, make_one_axis_tiles(Split(dim, (2, 2))), i) for i in range(2)]
     assert not any(np.shares_memory(memoryview(whole), memoryview(part)) for part in parts)  # type: ignore[arg-type]
 
 

@@ -74,7 +74,7 @@ def test_a_step_is_that_of_one_device(ranks: Start, name: str) -> None:
         np.testing.assert_allclose(found, value, rtol=1e-12, atol=1e-14)
     state = net.slots[1]._whale_parts
     assert state.tiles.count == count and set(state.tiles.axes) == {"data", "tensor"}
-    held = [int(np.prod(state.of_rank(rank).shape)) for rank in range(count)]
+    held = [int(np.prod(state.find_rank_part(rank).shape)) for rank in range(count)]
     assert sum(held) == WIDTH * CLASSES and max(held) <= 1.5 * WIDTH * CLASSES / count
 
 

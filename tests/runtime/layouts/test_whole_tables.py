@@ -18,7 +18,7 @@ from tests.draws import one_of
 from tests.frontends.layers.test_embedding import LAZY, lazy
 from whale.ir.layout import Split
 from whale.passes.autoshard.tables import spread
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 LIMIT = 1e-10
 SMALL = partial(Whole, tables=5, words=64, width=8, batch=64, each=16)
@@ -31,7 +31,7 @@ def placed(make: Any, count: int, config: Mapping[str, Any] = {}) -> tuple[Count
         step = wh.function(model.step)
         plan = step.plan(*model.batch(0))
         step(*model.batch(0))
-        keys = [c.key for comm in current("the test").comms for c in comm.counters() if c.kind == "Send"]
+        keys = [c.key for comm in require_current("the test").comms for c in comm.counters() if c.kind == "Send"]
     last = plan.inner or plan
     whole = [p for p in last.variables.values() if isinstance(p, Split) and len(p.holders) == 1]
     return Counter(next(iter(p.holders)) for p in whole), plan, keys

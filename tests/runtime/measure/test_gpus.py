@@ -19,9 +19,9 @@ import tensorflow as tf
 
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
-from whale.runtime.measure.gpus import SIZES_BYTES, copies
+from whale.runtime.measure.profile import SIZES_BYTES, measure_copies
 
-found = copies([f"/device:CPU:{i}" for i in range(3)])
+found = measure_copies([f"/device:CPU:{i}" for i in range(3)])
 assert all([size for size, _ in one.samples] == list(SIZES_BYTES) for one in found)
 print(json.dumps([[one.source, one.target, [s for _, s in one.samples]] for one in found]))
 """
@@ -39,10 +39,10 @@ def test_what_a_gpu_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     """Calls return when a GPU has been told: each round of a measurement ends when it is through."""
     waited: list[bool] = []
     monkeypatch.setattr(tf.test.experimental, "sync_devices", lambda: waited.append(True))
-    operations._call_s(lambda: None)
+    operations._measure_call_s(lambda: None)
     assert not waited, "a processor is through when the call is"
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: ["GPU:0"])
-    operations._call_s(lambda: None)
+    operations._measure_call_s(lambda: None)
     assert len(waited) == 1 + operations.ROUNDS
     gpus.await_gpus()
     assert len(waited) == 2 + operations.ROUNDS
@@ -56,7 +56,7 @@ def test_the_summary_has_rates_by_dtype_gpus_and_copies() -> None:
     copied = [Copies("/device:CPU:0", "/device:GPU:1", [(65536.0, 1e-5), (2.0**24, 1e-3)])]
     products = [product("float32", 2e-6), product("bfloat16", 1e-6)]
     table = MachineProfile("host", 8, 64, 0, 0, 1e-3, 0, products, [], [], [Gpu("A", 80)], copied)
-    lines = profile.summary(table).splitlines()
+    lines = profile.format_summary(table).splitlines()
     assert "  A, 80 GB" in lines
     assert "  MatMul   bfloat16 up to 524.3 GFLOP/s" in lines and "  MatMul   float32  up to 262.1 GFLOP/s" in lines
     assert "  CPU:0 to GPU:1 copied: 10 us, 16.78 GB/s" in lines

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from whale.runtime.ranks.cache_files import Damaged, KeptFiles
+from whale.runtime.ranks.cache_files import CacheFolder, DamagedFileError
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_kept_comes_back_and_is_this_users_alone(folder: Path) -> None:
-    files = KeptFiles(folder)
+    files = CacheFolder(folder)
     assert files.get("one") is None
     files.put("one", b"plan")
     files.put("one", b"another plan")
@@ -28,18 +28,18 @@ def test_what_is_kept_comes_back_and_is_this_users_alone(folder: Path) -> None:
 
 
 def test_damage_is_found_and_removed(folder: Path) -> None:
-    files = KeptFiles(folder)
+    files = CacheFolder(folder)
     files.put("one", b"plan" * 100)
     whole = (folder / "one").read_bytes()
     for damaged in (whole[:-1], whole[:10], b"", whole[:50] + b"!" + whole[51:], whole + b"more"):
         (folder / "one").write_bytes(damaged)
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedFileError):
             files.get("one")
         assert files.get("one") is None and not (folder / "one").exists()
 
 
 def test_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
-    files = KeptFiles(folder)
+    files = CacheFolder(folder)
     files.put("one", b"plan")
     (folder / "two").symlink_to(folder / "one")
     os.mkfifo(folder / "three")
@@ -48,11 +48,11 @@ def test_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
     assert files.get("one") == b"plan" and files.get("two") == b"own" and not (folder / "two").is_symlink()
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(OSError):
-        KeptFiles(tmp_path / "link").get("one")
+        CacheFolder(tmp_path / "link").get("one")
 
 
 def test_a_folder_that_others_may_enter_is_not_used(folder: Path) -> None:
-    files = KeptFiles(folder)
+    files = CacheFolder(folder)
     files.put("one", b"plan")
     folder.chmod(0o755)
     for use in (lambda: files.get("one"), lambda: files.put("one", b"plan")):
@@ -61,7 +61,7 @@ def test_a_folder_that_others_may_enter_is_not_used(folder: Path) -> None:
 
 
 def test_what_was_not_used_for_longest_goes(folder: Path) -> None:
-    files = KeptFiles(folder, most_bytes=1000, most_files=3)
+    files = CacheFolder(folder, most_bytes=1000, most_files=3)
     for age, name in enumerate(("one", "two", "three")):
         files.put(name, bytes(100))
         os.utime(folder / name, (age, age))
@@ -77,8 +77,8 @@ def test_what_was_not_used_for_longest_goes(folder: Path) -> None:
 _WRITES = """
 import sys
 from pathlib import Path
-from whale.runtime.ranks.cache_files import KeptFiles
-files, mine = KeptFiles(Path(sys.argv[1])), sys.argv[2].encode() * 100_000
+from whale.runtime.ranks.cache_files import CacheFolder
+files, mine = CacheFolder(Path(sys.argv[1])), sys.argv[2].encode() * 100_000
 for _ in range(100):
     files.put("one", mine)
     assert files.get("one") in (b"a" * 100_000, b"b" * 100_000)
@@ -88,4 +88,4 @@ for _ in range(100):
 def test_two_processes_may_write_at_the_same_time(folder: Path) -> None:
     both = [subprocess.Popen([sys.executable, "-c", _WRITES, str(folder), text]) for text in "ab"]
     assert [process.wait(60) for process in both] == [0, 0]
-    assert os.listdir(folder) == ["one"] and KeptFiles(folder).get("one") in (b"a" * 100_000, b"b" * 100_000)
+    assert os.listdir(folder) == ["one"] and CacheFolder(folder).get("one") in (b"a" * 100_000, b"b" * 100_000)

@@ -14,7 +14,7 @@ from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import random_seed as operation_seeds
 from tensorflow.python.ops import stateful_random_ops
 
-from whale.runtime.ranks.common_seeds import CommonSeeds, number_of, random_state, take_random_state
+from whale.runtime.ranks.common_seeds import CommonSeeds, compute_state_number, read_random_state, take_random_state
 
 # Keras 2 beside Keras 3, which TensorFlow has from 2.16 on.
 tf_keras = pytest.importorskip("tf_keras")
@@ -46,7 +46,7 @@ LEFT_OPEN: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def as_found() -> Any:
     """No test draws what another one left."""
-    state = random_state()
+    state = read_random_state()
     yield
     take_random_state(state)
 
@@ -57,7 +57,7 @@ def test_what_a_script_draws_without_a_seed_is_the_first_ranks(what: str, before
     draw = LEFT_OPEN[what]
     if before == "drawn before":
         draw()
-    state = random_state()
+    state = read_random_state()
     found = []
     for disturbed in (False, True):
         if disturbed:  # another process, in which more was drawn
@@ -135,4 +135,4 @@ def test_what_has_a_seed_keeps_it_and_all_is_put_back() -> None:
         stateful_random_ops.non_deterministic_ints,
         operation_seeds.get_seed,
     ]
-    assert number_of(random_state()) != number_of(random_state())
+    assert compute_state_number(read_random_state()) != compute_state_number(read_random_state())

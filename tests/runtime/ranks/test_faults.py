@@ -12,7 +12,7 @@ import tensorflow as tf
 import whale as wh
 import whale_ops
 from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 pytestmark = pytest.mark.core
 v1 = tf.compat.v1
@@ -31,7 +31,7 @@ def checked(x: Any) -> Any:
 def heard() -> str:
     """Returns what the last rank hears when it exchanges something."""
     with pytest.raises(wh.CommError) as caught:
-        current("a test").comms[-1].allgather_bytes("heard", b"", 20.0)
+        require_current("a test").comms[-1].allgather_bytes("heard", b"", 20.0)
     return str(caught.value)
 
 
@@ -73,9 +73,9 @@ def test_an_error_of_an_own_kernel_that_computes_is_this_ranks(
 ) -> None:
     ranks(2)
     with pytest.raises(kind) as caught:
-        compute(whale_ops.ops())
+        compute(whale_ops.load_ops())
     assert "Whale" in caught.value.message
-    raise_comm_error(caught.value, current("a test"))
+    raise_comm_error(caught.value, require_current("a test"))
     assert heard().startswith(f"rank 0 failed: {kind.__name__}: ")
 
 
@@ -94,7 +94,7 @@ def test_an_exchange_that_fails_is_a_comm_error(
     ranks(2, **config)
     step = wh.function(checked)
     step(X)
-    end(current("a test").comms[1])
+    end(require_current("a test").comms[1])
     with pytest.raises(wh.CommError, match=said):
         step(X)
 
@@ -106,6 +106,6 @@ def test_an_exchange_that_fails_in_a_session_is_a_comm_error(ranks: Start) -> No
         total = checked(x)
         with wh.Session() as session:
             session.run(total, {x: X})
-            current("a test").comms[1].abort("the disk of rank 1 is full")
+            require_current("a test").comms[1].abort("the disk of rank 1 is full")
             with pytest.raises(wh.CommError, match="the disk of rank 1 is full"):
                 session.run(total, {x: X})

@@ -237,7 +237,7 @@ def test_the_buffers_of_nccl_are_memory_of_a_step(with_devices: Start, monkeypat
     ],
 )
 def test_kernels_for_gpus_are_found_by_types(op: str, dtype: str, has: bool) -> None:
-    whale_ops.ops()
+    whale_ops.load_ops()
     assert gpus.has_gpu_kernel(Node("x", op, attrs={"T": DType(dtype)})) == has
 
 
@@ -261,7 +261,7 @@ def test_ranks_of_one_process_are_refused(ranks: Start) -> None:
 
 def test_every_rank_hears_what_one_lacks(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(NCCL)
-    monkeypatch.setattr(device_exchange, "library", lambda: library)
+    monkeypatch.setattr(device_exchange, "find_library", lambda: library)
     for lacks, fault in (("libwhale_cuda.so is not built", "nccl"), ("", "open")):
 
         def opened(comm: whale_ops.Communicator, lacks: str = lacks) -> ClusterError | None:
@@ -293,7 +293,7 @@ def test_every_rank_hears_what_one_lacks(library: Path, monkeypatch: pytest.Monk
 def test_ranks_without_a_gpu_are_refused_where_they_cannot_take_part(
     library: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ordinals: tuple[int | None, ...], said: list[str]
 ) -> None:
-    monkeypatch.setattr(device_exchange, "library", lambda: library)
+    monkeypatch.setattr(device_exchange, "find_library", lambda: library)
     config = Config({"communication.backend": backend})
 
     def opened(comm: whale_ops.Communicator) -> str:
@@ -322,14 +322,14 @@ def test_ranks_with_and_without_a_gpu_compute_what_one_device_computes(
 
 
 def test_what_a_rank_lacks(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device_exchange, "library", lambda: tmp_path / "none.so")
+    monkeypatch.setattr(device_exchange, "find_library", lambda: tmp_path / "none.so")
     if tf.config.list_physical_devices("GPU"):
         pytest.skip("there is a GPU here")
     assert device_exchange.take_gpu(0) == Gpu(None)
     for found in ("list_physical_devices", "get_visible_devices"):
         monkeypatch.setattr(tf.config, found, lambda kind: ["GPU:0"])
     assert "python -m whale_ops.build" in device_exchange.take_gpu(0).lacks
-    monkeypatch.setattr(device_exchange, "library", lambda: library)
+    monkeypatch.setattr(device_exchange, "find_library", lambda: library)
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
     assert "TensorFlow sees 2 GPUs, the driver 1" in device_exchange.take_gpu(0).lacks
 
@@ -349,5 +349,5 @@ def test_every_process_has_a_gpu_of_its_own(
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: done.append(("only", gpu)))
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, yes: done.append(("grows", gpu)))
     place = ProcessPlace(rank=5, size=6, local_rank=1, local_size=2, launcher="whale run")
-    device_exchange.start(Config({}), place, 6, ())
+    device_exchange.start_device_exchange(Config({}), place, 6, ())
     assert done == ([] if taken is None else [("only", taken), ("grows", taken)])

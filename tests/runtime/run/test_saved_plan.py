@@ -21,7 +21,7 @@ from tests.programs import mlp, planned
 from tests.runtime.compile.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
 from whale.errors import PlanError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.mesh import Axis
 from whale.ir.plan import Plan, load_plan
 from whale.partition.mesh import plan_program
@@ -34,7 +34,7 @@ from whale.runtime.compile import auto
 from whale.runtime.run import context
 from whale.runtime.run.context import DryRun
 from whale.runtime.run.saved_plan import SavedPlan
-from whale.runtime.run.start import planning_run
+from whale.runtime.run.start import plan_only
 from whale.runtime.tools import analyze, dry_run
 
 __all__ = ["double", "speed"]
@@ -43,7 +43,7 @@ __all__ = ["double", "speed"]
 def saved(path: Path, step: Callable[[], None], **config: Any) -> Plan:
     """What a dry run of two ranks plans for a step, written to a file."""
     plans: list[Plan] = []
-    with planning_run(DryRun(2, lambda plan, *_: plans.append(plan))):
+    with plan_only(DryRun(2, lambda plan, *_: plans.append(plan))):
         wh.init(config)
         step()
     plans[0].save(path)
@@ -88,8 +88,8 @@ def test_a_step_runs_under_a_saved_plan_and_others_are_planned(ranks: Callable[.
 def test_programs_of_the_plans_name_without_its_inputs_are_planned() -> None:
     program = mlp(8, 4, 4, 2)
     found = SavedPlan("p.json", planned(program, 4, 4))
-    assert found.of(replace(program, inputs=()), PlanSettings(size=2)) is None and not found.used
-    assert found.of(program, PlanSettings(size=2)) is not None and found.used
+    assert found.find_plan(replace(program, inputs=()), PlanSettings(size=2)) is None and not found.used
+    assert found.find_plan(program, PlanSettings(size=2)) is not None and found.used
 
 
 def test_what_auto_parallel_chose_is_kept_in_the_file(
@@ -119,7 +119,7 @@ def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp
     saved(path, one_step, **parts)
     write(TABLE, profile)
     meter = analyze._Meter(3)
-    with context.measured_run(meter):
+    with context.measure_run(meter):
         ranks(2, **{"mesh.plan": str(path), **parts})
         deep = fresh()
         with pytest.raises(analyze._Done):
@@ -187,12 +187,12 @@ def test_a_plan_of_whole_batches_serves_ranks_that_pass_their_rows() -> None:
     program, settings = mlp(8, 4, 6, 3), PlanSettings(2)
     names = [b.name for b in make_plan(program, settings).batch_inputs]
     local = settings.but(batch__local=dict.fromkeys(names, (4, 4)))
-    found = SavedPlan("plan.json", make_plan(program, settings)).of(program, local)
+    found = SavedPlan("plan.json", make_plan(program, settings)).find_plan(program, local)
     assert found is not None and all(b.local for b in found.batch_inputs)
     check(program, found)
     assert found.reshards == make_plan(program, local).reshards
     several = plan_program(scoped(program), settings.but(size=4, mesh=(Axis("tensor", 2),)))
-    saved_several = SavedPlan("plan.json", replace(several, fingerprint=fingerprint(program)))
+    saved_several = SavedPlan("plan.json", replace(several, fingerprint=compute_fingerprint(program)))
     several_local = settings.but(size=4, batch__local={b.name: b.placement.sizes for b in several.batch_inputs})
     with pytest.raises(PlanError, match="a saved plan of several axes, or of stages, takes whole batches"):
-        saved_several.of(program, several_local)
+        saved_several.find_plan(program, several_local)

@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.pyct import loader
 
-from whale.runtime.run import source_files
-from whale.runtime.run.source_files import keep_sources_with_run
+from whale.runtime.run import start
+from whale.runtime.run.start import keep_sources_with_run
 from whale.started import FILES_VARIABLE
 
 
@@ -48,6 +48,6 @@ def test_files_lie_in_the_folder_of_the_run(tmp_path: Path) -> None:
 def test_without_a_run_or_memory_they_lie_where_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_sources_with_run({})
     assert file_of(second).parent == Path(tempfile.gettempdir())
-    monkeypatch.setattr(source_files, "_FREE_BYTES", 1 << 80)
+    monkeypatch.setattr(start, "_FREE_BYTES", 1 << 80)
     keep_sources_with_run({FILES_VARIABLE: str(tmp_path)})
     assert file_of(third).parent == Path(tempfile.gettempdir())

@@ -14,7 +14,7 @@ import tensorflow as tf
 import whale as wh
 from tests.traces import only, pieces
 from whale.errors import ConfigError
-from whale.runtime.ranks.trace import path_of
+from whale.runtime.ranks.trace import find_path
 from whale.started import ProcessPlace
 
 pytestmark = pytest.mark.core
@@ -88,6 +88,6 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_each_process_has_a_file_of_its_own() -> None:
     several = ProcessPlace(rank=3, size=4, local_rank=1, local_size=2, launcher="PMI")
     alone = ProcessPlace(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
-    assert path_of("a/t.json", several, 1) == Path("a/t.rank3.json")
-    assert path_of("a/t.json", alone, 1) == Path("a/t.json")
-    assert path_of("a/t", several, 2) == Path("a/t.rank3.run2")
+    assert find_path("a/t.json", several, 1) == Path("a/t.rank3.json")
+    assert find_path("a/t.json", alone, 1) == Path("a/t.json")
+    assert find_path("a/t", several, 2) == Path("a/t.rank3.run2")

@@ -117,7 +117,9 @@ def test_first_values_are_parts_of_those_of_one_device(ranks: Start) -> None:
     with wh.Session(graph=graph) as session:
         session.run(start)
         held = settled(session)
-        assert all(held.held(name) is not None and held.read(name, 1, tf.float32).size == 0 for name in V1_NAMES)
+        assert all(
+            held.find_deferred(name) is not None and held.read(name, 1, tf.float32).size == 0 for name in V1_NAMES
+        )
         session.run(step, {x: np.ones((4, INPUTS))})
         for name, value in zip(V1_NAMES, wanted, strict=True):
             parts = [held.read(name, position, tf.float32) for position in range(3)]

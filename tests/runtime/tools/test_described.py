@@ -15,7 +15,7 @@ from cost_model.graph.machine import cluster_machine
 from cost_model.graph.machine_profile import write
 from cost_model.graph.predict import predict_ranks
 from cost_model.graph.signature import signature
-from cost_model.kernels.op_work import program_work
+from cost_model.kernels.op_work import iterate_work
 from tests.cost_model.test_captured import LAB, TABLE
 from tests.draws import one_of
 from whale.cli import main
@@ -27,8 +27,8 @@ from whale.partition.mesh import plan_program
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
+from whale.runtime.described import capture_program, read_description, trace_program
 from whale.runtime.described import families as f
-from whale.runtime.described import program_of, read, traced
 
 TEXT = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 6, "vocabulary": 40, "batch": 4}
 SMALL: list[f.Description] = [
@@ -45,12 +45,12 @@ SMALL: list[f.Description] = [
 
 def contents(program: Program) -> Counter[tuple[str, float, float, int]]:
     """(op, FLOPs, bytes, kernels) of every node that does something."""
-    return Counter((n.op, w.flops, w.moved_bytes, w.kernels) for n, w in program_work(program) if w.kernels)
+    return Counter((n.op, w.flops, w.moved_bytes, w.kernels) for n, w in iterate_work(program) if w.kernels)
 
 
 @pytest.mark.parametrize("d", one_of(3, SMALL), ids=lambda d: type(d).__name__)
 def test_a_described_program_is_the_captured_one(d: f.Description) -> None:
-    described, captured = (normalise(p, PlanSettings(size=1)) for p in (program_of(d), traced(d)))
+    described, captured = (normalise(p, PlanSettings(size=1)) for p in (capture_program(d), trace_program(d)))
     assert contents(described) == contents(captured)
     assert sum(contents(described).values()) > 15
     assert Counter(v.type for v in described.variables) == Counter(v.type for v in captured.variables)
@@ -64,10 +64,10 @@ def test_full_recompute_holds_less_and_computes_more() -> None:
     for kind in ("none", "full"):
         d = f.Gpt(**{**TEXT, "layers": 3, "sequence": 32, "batch": 8}, recompute=kind)
         settings = PlanSettings(size=1).but(memory__recompute="" if kind == "none" else "marked")
-        programs[kind] = normalise(program_of(d), settings)
+        programs[kind] = normalise(capture_program(d), settings)
         if kind == "full":
-            assert contents(programs[kind]) == contents(normalise(traced(d), settings))
-    work = {kind: sum(w.flops for _, w in program_work(p)) for kind, p in programs.items()}
+            assert contents(programs[kind]) == contents(normalise(trace_program(d), settings))
+    work = {kind: sum(w.flops for _, w in iterate_work(p)) for kind, p in programs.items()}
     assert 1.15 < work["full"] / work["none"] < 1.34  # a third of the layers' work, and none of the logits'
     peak = {kind: predict_ranks([p], cluster_machine(LAB)).peak_bytes for kind, p in programs.items()}
     assert peak["full"] < 0.8 * peak["none"]
@@ -76,9 +76,9 @@ def test_full_recompute_holds_less_and_computes_more() -> None:
 def test_selective_recompute_repeats_the_scores_of_attention_and_holds_none_of_them() -> None:
     d = f.Gpt(**{**TEXT, "layers": 3, "sequence": 32, "batch": 8}, recompute="selective")
     settings = PlanSettings(size=1).but(memory__recompute="marked")
-    program = normalise(program_of(d), settings)
-    assert contents(program) == contents(normalise(traced(d), settings))
-    again = [(n, w) for n, w in program_work(program) if n.marks.recomputed]
+    program = normalise(capture_program(d), settings)
+    assert contents(program) == contents(normalise(trace_program(d), settings))
+    again = [(n, w) for n, w in iterate_work(program) if n.marks.recomputed]
     # Of each layer: the product of queries and keys, 2 b s^2 h; scale, mask and softmax of b a s^2 scores.
     scores = d.batch * d.heads * d.sequence**2
     assert Counter(n.op for n, _ in again) == dict.fromkeys(("BatchMatMulV2", "Mul", "AddV2", "Softmax"), 3)
@@ -91,10 +91,10 @@ def test_ranks_that_divide_tensors_exchange_what_megatron_lm_does() -> None:
     ranks, sizes = 2, {"layers": 2, "hidden": 1024, "heads": 8, "sequence": 256, "vocabulary": 8192}
     settings = PlanSettings(size=ranks)
     d = f.Gpt(**sizes, batch=1, tensor_parallel=True, optimizer="sgd")
-    program = normalise(program_of(d), settings)
+    program = normalise(capture_program(d), settings)
     planned = Planned(program, plan_program(program, settings), settings)
     products = [
-        sum(w.flops for n, w in program_work(p) if "MatMul" in n.op) for p in (program, *rank_programs(planned))
+        sum(w.flops for n, w in iterate_work(p) if "MatMul" in n.op) for p in (program, *rank_programs(planned))
     ]
     assert products[1:] == [products[0] / ranks] * ranks
     # The formulas of the cost model, whose elements have two bytes, and those of embedding and logits' gradient.
@@ -116,10 +116,12 @@ def test_what_lies_between_products_is_divided_along_the_sequence(kind: str) -> 
         d = f.Gpt(layers=layers, hidden=256, heads=4, sequence=128, vocabulary=4096, batch=1, recompute=kind,
                   tensor_parallel=True, sequence_parallel=parallel, optimizer="sgd")  # type: ignore[arg-type]  # fmt: skip
         settings = PlanSettings(size=ranks).but(memory__recompute="" if kind == "none" else "marked")
-        program = normalise(program_of(d), settings)
+        program = normalise(capture_program(d), settings)
         planned = Planned(program, plan_program(program, settings), settings)
         lies = planned.plan.strategies[""]
-        held.append({lies[r.node].outputs[r.index] for r in held_tensors(program) if program.type_of(r).shape == shape})
+        held.append(
+            {lies[r.node].outputs[r.index] for r in held_tensors(program) if program.find_type(r).shape == shape}
+        )
         large = [r for r in planned.plan.reshards if r.bytes > 2**16]
         kinds.append(Counter((type(r.source).__name__, type(r.target).__name__) for r in large))
         peaks.append(predict_plan(planned, LAB).peak_bytes)
@@ -140,13 +142,13 @@ def held_tensors(program: Program) -> set[Ref]:
 
 
 def held_types(program: Program) -> list[TensorType]:
-    return [program.type_of(r) for r in held_tensors(program)]
+    return [program.find_type(r) for r in held_tensors(program)]
 
 
 @pytest.mark.parametrize("d", [SMALL[0], SMALL[-2]], ids=["Gpt", "Dlrm"])
 def test_it_is_planned_and_predicted_like_any_other(d: f.Description) -> None:
     settings = PlanSettings(size=2)
-    program = normalise(program_of(d), settings)
+    program = normalise(capture_program(d), settings)
     planned = Planned(program, plan_program(program, settings), settings)
     assert planned.plan.batch_inputs and planned.plan.split_flops_fraction > 0.9
     found = predict_plan(planned, LAB)
@@ -166,7 +168,7 @@ def test_a_model_file_is_simulated_on_a_measured_machine(tmp_path: Path, capsys:
 
 def test_a_model_that_no_machine_holds_is_captured_all_the_same() -> None:
     d = f.Gpt(layers=1, hidden=12288, heads=96, sequence=2048, vocabulary=51200, batch=4)
-    program = normalise(program_of(d), PlanSettings(size=1))
+    program = normalise(capture_program(d), PlanSettings(size=1))
     held = sum(v.type.bytes for v in program.variables)
     assert held > 3 * 4 * 12 * 12288**2
     assert predict_ranks([program], cluster_machine(LAB)).peak_bytes > held
@@ -175,13 +177,13 @@ def test_a_model_that_no_machine_holds_is_captured_all_the_same() -> None:
 def test_model_files(tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text("family: vit\nlayers: 12\nhidden: 768\nheads: 12\nbatch: 64\n")
-    assert read(path) == f.Vit(layers=12, hidden=768, heads=12, batch=64)
+    assert read_description(path) == f.Vit(layers=12, hidden=768, heads=12, batch=64)
     path.write_text("family: gpt\nlayers: 0\n")
     with pytest.raises(ClusterError, match=r"model.yaml:2(.|\n)*"):
-        read(path)
+        read_description(path)
     path.write_text("family: vgg\n")
     with pytest.raises(ClusterError):
-        read(path)
+        read_description(path)
     with pytest.raises(PlanError, match="multiple of heads"):
         f.Gpt(**{**TEXT, "heads": 3})
     with pytest.raises(PlanError, match="set tensor_parallel: true"):

@@ -37,8 +37,8 @@ from whale.planner.graph_search.strategies import choices, over_all
 from whale.planner.report import planfile
 from whale.runtime.described import families as f
 from whale.runtime.described import models
-from whale.runtime.described.program import program_of, trained_step
-from whale.runtime.run.context import current
+from whale.runtime.described.program import capture_program, make_step
+from whale.runtime.run.context import require_current
 from whale.runtime.tools.described_ways import found_for, planned_as, read
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
@@ -61,7 +61,7 @@ def test_the_large_layer_is_sharded(text: str, described: f.Dlrm | f.Classifier,
     found, large = found_for(described, LAB, 20.0)
     best, lines = found.chosen.strategy, found.lines
     assert best.name in lines[0] and any(name in line for line in lines)
-    captured = program_of(described, mark_gradients=True)
+    captured = capture_program(described, mark_gradients=True)
     (choice,) = (one for one in choices(normalise(captured, PlanSettings(size=4)), 4) if one.name == name)
     if text == DLRM:  # so small a batch is not worth it
         large = planned_as(choice, captured, LAB)
@@ -70,7 +70,7 @@ def test_the_large_layer_is_sharded(text: str, described: f.Dlrm | f.Classifier,
     assert large.ranks == 4 and large.predicted is not None
     # As a step of the same model that ranks run in that way.
     ranks(4)
-    current("the test").auto = ChosenStrategy(choice)
+    require_current("the test").auto = ChosenStrategy(choice)
     step, batch = trained(described)
     step(*batch)
     before = counted()
@@ -101,7 +101,7 @@ def test_other_families_are_spread_over_unequal_devices(family: str) -> None:
 
 def test_evaluators_answer_in_one_form() -> None:
     described = read("bert:layers=2,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24")
-    captured = program_of(described, mark_gradients=True)
+    captured = capture_program(described, mark_gradients=True)
     of_program = ProgramEvaluator(captured, PlanSettings(size=4), LAB)
     transformer, _ = ask.describe("gpt:layers=2,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24")
     machines = Machines(LAB)
@@ -129,8 +129,8 @@ def test_what_fits_nowhere_says_what_would_help() -> None:
 
 def trained(d: Any) -> tuple[Any, list[tf.Tensor]]:
     """A user's step of a description, and a batch."""
-    batch = [tf.ones(shape, dtype) for shape, dtype in models.inputs(d).values()]
-    return wh.function(trained_step(d)), batch
+    batch = [tf.ones(shape, dtype) for shape, dtype in models.list_inputs(d).values()]
+    return wh.function(make_step(d)), batch
 
 
 def test_the_verb_says_what_each_way_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
         "{name: b, devices: [{type: t4, count: 2}], networks: {f: {nics: 1}}}]"
     )
     monkeypatch.setattr(strategies, "LEAST_BYTES", 1)
-    captured = program_of(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
+    captured = capture_program(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
     settings = PlanSettings(size=4, fuse=FuseSettings.all_on())
     program = normalise(captured, settings)
     environment = SearchEnvironment.of_cluster(four, program, 4)
@@ -192,7 +192,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     looked_at = search._looked_at(plans, 0)
     few = [predict.predicted(plans, choice) for choice, _ in looked_at]
     assert all(least_s <= way.seconds for way, (_, least_s) in zip(few, looked_at))
-    assert any(0 < least_s for choice, least_s in looked_at if choice.pipelined)
+    assert any(0 < least_s for choice, least_s in looked_at if choice.is_pipelined)
     assert all(0 < least_s for choice, least_s in looked_at if choice.split)
     replicas = [choice for choice, _ in looked_at if (choice.split and choice.tensor < 4) or len(choice.stages) == 2]
     assert len(replicas) > 3
@@ -202,7 +202,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
         if way.strategy in replicas:
             every = predict.predicted(plans, way.strategy)
             # The first of a group makes no zeros where the others begin their part of a sum.
-            apart = 1e-9 if way.strategy.pipelined else 0.03
+            apart = 1e-9 if way.strategy.is_pipelined else 0.03
             assert way.seconds == pytest.approx(every.seconds, rel=apart)
             assert way.bytes == pytest.approx(every.bytes, rel=apart)
             assert way.lacking_bytes == every.lacking_bytes
@@ -213,7 +213,9 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
 ) -> None:
     four = cluster_file.parse("name: four\nhosts: [{name: a, devices: [{type: v100, count: 4}]}]")
     monkeypatch.setattr(strategies, "LEAST_BYTES", 1)
-    program = normalise(program_of(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4))
+    program = normalise(
+        capture_program(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4)
+    )
     environment = SearchEnvironment.of_cluster(four, program, 4)
     looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), environment), 0)
     splits = {choice.name: least_s for choice, least_s in looked_at if choice.split}
@@ -235,7 +237,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     assert sum("a value of all micro-batches is needed" in line for line in refused) == 1
     assert all(f"{name}: {1e3 * least_s:.2f} ms at least" in said for name, least_s in splits.items())
     bounded, _ = dict(planned), planned.clear()
-    monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.pipelined])
+    monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.is_pipelined])
     assert search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3).chosen == found.chosen
     assert all(least_s <= planned[name] for name, least_s in splits.items())
     assert planned["data parallel"] == bounded["data parallel"]
@@ -245,7 +247,7 @@ def test_ways_are_judged_with_what_nccl_takes() -> None:
     two = cluster_file.parse("name: two\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]\n")
     through_host = PlanSettings(size=2)
     by_nccl = through_host.but(exchange__backend="nccl")
-    program = normalise(program_of(read(CLASSIFIER)), through_host)
+    program = normalise(capture_program(read(CLASSIFIER)), through_host)
     held = {}
     for settings in (through_host, by_nccl, by_nccl.but(memory__limit_bytes=1 << 40)):
         environment = SearchEnvironment.of_cluster(two, program, 2)

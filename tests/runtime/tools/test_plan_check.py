@@ -16,7 +16,7 @@ from whale.cli import main
 from whale.errors import PlanError
 from whale.ir.layout import B, Strategy
 from whale.ir.plan import StageGroup, load_plan
-from whale.ir.program import Node, Program, topological
+from whale.ir.program import Node, Program, sort_nodes
 from whale.partition import verify_saved_plan
 from whale.partition.spmd import partition_for_rank
 from whale.passes.plan_builder import expand
@@ -88,10 +88,10 @@ def test_exchanges_that_nobody_answers_are_found() -> None:
     first, second = (partition_for_rank(expanded, plan, rank, "c", None) for rank in range(2))
     assert verify_saved_plan.check_exchanges([first, second]) == []
     sums = [n for n in second.nodes if n.op == "WhaleAllReduce"]
-    without = second.with_nodes(tuple(n for n in second.nodes if n is not sums[0]))
+    without = second.replace_nodes(tuple(n for n in second.nodes if n is not sums[0]))
     assert "do not take part" in verify_saved_plan.check_exchanges([first, without])[0]
     other = tuple(replace(n, op="WhaleAllGather") if n is sums[0] else n for n in second.nodes)
-    assert "rank 1 WhaleAllGather" in verify_saved_plan.check_exchanges([first, second.with_nodes(other)])[0]
+    assert "rank 1 WhaleAllGather" in verify_saved_plan.check_exchanges([first, second.replace_nodes(other)])[0]
 
 
 def pipeline(tmp_path: Path) -> list[Program]:
@@ -119,7 +119,7 @@ def exchanges(program: Program, op: str) -> list[Node]:
 def after(program: Program, late: str, early: str) -> Program:
     """The program with an exchange that waits for another one."""
     nodes = {n.name: replace(n, controls=(*n.controls, early)) if n.name == late else n for n in program.nodes}
-    return program.with_nodes(topological(nodes))
+    return program.replace_nodes(sort_nodes(nodes))
 
 
 def test_sends_without_receives_and_ranks_that_wait_for_each_other_are_found(tmp_path: Path) -> None:
@@ -128,11 +128,11 @@ def test_sends_without_receives_and_ranks_that_wait_for_each_other_are_found(tmp
     lost = next(n for n in exchanges(second, "WhaleRecv") if n.attrs["key"] == sent.attrs["key"])
     deaf = replace(lost, op="Const", inputs=(), attrs={"value": np.zeros(lost.outputs[0].shape or (), np.float32)})
     found = verify_saved_plan.check_exchanges(
-        [first, second.with_nodes(tuple(deaf if n is lost else n for n in second.nodes))]
+        [first, second.replace_nodes(tuple(deaf if n is lost else n for n in second.nodes))]
     )
     assert len(found) == 1 and found[0].startswith(f"rank 0 sends {sent.attrs['key']} (")
     assert found[0].endswith("to rank 1, which does not receive it")
-    mute = first.with_nodes(tuple(n for n in first.nodes if n is not sent))
+    mute = first.replace_nodes(tuple(n for n in first.nodes if n is not sent))
     assert "which does not send it" in verify_saved_plan.check_exchanges([mute, second])[0]
     send, receive = exchanges(first, "WhaleSend")[0].name, exchanges(first, "WhaleRecv")[0].name
     found = verify_saved_plan.check_waits(

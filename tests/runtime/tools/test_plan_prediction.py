@@ -22,7 +22,7 @@ from tests.cost_model.test_captured import LAB, TABLE
 from tests.draws import one_of
 from whale.capture.function import capture_function
 from whale.errors import ClusterError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.partition.lower import make_any_plan
 from whale.passes.pass_manager import normalise
@@ -31,9 +31,9 @@ from whale.planner.report.mesh_drawn import mesh_of_plan
 from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.measure import operations as measure
-from whale.runtime.measure.profile import programs as profile_programs
-from whale.runtime.measure.without_exchanges import apart
-from whale.runtime.run.context import current
+from whale.runtime.measure.profile import measure_programs as profile_programs
+from whale.runtime.measure.profile import remove_exchanges
+from whale.runtime.run.context import require_current
 
 Start = Callable[..., None]
 SILENT = EXCHANGES | MEETINGS | {"WhaleCommunicator"}
@@ -72,7 +72,7 @@ def batch(rows: int = 16) -> tuple[tf.Tensor, tf.Tensor]:
 
 def planned_here(model: Model, rows: int = 16) -> Planned:
     """The plan of this process's run, made without running."""
-    settings = settings_of(current())
+    settings = settings_of(require_current())
     program = normalise(capture_function(model.step, batch(rows), {}).program, settings)
     return Planned(program, make_any_plan(program, settings), settings)
 
@@ -106,7 +106,7 @@ def test_bytes_predicted_equal_bytes_counted(ranks: Start, name: str) -> None:
         """Bytes of each rank; the comparison of fingerprints beside each step is no part of the program."""
         kinds = [
             [c.logical_bytes for c in comm.counters() if c.kind in MOVING and "whale/check" not in c.key]
-            for comm in current().comms
+            for comm in require_current().comms
         ]
         return [sum(one) for one in kinds]
 
@@ -130,12 +130,12 @@ def test_a_programs_own_operations_are_measured(ranks: Start, tmp_path: Path) ->
     assert read(path) == table and [s.copies for s in table.steps] == [2, 2]
     mine = {o.signature for o in table.operations}
     programs = rank_programs(planned)
-    wanted = measure.distinct(programs)
+    wanted = measure.find_distinct(programs)
     assert len(mine & set(wanted)) > 0.8 * len(wanted) > 10
     (update,) = [o for o in table.operations if o.op == "WhaleUpdate"]  # of all weights of a shape, and their speeds
     assert update.moved_bytes > 5 * 8 * 24 * 24 and "Mul" in update.signature
     # Both the whole step and the ranks' own were measured; these count where both are known.
-    own = next(s for s in table.steps if s.program == fingerprint(programs[0]))
+    own = next(s for s in table.steps if s.program == compute_fingerprint(programs[0]))
     slower = table.merged((), [msgspec.structs.replace(own, seconds=10 * own.seconds)])
     for one, other in zip(predict_plan(planned, table).ranks, predict_plan(planned, slower).ranks):
         assert other.compute_s == pytest.approx(10 * one.compute_s)
@@ -146,18 +146,18 @@ def test_a_rank_apart_runs_all_of_its_kernels_alone(ranks: Start, name: str) -> 
     count, config, scope = PLANS[name]
     ranks(count, **config)
     for program in rank_programs(planned_here(Model(scope))):
-        alone = apart(program)
+        alone = remove_exchanges(program)
         assert not SILENT & {n.op for n in alone.nodes}
         kernels, found = (Counter(signature(p, n) for n in p.nodes if n.op not in SILENT) for p in (program, alone))
         assert not kernels - found
-        measure.whole_step(alone)()
+        measure.compile_whole_step(alone)()
 
 
 def test_a_larger_product_takes_longer() -> None:
     def product(n: int) -> Operation:
         spec = tf.TensorSpec((n, n))
         program = capture_function(lambda x, y: tf.exp(x @ y), (spec, spec), {}).program
-        found, skipped = measure.measure(list(measure.distinct([program]).values()))
+        found, skipped = measure.measure(list(measure.find_distinct([program]).values()))
         assert not skipped and {o.op for o in found} == {"MatMul", "Exp"}
         return next(o for o in found if o.op == "MatMul")
 
@@ -169,7 +169,7 @@ def test_reads_of_a_variable_whose_rows_are_taken_are_measured_as_copies() -> No
     v = tf.Variable(tf.ones((1024, 256)))
     spec = tf.TensorSpec((4,), tf.int32)
     program = capture_function(lambda i: tf.reduce_sum(tf.gather(v, i)) + tf.reduce_sum(v), (spec,), {}).program
-    found, skipped = measure.measure(list(measure.distinct([program]).values()))
+    found, skipped = measure.measure(list(measure.find_distinct([program]).values()))
     (copy,) = [o for o in found if o.op == "ReadVariableOp"]
     assert not skipped and copy.moved_bytes == 2 * 1024 * 256 * 4 and copy.seconds > 1e-6
 
@@ -177,7 +177,7 @@ def test_reads_of_a_variable_whose_rows_are_taken_are_measured_as_copies() -> No
 def test_what_cannot_run_alone_is_named() -> None:
     spec = tf.TensorSpec((4,), tf.string)
     program = capture_function(lambda x: tf.strings.join([x, x]), (spec,), {}).program
-    found, skipped = measure.measure(list(measure.distinct([program]).values()))
+    found, skipped = measure.measure(list(measure.find_distinct([program]).values()))
     assert not found and skipped == ["StringJoin: an operand of dtype string"]
 
 

@@ -11,13 +11,13 @@ import tensorflow as tf
 
 import whale as wh
 import whale.runtime.variables.partial_initializers as initial_values
-from whale.ir.layout import even_sizes, split
-from whale.ir.mesh import one_axis
+from whale.ir.layout import divide_evenly, split
+from whale.ir.mesh import make_one_axis_tiles
 from whale.runtime.run import context as run_context
 from whale.runtime.variables import deferred
-from whale.runtime.variables.deferred import deferred_of, restore_from
+from whale.runtime.variables.deferred import find_deferred, restore_from
 from whale.runtime.variables.initializer_recording import record
-from whale.runtime.variables.partial_initializers import Initial, uniform_value
+from whale.runtime.variables.partial_initializers import DeferredInitial, record_uniform_value
 
 Start = Callable[..., None]
 INPUTS, OUTPUTS = 33, 47
@@ -40,12 +40,12 @@ def test_parts_of_an_initial_value_are_those_of_the_whole(name: str) -> None:
             continue
         for dtype in ("float32", "float64"):
             initial = record(lambda shape=shape, dtype=dtype: initializer(shape, dtype=dtype))
-            assert isinstance(initial, Initial)
+            assert isinstance(initial, DeferredInitial)
             assert initial.is_divisible == (name not in ("orthogonal", "identity"))
             whole = np.asarray(initializer(shape, dtype=dtype))
             for dim, size in enumerate(shape):
-                placement = split(dim, even_sizes(size, 3))
-                parts = [np.asarray(initial.part(one_axis(placement), i)) for i in range(3)]
+                placement = split(dim, divide_evenly(size, 3))
+                parts = [np.asarray(initial.make_part(make_one_axis_tiles(placement), i)) for i in range(3)]
                 assert (raw(np.concatenate(parts, dim)) == raw(whole)).all(), (shape, dtype, dim)
 
 
@@ -54,26 +54,28 @@ def test_a_large_part_is_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     for draw in (tf.random.stateless_normal, tf.random.stateless_truncated_normal):
         for shape in ((67, 45), (3, 5, 17, 22)):
             initial = record(lambda draw=draw, shape=shape: draw(shape, (1, 2)) * 0.3 + 0.1)
-            assert isinstance(initial, Initial)
+            assert isinstance(initial, DeferredInitial)
             whole = (draw(shape, (1, 2)) * 0.3 + 0.1).numpy()
             for dim, size in enumerate(shape):
-                placement = split(dim, even_sizes(size, 3))
-                parts = [initial.part(one_axis(placement), i).numpy() for i in range(3)]
+                placement = split(dim, divide_evenly(size, 3))
+                parts = [initial.make_part(make_one_axis_tiles(placement), i).numpy() for i in range(3)]
                 np.testing.assert_array_equal(np.concatenate(parts, dim), whole)
 
 
 def test_a_part_in_runs_is_each_run_s_part() -> None:
     initial = record(lambda: tf.random.stateless_normal((24, 64), (1, 2)))
-    assert isinstance(initial, Initial)
+    assert isinstance(initial, DeferredInitial)
     placement = split(0, (5, 3), 3)
-    np.testing.assert_array_equal(initial.part(one_axis(placement), 1), initial.whole().numpy()[placement.indices(1)])
+    np.testing.assert_array_equal(
+        initial.make_part(make_one_axis_tiles(placement), 1), initial.compute_whole().numpy()[placement.list_indices(1)]
+    )
 
 
 def test_tensors_of_equal_elements_are_made_again() -> None:
-    zeros = uniform_value(tf.zeros((100, 20)))
+    zeros = record_uniform_value(tf.zeros((100, 20)))
     assert zeros is not None
-    assert np.asarray(zeros.part(one_axis(split(0, (60, 40))), 1)).shape == (40, 20)
-    assert uniform_value(tf.concat([tf.zeros((100, 20)), [[-0.0] * 20]], 0)) is None
+    assert np.asarray(zeros.make_part(make_one_axis_tiles(split(0, (60, 40))), 1)).shape == (40, 20)
+    assert record_uniform_value(tf.concat([tf.zeros((100, 20)), [[-0.0] * 20]], 0)) is None
 
 
 class Net:
@@ -128,15 +130,15 @@ def test_no_rank_ever_holds_a_split_variable_whole(ranks: Start) -> None:
             return net.step(x)
 
     assert len(net.large()) == 6
-    assert all(deferred_of(v) is not None for v in net.large())
+    assert all(find_deferred(v) is not None for v in net.large())
     step.plan(batch())
     for variable, whole in zip(net.large(), first):
         parts = variable._whale_parts
-        assert deferred_of(variable) is None
+        assert find_deferred(variable) is None
         shapes = [p.shape.as_list() for p in parts._parts.values()]
         assert sum(int(np.prod(s)) for s in shapes) == whole.size
         assert max(int(np.prod(s)) for s in shapes) <= 17 / 47 * whole.size
-        np.testing.assert_array_equal(parts.whole(), whole)
+        np.testing.assert_array_equal(parts.gather_whole(), whole)
     step(batch())
     assert float(step(batch())) == pytest.approx(loss, rel=1e-12)
 
@@ -185,7 +187,7 @@ def test_what_is_needed_before_a_step_is_made_whole(ranks: Start) -> None:
     assigned.assign(2 * first[1])
     np.testing.assert_array_equal(assigned, 2 * first[1])
     np.testing.assert_array_equal(tf.function(lambda: traced + 0.0)(), first[2])
-    assert [deferred_of(v) is None for v in (read, assigned, traced, kept)] == [True, True, True, False]
+    assert [find_deferred(v) is None for v in (read, assigned, traced, kept)] == [True, True, True, False]
     wh.shutdown()
     np.testing.assert_array_equal(kept, first[3])
 
@@ -199,7 +201,7 @@ def test_what_stays_whole_and_little_variables_are_made_without_recording_them(
     with wh.replica():
         copied = tf.keras.layers.Dense(32)
         copied.build((None, 64))
-    assert not recorded and all(deferred_of(getattr(w, "value", w)) is None for w in copied.weights)
+    assert not recorded and all(find_deferred(getattr(w, "value", w)) is None for w in copied.weights)
     wh.shutdown()
     ranks(2, **{"mesh.auto_parallel": True})
     small, large, more = (tf.keras.layers.Dense(32) for _ in range(3))
@@ -208,7 +210,7 @@ def test_what_stays_whole_and_little_variables_are_made_without_recording_them(
     monkeypatch.setattr(run_context, "_AT_ONCE_BYTES", 64 * 32 * 4)
     more.build((None, 65))
     if int(tf.keras.__version__[0]) > 2:
-        assert [deferred_of(tf_variable(layer.kernel)) is None for layer in (small, large, more)] == [
+        assert [find_deferred(tf_variable(layer.kernel)) is None for layer in (small, large, more)] == [
             True,
             False,
             False,
@@ -221,8 +223,8 @@ def test_what_stays_whole_and_little_variables_are_made_without_recording_them(
         layer = tf.keras.layers.Dense(32)
         layer.build((None, 64))
     kernel, bias = (getattr(w, "value", w) for w in layer.weights)
-    assert [one.shape for one in recorded if isinstance(one, Initial)] == [(64, 32)]
-    assert deferred_of(kernel) is not None and deferred_of(bias) is None
+    assert [one.shape for one in recorded if isinstance(one, DeferredInitial)] == [(64, 32)]
+    assert find_deferred(kernel) is not None and find_deferred(bias) is None
     if int(tf.keras.__version__[0]) > 2:  # Keras 2 tells no size
         assert len(recorded) == 1
 
@@ -259,7 +261,7 @@ def test_what_cannot_be_recorded_is_run_once(ranks: Start) -> None:
     np.testing.assert_array_equal(drawn, np.random.randn(50, 50))
     for _ in range(2):  # the second time, the stream of these seeds goes on
         seeded = tf.Variable(lambda: tf.random.normal((50, 50), seed=3))
-        assert deferred_of(seeded) is None
+        assert find_deferred(seeded) is None
 
 
 def test_random_numbers_of_version_1_are_part_of_their_stream(ranks: Start) -> None:
@@ -267,7 +269,7 @@ def test_random_numbers_of_version_1_are_part_of_their_stream(ranks: Start) -> N
     tf.random.set_seed(5)
     variables = [tf.Variable(lambda: tf.random.normal((50, 50), stddev=2.0)) for _ in range(2)]
     after = tf.random.uniform((3,))
-    assert all(deferred_of(v) is not None and deferred_of(v).is_divisible for v in variables)
+    assert all(find_deferred(v) is not None and find_deferred(v).is_divisible for v in variables)
     tf.random.set_seed(5)
     for variable in variables:
         np.testing.assert_array_equal(variable, tf.random.normal((50, 50), stddev=2.0))
@@ -292,7 +294,7 @@ def test_slots_of_version_1_are_born_split(ranks: Start, monkeypatch: pytest.Mon
 
     wanted, _ = trained(tf.function)
     ranks(3, **{"memory.zero": 1, "memory.zero_min_bytes": 0})
-    monkeypatch.setattr(Initial, "whole", None)  # nobody makes one
+    monkeypatch.setattr(DeferredInitial, "compute_whole", None)  # nobody makes one
     found, slots = trained(wh.function)
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
     for slot in slots:

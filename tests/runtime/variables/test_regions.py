@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from whale.ir.layout import split
-from whale.ir.mesh import Region, Tiles, one_axis
-from whale.runtime.variables.checkpoint_regions import assign_regions, region_value, regions
-from whale.runtime.variables.split_variable import cut
+from whale.ir.mesh import Region, Tiles, make_one_axis_tiles
+from whale.runtime.variables.checkpoint_regions import assign_regions, list_variable_regions, read_region_value
+from whale.runtime.variables.split_variable import cut_part
 
 SHAPE = (6, 5)
 RUNS = split(0, (2, 0, 1), 2)  # two runs of three rows: a rank's rows lie in two places
@@ -24,12 +24,16 @@ def _inside(whole: np.ndarray, region: Region) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "tiles",
-    [one_axis(split(1, (3, 2))), one_axis(RUNS), Tiles(("one", "other"), (RUNS, split(1, (1, 4))))],
+    [
+        make_one_axis_tiles(split(1, (3, 2))),
+        make_one_axis_tiles(RUNS),
+        Tiles(("one", "other"), (RUNS, split(1, (1, 4)))),
+    ],
     ids=str,
 )
 def test_regions_are_read_and_set_where_they_lie(tiles: Tiles) -> None:
     whole = np.arange(30.0).reshape(SHAPE)
-    expected = [cut(tf.constant(whole), tiles, place) for place in range(tiles.count)]
+    expected = [cut_part(tf.constant(whole), tiles, place) for place in range(tiles.count)]
     held = [tf.Variable(part) for part in expected]
     parts = SimpleNamespace(
         tiles=tiles, folder="", dtype=tf.float64, settle=lambda: None, place=lambda rank: rank,
@@ -37,7 +41,9 @@ def test_regions_are_read_and_set_where_they_lie(tiles: Tiles) -> None:
     )  # fmt: skip
     variable, context = SimpleNamespace(_whale_parts=parts, shape=tf.TensorShape(SHAPE)), SimpleNamespace()
     context.ranks = range(tiles.count)
-    found: list[tuple[Region, Any]] = [(r, region_value(variable, r, context, r.place)) for r in regions(variable)]
+    found: list[tuple[Region, Any]] = [
+        (r, read_region_value(variable, r, context, r.place)) for r in list_variable_regions(variable)
+    ]
     for region, value in found:
         np.testing.assert_array_equal(value, _inside(whole, region))
     assert sorted(x for _, value in found for x in value.numpy().ravel()) == sorted(whole.ravel())

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from whale.capture.signature import take_apart
+from whale.capture.signature import flatten_arguments
 from whale.errors import ProgramError
 from whale.runtime.input.local_batches import Brought, rows_of_values
 
@@ -48,7 +48,7 @@ def test_it_is_no_tensor(use: Callable[[Any], Any]) -> None:
 
 def test_a_trace_is_for_one_division() -> None:
     def key(value: Any) -> Any:
-        return take_apart(lambda x: x, (value,), {}).key
+        return flatten_arguments(lambda x: x, (value,), {}).key
 
     assert key(part()) == key(part())
     others = [part(3, (3, 5), 0), part(3, (4, 3)), tf.ones([8, 4]), tf.ones([3, 4])]

@@ -137,7 +137,7 @@ def main() -> None:
     options = parser.parse_args()
     started_s = time.monotonic()
     if options.rank:
-        communicator = whale_ops.mpi("orders", share_memory=options.transport == "memory", hosts=options.hosts)
+        communicator = whale_ops.connect_mpi("orders", share_memory=options.transport == "memory", hosts=options.hosts)
         run(communicator, options.orders, options.seed, bool(options.hosts))
         assert communicator.leave(30)
         return

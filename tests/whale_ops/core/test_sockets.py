@@ -28,7 +28,8 @@ def ranks(size: int) -> Iterator[Sequence[Communicator]]:
         ends[one][other], ends[other][one] = (end.detach() for end in pair)
     name = f"sockets {next(_NAMES)}"
     found = [
-        whale_ops.over_sockets(f"{name} {rank}", rank, sockets, share_memory=False) for rank, sockets in enumerate(ends)
+        whale_ops.connect_over_sockets(f"{name} {rank}", rank, sockets, share_memory=False)
+        for rank, sockets in enumerate(ends)
     ]
     try:
         yield found

@@ -26,7 +26,7 @@ _OF_A_STEP = re.compile(r"\d+:")  # keys begin with the program's number
 def build_host_device(folder: Path) -> Path:
     """Compiles host_device.cc; the library's path."""
     output = folder / "libhost_device.so"
-    digest = f'-DWHALE_CORE_DIGEST="{build.core_digest()}"'
+    digest = f'-DWHALE_CORE_DIGEST="{build.compute_core_digest()}"'
     flags = ["-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", digest, f"-I{ROOT}"]
     core = [f"-L{build.IN_PLACE}", f"-l:{build.CORE_NAME}", f"-Wl,-rpath,{build.IN_PLACE}"]
     source = ROOT / "tests/whale_ops/gpu/host_device.cc"

@@ -12,13 +12,13 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from whale.runtime.ranks import device_code, device_exchange
+from whale.runtime.ranks import device_exchange
 
 
 def take_host_device(library: str, without: Collection[int] = ()) -> None:
     """From now on this process's GPU is the host's memory; ranks of its host that are named have none."""
-    device_exchange.library = lambda: Path(library)
-    device_code.lacks = lambda *_: ""  # its reductions are compiled with it
+    device_exchange.find_library = lambda: Path(library)
+    device_exchange.find_missing = lambda *_: ""  # its reductions are compiled with it
     device_exchange.take_gpu = lambda local_rank: device_exchange.Gpu(None if local_rank in without else 0)
 
 

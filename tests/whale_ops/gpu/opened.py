@@ -18,7 +18,7 @@ class Opened:
     """Ranks with an open device each, and their exchanges under a key."""
 
     def __init__(self, comms: Sequence[Communicator]) -> None:
-        self.comms, self.ops = comms, whale_ops.ops()
+        self.comms, self.ops = comms, whale_ops.load_ops()
 
     def reduce(self, rank: int, tensors: Sequence[tf.Tensor], key: str, **attrs: str) -> list[tf.Tensor]:
         name = self.comms[rank].name

@@ -114,7 +114,7 @@ def gpus() -> int:
 
 @pytest.fixture(scope="module")
 def image(gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    architecture = device_library.architecture_of(device_library.PATH, 0)
+    architecture = device_library.find_architecture(device_library.PATH, 0)
     code = device_code.compile_kernels(device_code.choose([*device_code.find_nvrtcs()], architecture), architecture)
     path = tmp_path_factory.mktemp("code") / "kernels"
     path.write_bytes(code)
@@ -158,7 +158,7 @@ def test_ranks_with_a_gpu_each_exchange_through_nccl(gpus: int, image: Path) -> 
 
 
 def test_without_a_driver_it_says_what_to_do() -> None:
-    command = "from whale_ops import device_library as d; print(d.architecture_of(d.PATH, 0))"
+    command = "from whale_ops import device_library as d; print(d.find_architecture(d.PATH, 0))"
     done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         pytest.skip("there is a GPU here")

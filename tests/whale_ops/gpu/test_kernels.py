@@ -60,14 +60,14 @@ def test_a_source_with_a_fault_is_told_with_what_the_compiler_says(
 
 
 def test_a_gpu_gets_machine_code_of_its_kind_or_of_one_before_it() -> None:
-    assert [OLD.target(one) for one in (70, 86, 90, 100, 121)] == [
+    assert [OLD.find_target(one) for one in (70, 86, 90, 100, 121)] == [
         "sm_70",
         "sm_86",
         "sm_90",
         "compute_90",
         "compute_90",
     ]
-    assert [NEW.target(one) for one in (60, 70, 88, 103, 121)] == [None, None, "sm_86", "sm_100", "sm_120"]
+    assert [NEW.find_target(one) for one in (60, 70, 88, 103, 121)] == [None, None, "sm_86", "sm_100", "sm_120"]
 
 
 @pytest.mark.parametrize(

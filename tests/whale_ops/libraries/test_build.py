@@ -40,13 +40,13 @@ def dynamic(path: Path) -> dict[str, list[str]]:
 
 def names() -> list[str]:
     """Libraries that fit the sources; one for another TensorFlow may be older."""
-    return sorted(name for name, facts in _native.build_info().items() if facts["core"] == build.core_digest())
+    return sorted(name for name, facts in _native.build_info().items() if facts["core"] == build.compute_core_digest())
 
 
 def test_libraries_name_others_without_folders() -> None:
     assert {build.CORE_NAME, build.CUDA_NAME} <= {*names()} and build.MPI_NAME in names()
     for name in names():
-        entries = dynamic(_native.library_path(name))
+        entries = dynamic(_native.find_library(name))
         assert entries["SONAME"] == [name]
         assert "RPATH" not in entries
         ops = name not in (build.CORE_NAME, build.LOOPBACK_NAME, build.CUDA_NAME, build.MPI_NAME)
@@ -62,7 +62,7 @@ def test_libraries_name_others_without_folders() -> None:
 
 def test_libraries_quote_no_folder_of_the_machine() -> None:
     for name in names():
-        content = _native.library_path(name).read_bytes()
+        content = _native.find_library(name).read_bytes()
         for folder in (str(ROOT), sys.prefix):
             assert folder.encode() not in content, f"{name} contains {folder}"
 
@@ -104,9 +104,9 @@ def bazel_rules() -> dict[str, dict[str, Any]]:
 
 def test_bazel_compiles_what_pip_compiles() -> None:
     rules = bazel_rules()
-    targets = list(build._targets())
+    targets = list(build._list_targets())
     assert {target.name for target in targets} >= {build.CORE_NAME, build.MPI_NAME}
-    headers = {str(path.relative_to(ROOT)) for path in build.core_headers()}
+    headers = {str(path.relative_to(ROOT)) for path in build.list_core_headers()}
     for target in targets:
         rule = rules["core"] if target.name == build.CORE_NAME else rules[f"whale_ops/lib/{target.name}"]
         files = set(rule["srcs"]) | set(rule.get("hdrs", ()))
@@ -143,11 +143,11 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_units_are_all_sources_and_few_read_the_headers_of_tensorflow() -> None:
     for part in ("core", "tf_kernels", "loopback", "gpu", "mpi"):
-        units = build.units(part)
-        assert sorted(source for unit in units for source in unit.sources) == list(build.sources(part))
+        units = build.list_units(part)
+        assert sorted(source for unit in units for source in unit.sources) == list(build.list_sources(part))
         assert len({unit.name for unit in units}) == len(units)
-    loops, glue = build.units("tf_kernels")
-    assert loops.flags == () and all(unit.flags == () for part in ("core", "mpi") for unit in build.units(part))
+    loops, glue = build.list_units("tf_kernels")
+    assert loops.flags == () and all(unit.flags == () for part in ("core", "mpi") for unit in build.list_units(part))
     for pattern in build._KERNELS_WITH_LOOPS:
         assert any(source.match(f"tf_kernels/{pattern}") for source in loops.sources), f"{pattern} names no file"
     assert glue.flags == ("-O1",)
@@ -160,9 +160,11 @@ def test_digests_notice_sources_headers_and_flags(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build, "PACKAGE", package)
 
     def digests(compiler: str = "g++", compile_flags: tuple[str, ...] = (), **of_unit: Any) -> dict[str, str]:
-        target = build.Target("ops", build.units("tf_kernels"), (), "TensorFlow 2", {}, compile_flags, uses_core=True)
+        target = build.Target(
+            "ops", build.list_units("tf_kernels"), (), "TensorFlow 2", {}, compile_flags, uses_core=True
+        )
         return {
-            unit.name: build._object_digest(dataclasses.replace(unit, **of_unit), target, [compiler])
+            unit.name: build._compute_object_digest(dataclasses.replace(unit, **of_unit), target, [compiler])
             for unit in target.units
         }
 
@@ -212,7 +214,7 @@ def test_a_build_that_was_interrupted_goes_on(stopped_by: str, tmp_path: Path) -
         # The compilers that are stopped would sleep for longer than this.
         return subprocess.run(line, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=300)
 
-    targets = list(build._targets())
+    targets = list(build._list_targets())
     total = sum(len(target.units) for target in targets)
     assert run(6).returncode < 0 or stopped_by == "INT"
     while subprocess.run(["pgrep", "-f", str(compiler)], capture_output=True).returncode == 0:
@@ -235,7 +237,7 @@ def test_an_installed_package_gets_no_objects(monkeypatch: pytest.MonkeyPatch, t
     for name, value in {"CXX": str(compiler), "CALLS": str(tmp_path / "calls"), "STOP_AT": "1000"}.items():
         monkeypatch.setenv(name, value)
     build.build(tmp_path / "out", verbose=False)
-    libraries = {target.name for target in build._targets()}
+    libraries = {target.name for target in build._list_targets()}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*libraries, ".lock", build.INFO_NAME}
 
 

@@ -49,10 +49,10 @@ def test_the_version_of_cmake(version: str, fits: bool, tmp_path: Path, monkeypa
     cmake.chmod(0o755)
     monkeypatch.setattr(build_horovod.sys, "executable", str(tmp_path / "python"))
     if fits:
-        assert build_horovod._cmake() == str(cmake)
+        assert build_horovod._find_cmake() == str(cmake)
     else:
         with pytest.raises(CommError, match=f"CMake {version.rpartition('.')[0]}"):
-            build_horovod._cmake()
+            build_horovod._find_cmake()
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def _measure(communicator: whale_ops.Communicator, algorithm: str, size_bytes: i
 
 
 def rank(options: argparse.Namespace) -> None:
-    communicator = whale_ops.mpi("hosts", hosts=[options.ranks] * options.hosts)
+    communicator = whale_ops.connect_mpi("hosts", hosts=[options.ranks] * options.hosts)
     names = communicator.allgather_bytes("hosts", os.uname().nodename.encode())
     assert len(set(names)) == options.hosts, names
     for algorithm in ("hierarchical", "leader", "auto"):

@@ -102,7 +102,7 @@ def leave(communicator: whale_ops.Communicator) -> str:
 
 def twice(communicator: whale_ops.Communicator) -> str:
     """Two communicators, left one after the other; the same keys do not meet across them."""
-    other = whale_ops.mpi("other")
+    other = whale_ops.connect_mpi("other")
     cases = [harness.all_reduce("k", [np.array([float(c)])] * other.size) for c in (1, 10)]
     operations = [case.start(c) for case, c in zip(cases, (communicator, other))]
     for operation in operations:
@@ -132,7 +132,7 @@ def flood(communicator: whale_ops.Communicator) -> str:
 def tensorflow(communicator: whale_ops.Communicator) -> str:
     import tensorflow as tf
 
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
 
     @tf.function
     def step(x):
@@ -160,7 +160,7 @@ def shared_tensors(communicator: whale_ops.Communicator) -> str:
     import tensorflow as tf
 
     outcome = tensorflow(communicator)
-    ops, rank, size = whale_ops.ops(), communicator.rank, communicator.size
+    ops, rank, size = whale_ops.load_ops(), communicator.rank, communicator.size
     generators = [np.random.default_rng(r) for r in range(size)]
     floats = [g.standard_normal(300_001).astype(np.float32) for g in generators]
     whole = [g.integers(-99, 99, 70_003) for g in generators]
@@ -219,13 +219,13 @@ def _lent(communicator: whale_ops.Communicator, arrays: list[np.ndarray], odd: A
     """What a rank has lent is read by a peer, as it was when it was lent, also if it lay elsewhere before."""
     import tensorflow as tf
 
-    ops, peer = whale_ops.ops(), (communicator.rank + 1) % communicator.size
+    ops, peer = whale_ops.load_ops(), (communicator.rank + 1) % communicator.size
     variable = tf.Variable(2 * odd)
     lent, places = ops.whale_lend(inputs=[odd, *ops.whale_values(variables=[variable.handle], T=[tf.float32])])
     variable.assign(-odd)
     np.testing.assert_array_equal(lent[1], 2 * arrays[communicator.rank])
     said = communicator.allgather_bytes("places", places.numpy().tobytes(), harness.TIMEOUT_S)
-    assert communicator.shares_tensors(peer) and not communicator.shares_tensors(communicator.rank)
+    assert communicator.is_sharing_tensors(peer) and not communicator.is_sharing_tensors(communicator.rank)
     for place, factor in zip(np.frombuffer(said[peer], np.int64), (1, 2)):
         found = np.empty_like(arrays[peer])
         communicator.read_lent(peer, int(place), found)
@@ -247,7 +247,7 @@ def _shared_abort(communicator: whale_ops.Communicator) -> str:
     """A rank gives up when the others have lent it their tensors."""
     import tensorflow as tf
 
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     x = tf.ones(3_000_000)
     if communicator.rank == 1:
         time.sleep(0.3)
@@ -277,7 +277,7 @@ def main() -> None:
     share_memory = transport != "mpi" and (transport != "both" or rank > 0)
     if transport == "arena":
         assert not (obstacle := memory.share_tensors()), obstacle
-    communicator = whale_ops.mpi("run", share_memory=share_memory, hosts=hosts)
+    communicator = whale_ops.connect_mpi("run", share_memory=share_memory, hosts=hosts)
     if hosts:
         communicator.set_algorithm("hierarchical")
     scenario = globals()[scenario_name]

@@ -20,7 +20,7 @@ _ASSIGNS = {"AssignAddVariableOp", "AssignSubVariableOp"}
 
 
 @dataclass(frozen=True)
-class Growth:
+class BatchScaling:
     """The growth of a value with the rows of the batch.
 
     Attributes:
@@ -34,16 +34,16 @@ class Growth:
     shape: bool = False
 
 
-def growth(tensor: tf.Tensor) -> Growth | None:
+def find_scaling(tensor: tf.Tensor) -> BatchScaling | None:
     """Returns how ``tensor`` grows with the rows of the batch; None where that cannot be told."""
-    found: dict[str, Growth | None] = {}
+    found: dict[str, BatchScaling | None] = {}
     stack = [tensor]
     while stack:
         one = stack[-1]
         if one.name in found:
             stack.pop()
             continue
-        before = [t for t in _operands(one) if t.name not in found]
+        before = [t for t in _list_operands(one) if t.name not in found]
         if before and len(stack) < 100_000:
             found.setdefault(f"{one.name} waits", None)
             stack += before
@@ -51,12 +51,12 @@ def growth(tensor: tf.Tensor) -> Growth | None:
                 if f"{t.name} waits" in found:
                     found[t.name] = None
             continue
-        found[one.name] = _of(one, [found[t.name] for t in _operands(one)])
+        found[one.name] = _find_op_scaling(one, [found[t.name] for t in _list_operands(one)])
         stack.pop()
     return found[tensor.name]
 
 
-def _operands(tensor: tf.Tensor) -> list[tf.Tensor]:
+def _list_operands(tensor: tf.Tensor) -> list[tf.Tensor]:
     op = tensor.op
     if op.type in _READS or op.type in ("Const", "VarHandleOp"):
         return []
@@ -65,72 +65,74 @@ def _operands(tensor: tf.Tensor) -> list[tf.Tensor]:
     return list(op.inputs)
 
 
-def _of(tensor: tf.Tensor, operands: Sequence[Growth | None]) -> Growth | None:
+def _find_op_scaling(tensor: tf.Tensor, operands: Sequence[BatchScaling | None]) -> BatchScaling | None:
     op = tensor.op
     if op.type in _READS:
-        return Growth(rows=bool(tensor.shape.rank is None or tensor.shape.rank > 0))
+        return BatchScaling(rows=bool(tensor.shape.rank is None or tensor.shape.rank > 0))
     if op.type in ("Const", "VarHandleOp"):
-        return Growth()
+        return BatchScaling()
     if op.type == "ReadVariableOp":
-        return operands[0] if operands else Growth()
+        return operands[0] if operands else BatchScaling()
     if any(o is None for o in operands):
         return None
     known = [o for o in operands if o is not None]
-    first = known[0] if known else Growth()
+    first = known[0] if known else BatchScaling()
     rows = any(o.rows for o in known)
     if op.type in _SAME:
         return first
     if op.type in ("Shape", "ShapeN"):
-        return Growth(shape=first.rows)
+        return BatchScaling(shape=first.rows)
     if op.type == "Size":
-        return Growth(power=float(first.rows))
+        return BatchScaling(power=float(first.rows))
     if op.type == "StridedSlice" and first.shape:
         begin = tf.get_static_value(op.inputs[1])
-        return None if begin is None else Growth(power=float(int(begin[0]) == 0))
+        return None if begin is None else BatchScaling(power=float(int(begin[0]) == 0))
     if any(o.shape for o in known):
-        return _from_shape(op, tensor, known)
+        return _find_shape_scaling(op, tensor, known)
     if op.type in ("Sum", "Mean", "Max", "Min"):
-        return _reduced(op, first)
+        return _find_reduced_scaling(op, first)
     if op.type in _PRODUCTS:
-        return Growth(rows, sum(o.power for o in known))
+        return BatchScaling(rows, sum(o.power for o in known))
     if op.type in _QUOTIENTS:
-        return Growth(rows, first.power - sum(o.power for o in known[1:]))
+        return BatchScaling(rows, first.power - sum(o.power for o in known[1:]))
     if op.type in ("Maximum", "Minimum") and any(t.op.type == "Const" for t in op.inputs):
         return max(known, key=lambda o: (o.power, o.rows))  # a bound, as that of a divisor
     if op.type in _ALIKE:
-        return Growth(rows, first.power) if len({o.power for o in known}) == 1 else None
+        return BatchScaling(rows, first.power) if len({o.power for o in known}) == 1 else None
     if op.type in ("Select", "SelectV2"):
-        return Growth(rows, known[1].power) if known[1].power == known[2].power else None
+        return BatchScaling(rows, known[1].power) if known[1].power == known[2].power else None
     if op.type == "Square":
-        return Growth(rows, 2 * first.power)
+        return BatchScaling(rows, 2 * first.power)
     if op.type == "Sqrt":
-        return Growth(rows, first.power / 2)
+        return BatchScaling(rows, first.power / 2)
     if op.type == "MatMul" and rows:
         contracted = (known[0].rows and op.get_attr("transpose_a"), known[1].rows and not op.get_attr("transpose_b"))
         if any(contracted):
-            return Growth(power=known[0].power + known[1].power + 1) if all(contracted) else None
+            return BatchScaling(power=known[0].power + known[1].power + 1) if all(contracted) else None
     if any(o.power for o in known):
         # The values of a comparison do not grow; of other ops nothing is known for sure.
         return (
-            Growth(rows) if op.type in ("Greater", "Equal", "Less", "NotEqual", "GreaterEqual", "LessEqual") else None
+            BatchScaling(rows)
+            if op.type in ("Greater", "Equal", "Less", "NotEqual", "GreaterEqual", "LessEqual")
+            else None
         )
     if not rows:
-        return Growth()
+        return BatchScaling()
     # A value with an open dimension 0 behind operands that have rows is taken for rows.
-    return Growth(rows=True) if _is_open(tensor) else None
+    return BatchScaling(rows=True) if _is_open(tensor) else None
 
 
-def _from_shape(op: tf.Operation, tensor: tf.Tensor, known: Sequence[Growth]) -> Growth | None:
+def _find_shape_scaling(op: tf.Operation, tensor: tf.Tensor, known: Sequence[BatchScaling]) -> BatchScaling | None:
     if op.type == "Prod":
-        return Growth(power=1)
+        return BatchScaling(power=1)
     if op.type in ("Reshape", "BroadcastTo", "Fill"):
-        return Growth(rows=True, power=known[-1].power if op.type == "Fill" else known[0].power)
+        return BatchScaling(rows=True, power=known[-1].power if op.type == "Fill" else known[0].power)
     if op.type in ("Cast", "Identity"):
-        return Growth(shape=True)
-    return None if any(o.power for o in known) else Growth(rows=_is_open(tensor))
+        return BatchScaling(shape=True)
+    return None if any(o.power for o in known) else BatchScaling(rows=_is_open(tensor))
 
 
-def _reduced(op: tf.Operation, operand: Growth) -> Growth | None:
+def _find_reduced_scaling(op: tf.Operation, operand: BatchScaling) -> BatchScaling | None:
     axes = tf.get_static_value(op.inputs[1])
     rank = op.inputs[0].shape.rank
     if not operand.rows:
@@ -142,7 +144,7 @@ def _reduced(op: tf.Operation, operand: Growth) -> Growth | None:
         return None
     if 0 not in [a % rank if rank else a for a in numbers]:
         return operand
-    return Growth(power=operand.power + (op.type == "Sum"))
+    return BatchScaling(power=operand.power + (op.type == "Sum"))
 
 
 def _is_open(tensor: tf.Tensor) -> bool:

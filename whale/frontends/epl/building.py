@@ -9,19 +9,19 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import gradients_util
 
-from whale.capture.gradients import gradient_scopes
+from whale.capture.gradients import scope_gradients
 from whale.errors import ProgramError
-from whale.frontends.epl.batch_scaling import growth
+from whale.frontends.epl.batch_scaling import find_scaling
 from whale.frontends.epl.env import Env
 from whale.frontends.epl.graph import Graph
-from whale.frontends.epl.strategies import marked
+from whale.frontends.epl.strategies import mark_graph
 from whale.log import log
-from whale.runtime.run.context import current, running
+from whale.runtime.run.context import find_running, require_current
 
 _Apply = Callable[..., Any]
 
 
-def change() -> None:
+def patch_gradients() -> None:
     """Patches TensorFlow's gradients and version 1 optimizers to do so while a script of the library runs."""
     if hasattr(gradients_util, "_whale_epl"):
         return
@@ -29,47 +29,47 @@ def change() -> None:
     original = gradients_util._GradientsHelper
 
     @functools.wraps(original)
-    def helper(*args: Any, **kwargs: Any) -> Any:
-        if not active():
+    def compute_gradients(*args: Any, **kwargs: Any) -> Any:
+        if not is_active():
             return original(*args, **kwargs)
-        with marked(None):
-            with gradient_scopes():
+        with mark_graph(None):
+            with scope_gradients():
                 found = original(*args, **kwargs)
-            share = _share(args[0] if args else kwargs["ys"], args[1] if len(args) > 1 else kwargs["xs"])
-            found = [_times(slope, share) for slope in found]
+            share = _find_share(args[0] if args else kwargs["ys"], args[1] if len(args) > 1 else kwargs["xs"])
+            found = [_multiply(slope, share) for slope in found]
         for slope in found:
             parts = [slope.values, slope.indices] if isinstance(slope, tf.IndexedSlices) else [slope]
             Graph.get().differentiated.update(t.op.name for t in parts if isinstance(t, tf.Tensor))
         return found
 
-    gradients_util._GradientsHelper = helper
+    gradients_util._GradientsHelper = compute_gradients
     base = tf.compat.v1.train.Optimizer
     pending = [base]
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()
-        _change_updates(kind)
+        _patch_updates(kind)
 
-    def later(cls: type, **kwargs: Any) -> None:
+    def patch_later(cls: type, **kwargs: Any) -> None:
         super(base, cls).__init_subclass__(**kwargs)
-        _change_updates(cls)
+        _patch_updates(cls)
 
-    base.__init_subclass__ = classmethod(later)
+    base.__init_subclass__ = classmethod(patch_later)
 
 
-def _share(losses: Any, variables: Any) -> float:
+def _find_share(losses: Any, variables: Any) -> float:
     """Returns the factor that turns gradients of the whole batch into the mean of those of the replicas."""
     env, layout = Env.get(), Graph.get().layout
     copies = layout.replicas * layout.batches.turns
     read = [x.op.type if isinstance(x, tf.Tensor) else "VarHandleOp" for x in tf.nest.flatten(variables)]
     if copies == 1 or not set(read) <= {"VarHandleOp", "ReadVariableOp"}:
         return 1.0
-    powers = {None if (found := growth(y)) is None else found.power for y in tf.nest.flatten(losses)}
+    powers = {None if (found := find_scaling(y)) is None else found.power for y in tf.nest.flatten(losses)}
     if powers == {0}:
         return 1.0
     if len(powers) == 1 and None not in powers:
         return copies ** -float(powers.pop() or 0)
-    if not env.told and current("tf.gradients").rank == 0:
+    if not env.told and require_current("tf.gradients").rank == 0:
         env.told = True
         log.warning(
             "how a loss grows with the rows of its batch cannot be told, so its gradients are taken as those of "
@@ -78,13 +78,13 @@ def _share(losses: Any, variables: Any) -> float:
     return 1.0
 
 
-def active() -> bool:
+def is_active() -> bool:
     """Tells whether a script of the library runs in this process, and builds a graph."""
-    context = running()
+    context = find_running()
     return context is not None and context.meaning is not None and not tf.executing_eagerly()
 
 
-def _change_updates(kind: type) -> None:
+def _patch_updates(kind: type) -> None:
     """Patches ``apply_gradients`` of a class that has one of its own."""
     original = vars(kind).get("apply_gradients")
     if original is None or hasattr(original, "_whale_epl"):
@@ -93,13 +93,13 @@ def _change_updates(kind: type) -> None:
     @functools.wraps(original)
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         env = Env.get()
-        if not active() or env.applying:
+        if not is_active() or env.applying:
             return original(self, grads_and_vars, *args, **kwargs)
         env.applying = True
         try:
-            with marked(None):
+            with mark_graph(None):
                 apply = functools.partial(original, self)
-                return _applied(apply, list(grads_and_vars), args, kwargs)
+                return _apply_gradients(apply, list(grads_and_vars), args, kwargs)
         finally:
             env.applying = False
 
@@ -107,29 +107,29 @@ def _change_updates(kind: type) -> None:
     kind.apply_gradients = apply_gradients  # type: ignore[attr-defined]
 
 
-def _applied(apply: _Apply, pairs: list[tuple[Any, Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _apply_gradients(apply: _Apply, pairs: list[tuple[Any, Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     graph, config = Graph.get(), Env.get().config
     graph.gradients += [slope for slope, _ in pairs if slope is not None]
     layout = graph.layout
     sums = config.communication.gradients_reduce_method == "sum"
     if sums:
-        pairs = [(_times(slope, layout.replicas), v) for slope, v in pairs]
+        pairs = [(_multiply(slope, layout.replicas), v) for slope, v in pairs]
     if layout.accumulated == 1:
         # The gradients of micro-batches of one run are a mean already, of which a sum is as many times as much.
         times = layout.batches.turns if sums else 1
-        return apply([(_times(slope, times), v) for slope, v in pairs], *args, **kwargs)
-    return _accumulated(apply, pairs, args, kwargs, layout.accumulated, sums)
+        return apply([(_multiply(slope, times), v) for slope, v in pairs], *args, **kwargs)
+    return _accumulate(apply, pairs, args, kwargs, layout.accumulated, sums)
 
 
-def _times(slope: Any, factor: float) -> Any:
+def _multiply(slope: Any, factor: float) -> Any:
     if slope is None or factor == 1:
         return slope
     if isinstance(slope, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(slope.values, factor), slope.indices, slope.dense_shape)
+        return tf.IndexedSlices(_multiply(slope.values, factor), slope.indices, slope.dense_shape)
     return slope * tf.cast(factor, slope.dtype)
 
 
-def _accumulated(
+def _accumulate(
     apply: _Apply, pairs: list[tuple[Any, Any]], args: Sequence[Any], kwargs: dict[str, Any], count: int, sums: bool
 ) -> Any:
     """Adds gradients up, and makes the update in every ``count``-th run; the global step moves then."""
@@ -138,7 +138,7 @@ def _accumulated(
     used = [(slope, v) for slope, v in pairs if slope is not None]
     v1 = tf.compat.v1
     with v1.variable_scope(v1.get_variable_scope(), reuse=v1.AUTO_REUSE, use_resource=True):
-        sums_of = [_zeros(f"{v.op.name}/accumulated_gradient", v) for _, v in used]
+        sums_of = [_make_zeros(f"{v.op.name}/accumulated_gradient", v) for _, v in used]
         counter = v1.get_variable(
             "accumulated_runs", [], tf.int64, v1.zeros_initializer(), trainable=False,
         )  # fmt: skip
@@ -164,7 +164,7 @@ def _accumulated(
         return tf.no_op(name or "accumulated_update")
 
 
-def _zeros(name: str, variable: Any) -> Any:
+def _make_zeros(name: str, variable: Any) -> Any:
     v1 = tf.compat.v1
     return v1.get_variable(
         name, variable.shape, variable.dtype.base_dtype, v1.zeros_initializer(), trainable=False,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from whale.errors import ClusterError
-from whale.frontends.epl.known import env
-from whale.runtime.run.context import current
+from whale.frontends.epl.known import require_env
+from whale.runtime.run.context import require_current
 
 # Devices of one worker, as epl-launch was told; a worker is a rank where nobody says so.
 PER_WORKER_VARIABLE = "EPL_DEVICES_PER_WORKER"
@@ -18,7 +18,7 @@ _DEVICE = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?/task:(?P<task>\d+)(?:/devi
 _LAYOUTS = '"all", "auto", {"specific": [[[device]]]}, {"aware_row": n}'
 
 
-class WrongCluster(ClusterError, RuntimeError):
+class WrongClusterError(ClusterError, RuntimeError):
     """The error of devices that cannot be arranged so; scripts for the library expect a RuntimeError."""
 
 
@@ -74,7 +74,7 @@ class Cluster:
         worker_index: int = 0,
         layout: Any = "all",
     ) -> None:
-        context = current("epl.Cluster()")
+        context = require_current("epl.Cluster()")
         self.total_gpu_num = context.planned_size
         per_worker = os.environ.get(PER_WORKER_VARIABLE, "1")
         self.gpu_num_per_worker = int(per_worker) if per_worker.isdigit() and int(per_worker) else 1
@@ -93,7 +93,7 @@ class Cluster:
         elif kind == "aware_row":
             self.slices = self._rows(int(value))
         elif kind not in ("all", "auto"):
-            raise WrongCluster(
+            raise WrongClusterError(
                 "the devices cannot be arranged so", given=repr(layout), expected=_LAYOUTS, action="correct layout"
             )
         self._kind = kind
@@ -101,7 +101,7 @@ class Cluster:
     def _rows(self, count: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
         size = self.total_gpu_num
         if count < 1 or size % count or self.gpu_num_per_worker != 1:
-            raise WrongCluster(
+            raise WrongClusterError(
                 "the devices cannot be arranged in such rows",
                 given=f"aware_row={count}, {size} devices, {self.gpu_num_per_worker} of a worker",
                 expected=f"a number that divides {size}, and one device for each worker",
@@ -135,7 +135,7 @@ class Cluster:
             return [self.device_of(s, i) for i, s in enumerate(self.slices)]
         if self._kind == "all":
             return [self.device_of([(r,) for r in range(self.total_gpu_num)], 0)]
-        graph = env("epl.Cluster").default_graph
+        graph = require_env("epl.Cluster").default_graph
         return [self.device_of(ranks, k) for k, ranks in sorted(graph.layout.ranks.items()) if graph.taskgraphs]
 
     @property
@@ -169,7 +169,7 @@ class Cluster:
         return f"/job:worker/replica:0/task:{self.worker_index}/device:CPU:0"
 
     def __enter__(self) -> Cluster:
-        env("epl.Cluster()").cluster = self
+        require_env("epl.Cluster()").cluster = self
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -185,7 +185,7 @@ def rank_of_device(device: str, per_worker: int, size: int) -> int:
     found = _DEVICE.match(device)
     rank = int(found["task"]) * per_worker + int(found["index"] or 0) if found else -1
     if not found or not 0 <= rank < size or int(found["index"] or 0) >= per_worker:
-        raise WrongCluster(
+        raise WrongClusterError(
             "a device has no rank",
             given=f"{device!r}; {size // per_worker} workers of {per_worker} devices",
             expected="/job:worker/replica:0/task:<worker>/device:GPU:<number>",

@@ -44,11 +44,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-class WrongConfig(ConfigError, ValueError):
+class WrongConfigError(ConfigError, ValueError):
     """The error of an unknown setting or a wrong value; scripts for the library expect a ValueError."""
 
 
-class _NoSetting(ConfigError, AttributeError):
+class _NoSettingError(ConfigError, AttributeError):
     """The error of an attribute that is no known setting."""
 
 
@@ -63,13 +63,13 @@ class _Group:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _GROUPS[self._name]:
-            raise _NoSetting(
+            raise _NoSettingError(
                 "the configuration has no such setting",
                 given=f"{self._name}.{name}",
                 expected=", ".join(_GROUPS[self._name]),
                 action="use one of those",
             )
-        self.__dict__[name] = _checked(f"{self._name}.{name}", value)
+        self.__dict__[name] = _check(f"{self._name}.{name}", value)
 
     def __repr__(self) -> str:
         return f"{self._name}({', '.join(f'{n}={getattr(self, n)!r}' for n in _GROUPS[self._name])})"
@@ -98,11 +98,11 @@ class Config:
                 if key in given:
                     setattr(self.__dict__[group], name, given.pop(key))
                 elif variable in os.environ:
-                    setattr(self.__dict__[group], name, _parsed(key, os.environ[variable]))
+                    setattr(self.__dict__[group], name, _parse(key, os.environ[variable]))
         if given:
             known = [f"{group}.{name}" for group, settings in _GROUPS.items() for name in settings]
             near = difflib.get_close_matches(next(iter(given)), known, n=1)
-            raise WrongConfig(
+            raise WrongConfigError(
                 "the configuration has no such setting",
                 given=", ".join(map(str, given)),
                 expected=near[0] if near else ", ".join(known),
@@ -110,7 +110,7 @@ class Config:
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise _NoSetting(
+        raise _NoSettingError(
             "a group of settings cannot be replaced, and there are no others",
             given=name,
             expected=", ".join(_GROUPS),
@@ -122,11 +122,11 @@ class Config:
 
     # Groups are made from the table above.
     def __getattr__(self, name: str) -> Any:
-        raise _NoSetting(
+        raise _NoSettingError(
             "the configuration has no such group", given=name, expected=", ".join(_GROUPS), action="use one of those"
         )
 
-    def as_whale(self) -> dict[str, Any]:
+    def to_whale(self) -> dict[str, Any]:
         """Returns the keys of ``wh.Config`` that have the same meaning; batches are each rank's own."""
         found: dict[str, Any] = {"batch.mode": "local"}
         found["pipeline.schedule"] = "gpipe" if self.pipeline.strategy == "preferforward" else "1f1b"
@@ -147,27 +147,27 @@ class Config:
         return {key: value for key, value in found.items() if value != usual.get(key, "")}
 
 
-def _checked(key: str, value: Any) -> Any:
+def _check(key: str, value: Any) -> Any:
     group, name = key.split(".")
     usual = _GROUPS[group][name]
     if isinstance(value, str):
         value = value.lower()
     if key == "amp.loss_scale":
-        return value if value == "dynamic" else _scale(value)
+        return value if value == "dynamic" else _read_scale(value)
     good = isinstance(value, type(usual)) and (isinstance(value, bool) == isinstance(usual, bool))
     if not good or value not in _CHOICES.get(key, (value,)):
-        raise _wrong(key, value)
+        raise _make_error(key, value)
     return value
 
 
-def _scale(value: Any) -> float:
+def _read_scale(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise _wrong("amp.loss_scale", value) from None
+        raise _make_error("amp.loss_scale", value) from None
 
 
-def _parsed(key: str, text: str) -> Any:
+def _parse(key: str, text: str) -> Any:
     group, name = key.split(".")
     usual = _GROUPS[group][name]
     if isinstance(usual, bool):
@@ -180,11 +180,11 @@ def _parsed(key: str, text: str) -> Any:
     return text
 
 
-def _wrong(key: str, value: Any) -> WrongConfig:
+def _make_error(key: str, value: Any) -> WrongConfigError:
     group, name = key.split(".")
     expected = " or ".join(map(repr, _CHOICES.get(key, ()))) or type(_GROUPS[group][name]).__name__
     if key == "amp.loss_scale":
         expected = "'dynamic' or a number"
-    return WrongConfig(
+    return WrongConfigError(
         f"a wrong value for the setting {key}", given=repr(value), expected=expected, action="correct the value"
     )

@@ -49,7 +49,7 @@ class Env:
         self._of_graph: weakref.WeakKeyDictionary[tf.Graph, Graph] = weakref.WeakKeyDictionary()
         self._information: dict[str, Any] = {}
 
-    def graph_of(self, graph: tf.Graph) -> Graph:
+    def find_graph(self, graph: tf.Graph) -> Graph:
         """Returns what is known of a TensorFlow graph; for a function's graph, what is known of the one around it."""
         while getattr(graph, "outer_graph", None) is not None:
             graph = graph.outer_graph
@@ -66,7 +66,7 @@ class Env:
     @property
     def default_graph(self) -> Graph:
         """Returns what is known of the default graph."""
-        return self.graph_of(tf.compat.v1.get_default_graph())
+        return self.find_graph(tf.compat.v1.get_default_graph())
 
     @property
     def parallel_information(self) -> dict[str, Any]:

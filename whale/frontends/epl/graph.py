@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.epl.known import env
-from whale.frontends.epl.layout import Annotated, Layout, layout_of, planned_layout
-from whale.frontends.epl.merged import merge
+from whale.frontends.epl.known import require_env
+from whale.frontends.epl.layout import AnnotatedGraph, Layout, make_layout, make_planned_layout
+from whale.frontends.epl.merged import merge_outputs
 from whale.frontends.epl.strategies import Strategy
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 
 class GraphKeys:
@@ -66,7 +66,7 @@ class TaskGraph:
     @property
     def local_num_replicas(self) -> int:
         """Returns how many of its replicas are this worker's."""
-        cluster = env("a task graph").cluster
+        cluster = require_env("a task graph").cluster
         first = cluster.worker_index * cluster.gpu_num_per_worker
         here = range(first, first + cluster.gpu_num_per_worker)
         return sum(ranks[0] in here for ranks in self.graph.layout.ranks.get(self.index, ()))
@@ -74,7 +74,7 @@ class TaskGraph:
     @property
     def virtual_device(self) -> Any:
         """Returns its devices."""
-        return env("a task graph").cluster.device_of(self.graph.layout.ranks.get(self.index, ()), self.index)
+        return require_env("a task graph").cluster.device_of(self.graph.layout.ranks.get(self.index, ()), self.index)
 
     @property
     def pipeline_config(self) -> PipelineConfig:
@@ -98,7 +98,7 @@ class Graph:
     @classmethod
     def get(cls, may_create: bool = False) -> Graph:
         """Returns the Graph of TensorFlow's default graph, and makes it if there is none."""
-        return env("epl.Graph").graph_of(tf.compat.v1.get_default_graph())
+        return require_env("epl.Graph").find_graph(tf.compat.v1.get_default_graph())
 
     def add_task_graph(self, strategy: Strategy, outer: Strategy | None) -> TaskGraph:
         """Adds a task graph, which becomes the last one."""
@@ -111,17 +111,17 @@ class Graph:
     @property
     def layout(self) -> Layout:
         """Returns what the task graphs so far mean together."""
-        known = env("epl.Graph")
-        context = current("epl.Graph")
+        known = require_env("epl.Graph")
+        context = require_current("epl.Graph")
         settings = known.config.pipeline
         if known.config.auto.auto_parallel:
-            return planned_layout(context.planned_size, settings.num_stages, settings.num_micro_batch)
-        annotated = [Annotated(t.strategy.kind, t.strategy.device_count, t.inside) for t in self.taskgraphs]
+            return make_planned_layout(context.planned_size, settings.num_stages, settings.num_micro_batch)
+        annotated = [AnnotatedGraph(t.strategy.kind, t.strategy.device_count, t.inside) for t in self.taskgraphs]
         if not annotated and known.strategy_context.default_strategy is not None:
-            annotated = [Annotated("replicate", known.strategy_context.default_strategy.device_count)]
+            annotated = [AnnotatedGraph("replicate", known.strategy_context.default_strategy.device_count)]
         if not annotated:
-            annotated = [Annotated("replicate", None)]
-        return layout_of(
+            annotated = [AnnotatedGraph("replicate", None)]
+        return make_layout(
             annotated,
             context.planned_size,
             known.config.cluster.colocate_split_and_replicate,
@@ -151,12 +151,12 @@ class Graph:
 
     def get_pipeline_config(self) -> PipelineConfig:
         """Returns how the pipeline goes through a batch."""
-        settings = env("epl.Graph").config.pipeline
+        settings = require_env("epl.Graph").config.pipeline
         return PipelineConfig(settings.num_micro_batch, self.layout.stages, settings.strategy)
 
     def set_default_strategy(self, strategy: Any) -> None:
         """Sets the default strategy; see ``epl.set_default_strategy``."""
-        env("epl.set_default_strategy()").strategy_context.set_default(strategy)
+        require_env("epl.set_default_strategy()").strategy_context.set_default(strategy)
 
     def set_model_mode(self, mode: str) -> None:
         """Sets what an Estimator builds the graph for."""
@@ -164,13 +164,13 @@ class Graph:
 
     def add_to_collection(self, tensors: Any, graph_key: str) -> None:
         """Adds to a collection; see ``epl.add_to_collection``."""
-        _known(graph_key)
+        _check_key(graph_key)
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
             self.collections[graph_key].append(tf.convert_to_tensor(tensor))
 
     def get_collection(self, graph_key: str) -> list[tf.Tensor]:
         """Returns the values of one collection."""
-        _known(graph_key)
+        _check_key(graph_key)
         return list(self.collections[graph_key])
 
     def get_all_collections(self) -> list[tf.Tensor]:
@@ -180,7 +180,7 @@ class Graph:
     @property
     def merged_outputs_map(self) -> dict[str, tf.Tensor]:
         """Returns a map from the name of a marked tensor to the tensor that is fetched in its place."""
-        merge(self, tf.compat.v1.get_default_graph())
+        merge_outputs(self, tf.compat.v1.get_default_graph())
         return self.merged
 
     def clone(self, *_: Any, **__: Any) -> None:
@@ -199,7 +199,7 @@ class Graph:
     get_local_replicas = get_local_micro_batches = clone
 
 
-def _known(graph_key: str) -> None:
+def _check_key(graph_key: str) -> None:
     if graph_key not in GraphKeys.ALL_COLLECTION_KEYS:
         raise ProgramError(
             "there is no such collection",

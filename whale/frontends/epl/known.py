@@ -16,7 +16,7 @@ class _Holder:
 holder = _Holder()
 
 
-def env(what: str) -> Any:
+def require_env(what: str) -> Any:
     """Returns the ``Env`` of the process.
 
     Raises:

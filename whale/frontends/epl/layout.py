@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whale.errors import PlanError
-from whale.runtime.run.graph_semantics import Batches
+from whale.runtime.run.graph_semantics import BatchReaders
 
 
 @dataclass(frozen=True)
-class Annotated:
+class AnnotatedGraph:
     """A task graph as a script has annotated it.
 
     Attributes:
@@ -37,7 +37,7 @@ class Layout:
       ranks: for each task graph, the ranks of each replica.
     """
 
-    batches: Batches
+    batches: BatchReaders
     replicas: int
     accumulated: int = 1
     stages: int = 1
@@ -45,8 +45,8 @@ class Layout:
     ranks: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
-def layout_of(
-    graphs: Sequence[Annotated],
+def make_layout(
+    graphs: Sequence[AnnotatedGraph],
     size: int,
     colocate: bool,
     micro_batches: int,
@@ -65,7 +65,7 @@ def layout_of(
     outer = {k: g for k, g in enumerate(graphs) if g.inside is None}
     apart = [k for k, g in outer.items() if g.kind == "replicate" or g.count is not None]
     if colocate or len(apart) < 2:
-        return _together(graphs, size, micro_batches)
+        return _make_joint_layout(graphs, size, micro_batches)
     vague = [k for k in outer if k not in apart]
     if vague:
         raise PlanError(
@@ -81,7 +81,7 @@ def layout_of(
             expected="a slice for each task graph",
             action="correct the layout of the cluster",
         )
-    ranks = _given(apart, slices) if slices else _in_order(apart, graphs, size)
+    ranks = _list_given_ranks(apart, slices) if slices else _list_ranks_in_order(apart, graphs, size)
     replicas = len(next(iter(ranks.values())))
     prefix = f"pipeline_0(micro_batches={micro_batches})/" if micro_batches > 1 else ""
     paths: dict[int, str] = {}
@@ -92,20 +92,24 @@ def layout_of(
     paths.update({k: f"{paths[g.inside]}/split_{k}" for k, g in enumerate(graphs) if g.inside is not None})
     first = ranks[apart[0]]
     readers = tuple(of_one[0] for of_one in first)
-    return Layout(Batches(readers, micro_batches, whole=True), replicas, 1, len(apart), paths, ranks)
+    return Layout(BatchReaders(readers, micro_batches, whole=True), replicas, 1, len(apart), paths, ranks)
 
 
-def planned_layout(size: int, stages: int, micro_batches: int) -> Layout:
+def make_planned_layout(size: int, stages: int, micro_batches: int) -> Layout:
     """Returns the layout of a script whose stages are searched for: as with stages, a run takes all micro-batches."""
     readers = tuple(range(0, size, max(1, stages)))
-    return Layout(Batches(readers, micro_batches, whole=True), len(readers))
+    return Layout(BatchReaders(readers, micro_batches, whole=True), len(readers))
 
 
-def _given(apart: Sequence[int], slices: Sequence[Sequence[Sequence[int]]]) -> dict[int, tuple[tuple[int, ...], ...]]:
+def _list_given_ranks(
+    apart: Sequence[int], slices: Sequence[Sequence[Sequence[int]]]
+) -> dict[int, tuple[tuple[int, ...], ...]]:
     return {k: tuple(map(tuple, slices[number])) for number, k in enumerate(apart)}
 
 
-def _in_order(apart: Sequence[int], graphs: Sequence[Annotated], size: int) -> dict[int, tuple[tuple[int, ...], ...]]:
+def _list_ranks_in_order(
+    apart: Sequence[int], graphs: Sequence[AnnotatedGraph], size: int
+) -> dict[int, tuple[tuple[int, ...], ...]]:
     """Returns the ranks of each task graph: consecutive ranks are one replica, in which each task graph has its own."""
     counts = [graphs[k].count or 1 for k in apart]
     if size == 1:
@@ -127,7 +131,7 @@ def _in_order(apart: Sequence[int], graphs: Sequence[Annotated], size: int) -> d
     return {k: tuple(ranks) for k, ranks in found.items()}
 
 
-def _together(graphs: Sequence[Annotated], size: int, micro_batches: int) -> Layout:
+def _make_joint_layout(graphs: Sequence[AnnotatedGraph], size: int, micro_batches: int) -> Layout:
     """Returns the layout with all task graphs on all ranks: batches are divided, and under ``split`` tensors are."""
     copies = [g.count or 1 for g in graphs if g.kind == "replicate" and g.inside is None]
     per_replica = max(copies, default=size if graphs else 1)
@@ -150,7 +154,7 @@ def _together(graphs: Sequence[Annotated], size: int, micro_batches: int) -> Lay
     rows = tuple(tuple(range(r, r + per_replica)) for r in readers)
     whole = per_replica > 1 or turns > 1
     return Layout(
-        Batches(readers, turns, whole),
+        BatchReaders(readers, turns, whole),
         len(readers),
         1 if at_once else micro_batches,
         1,

@@ -9,14 +9,14 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.epl.batch_scaling import growth
-from whale.frontends.epl.known import env
-from whale.frontends.epl.strategies import marked
+from whale.frontends.epl.batch_scaling import find_scaling
+from whale.frontends.epl.known import require_env
+from whale.frontends.epl.strategies import mark_graph
 
 _SUMMARIES = {"ScalarSummary", "HistogramSummary", "TensorSummary", "TensorSummaryV2"}
 
 
-def merge(graph: Any, tf_graph: tf.Graph) -> None:
+def merge_outputs(graph: Any, tf_graph: tf.Graph) -> None:
     """Makes the merged values of what is marked and has none yet; summaries show these from now on.
 
     Raises:
@@ -27,34 +27,34 @@ def merge(graph: Any, tf_graph: tf.Graph) -> None:
         return
     layout = graph.layout
     copies = layout.replicas * layout.batches.turns
-    with growing(tf_graph):
+    with unfreeze_graph(tf_graph):
         for key, tensor in missing:
             where, how, _ = key.split("_")
-            if where == "local" and _workers(graph) > 1:
-                raise _refusal(
+            if where == "local" and _count_workers(graph) > 1:
+                raise _make_refusal(
                     key, tensor, "values of one worker's replicas are not computed apart",
                     "mark it with the GLOBAL collection of that kind, or start all replicas as one worker's "
                     "(epl-launch --num_workers 1)",
                 )  # fmt: skip
-            made = _merged(key, how, tensor, copies)
+            made = _merge_tensor(key, how, tensor, copies)
             graph.merged[tensor.name] = made
             for use in tensor.consumers() if made is not tensor else ():
                 if use.type in _SUMMARIES:
                     use._update_input(next(i for i, t in enumerate(use.inputs) if t is tensor), made)
 
 
-def _merged(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tensor:
+def _merge_tensor(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tensor:
     if copies == 1:
         return tensor
-    grows = growth(tensor)
+    grows = find_scaling(tensor)
     if how == "concat":
         if grows is None or not grows.rows:
-            raise _refusal(
+            raise _make_refusal(
                 key, tensor, "only rows of the batch can be put one after the other", "mark a tensor of [rows, ...]"
             )
         return tf.identity(tensor)  # of what an iterator gives, this rank has its own rows only
     if grows is None:
-        raise _refusal(
+        raise _make_refusal(
             key, tensor, "what each replica would have does not follow from the value of the whole batch",
             "mark a mean or a sum over rows, or what is made of such by products and quotients",
         )  # fmt: skip
@@ -65,27 +65,27 @@ def _merged(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tensor:
     return tensor if not power else tensor * tf.cast(float(copies) ** power, tensor.dtype)
 
 
-def _workers(graph: Any) -> int:
+def _count_workers(graph: Any) -> int:
     """Returns how many workers have replicas that bring batches."""
-    cluster = env("epl.GraphKeys").cluster
+    cluster = require_env("epl.GraphKeys").cluster
     each = cluster.gpu_num_per_worker if cluster is not None else 1
     return len({rank // each for rank in graph.layout.batches.readers})
 
 
 @contextmanager
-def growing(graph: tf.Graph) -> Iterator[None]:
+def unfreeze_graph(graph: tf.Graph) -> Iterator[None]:
     """Makes ``graph`` the default, and lets it grow although a session has finalized it."""
     finished = graph.finalized
     if finished:
         graph._unsafe_unfinalize()
     try:
-        with graph.as_default(), tf.control_dependencies(None), marked(None), tf.name_scope("epl_merged"):
+        with graph.as_default(), tf.control_dependencies(None), mark_graph(None), tf.name_scope("epl_merged"):
             yield
     finally:
         if finished:
             graph.finalize()
 
 
-def _refusal(key: str, tensor: tf.Tensor, why: str, action: str) -> ProgramError:
+def _make_refusal(key: str, tensor: tf.Tensor, why: str, action: str) -> ProgramError:
     given = f"a mark by epl.GraphKeys.{key.upper()}"
     return ProgramError(why, op=tensor.name, given=given, expected="the values of replicas", action=action)

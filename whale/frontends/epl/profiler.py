@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from whale.errors import ProgramError
 from whale.log import log
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 _KINDS = ("scope", "op", "graph")
 
@@ -36,7 +36,7 @@ class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc
             return
         self.done = True
         found = flops(run_context.session.graph)
-        if current("FlopsProfilerHook").rank:
+        if require_current("FlopsProfilerHook").rank:
             return
         for kind in self.cmds:
             sums: dict[str, int] = {}
@@ -107,7 +107,7 @@ class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[mis
         """Writes the trace."""
         if self._runs > self.max_steps or self._runs % self.save_steps:
             return
-        if current("MemoryProfilerHook").rank:
+        if require_current("MemoryProfilerHook").rank:
             return
         profile_memory(run_values.run_metadata, f"run {self._runs}: ")
         if self.dump_metadata:

@@ -10,7 +10,7 @@ from tensorflow.python.ops import variables
 from tensorflow.python.training.saver import BulkSaverBuilder
 
 from whale.log import log
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 
 class MemoryEfficientBuilder(BulkSaverBuilder):  # type: ignore[misc]
@@ -42,19 +42,19 @@ class ShardingLoader:
     def restore(self) -> None:
         """Replaces the variables' initializers; to be called before they run."""
         if self.ckpt_file is None:
-            if current("ShardingLoader.restore()").rank == 0:
+            if require_current("ShardingLoader.restore()").rank == 0:
                 log.warning("ShardingLoader has no checkpoint, so variables begin as they are made")
             return
         read: dict[str, tf.Tensor] = {}
         for variable in self.var_list:
             name = self.assign_map.get(variable.op.name, variable.op.name)
             if name not in read:
-                read[name] = self._value(name, variable)
+                read[name] = self._read_value(name, variable)
             value = tf.ensure_shape(read[name], variable.shape)
             with tf.control_dependencies(None):
                 variable._initializer_op = tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
-    def _value(self, name: str, variable: Any) -> tf.Tensor:
+    def _read_value(self, name: str, variable: Any) -> tf.Tensor:
         info = variable._save_slice_info.spec if getattr(variable, "_save_slice_info", None) else ""
         (value,) = tf.raw_ops.RestoreV2(
             prefix=self.ckpt_file, tensor_names=[name], shape_and_slices=[info], dtypes=[variable.dtype.base_dtype]

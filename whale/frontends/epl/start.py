@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
 
 from whale.errors import ConfigError, ProgramError
 from whale.frontends import start as whale_start
-from whale.frontends.epl import building, reading
+from whale.frontends.epl import building
+from whale.frontends.epl.building import is_active
 from whale.frontends.epl.cluster import Cluster
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.env import Env
-from whale.frontends.epl.files import slice_files
 from whale.frontends.epl.graph import Graph
-from whale.frontends.epl.merged import growing, merge
+from whale.frontends.epl.merged import merge_outputs, unfreeze_graph
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
 from whale.log import log
-from whale.runtime.run.context import current
-from whale.runtime.run.graph_semantics import Batches
+from whale.runtime.run.context import require_current
+from whale.runtime.run.graph_semantics import BatchReaders
 from whale.runtime.run.reinit import begin_again
+
+_READ_OPS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengthRecordDataset"} | {
+    "FixedLengthRecordDatasetV2"}  # fmt: skip
+
+_READS = ("IteratorGetNext", "IteratorGetNextSync")
 
 VERSION = "0.6.0"  # of the library whose names these are
 
 
-class WrongStart(ProgramError, RuntimeError):
+class WrongStartError(ProgramError, RuntimeError):
     """The error of ``epl.init`` where it cannot be; scripts for the library expect a RuntimeError."""
 
 
-def switch() -> None:
+def switch_to_resources() -> None:
     """Switches variables and control flow to forms that can be distributed, for graphs that are built from now on."""
     tf.compat.v1.enable_resource_variables()
     tf.compat.v1.enable_control_flow_v2()
@@ -53,7 +61,7 @@ def init(config: Config | None = None) -> None:
             "the configuration is none", given=repr(config), expected="an epl.Config", action="pass epl.Config({...})"
         )
     if tf.executing_eagerly():
-        raise WrongStart(
+        raise WrongStartError(
             "scripts of the Easy Parallel Library build graphs, and eager execution is on",
             given="tf.executing_eagerly()",
             expected="graphs of TensorFlow 1",
@@ -63,13 +71,13 @@ def init(config: Config | None = None) -> None:
     env = Env.get()
     env.reset()
     env.config = config
-    switch()
-    if not begin_again(config.as_whale()):
-        whale_start.init(config.as_whale())
-    building.change()
-    reading.change()
-    context = current("epl.init()")
-    context.meaning = _Meaning()
+    switch_to_resources()
+    if not begin_again(config.to_whale()):
+        whale_start.init(config.to_whale())
+    building.patch_gradients()
+    patch_iterators()
+    context = require_current("epl.init()")
+    context.meaning = _EplSemantics()
     if context.seeds is not None:
         context.seeds.leave_draws_to_ranks()
     # Task graphs come to lie apart or split; that is known when they are all there.
@@ -88,12 +96,12 @@ def set_default_strategy(strategy: Any) -> None:
     Raises:
       PlanError: another strategy, or ``auto.auto_parallel``.
     """
-    current("epl.set_default_strategy()")
+    require_current("epl.set_default_strategy()")
     Graph.get(may_create=True).set_default_strategy(strategy)
 
 
 def _tell(config: Config) -> None:
-    context = current("epl.init()")
+    context = require_current("epl.init()")
     ignored = {
         "gradient_checkpoint.check_gradients": config.gradient_checkpoint.check_gradients,
         "gradient_checkpoint.end_taskgraph": config.gradient_checkpoint.end_taskgraph != -1,
@@ -103,59 +111,160 @@ def _tell(config: Config) -> None:
             log.warning(f"{name} has no effect")
 
 
-class _Meaning:
-    """The library's meaning of graphs; see ``whale.runtime.run.graph_semantics.Meaning``."""
+class _EplSemantics:
+    """The library's meaning of graphs; see ``whale.runtime.run.graph_semantics.GraphSemantics``."""
 
-    def batches(self, graph: tf.Graph) -> Batches:
-        return Env.get().graph_of(graph).layout.batches
+    def find_batch_readers(self, graph: tf.Graph) -> BatchReaders:
+        return Env.get().find_graph(graph).layout.batches
 
-    def scoped(self, program: Program, graph: tf.Graph) -> Program:
-        mine = Env.get().graph_of(graph)
+    def apply_scopes(self, program: Program, graph: tf.Graph) -> Program:
+        mine = Env.get().find_graph(graph)
         paths = mine.layout.paths
-        after = _after(program, mine.differentiated)
+        after = _find_after_gradients(program, mine.differentiated)
         if "(ranks=" in "".join(paths.values()):
             # A run that has something of some stages only, such as one of initializers, is every rank's.
             marks = {n.scope for n in program.nodes if n.op not in ("VarHandleOp", "Const")}
             if not {f"{PREFIX}{k}" for k in paths} <= {mark.rpartition("/")[2] for mark in marks}:
                 paths = {}
 
-        def path(mark: str, name: str = "") -> str:
+        def make_path(mark: str, name: str = "") -> str:
             if not mark.startswith(PREFIX):
                 return mark
             return "" if name in after else paths.get(int(mark.removeprefix(PREFIX)), "")
 
-        def whole(one: Program, top: bool) -> Program:
+        def apply_to_graph(one: Program, top: bool) -> Program:
             nodes = tuple(
-                n if not n.scope else replace(n, scope=path(n.scope, n.name if top else "")) for n in one.nodes
+                n if not n.scope else replace(n, scope=make_path(n.scope, n.name if top else "")) for n in one.nodes
             )
-            variables = tuple(replace(v, scope=path(v.scope)) for v in one.variables)
-            functions = {name: whole(f, False) for name, f in one.functions.items()}
+            variables = tuple(replace(v, scope=make_path(v.scope)) for v in one.variables)
+            functions = {name: apply_to_graph(f, False) for name, f in one.functions.items()}
             return replace(one, nodes=nodes, variables=variables, functions=functions)
 
-        return whole(program, True)
+        return apply_to_graph(program, True)
 
-    def fetched(self, graph: tf.Graph, fetch: Any) -> Any:
-        mine = Env.get().graph_of(graph)
-        self._files(mine, graph)
-        merge(mine, graph)
+    def find_fetched(self, graph: tf.Graph, fetch: Any) -> Any:
+        mine = Env.get().find_graph(graph)
+        self._divide_files(mine, graph)
+        merge_outputs(mine, graph)
         return mine.merged.get(fetch.name, fetch)
 
-    def _files(self, mine: Graph, graph: tf.Graph) -> None:
+    def _divide_files(self, mine: Graph, graph: tf.Graph) -> None:
         """Divides the files of the graph's datasets, before anything of it runs."""
         io = Env.get().config.io
         readers = mine.layout.batches.readers
         if not io.slicing or mine.sliced or len(readers) < 2:
             return
         mine.sliced = True
-        replica = sum(reader <= current("io.slicing").rank for reader in readers) - 1
-        with growing(graph):
+        replica = sum(reader <= require_current("io.slicing").rank for reader in readers) - 1
+        with unfreeze_graph(graph):
             slice_files(graph, replica, len(readers), io.drop_last_files, io.unbalanced_io_slicing)
 
 
-def _after(program: Program, differentiated: set[str]) -> set[str]:
+def _find_after_gradients(program: Program, differentiated: set[str]) -> set[str]:
     """Returns names of nodes computed from gradients: what clips and applies them belongs to no task graph."""
     found: set[str] = set()
     for node in program.nodes:
         if node.name not in differentiated and any(r.node in found or r.node in differentiated for r in node.inputs):
             found.add(node.name)
     return found
+
+
+def patch_iterators() -> None:
+    """Patches iterators to give an unknown dimension 0 in graphs of the library's scripts, whatever is told of it."""
+    if hasattr(iterator_ops, "_whale_epl"):
+        return
+    iterator_ops._whale_epl = True
+    begin = iterator_ops.Iterator.__init__
+
+    @functools.wraps(begin)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if is_active():
+            self._element_spec = tf.nest.map_structure(_open_shape, self._element_spec)
+            flat = [s.shape for s in tf.nest.flatten(self._element_spec) if isinstance(s, tf.TensorSpec)]
+            if len(flat) == len(self._flat_tensor_shapes):
+                self._flat_tensor_shapes = flat
+
+    iterator_ops.Iterator.__init__ = __init__
+    told = tf.Tensor.set_shape
+
+    @functools.wraps(told)
+    def set_shape(self: Any, shape: Any) -> None:
+        if is_active() and not hasattr(self, "numpy") and self.op.type in _READS:
+            shape = tf.TensorShape(shape)
+            shape = tf.TensorShape([None, *shape[1:]]) if shape.rank else shape
+        told(self, shape)
+
+    tf.Tensor.set_shape = set_shape
+
+
+def _open_shape(spec: Any) -> Any:
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return spec
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype, spec.name)
+
+
+_MAPS = {"FlatMapDataset", "InterleaveDataset", "ParallelInterleaveDataset"} | {
+    f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4)}  # fmt: skip
+
+
+def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, unbalanced: bool) -> int:
+    """Makes every dataset of ``graph`` that reads a list of files read every ``replicas``-th one, from ``replica`` on.
+
+    Args:
+      drop_last: files that cannot be divided evenly are left out.
+      unbalanced: some replicas may have a file more.
+
+    Returns:
+      how many lists were divided.
+
+    Raises:
+      ProgramError: the files cannot be divided evenly, and neither is allowed.
+    """
+    found = [op for op in graph.get_operations() if op.type == "TensorSliceDataset" and _is_naming_files(op)]
+    for op in found:
+        uses = [(use, i) for use in op.outputs[0].consumers() for i, t in enumerate(use.inputs) if t is op.outputs[0]]
+        count = op.inputs[0].shape.as_list()[0]
+        if not unbalanced and (count is None or count % replicas) and not (drop_last and count is not None):
+            raise ProgramError(
+                "files cannot be divided evenly among the replicas",
+                op=op.name,
+                given=f"{'so far unknown' if count is None else count} files, {replicas} replicas",
+                expected="a multiple of the replicas",
+                action="set io.unbalanced_io_slicing, or io.drop_last_files where the files are listed in the script",
+            )
+        kept = {"output_types": [tf.string], "output_shapes": [tf.TensorShape([])]}
+        files: Any = op.outputs[0]
+        if drop_last and count is not None and count % replicas:
+            even = tf.constant(count - count % replicas, tf.int64)
+            files = tf.raw_ops.TakeDataset(input_dataset=files, count=even, **kept)
+        mine = tf.raw_ops.ShardDataset(
+            input_dataset=files,
+            num_shards=tf.constant(replicas, tf.int64),
+            index=tf.constant(replica, tf.int64),
+            **kept,
+        )
+        for use, place in uses:
+            use._update_input(place, mine)
+    return len(found)
+
+
+def _is_naming_files(op: tf.Operation) -> bool:
+    """Tells whether the elements of a TensorSliceDataset are strings that some dataset behind it opens."""
+    if len(op.inputs) != 1 or op.inputs[0].dtype != tf.string or op.inputs[0].shape.rank != 1:
+        return False
+    functions = {f.signature.name: f for f in op.graph.as_graph_def().library.function}
+    pending = [op]
+    while pending:
+        one = pending.pop()
+        if one.type in _MAPS:
+            return _is_opening_files(one.get_attr("f").name, functions)
+        pending += [use for t in one.outputs for use in t.consumers() if use.type.endswith("Dataset")]
+    return False
+
+
+def _is_opening_files(name: str, functions: Mapping[str, Any]) -> bool:
+    """Tells whether a function, or one that it refers to, opens files."""
+    nodes = functions[name].node_def
+    inner = {a.func.name for n in nodes for a in n.attr.values() if a.func.name in functions}
+    return any(n.op in _READ_OPS for n in nodes) or any(_is_opening_files(other, functions) for other in inner)

@@ -11,12 +11,12 @@ from tensorflow.core.framework import attr_value_pb2
 
 from whale.capture.attrs import SCOPE_ATTR
 from whale.errors import PlanError
-from whale.frontends.epl.known import env
+from whale.frontends.epl.known import require_env
 
 PREFIX = "epl_"  # of the mark that operations carry: the task graph's number follows
 
 
-class WrongScope(PlanError, RuntimeError):
+class WrongScopeError(PlanError, RuntimeError):
     """The error of strategies inside each other that mean nothing; scripts for the library expect a RuntimeError."""
 
 
@@ -45,7 +45,7 @@ class Strategy:
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> Strategy:
-        scope = env(f"epl.{self.kind}()").strategy_context.entered(self)
+        scope = require_env(f"epl.{self.kind}()").strategy_context.enter(self)
         scope.__enter__()
         self._entered.append(scope)
         return self
@@ -114,21 +114,21 @@ class StrategyContext:
         return bool(self.state)
 
     @contextmanager
-    def entered(self, strategy: Strategy) -> Iterator[None]:
+    def enter(self, strategy: Strategy) -> Iterator[None]:
         """Opens a new task graph; the default strategy rests until its end."""
-        known = env(f"epl.{strategy.kind}()")
+        known = require_env(f"epl.{strategy.kind}()")
         if known.config.auto.auto_parallel:
-            raise _with_auto(strategy)
+            raise _make_auto_error(strategy)
         open_now = [s for s in self.state if not s.is_default]
         if open_now and (isinstance(open_now[-1], Split) or isinstance(strategy, Replicate)):
-            raise WrongScope(
+            raise WrongScopeError(
                 "a strategy inside another one",
                 given=f"{strategy!r} in {open_now[-1]!r}",
                 expected="strategies beside each other, or a split in a replicate",
                 action="end the outer scope before",
             )
         if any(s is strategy for s in open_now):
-            raise WrongScope(
+            raise WrongScopeError(
                 "a strategy that is entered twice",
                 given=repr(strategy),
                 expected="one scope",
@@ -138,7 +138,7 @@ class StrategyContext:
         before = list(self.state)
         self.state[:] = [*open_now, strategy]
         try:
-            with marked(PREFIX + str(task_graph.index)):
+            with mark_graph(PREFIX + str(task_graph.index)):
                 yield
         finally:
             self.state[:] = before
@@ -149,7 +149,7 @@ class StrategyContext:
         Raises:
           PlanError: no replicate; or task graphs are found by themselves.
         """
-        known = env("epl.set_default_strategy()")
+        known = require_env("epl.set_default_strategy()")
         if not isinstance(strategy, Replicate):
             raise PlanError(
                 "code outside of scopes cannot have this strategy",
@@ -158,14 +158,14 @@ class StrategyContext:
                 action="enter epl.split where the code is that it is for",
             )
         if known.config.auto.auto_parallel:
-            raise _with_auto(strategy)
+            raise _make_auto_error(strategy)
         self.end_default()
         strategy.is_default = True
         self.default_strategy = strategy
         self.state.append(strategy)
         if not tf.executing_eagerly():
             task_graph = known.default_graph.add_task_graph(strategy, None)
-            self._default_scope = marked(PREFIX + str(task_graph.index))
+            self._default_scope = mark_graph(PREFIX + str(task_graph.index))
             self._default_scope.__enter__()
 
     def end_default(self) -> None:
@@ -180,7 +180,7 @@ class StrategyContext:
 
 
 @contextmanager
-def marked(mark: str | None) -> Iterator[None]:
+def mark_graph(mark: str | None) -> Iterator[None]:
     """Marks what is built inside, in the default graph, as of a task graph; None: as of none."""
     graph = tf.compat.v1.get_default_graph()
     value = None if mark is None else attr_value_pb2.AttrValue(s=mark.encode())
@@ -190,7 +190,7 @@ def marked(mark: str | None) -> Iterator[None]:
         yield
 
 
-def _with_auto(strategy: Strategy) -> PlanError:
+def _make_auto_error(strategy: Strategy) -> PlanError:
     return PlanError(
         "task graphs are found by themselves, and the script has one",
         given=f"auto.auto_parallel with {strategy!r}",

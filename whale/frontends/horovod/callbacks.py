@@ -27,23 +27,23 @@ NAMES = (
 @functools.cache
 def callback_classes(keras: str) -> dict[str, Any]:
     """Returns the classes by name, each derived from ``Callback`` of the Keras that the module ``keras`` is."""
-    module = keras_of(keras)
+    module = find_keras(keras)
     base = module.callbacks.Callback
-    schedule = type("LearningRateScheduleCallback", (_Schedule, base), {})
+    schedule = type("LearningRateScheduleCallback", (_ScheduleCallback, base), {})
     return {
-        "BroadcastGlobalVariablesCallback": type("BroadcastGlobalVariablesCallback", (_Broadcast, base), {}),
-        "MetricAverageCallback": type("MetricAverageCallback", (_MetricAverage, base), {}),
+        "BroadcastGlobalVariablesCallback": type("BroadcastGlobalVariablesCallback", (_BroadcastCallback, base), {}),
+        "MetricAverageCallback": type("MetricAverageCallback", (_MetricAverageCallback, base), {}),
         "LearningRateScheduleCallback": schedule,
-        "LearningRateWarmupCallback": type("LearningRateWarmupCallback", (_Warmup, schedule), {}),
+        "LearningRateWarmupCallback": type("LearningRateWarmupCallback", (_WarmupCallback, schedule), {}),
     }
 
 
-def keras_of(name: str) -> Any:
+def find_keras(name: str) -> Any:
     """Returns the module of a name: ``keras``, or the Keras that ``tf.keras`` is."""
     return tf.keras if name == "tensorflow.keras" else importlib.import_module(name)
 
 
-class _Broadcast:
+class _BroadcastCallback:
     """A callback that gives model and optimizer the root's variables after the first batch, when all of them exist."""
 
     model: Any
@@ -72,7 +72,7 @@ class _Broadcast:
         broadcast_variables([v for v in found if id(v) not in self._local], self.root_rank)
 
 
-class _MetricAverage:
+class _MetricAverageCallback:
     """A callback that lets those after it see the ranks' average of each metric at the end of an epoch."""
 
     def __init__(self, device: str = "") -> None:
@@ -96,7 +96,7 @@ class _MetricAverage:
             logs[name] = sum(other[name] for other in said) / len(said)
 
 
-class _Schedule:
+class _ScheduleCallback:
     """A callback that multiplies the first learning rate by a function of the epoch.
 
     Args:
@@ -168,11 +168,11 @@ class _Schedule:
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the learning rate to the logs."""
         if logs is not None:
-            logs["lr"] = _rate(self.model.optimizer)
+            logs["lr"] = _read_rate(self.model.optimizer)
 
     def _adjust(self, epoch: float) -> None:
         optimizer = self.model.optimizer
-        before, after = _rate(optimizer), self.initial_lr * self.multiplier(epoch)
+        before, after = _read_rate(optimizer), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
         momentum = getattr(optimizer, "momentum", None)
         if not self.momentum_correction or momentum is None or not before or before == after:
@@ -190,7 +190,7 @@ class _Schedule:
         optimizer.momentum = self._momentum * after / before
 
 
-class _Warmup(_Schedule):
+class _WarmupCallback(_ScheduleCallback):
     """A callback that grows the learning rate from ``initial_lr / size`` to ``initial_lr``, evenly over some epochs.
 
     Args:
@@ -219,11 +219,11 @@ class _Warmup(_Schedule):
         """Adds the learning rate to the logs, and announces the end of the warmup."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == (self.end_epoch or 0) - 1 and rank() == 0:
-            rate = _rate(self.model.optimizer)
+            rate = _read_rate(self.model.optimizer)
             sys.stdout.write(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.\n")
 
 
-def _rate(optimizer: Any) -> float:
+def _read_rate(optimizer: Any) -> float:
     rate = optimizer.learning_rate
     if callable(rate) and not hasattr(rate, "assign"):
         raise ProgramError(

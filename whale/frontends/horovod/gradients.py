@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.horovod.ranks import all_ranks_only, own
-from whale.frontends.horovod.reductions import Average, Compression, ReduceOp, Sum, divided, reduction
+from whale.frontends.horovod.ranks import refuse_other_set, require_own_run
+from whale.frontends.horovod.reductions import Average, Compression, ReduceOp, Sum, divide_by_size, find_reduction
 from whale.frontends.horovod.sums import grouped_allreduce, reduce_in_buckets
 
 
@@ -22,7 +22,8 @@ class Averaging:
     Attributes:
       predivide: with ``Average``, the part of the division that comes before the sum.
       groups: variables whose gradients travel together, or the number of such groups; None: by bytes.
-      local: ``_id`` of variables whose gradients stay a rank's own; divided by the number of ranks if ``scale_local``.
+      local: ``_id`` of variables whose gradients stay a rank's own; divide_by_size by the number of ranks if
+        ``scale_local``.
     """
 
     name: str
@@ -40,10 +41,10 @@ class Averaging:
             tf.convert_to_tensor(g) if self.sparse_as_dense and isinstance(g, tf.IndexedSlices) else g
             for g in gradients
         ]
-        together = [None if variable_id(v) in self.local else g for g, v in zip(found, variables)]
+        together = [None if find_variable_id(v) in self.local else g for g, v in zip(found, variables)]
         reduced = self._reduce(together, variables)
         return [
-            self._own(gradient) if variable_id(variable) in self.local else result
+            self._decompress_own(gradient) if find_variable_id(variable) in self.local else result
             for gradient, variable, result in zip(found, variables, reduced)
         ]
 
@@ -52,7 +53,7 @@ class Averaging:
         if not self.groups:
             return reduce_in_buckets(gradients, self.op, self.compression, before, after, self.name)
         results = list(gradients)
-        for number, positions in enumerate(self._groups(gradients, variables)):
+        for number, positions in enumerate(self._group_gradients(gradients, variables)):
             sent = grouped_allreduce(
                 [gradients[p] for p in positions], op=self.op, compression=self.compression,
                 prescale_factor=before, postscale_factor=after, name=f"{self.name}.{number}",
@@ -61,7 +62,7 @@ class Averaging:
                 results[position] = value
         return results
 
-    def _groups(self, gradients: list[Any], variables: Sequence[Any]) -> list[list[int]]:
+    def _group_gradients(self, gradients: list[Any], variables: Sequence[Any]) -> list[list[int]]:
         there = [p for p, gradient in enumerate(gradients) if gradient is not None]
         if isinstance(self.groups, int):
             each, more = divmod(len(there), self.groups)
@@ -69,21 +70,21 @@ class Averaging:
             for number in range(self.groups):
                 ends.append(ends[-1] + each + (number < more))
             return [there[a:b] for a, b in itertools.pairwise(ends) if b > a]
-        position_of = {variable_id(variables[p]): p for p in there}
-        named = [[position_of.pop(variable_id(v), None) for v in group] for group in self.groups]
+        position_of = {find_variable_id(variables[p]): p for p in there}
+        named = [[position_of.pop(find_variable_id(v), None) for v in group] for group in self.groups]
         kept = [[p for p in group if p is not None] for group in named]
         return [group for group in kept if group] + [[p] for p in position_of.values()]
 
-    def _own(self, gradient: Any) -> Any:
-        size = own("hvd.size()")[0].size
+    def _decompress_own(self, gradient: Any) -> Any:
+        size = require_own_run("hvd.size()")[0].size
         if gradient is None or not self.scale_local:
             return gradient
         if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(divided(gradient.values, size), gradient.indices, gradient.dense_shape)
-        return divided(gradient, size)
+            return tf.IndexedSlices(divide_by_size(gradient.values, size), gradient.indices, gradient.dense_shape)
+        return divide_by_size(gradient, size)
 
 
-def averaging(
+def make_averaging(
     name: str,
     op: ReduceOp | None,
     compression: Any,
@@ -99,8 +100,8 @@ def averaging(
     Raises:
       ProgramError: they contradict each other, or cannot be had.
     """
-    all_ranks_only(process_set, name)
-    found = reduction(op, None, (Average, Sum))
+    refuse_other_set(process_set, name)
+    found = find_reduction(op, None, (Average, Sum))
     groups = num_groups if groups is None else groups
     if gradient_predivide_factor != 1.0 and found is not Average:
         raise ProgramError(
@@ -121,7 +122,7 @@ def averaging(
     )
 
 
-def variable_id(variable: Any) -> int:
+def find_variable_id(variable: Any) -> int:
     """Returns a number that identifies a variable; a Keras variable has that of the TensorFlow variable it holds."""
     held = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
     return id(variable if callable(held) else held)
@@ -154,7 +155,7 @@ def DistributedGradientTape(
     Raises:
       ProgramError: arguments that contradict each other or cannot be had.
     """
-    average = averaging(
+    average = make_averaging(
         "DistributedGradientTape", op, compression, sparse_as_dense, gradient_predivide_factor, groups, num_groups,
         process_set, scale_local_gradients,
     )  # fmt: skip
@@ -167,7 +168,7 @@ def DistributedGradientTape(
         return tf.nest.pack_sequence_as(found, reduced)
 
     def register_local_source(self: Any, source: Any) -> None:
-        average.local.add(variable_id(source))
+        average.local.add(find_variable_id(source))
 
     cls = type(base.__name__, (base,), {"gradient": gradient, "register_local_source": register_local_source})
     tape: Any = object.__new__(cls)
@@ -215,9 +216,9 @@ class Accumulation:
             count = self._count.assign_add(1)
         due = tf.equal(tf.math.floormod(count, self.passes), 0)
 
-        def now() -> Any:
+        def apply_now() -> Any:
             factor = self.passes if self.mean else 1
-            values = [None if s is None else divided(s.read_value(), factor) for s in self._sums or ()]
+            values = [None if s is None else divide_by_size(s.read_value(), factor) for s in self._sums or ()]
             done = update(values)
             after = [done] if isinstance(done, tf.Operation | tf.Tensor) else []
             with tf.control_dependencies([v for v in values if v is not None] + after):
@@ -226,7 +227,7 @@ class Accumulation:
                 return tf.constant(True)
 
         with tf.control_dependencies(added):
-            return tf.cond(due, now, lambda: tf.constant(False))
+            return tf.cond(due, apply_now, lambda: tf.constant(False))
 
     def _make(self, gradients: list[Any]) -> None:
         if self._sums is not None:

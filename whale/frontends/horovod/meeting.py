@@ -12,20 +12,20 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.horovod.ranks import all_ranks_only, own
+from whale.frontends.horovod.ranks import refuse_other_set, require_own_run
 from whale.runtime.run.context import Context
 from whale.runtime.variables.deferred import capturing
 
 
-def context_of(what: str, process_set: Any) -> Context:
+def require_context(what: str, process_set: Any) -> Context:
     """Returns the run, for an exchange that ``what`` names.
 
     Raises:
       ClusterError: before ``hvd.init``.
       ProgramError: among some of the ranks, or inside a step of ``wh.function``.
     """
-    all_ranks_only(process_set, what)
-    context = own(what)[0]
+    refuse_other_set(process_set, what)
+    context = require_own_run(what)[0]
     if capturing.get():
         raise ProgramError(
             "a step of wh.function is one program of all ranks, which exchanges by itself",
@@ -37,7 +37,7 @@ def context_of(what: str, process_set: Any) -> Context:
     return context
 
 
-def key_of(context: Context, kind: str, name: str | None) -> str:
+def make_key(context: Context, kind: str, name: str | None) -> str:
     """Returns the key under which the ranks meet: equal on all of them where their scripts do the same."""
     programs = context.own_programs
     assert programs is not None
@@ -47,10 +47,10 @@ def key_of(context: Context, kind: str, name: str | None) -> str:
     graph = tf.compat.v1.get_default_graph()
     # Numbers at the end of a graph's name count what this process has built; other ranks may have built more.
     function = re.sub(r"[\d_]+$", "", str(getattr(graph, "name", "")))
-    return f"hvd/{function}/{graph.unique_name(f'Whale_{kind}_{_legal(name)}')}"
+    return f"hvd/{function}/{graph.unique_name(f'Whale_{kind}_{_clean_name(name)}')}"
 
 
-def _legal(name: str | None) -> str:
+def _clean_name(name: str | None) -> str:
     return re.sub(r"[^A-Za-z0-9_.\-/]", "_", name or "tensor")
 
 

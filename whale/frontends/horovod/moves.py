@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.horovod.meeting import check_root, context_of, key_of
-from whale.frontends.horovod.reductions import divided
+from whale.frontends.horovod.meeting import check_root, make_key, require_context
+from whale.frontends.horovod.reductions import divide_by_size
 from whale.runtime.ranks import tensors
 from whale.runtime.run.context import Context
 
@@ -20,7 +20,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     Raises:
       ProgramError: a tensor without dimensions.
     """
-    context = context_of("hvd.allgather()", process_set)
+    context = require_context("hvd.allgather()", process_set)
     value = tf.convert_to_tensor(tensor)
     if value.shape.rank == 0:
         raise ProgramError(
@@ -33,12 +33,12 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     @tf.custom_gradient
     def differentiable(part: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            rows = tensors.all_gather(context, tf.shape(part)[:1], key_of(context, "allgather", f"{name or ''}.rows"))
-            mean = _average(context, upstream, f"{name or 'allgather'}.gradient")
+            rows = tensors.all_gather(context, tf.shape(part)[:1], make_key(context, "allgather", f"{name or ''}.rows"))
+            mean = _average_sum(context, upstream, f"{name or 'allgather'}.gradient")
             start = tf.reduce_sum(rows[: context.rank])
             return mean[start : start + rows[context.rank]]
 
-        return tensors.all_gather(context, part, key_of(context, "allgather", name)), gradient
+        return tensors.all_gather(context, part, make_key(context, "allgather", name)), gradient
 
     return differentiable(value)
 
@@ -55,16 +55,16 @@ def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> Any:
     """Returns the root's tensor on every rank; the others' say its type, and its shape where that is known."""
-    context = context_of("hvd.broadcast()", process_set)
+    context = require_context("hvd.broadcast()", process_set)
     check_root(context, root_rank)
 
     @tf.custom_gradient
     def differentiable(part: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            mean = _average(context, upstream, f"{name or 'broadcast'}.gradient")
+            mean = _average_sum(context, upstream, f"{name or 'broadcast'}.gradient")
             return mean if context.rank == root_rank else tf.zeros_like(mean)
 
-        (sent,) = tensors.broadcast(context, [part], root_rank, key_of(context, "broadcast", name))
+        (sent,) = tensors.broadcast(context, [part], root_rank, make_key(context, "broadcast", name))
         return sent, gradient
 
     return differentiable(tf.convert_to_tensor(tensor))
@@ -72,7 +72,7 @@ def broadcast(
 
 def broadcast_group(variables: Sequence[Any], root_rank: int, name: str | None = None) -> list[Any]:
     """Returns the root's values of variables, in the variables' order, sent in as many messages as there are types."""
-    context = context_of("hvd.broadcast_variables()", None)
+    context = require_context("hvd.broadcast_variables()", None)
     check_root(context, root_rank)
     found: dict[int, Any] = {}
     by_dtype: dict[Any, list[int]] = {}
@@ -80,7 +80,7 @@ def broadcast_group(variables: Sequence[Any], root_rank: int, name: str | None =
     for position, value in enumerate(values):
         by_dtype.setdefault(value.dtype, []).append(position)
     for dtype, positions in by_dtype.items():
-        key = key_of(context, "broadcast", f"{name or 'variables'}.{dtype.name}")
+        key = make_key(context, "broadcast", f"{name or 'variables'}.{dtype.name}")
         found.update(zip(positions, tensors.broadcast(context, [values[p] for p in positions], root_rank, key)))
     return [found[position] for position in range(len(values))]
 
@@ -100,7 +100,7 @@ def alltoall(
     Returns:
       The rows that came; with ``splits`` also how many came from each rank.
     """
-    context = context_of("hvd.alltoall()", process_set)
+    context = require_context("hvd.alltoall()", process_set)
     value = tf.convert_to_tensor(tensor)
     if splits is None:
         if value.shape.rank and value.shape[0] is not None and value.shape[0] % context.size:
@@ -111,17 +111,17 @@ def alltoall(
                 action="pass splits, one number for each rank",
             )
         rows = tf.shape(value)[0] // context.size
-        return _dealt(context, value, tf.fill([context.size], rows), name)[0]
-    return _dealt(context, value, tf.cast(tf.convert_to_tensor(splits), tf.int32), name)
+        return _exchange_parts(context, value, tf.fill([context.size], rows), name)[0]
+    return _exchange_parts(context, value, tf.cast(tf.convert_to_tensor(splits), tf.int32), name)
 
 
-def _dealt(context: Context, value: Any, splits: Any, name: str | None) -> tuple[Any, Any]:
+def _exchange_parts(context: Context, value: Any, splits: Any, name: str | None) -> tuple[Any, Any]:
     """Exchanges parts of different sizes, padded to the largest."""
-    came = tensors.all_to_all(context, splits, key_of(context, "alltoall", f"{name or ''}.splits"))
+    came = tensors.all_to_all(context, splits, make_key(context, "alltoall", f"{name or ''}.splits"))
 
-    def dealt(rows: Any, sent: Any, received: Any, named: str) -> Any:
+    def exchange_rows(rows: Any, sent: Any, received: Any, named: str) -> Any:
         most = tensors.all_reduce(
-            context, [tf.reduce_max(sent)], key_of(context, "allreduce", f"{named}.most"), "max"
+            context, [tf.reduce_max(sent)], make_key(context, "allreduce", f"{named}.most"), "max"
         )[0]  # fmt: skip
         ragged = tf.RaggedTensor.from_row_lengths(rows, sent)
         shape = tf.concat([[context.size, most], tf.shape(rows)[1:]], axis=0)
@@ -129,20 +129,20 @@ def _dealt(context: Context, value: Any, splits: Any, name: str | None) -> tuple
         room = most - tf.shape(padded)[1]
         widths = tf.concat([[[0, 0], [0, room]], tf.zeros([tf.rank(rows) - 1, 2], tf.int32)], axis=0)
         moved = tensors.all_to_all(
-            context, tf.reshape(tf.pad(padded, widths), shape), key_of(context, "alltoall", named)
+            context, tf.reshape(tf.pad(padded, widths), shape), make_key(context, "alltoall", named)
         )
         return tf.boolean_mask(moved, tf.sequence_mask(received, most))
 
     @tf.custom_gradient
     def differentiable(rows: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            return dealt(upstream, came, splits, f"{name or 'alltoall'}.gradient")
+            return exchange_rows(upstream, came, splits, f"{name or 'alltoall'}.gradient")
 
-        return dealt(rows, splits, came, name or "alltoall"), gradient
+        return exchange_rows(rows, splits, came, name or "alltoall"), gradient
 
     return differentiable(value), came
 
 
-def _average(context: Context, tensor: Any, name: str) -> Any:
-    (summed,) = tensors.all_reduce(context, [tensor], key_of(context, "allreduce", name))
-    return divided(summed, context.size)
+def _average_sum(context: Context, tensor: Any, name: str) -> Any:
+    (summed,) = tensors.all_reduce(context, [tensor], make_key(context, "allreduce", name))
+    return divide_by_size(summed, context.size)

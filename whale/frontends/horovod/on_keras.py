@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from whale.frontends.horovod import moves, sums
-from whale.frontends.horovod.callbacks import keras_of
+from whale.frontends.horovod.callbacks import find_keras
 from whale.frontends.horovod.optimizers import DistributedOptimizer as _Distributed
 from whale.frontends.horovod.optimizers import make_distributed
 from whale.frontends.horovod.reductions import Average, Compression, ReduceOp
@@ -51,32 +51,32 @@ def allreduce(
         value, average, compression=compression, op=op, prescale_factor=prescale_factor,
         postscale_factor=postscale_factor, name=name,
     )  # fmt: skip
-    return _value(found)
+    return _to_numpy(found)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Returns the ranks' values concatenated along dimension 0, as a NumPy value."""
-    return _value(moves.allgather(value, name))
+    return _to_numpy(moves.allgather(value, name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Returns the root's value, as a NumPy value."""
-    return _value(moves.broadcast(value, root_rank, name))
+    return _to_numpy(moves.broadcast(value, root_rank, name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
     """Returns this rank's rows of the average of the ranks' values, as a NumPy value."""
-    return _value(sums.reducescatter(value, name=name, op=op))
+    return _to_numpy(sums.reducescatter(value, name=name, op=op))
 
 
 def load_model_with(keras: str, filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: Any) -> Any:
     """Loads a saved model, whose optimizer averages gradients and has the state that it was saved with."""
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
-    model = keras_of(keras).models.load_model(filepath, custom_objects=objects or None)
+    model = find_keras(keras).models.load_model(filepath, custom_objects=objects or None)
     if getattr(model, "optimizer", None) is not None:
         make_distributed(model.optimizer, compression)
     return model
 
 
-def _value(tensor: Any) -> Any:
+def _to_numpy(tensor: Any) -> Any:
     return tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.horovod.gradients import Accumulation, Averaging, averaging, variable_id
+from whale.frontends.horovod.gradients import Accumulation, Averaging, find_variable_id, make_averaging
 from whale.frontends.horovod.reductions import Average, Compression, ReduceOp
 
 _MARK = "_whale_averaging"
@@ -53,7 +53,7 @@ def DistributedOptimizer(
       ProgramError: arguments that contradict each other or cannot be had, or an optimizer that is distributed already.
     """
     label = name or f"Distributed{type(optimizer).__name__}"
-    average = averaging(
+    average = make_averaging(
         label, op, compression, sparse_as_dense, gradient_predivide_factor, groups, num_groups, process_set,
         scale_local_gradients,
     )  # fmt: skip
@@ -81,13 +81,15 @@ def DistributedOptimizer(
             )
         return _GraphOptimizer(optimizer, average, use_locking)
     passes = Accumulation(backward_passes_per_step, average_aggregated_gradients)
-    return _class_of(type(optimizer), average, passes).from_config(optimizer.get_config())
+    return _make_class(type(optimizer), average, passes).from_config(optimizer.get_config())
 
 
 def make_distributed(optimizer: Any, compression: Any = Compression.none) -> None:
     """Makes a Keras optimizer, which may have a state already, average gradients from now on."""
-    average = averaging(f"Distributed{type(optimizer).__name__}", None, compression, False, 1.0, None, 0, None, True)
-    optimizer.__class__ = _class_of(type(optimizer), average, Accumulation(1, False))
+    average = make_averaging(
+        f"Distributed{type(optimizer).__name__}", None, compression, False, 1.0, None, 0, None, True
+    )
+    optimizer.__class__ = _make_class(type(optimizer), average, Accumulation(1, False))
 
 
 class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
@@ -100,7 +102,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
     def register_local_var(self, variable: Any) -> None:
         """Leaves this variable's gradient the rank's own."""
-        getattr(self, _MARK).local.add(variable_id(variable))
+        getattr(self, _MARK).local.add(find_variable_id(variable))
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Returns the averages of all ranks' gradients, with their variables."""
@@ -125,7 +127,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return self._optimizer.variables(*args, **kwargs)
 
 
-def _class_of(base: Any, average: Averaging, passes: Accumulation) -> Any:
+def _make_class(base: Any, average: Averaging, passes: Accumulation) -> Any:
     """Returns a subclass of a Keras optimizer's class, with its name, that averages gradients before applying them."""
 
     def update(self: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[[list[Any]], Any]) -> Any:
@@ -136,10 +138,10 @@ def _class_of(base: Any, average: Averaging, passes: Accumulation) -> Any:
             with tf.init_scope():
                 self.build(list(variables))
 
-        def together(values: list[Any]) -> None:
+        def average_together(values: list[Any]) -> None:
             apply(average(values, variables))
 
-        passes(gradients, together)
+        passes(gradients, average_together)
         return self.iterations
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:  # Keras 3
@@ -150,13 +152,13 @@ def _class_of(base: Any, average: Averaging, passes: Accumulation) -> Any:
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
 
-        def with_variables(found: list[Any]) -> Any:
+        def apply_with_variables(found: list[Any]) -> Any:
             return base.apply_gradients(self, list(zip(found, variables)), *args, **kwargs)
 
-        return update(self, [gradient for gradient, _ in pairs], variables, with_variables)
+        return update(self, [gradient for gradient, _ in pairs], variables, apply_with_variables)
 
     def register_local_var(self: Any, variable: Any) -> None:
-        average.local.add(variable_id(variable))
+        average.local.add(find_variable_id(variable))
 
     names: dict[str, Any] = {"apply": apply} if hasattr(base, "apply") else {"apply_gradients": apply_gradients}
     names |= {_MARK: average, "register_local_var": register_local_var}

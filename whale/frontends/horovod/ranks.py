@@ -8,7 +8,7 @@ from whale.config import Config
 from whale.errors import ClusterError, ProgramError
 from whale.log import log
 from whale.runtime.run import start
-from whale.runtime.run.context import Context, OwnPrograms, running
+from whale.runtime.run.context import Context, OwnPrograms, find_running
 
 
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
@@ -26,10 +26,10 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     if comm is not None or process_sets:
         given = f"comm={comm!r}" if comm is not None else f"process_sets={process_sets!r}"
         _refuse("hvd.init() connects all ranks", given, "hvd.init()", "start a run with only these ranks")
-    context = running()
+    context = find_running()
     if context is None:
         start.init_own_programs(config)
-        began, programs = own("hvd.init()")
+        began, programs = require_own_run("hvd.init()")
         began.before_shutdown.append(lambda: _say_if_nothing_was_exchanged(began, programs))
     elif context.own_programs is None:
         raise ClusterError(
@@ -56,17 +56,17 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Tells whether ``init`` was called, and ``shutdown`` not."""
-    context = running()
+    context = find_running()
     return context is not None and context.own_programs is not None
 
 
-def own(what: str) -> tuple[Context, OwnPrograms]:
+def require_own_run(what: str) -> tuple[Context, OwnPrograms]:
     """Returns the run that ``init`` began.
 
     Raises:
       ClusterError: there is none; names ``what`` asked for it.
     """
-    context = running()
+    context = find_running()
     if context is None or context.own_programs is None:
         raise ClusterError(
             f"{what} needs hvd.init()",
@@ -79,39 +79,39 @@ def own(what: str) -> tuple[Context, OwnPrograms]:
 
 def rank() -> int:
     """Returns the number of this process's rank."""
-    return own("hvd.rank()")[0].rank
+    return require_own_run("hvd.rank()")[0].rank
 
 
 def size() -> int:
     """Returns the number of ranks."""
-    return own("hvd.size()")[0].size
+    return require_own_run("hvd.size()")[0].size
 
 
 def local_rank() -> int:
     """Returns the number of this rank among those on its host."""
-    return own("hvd.local_rank()")[0].place.local_rank
+    return require_own_run("hvd.local_rank()")[0].place.local_rank
 
 
 def local_size() -> int:
     """Returns the number of ranks on this host."""
-    return own("hvd.local_size()")[0].place.local_size
+    return require_own_run("hvd.local_size()")[0].place.local_size
 
 
 def cross_rank() -> int:
     """Returns the number of this host among those that have a rank of this local rank."""
-    context, programs = own("hvd.cross_rank()")
+    context, programs = require_own_run("hvd.cross_rank()")
     return programs.local_ranks[: context.rank].count(context.place.local_rank)
 
 
 def cross_size() -> int:
     """Returns the number of hosts that have a rank of this local rank."""
-    context, programs = own("hvd.cross_size()")
+    context, programs = require_own_run("hvd.cross_size()")
     return programs.local_ranks.count(context.place.local_rank)
 
 
 def is_homogeneous() -> bool:
     """Tells whether all hosts have as many ranks."""
-    ranks = own("hvd.is_homogeneous()")[1].local_ranks
+    ranks = require_own_run("hvd.is_homogeneous()")[1].local_ranks
     return len({ranks.count(number) for number in set(ranks)}) == 1
 
 
@@ -141,7 +141,7 @@ class ProcessSet:
 global_process_set = ProcessSet()
 
 
-def all_ranks_only(process_set: Any, what: str) -> None:
+def refuse_other_set(process_set: Any, what: str) -> None:
     """Refuses another set of ranks than all of them."""
     if process_set is not None and not isinstance(process_set, ProcessSet):
         _refuse(f"{what} is among all ranks", f"process_set={process_set!r}", "hvd.global_process_set", "leave it out")
@@ -179,7 +179,7 @@ def stop_timeline() -> NoReturn:
             "start the script with `whale run --trace FILE`")  # fmt: skip
 
 
-class Refused:
+class RefusedModule:
     """A stand-in for a module of Horovod that Whale does not have: every name of it is refused, with the reason."""
 
     def __init__(self, name: str, message: str, expected: str, action: str) -> None:
@@ -192,7 +192,7 @@ class Refused:
         _refuse(message, f"{module}.{name}", expected, action)
 
 
-elastic = Refused(
+elastic = RefusedModule(
     "hvd.elastic",
     "the number of ranks of a run does not change",
     "checkpoints, and a run that is started again from them",
@@ -215,12 +215,12 @@ def mpi_built() -> bool:
     return True
 
 
-def _not_built() -> bool:
+def _is_not_built() -> bool:
     """Returns False: these exchanges do not go through it."""
     return False
 
 
-gloo_enabled = gloo_built = ddl_built = ccl_built = cuda_built = rocm_built = _not_built
+gloo_enabled = gloo_built = ddl_built = ccl_built = cuda_built = rocm_built = _is_not_built
 
 
 def nccl_built() -> int:

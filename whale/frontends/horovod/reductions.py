@@ -25,7 +25,7 @@ Average, Sum, Min, Max = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.
 Product, Adasum = ReduceOp.PRODUCT, ReduceOp.ADASUM
 
 
-def reduction(op: ReduceOp | None, average: bool | None = None, allowed: tuple[ReduceOp, ...] = ()) -> ReduceOp:
+def find_reduction(op: ReduceOp | None, average: bool | None = None, allowed: tuple[ReduceOp, ...] = ()) -> ReduceOp:
     """Returns the reduction that ``op`` and the older ``average`` ask for; ``Average`` where neither says otherwise.
 
     Raises:
@@ -62,7 +62,7 @@ def reduction(op: ReduceOp | None, average: bool | None = None, allowed: tuple[R
     return found
 
 
-def scaled(tensor: Any, factor: float) -> Any:
+def multiply(tensor: Any, factor: float) -> Any:
     """Multiplies ``tensor`` by a number, in the tensor's type; whole numbers are cut off towards 0."""
     if factor == 1.0:
         return tensor
@@ -71,7 +71,7 @@ def scaled(tensor: Any, factor: float) -> Any:
     return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
 
 
-def divided(tensor: Any, size: int) -> Any:
+def divide_by_size(tensor: Any, size: int) -> Any:
     """Divides ``tensor`` by the number of ranks, in the tensor's type; whole numbers are cut off towards 0."""
     if size == 1:
         return tensor
@@ -86,15 +86,15 @@ class Compressor:
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Returns (what travels, what ``decompress`` needs to know)."""
-        raise _without("compress")
+        raise _make_missing_error("compress")
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Returns what has travelled, in the form that it had before."""
-        raise _without("decompress")
+        raise _make_missing_error("decompress")
 
 
-def _without(method: str) -> ProgramError:
+def _make_missing_error(method: str) -> ProgramError:
     return ProgramError(
         "a compressor does not say how tensors travel",
         given=f"a class derived from Compressor without {method}",

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.horovod.meeting import check_root, context_of
+from whale.frontends.horovod.meeting import check_root, require_context
 from whale.frontends.horovod.moves import broadcast_group
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
@@ -23,12 +23,12 @@ def broadcast_object(
       ProgramError: it holds more than numbers, text, containers and NumPy's arrays: nothing from another rank is
         unpickled.
     """
-    context = context_of("hvd.broadcast_object()", process_set)
+    context = require_context("hvd.broadcast_object()", process_set)
     check_root(context, root_rank)
-    _count(context)
+    _count_exchange(context)
     if context.size == 1:
         return obj
-    mine = _packed(obj) if context.rank == root_rank else None
+    mine = _pack(obj) if context.rank == root_rank else None
     key = f"hvd/object/{name or ''}"
     return unpack(context.comms[0].broadcast_bytes(key, mine, root_rank, TURN_TIMEOUT_S))
 
@@ -46,15 +46,15 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None, pro
     Raises:
       ProgramError: as ``broadcast_object``.
     """
-    context = context_of("hvd.allgather_object()", process_set)
-    _count(context)
+    context = require_context("hvd.allgather_object()", process_set)
+    _count_exchange(context)
     if context.size == 1:
         return [obj]
-    said = context.comms[0].allgather_bytes(f"hvd/objects/{name or ''}", _packed(obj), TURN_TIMEOUT_S)
+    said = context.comms[0].allgather_bytes(f"hvd/objects/{name or ''}", _pack(obj), TURN_TIMEOUT_S)
     return [unpack(data) for data in said]
 
 
-def _packed(obj: Any) -> bytes:
+def _pack(obj: Any) -> bytes:
     try:
         return pack(obj)
     except (TypeError, ValueError) as error:
@@ -78,11 +78,11 @@ def broadcast_variables(
     Returns:
       In a graph of TensorFlow 1 the operation that does it; else None.
     """
-    context_of("hvd.broadcast_variables()", process_set)
+    require_context("hvd.broadcast_variables()", process_set)
     own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
     own = [v for v in own if hasattr(v, "assign")]
     if not own:
-        return None if _runs_at_once() else tf.group()
+        return None if _is_run_at_once() else tf.group()
     text = next((v for v in own if v.dtype.base_dtype == tf.string), None)
     if text is not None:
         raise ProgramError(
@@ -92,7 +92,7 @@ def broadcast_variables(
             action="use hvd.broadcast_object for its value",
         )
     assigned = [v.assign(value) for v, value in zip(own, broadcast_group(own, root_rank))]
-    return None if _runs_at_once() else tf.group(*assigned)
+    return None if _is_run_at_once() else tf.group(*assigned)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -129,10 +129,10 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         session.run(self.bcast_op)
 
 
-def _runs_at_once() -> bool:
+def _is_run_at_once() -> bool:
     """Tells whether exchanges run by themselves (eagerly, or in a tf.function), so that no operation is to be run."""
     return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
-def _count(context: Any) -> None:
+def _count_exchange(context: Any) -> None:
     context.own_programs.exchanges += 1

@@ -8,15 +8,15 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.horovod.meeting import context_of, key_of
+from whale.frontends.horovod.meeting import make_key, require_context
 from whale.frontends.horovod.reductions import (
     Average,
     Compression,
     ReduceOp,
     Sum,
-    divided,
-    reduction,
-    scaled,
+    divide_by_size,
+    find_reduction,
+    multiply,
 )
 from whale.runtime.ranks import tensors
 from whale.runtime.run.context import Context
@@ -68,21 +68,21 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """Reduces several tensors as ``allreduce`` does each; those of one type travel as one message."""
-    context = context_of("hvd.allreduce()", process_set)
-    found = reduction(op, average)
+    context = require_context("hvd.allreduce()", process_set)
+    found = find_reduction(op, average)
     values = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors_]
     whole = [i for i, value in enumerate(values) if not isinstance(value, tf.IndexedSlices)]
     if len(whole) < len(values):
         _check_slices(found, prescale_factor, postscale_factor)
     results: list[Any] = [
-        value if i in whole else _all_slices(context, value, found, name) for i, value in enumerate(values)
+        value if i in whole else _gather_slices(context, value, found, name) for i, value in enumerate(values)
     ]
     packed = [compression.compress(values[i]) for i in whole]
     by_dtype: dict[Any, list[int]] = {}
     for position, (value, _) in enumerate(packed):
         by_dtype.setdefault(value.dtype, []).append(position)
     for positions in by_dtype.values():
-        moved = _reduced(
+        moved = _reduce_message(
             context, [packed[p][0] for p in positions], found, prescale_factor, postscale_factor, name,
             [(compression, packed[p][1]) for p in positions],
         )  # fmt: skip
@@ -91,7 +91,7 @@ def grouped_allreduce(
     return results
 
 
-def _reduced(
+def _reduce_message(
     context: Context,
     values: list[Any],
     op: ReduceOp,
@@ -102,14 +102,14 @@ def _reduced(
 ) -> list[Any]:
     """Reduces tensors of one type in one message and unpacks them; their gradients are reduced in the same way."""
 
-    def exchanged(parts: Sequence[Any]) -> list[Any]:
+    def exchange_parts(parts: Sequence[Any]) -> list[Any]:
         summed = tensors.all_reduce(
             context,
-            [scaled(part, before) for part in parts],
-            key_of(context, "allreduce", name),
+            [multiply(part, before) for part in parts],
+            make_key(context, "allreduce", name),
             "sum" if op is Average else op.value,
         )
-        return [scaled(divided(part, context.size) if op is Average else part, after) for part in summed]
+        return [multiply(divide_by_size(part, context.size) if op is Average else part, after) for part in summed]
 
     @tf.custom_gradient
     def differentiable(*parts: Any) -> Any:
@@ -121,9 +121,9 @@ def _reduced(
                     expected="hvd.Average or hvd.Sum",
                     action="use one of these, or tf.stop_gradient around it",
                 )
-            return exchanged(upstream)
+            return exchange_parts(upstream)
 
-        return exchanged(parts), gradient
+        return exchange_parts(parts), gradient
 
     return [unpack.decompress(part, ctx) for (unpack, ctx), part in zip(packing, differentiable(*values))]
 
@@ -138,12 +138,13 @@ def _check_slices(op: ReduceOp, before: float, after: float) -> None:
         )
 
 
-def _all_slices(context: Context, slices: tf.IndexedSlices, op: ReduceOp, name: str | None) -> tf.IndexedSlices:
+def _gather_slices(context: Context, slices: tf.IndexedSlices, op: ReduceOp, name: str | None) -> tf.IndexedSlices:
     """Concatenates the ranks' slices, which is their sum; divided by the number of ranks it is their average."""
     name = name or "slices"
-    values = tensors.all_gather(context, slices.values, key_of(context, "allgather", f"{name}.values"))
-    indices = tensors.all_gather(context, slices.indices, key_of(context, "allgather", f"{name}.indices"))
-    return tf.IndexedSlices(divided(values, context.size) if op is Average else values, indices, slices.dense_shape)
+    values = tensors.all_gather(context, slices.values, make_key(context, "allgather", f"{name}.values"))
+    indices = tensors.all_gather(context, slices.indices, make_key(context, "allgather", f"{name}.indices"))
+    values = divide_by_size(values, context.size) if op is Average else values
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def reducescatter(
@@ -162,8 +163,8 @@ def reducescatter(
     Raises:
       ProgramError: a tensor whose number of rows is not known, or another reduction.
     """
-    context = context_of("hvd.reducescatter()", process_set)
-    found = reduction(op, None, (Average, Sum))
+    context = require_context("hvd.reducescatter()", process_set)
+    found = find_reduction(op, None, (Average, Sum))
     value, ctx = compression.compress(tf.convert_to_tensor(tensor))
     if not value.shape.rank or value.shape[0] is None:
         raise ProgramError(
@@ -179,12 +180,12 @@ def reducescatter(
     def differentiable(part: Any) -> Any:
         def gradient(upstream: Any) -> Any:
             factor = prescale_factor * postscale_factor * (context.size if found is Sum else 1)
-            key = key_of(context, "allgather", f"{name or 'reducescatter'}.gradient")
-            return tensors.all_gather(context, scaled(upstream, factor), key)
+            key = make_key(context, "allgather", f"{name or 'reducescatter'}.gradient")
+            return tensors.all_gather(context, multiply(upstream, factor), key)
 
-        key = key_of(context, "reducescatter", name)
-        kept = tensors.reduce_scatter(context, scaled(part, prescale_factor), sizes, key)
-        return scaled(divided(kept, context.size) if found is Average else kept, postscale_factor), gradient
+        key = make_key(context, "reducescatter", name)
+        kept = tensors.reduce_scatter(context, multiply(part, prescale_factor), sizes, key)
+        return multiply(divide_by_size(kept, context.size) if found is Average else kept, postscale_factor), gradient
 
     return compression.decompress(differentiable(value), ctx)
 
@@ -222,7 +223,7 @@ def reduce_in_buckets(
     Backward passes make the last variables' gradients first, so messages are filled from the end, up to
     ``communication.bucket_bytes`` each.
     """
-    limit = context_of(name, None).config["communication.bucket_bytes"]
+    limit = require_context(name, None).config["communication.bucket_bytes"]
     results, bucket, held, number = list(values), [], 0, 0  # type: ignore[var-annotated]
 
     def send() -> None:
@@ -241,7 +242,7 @@ def reduce_in_buckets(
         value = values[position]
         if value is None:
             continue
-        n_bytes = _bytes(value)
+        n_bytes = _count_bytes(value)
         if n_bytes is None or held + n_bytes > limit:
             send()
         bucket.append(position)
@@ -250,7 +251,7 @@ def reduce_in_buckets(
     return results
 
 
-def _bytes(value: Any) -> int | None:
+def _count_bytes(value: Any) -> int | None:
     """Returns the size in bytes; None where it is not known, and for slices, which travel alone."""
     if isinstance(value, tf.IndexedSlices) or not value.shape.is_fully_defined():
         return None

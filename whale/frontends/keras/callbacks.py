@@ -16,38 +16,38 @@ import tensorflow as tf
 
 from whale.frontends.keras import elastic_fit
 from whale.frontends.keras.saving import wait_for_first_rank
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 
 
 @contextmanager
-def as_on_other_ranks(callbacks: Any) -> Iterator[Any]:
+def adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
     """Yields what to pass as ``callbacks`` on a rank that is not the first; afterwards the callbacks are as before.
 
     Args:
       callbacks: None, a callback, several, or a list that Keras made of them earlier in the same call.
     """
-    if callbacks is None or "CallbackList" in _kinds_of(callbacks):
+    if callbacks is None or "CallbackList" in _list_kinds(callbacks):
         yield callbacks
         return
     given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
     with ExitStack() as stack:
-        yield [c for c in given if _elsewhere(c, stack)]
+        yield [c for c in given if _redirect(c, stack)]
 
 
-def _elsewhere(callback: Any, stack: ExitStack) -> bool:
+def _redirect(callback: Any, stack: ExitStack) -> bool:
     """Makes a callback write elsewhere while ``stack`` is open; returns whether it is called at all."""
     for kind, change in _CHANGES.items():
-        if kind in _kinds_of(callback):
+        if kind in _list_kinds(callback):
             return change(callback, stack)
     return True
 
 
-def _kinds_of(callback: Any) -> set[str]:
+def _list_kinds(callback: Any) -> set[str]:
     """Returns the names of Keras' own classes that a callback is an instance of."""
     return {c.__name__ for c in type(callback).__mro__ if c.__module__.startswith(("keras.", "tf_keras."))}
 
 
-def _to_nowhere(attribute: str) -> Callable[[Any, ExitStack], bool]:
+def _write_nowhere(attribute: str) -> Callable[[Any, ExitStack], bool]:
     def change(callback: Any, stack: ExitStack) -> bool:
         _set(callback, attribute, os.devnull, stack)
         return True
@@ -55,7 +55,7 @@ def _to_nowhere(attribute: str) -> Callable[[Any, ExitStack], bool]:
     return change
 
 
-def _to_temporary_folder(attribute: str) -> Callable[[Any, ExitStack], bool]:
+def _write_to_temporary_folder(attribute: str) -> Callable[[Any, ExitStack], bool]:
     def change(callback: Any, stack: ExitStack) -> bool:
         _set(callback, attribute, stack.enter_context(tempfile.TemporaryDirectory()), stack)
         return True
@@ -63,11 +63,11 @@ def _to_temporary_folder(attribute: str) -> Callable[[Any, ExitStack], bool]:
     return change
 
 
-def _left_out(callback: Any, stack: ExitStack) -> bool:
+def _leave_out(callback: Any, stack: ExitStack) -> bool:
     return False
 
 
-def _backup(callback: Any, stack: ExitStack) -> bool:
+def _adapt_backup(callback: Any, stack: ExitStack) -> bool:
     """Makes a BackupAndRestore restore as on the first rank, and take part where that one saves."""
     path = getattr(callback, "_weights_path", None)
     if path is None:  # of tf_keras, which writes with a checkpoint manager of its own
@@ -78,26 +78,26 @@ def _backup(callback: Any, stack: ExitStack) -> bool:
 
 
 _CHANGES: dict[str, Callable[[Any, ExitStack], bool]] = {
-    "CSVLogger": _to_nowhere("filename"),
-    "TensorBoard": _to_temporary_folder("log_dir"),
-    "BackupAndRestore": _backup,
-    "ProgbarLogger": _left_out,
-    "RemoteMonitor": _left_out,
+    "CSVLogger": _write_nowhere("filename"),
+    "TensorBoard": _write_to_temporary_folder("log_dir"),
+    "BackupAndRestore": _adapt_backup,
+    "ProgbarLogger": _leave_out,
+    "RemoteMonitor": _leave_out,
 }
 
 
-def restores(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
+def restore_training(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
     """Replaces the start of a training with BackupAndRestore: all ranks find what the first one wrote."""
-    if (fit := elastic_fit.current()) is not None and fit.taken_up is not None:
+    if (fit := elastic_fit.find_current()) is not None and fit.taken_up is not None:
         return  # it goes on where the others are
     wait_for_first_rank("the backup of an earlier training")
     original(callback, *args, **kwargs)
 
 
-def training_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
+def init_training_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
     """Replaces the constructor of the state that tf_keras backs up: other ranks write where nobody looks."""
     original(state, *args, **kwargs)
-    context = running()
+    context = find_running()
     if context is not None and context.rank != 0:
         state._whale_folder = tempfile.TemporaryDirectory()
         manager = state.read_checkpoint_manager

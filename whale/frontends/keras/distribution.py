@@ -15,16 +15,16 @@ import tensorflow as tf
 
 from whale.errors import ConfigError, PlanError
 from whale.frontends.keras.replacing import replace_function, replace_method
-from whale.ir.layout import even_sizes, split
+from whale.ir.layout import divide_evenly, split
 from whale.ir.mesh import Tiles
 from whale.log import log
 from whale.passes.analysis.patterns import nearest
 from whale.passes.analysis.stages import DATA, TENSOR
-from whale.runtime.run.context import Context, current, running
-from whale.runtime.variables.deferred import knowing_size
+from whale.runtime.run.context import Context, find_running, require_current
+from whale.runtime.variables.deferred import announce_size
 
 
-def change(frontend: Any, backend: Any, variable: type) -> None:
+def patch_backend(frontend: Any, backend: Any, variable: type) -> None:
     """Gives Keras' TensorFlow backend what its distribution API asks of one.
 
     Args:
@@ -35,14 +35,14 @@ def change(frontend: Any, backend: Any, variable: type) -> None:
         list_devices, get_device_count, initialize, num_processes, process_id, distribute_tensor, distribute_variable,
     ):  # fmt: skip
         setattr(backend, function.__name__, function)
-    backend._to_backend_mesh = backend._to_backend_layout = _as_it_is
+    backend._to_backend_mesh = backend._to_backend_layout = _return_as_is
     replace_function(frontend, "set_distribution", _set_distribution)
     replace_method(variable, "_initialize", _initialize)
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
     """Returns the devices of all ranks, in order of ranks: "gpu:0", "gpu:1" or "cpu:0", ..."""
-    context = current("keras.distribution.list_devices()")
+    context = require_current("keras.distribution.list_devices()")
     kind = "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
     if device_type is not None and device_type.lower() != kind:
         return []
@@ -62,7 +62,7 @@ def initialize(
     Raises:
       ConfigError: another number of processes, or another place among them.
     """
-    context = current("keras.distribution.initialize()")
+    context = require_current("keras.distribution.initialize()")
     for name, given, found in (
         ("num_processes", num_processes, context.place.size),
         ("process_id", process_id, context.place.rank),
@@ -96,16 +96,16 @@ def distribute_variable(value: Any, layout: Any) -> Any:
     return value
 
 
-def _as_it_is(value: Any) -> Any:
+def _return_as_is(value: Any) -> Any:
     return value
 
 
 def _set_distribution(original: Callable[[Any], None], distribution: Any) -> None:
     """Replaces ``keras.distribution.set_distribution``: the run follows the mesh."""
-    context = running()
+    context = find_running()
     assert context is not None
     if distribution is not None:
-        groups, group = _mesh(distribution, context)
+        groups, group = _find_mesh(distribution, context)
         if hasattr(distribution, "_layout_map"):
             context.dividing_scope_seen = True  # variables that are made from now on may come to lie split
             context.split_everything |= group > 1
@@ -127,7 +127,7 @@ def _say_what_fits_nothing(distribution: Any) -> None:
             log.warning(f"no variable fits the LayoutMap's {key!r}; there are {', '.join(near)}")
 
 
-def _mesh(distribution: Any, context: Context) -> tuple[int, int]:
+def _find_mesh(distribution: Any, context: Context) -> tuple[int, int]:
     """Returns (size of the batch axis, size of the other one) of a distribution.
 
     Raises:
@@ -157,10 +157,10 @@ def _mesh(distribution: Any, context: Context) -> tuple[int, int]:
 
 def _initialize(original: Callable[..., None], variable: Any, value: Any) -> None:
     """Replaces what makes the tf.Variable of Keras' variable: it carries the placement that the map names."""
-    with nullcontext() if variable._shape is None else knowing_size(variable._shape, variable._dtype):
+    with nullcontext() if variable._shape is None else announce_size(variable._shape, variable._dtype):
         original(variable, value)
-    distribution = _distribution()
-    context = running()
+    distribution = _find_distribution()
+    context = find_running()
     if distribution is None or context is None or not hasattr(distribution, "_layout_map"):
         return
     if hasattr(distribution, "_whale_paths"):
@@ -168,23 +168,23 @@ def _initialize(original: Callable[..., None], variable: Any, value: Any) -> Non
     layout = distribution._layout_map[variable.path]
     if layout is not None:
         variable._layout = layout
-        variable._value._whale_tiles = _tiles(variable, layout, distribution, context)
+        variable._value._whale_tiles = _find_tiles(variable, layout, distribution, context)
 
 
-def _distribution() -> Any:
+def _find_distribution() -> Any:
     from keras.src.backend.common import global_state
 
     return global_state.get_global_attribute("distribution")
 
 
-def _tiles(variable: Any, layout: Any, distribution: Any, context: Context) -> Tiles:
+def _find_tiles(variable: Any, layout: Any, distribution: Any, context: Context) -> Tiles:
     """Returns how the ranks hold a variable with axes as (None, "model") or ("batch", "model")."""
-    groups, group = _mesh(distribution, context)
+    groups, group = _find_mesh(distribution, context)
     sizes = dict(zip(distribution.device_mesh.axis_names, distribution.device_mesh.shape))
     batch = distribution.batch_dim_name
     divided = [(axis, dim) for dim, axis in enumerate(layout.axes) if axis is not None and sizes[axis] > 1]
     divided.sort(key=lambda found: found[0] != batch)  # the batch's axis is the first one of the ranks' mesh
     cuts = tuple(
-        split(dim, even_sizes(int(variable.shape[dim]), groups if axis == batch else group)) for axis, dim in divided
+        split(dim, divide_evenly(int(variable.shape[dim]), groups if axis == batch else group)) for axis, dim in divided
     )
     return Tiles(tuple(DATA if axis == batch else TENSOR for axis, _ in divided), cuts)

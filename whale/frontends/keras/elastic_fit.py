@@ -20,14 +20,14 @@ import numpy as np
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.keras.input_pipeline import whole
+from whale.frontends.keras.input_pipeline import find_whole_dataset
 from whale.log import log
-from whale.runtime.elastic.allowed import elsewhere
+from whale.runtime.elastic.allowed import make_other_place_error
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.shuffle_orders import reshuffles
 from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.run.context import Context, GoesOn
+from whale.runtime.run.context import Context, ElasticHooks
 from whale.started import joins
 
 _COPIED_BYTES = 64 << 10  # of an array that a callback may write into; larger ones, as weights, it replaces
@@ -36,26 +36,28 @@ _OWN = {"_model", "model", "params", "_params", "verbose"}  # of callbacks: what
 _OTHER = object()
 _FUNCTION = "function of Keras"
 TRAINING, VALIDATION = "training", "validation"
-_fit: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
-_done: weakref.WeakKeyDictionary[GoesOn, list[Any]] = weakref.WeakKeyDictionary()  # (history, epochs) of calls of fit
-_closed: weakref.WeakSet[GoesOn] = weakref.WeakSet()  # where a newcomer could not know the order of data any more
-_ahead: weakref.WeakKeyDictionary[GoesOn, Any] = weakref.WeakKeyDictionary()  # what a process that joins was told
+_fit: contextvars.ContextVar[FitCall | None] = contextvars.ContextVar("fit", default=None)
+_done: weakref.WeakKeyDictionary[ElasticHooks, list[Any]] = (
+    weakref.WeakKeyDictionary()
+)  # (history, epochs) of calls of fit
+_closed: weakref.WeakSet[ElasticHooks] = weakref.WeakSet()  # where a newcomer could not know the order of data any more
+_ahead: weakref.WeakKeyDictionary[ElasticHooks, Any] = weakref.WeakKeyDictionary()  # what a process that joins was told
 
 
-class Fit:
+class FitCall:
     """A call of ``fit``.
 
     Attributes:
       taken_up: what another process has noted in this call, of which this one goes on; None: it begins by itself.
     """
 
-    def __init__(self, context: Context, elastic: GoesOn, model: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, context: Context, elastic: ElasticHooks, model: Any, arguments: dict[str, Any]) -> None:
         self._elastic, self._seeds, self._model = elastic, context.seeds, model
         self._done: list[Any] = _done.setdefault(elastic, [])
         given = arguments.get("callbacks") or []
         given = getattr(given, "callbacks", given)  # of a CallbackList
         self._callbacks: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
-        self._told = _told(elastic, arguments.get("x"), arguments.get("validation_data"))
+        self._told = _find_told(elastic, arguments.get("x"), arguments.get("validation_data"))
         self.taken_up = self._told if self._told is not None and self._told["fit"] == len(self._done) else None
         self._asked: dict[str, Any] = {}  # of data: (how often for seeds before they were made, whether made again)
         self._data: dict[str, ShardedDataset] = {}
@@ -67,7 +69,7 @@ class Fit:
         self._first_epoch, self._last_epoch = arguments.get("initial_epoch", 0), arguments.get("epochs", 1)
         self._batches: int | None = None  # of an epoch, where Keras knows that
 
-    def past(self) -> Any:
+    def find_past(self) -> Any:
         """The history of this call, if the others have come to its end already; None: they have not."""
         if self._told is None or self._told["fit"] <= len(self._done):
             return None
@@ -85,19 +87,19 @@ class Fit:
 
     # -- data
 
-    def kind(self) -> str:
+    def next_kind(self) -> str:
         """Of the next data that ``fit`` itself reads."""
         self._read += 1
         return TRAINING if self._read == 1 else VALIDATION
 
     @contextmanager
-    def making(self, what: str, again: bool = False) -> Iterator[tuple[bool, bool]]:
+    def use_common_seeds(self, what: str, again: bool = False) -> Iterator[tuple[bool, bool]]:
         """Inside, data are made with the seeds with which the others have made them.
 
         Gives whether they have, and hear of it no more; and whether the data are to be made again.
         """
         known = self._asked.get(what) if self.taken_up is not None and not again else None
-        now = self._seeds_asked()
+        now = self._count_seeds()
         if known is None:
             self._asked[what] = now, again
             yield False, again
@@ -108,14 +110,14 @@ class Fit:
         finally:
             self._go_to(now)
 
-    def made(self, kind: str, data: Any, agreed: bool) -> None:
-        """Data were made of this kind; ``agreed``: as of ``making``."""
+    def note_made(self, kind: str, data: Any, agreed: bool) -> None:
+        """Data were made of this kind; ``agreed``: as of ``use_common_seeds``."""
         if isinstance(data, ShardedDataset):
             self._data[kind] = data
             if agreed and self.taken_up is not None:
                 data.begun = self.taken_up["iterations"][kind]
 
-    def place(self, iterator: Any) -> None:
+    def begin_iteration(self, iterator: Any) -> None:
         """An iteration over the training data is about to begin."""
         if not self._placed and self.taken_up is not None and isinstance(iterator, ShardedIterator):
             iterator.go_to(self.taken_up["place"])
@@ -134,7 +136,7 @@ class Fit:
 
     # -- steps
 
-    def steps(self, epochs: Any, numbered: Iterator[Any]) -> Iterator[Any]:
+    def iterate_steps(self, epochs: Any, numbered: Iterator[Any]) -> Iterator[Any]:
         """The steps of an epoch, or those of it that others have not taken."""
         self._epochs += 1
         told = self.taken_up if self._epochs == 1 else None
@@ -149,14 +151,14 @@ class Fit:
     def commit(self, iterator: Any) -> None:
         """A step is about to be taken of an iterator's batches: other processes may take ``fit`` up here."""
         if self._held_first is None:
-            self._held_first = self._held()
+            self._held_first = self._list_held()
             if self.taken_up is not None:
-                for callback, changed in zip(self._all_callbacks(), self.taken_up["callbacks"]):
-                    vars(callback).update({name: _found(value) for name, value in changed.items()})
+                for callback, changed in zip(self._list_callbacks(), self.taken_up["callbacks"]):
+                    vars(callback).update({name: _restore_value(value) for name, value in changed.items()})
                 self._go_to(self.taken_up["seeds"])
         if self._elastic in _closed:
             return
-        before, held, done = self._held_first, self._held(), list(self._done)
+        before, held, done = self._held_first, self._list_held(), list(self._done)
         now = {
             "fit": len(done),
             "done": done,
@@ -166,36 +168,36 @@ class Fit:
             "place": iterator.elements.place,
             "iterations": {kind: made.begun for kind, made in self._data.items()},
             "asked": dict(self._asked),
-            "seeds": self._seeds_asked(),
+            "seeds": self._count_seeds(),
         }
 
-        def packed() -> bytes:
-            return pack({**now, "callbacks": [_changes(one, other) for one, other in zip(before, held)]})
+        def pack_state() -> bytes:
+            return pack({**now, "callbacks": [_find_changes(one, other) for one, other in zip(before, held)]})
 
         left = self._batches and (self._last_epoch - now["epoch"]) * self._batches - self._step
-        self._elastic.commit(packed, left)
+        self._elastic.commit(pack_state, left)
 
-    def _held(self) -> list[dict[str, Any]]:
+    def _list_held(self) -> list[dict[str, Any]]:
         """By callbacks."""
         found = []
-        for callback in self._all_callbacks():
-            kept = ((name, _kept(value)) for name, value in vars(callback).items() if name not in _OWN)
+        for callback in self._list_callbacks():
+            kept = ((name, _keep_value(value)) for name, value in vars(callback).items() if name not in _OWN)
             found.append({name: value for name, value in kept if value is not _OTHER})
         return found
 
-    def _all_callbacks(self) -> list[Any]:
+    def _list_callbacks(self) -> list[Any]:
         """The script's, and the one with which ``fit`` returns."""
         return [*self._callbacks, self._model.history]
 
-    def _seeds_asked(self) -> dict[str, int]:
-        return {} if self._seeds is None else self._seeds.asked
+    def _count_seeds(self) -> dict[str, int]:
+        return {} if self._seeds is None else self._seeds.draw_counts
 
     def _go_to(self, asked: Mapping[str, int]) -> None:
         if self._seeds is not None:
             self._seeds.go_to(asked)
 
 
-def begin(context: Context, model: Any, arguments: dict[str, Any]) -> Fit | None:
+def begin(context: Context, model: Any, arguments: dict[str, Any]) -> FitCall | None:
     """A call of ``fit`` begins, with these arguments; None: no process may join this run.
 
     In a process that joins it waits until the others take it in.
@@ -205,12 +207,12 @@ def begin(context: Context, model: Any, arguments: dict[str, Any]) -> Fit | None
       ClusterError: the others are in a loop of the script's.
     """
     elastic = context.elastic
-    return Fit(context, elastic, model, arguments) if elastic is not None and elastic.keeps_commits else None
+    return FitCall(context, elastic, model, arguments) if elastic is not None and elastic.is_keeping_commits else None
 
 
 @contextmanager
-def inside(fit: Fit | None) -> Iterator[None]:
-    """Inside, ``current`` gives this."""
+def enter(fit: FitCall | None) -> Iterator[None]:
+    """Inside, ``find_current`` gives this."""
     token = _fit.set(fit)
     try:
         yield
@@ -218,21 +220,21 @@ def inside(fit: Fit | None) -> Iterator[None]:
         _fit.reset(token)
 
 
-def current() -> Fit | None:
+def find_current() -> FitCall | None:
     """The call of ``fit`` that goes on in a run that other processes may join; None in what it calls in turn."""
     return _fit.get()
 
 
-def _told(elastic: GoesOn, data: Any, validation: Any) -> dict[str, Any] | None:
+def _find_told(elastic: ElasticHooks, data: Any, validation: Any) -> dict[str, Any] | None:
     """In a process that has joined, what another one had noted then."""
     if elastic not in _ahead and joins():
         _refuse_unknown(data)
-        _refuse_shared(whole(data), whole(validation))
+        _refuse_shared(find_whole_dataset(data), find_whole_dataset(validation))
         said = elastic.come_in()
         _ahead[elastic] = None if said is None else unpack(said)  # None: wh.State has taken it in
     told = _ahead.get(elastic)
     if told is not None and not isinstance(told, dict):
-        raise elsewhere("a loop with wh.State", "Keras' fit")
+        raise make_other_place_error("a loop with wh.State", "Keras' fit")
     return told
 
 
@@ -251,7 +253,11 @@ def _refuse_unknown(data: Any) -> None:
 
 def _refuse_shared(data: Any, validation: Any) -> None:
     """Each iteration over either would move the order of both on; those before a process came are not made again."""
-    shared = [one for one in _behind(data) if any(one is other for other in _behind(validation)) and reshuffles(one)]
+    shared = [
+        one
+        for one in _list_datasets(data)
+        if any(one is other for other in _list_datasets(validation)) and reshuffles(one)
+    ]
     if shared:
         raise ProgramError(
             "a process that joins a run has to know which batches of fit the others have had",
@@ -261,41 +267,41 @@ def _refuse_shared(data: Any, validation: Any) -> None:
         )
 
 
-def _behind(dataset: Any) -> list[Any]:
+def _list_datasets(dataset: Any) -> list[Any]:
     """A dataset and all of which it is made."""
     if not isinstance(dataset, tf.data.Dataset):
         return []
-    return [dataset, *(one for made_of in dataset._inputs() for one in _behind(made_of))]
+    return [dataset, *(one for made_of in dataset._inputs() for one in _list_datasets(made_of))]
 
 
-def _kept(value: Any) -> Any:
+def _keep_value(value: Any) -> Any:
     """What is kept of a callback's value, as it is now; `_OTHER`: it is nothing that another process can be told."""
     if isinstance(value, _PLAIN) or isinstance(value, np.generic):
         return value
-    if isinstance(value, FunctionType) and _of_keras(value.__module__, value.__qualname__) is value:
+    if isinstance(value, FunctionType) and _find_keras_function(value.__module__, value.__qualname__) is value:
         return {_FUNCTION: (value.__module__, value.__qualname__)}
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.copy() if value.nbytes <= _COPIED_BYTES else value
     if type(value) in (list, tuple, set):
-        few = [_kept(one) for one in value]
+        few = [_keep_value(one) for one in value]
         return _OTHER if any(one is _OTHER for one in few) else type(value)(few)
     if type(value) is dict:
-        pairs = {key: _kept(one) for key, one in value.items()}
+        pairs = {key: _keep_value(one) for key, one in value.items()}
         return _OTHER if any(one is _OTHER for one in pairs.values()) else pairs
     return _OTHER
 
 
-def _found(value: Any) -> Any:
+def _restore_value(value: Any) -> Any:
     """What another process has kept, here."""
     named = value.get(_FUNCTION) if isinstance(value, dict) else None
-    return value if named is None else _of_keras(*named)
+    return value if named is None else _find_keras_function(*named)
 
 
-def _of_keras(module: str, name: str) -> Any:
+def _find_keras_function(module: str, name: str) -> Any:
     """A function of Keras by its name, as callbacks compare with; None: it is none."""
     return getattr(sys.modules.get(module), name, None) if module.startswith("keras.") else None
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Of a callback's values those that have become others since its process took its first step."""
     return {name: value for name, value in now.items() if name not in before or pack(before[name]) != pack(value)}

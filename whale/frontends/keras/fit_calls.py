@@ -1,4 +1,6 @@
-"""Runs ``fit``, ``evaluate`` and ``predict`` over the ranks: one shows progress and writes what callbacks write."""
+"""Runs ``call_fit``, ``evaluate`` and ``predict`` over the ranks: one shows progress and writes what callbacks
+write.
+"""
 
 from __future__ import annotations
 
@@ -7,62 +9,62 @@ from collections.abc import Callable
 from typing import Any
 
 from whale.frontends.keras import elastic_fit, input_pipeline
-from whale.frontends.keras.callbacks import as_on_other_ranks
-from whale.frontends.keras.saving import told
+from whale.frontends.keras.callbacks import adapt_for_other_ranks
+from whale.frontends.keras.saving import describe_call
 from whale.runtime.ranks.collective_call_check import call_together
-from whale.runtime.run.context import Context, running
+from whale.runtime.run.context import Context, find_running
 
 _DATA = ("x", "validation_data")
 _CACHED = "_use_cached_eval_dataset"  # argument of evaluate where fit calls it
 
 
-def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``fit``, ``evaluate`` or ``predict`` of a model in a run."""
-    context = running()
+def call_method(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs ``call_fit``, ``evaluate`` or ``predict`` of a model in a run."""
+    context = find_running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
-    call_together(context, original.__name__, told(original.__name__, model))
+    call_together(context, original.__name__, describe_call(original.__name__, model))
     # A callback evaluates data beside those of fit; validation data have an order that fit keeps count of.
-    if (around := elastic_fit.current()) is not None and _CACHED not in given.arguments.get("kwargs", {}):
-        around.read_beside(input_pipeline.whole(given.arguments.get("x")), context)
-    with elastic_fit.inside(None):
-        return _called(original, given, context)
+    if (around := elastic_fit.find_current()) is not None and _CACHED not in given.arguments.get("kwargs", {}):
+        around.read_beside(input_pipeline.find_whole_dataset(given.arguments.get("x")), context)
+    with elastic_fit.enter(None):
+        return _call_original(original, given, context)
 
 
-def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``fit`` of a Keras whose calls can be taken up by processes that join the run."""
-    context = running()
+def call_fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs ``call_fit`` of a Keras whose calls can be taken up by processes that join the run."""
+    context = find_running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
     going_on = elastic_fit.begin(context, model, given.arguments)
     if going_on is None:
-        return call(original, model, *args, **kwargs)
-    if (history := going_on.past()) is not None:
+        return call_method(original, model, *args, **kwargs)
+    if (history := going_on.find_past()) is not None:
         return history
     if going_on.taken_up is None:
-        call_together(context, original.__name__, told(original.__name__, model))
-    with elastic_fit.inside(going_on):
-        history = _called(original, given, context)
+        call_together(context, original.__name__, describe_call(original.__name__, model))
+    with elastic_fit.enter(going_on):
+        history = _call_original(original, given, context)
     going_on.end()
     return history
 
 
-def _called(original: Callable[..., Any], given: inspect.BoundArguments, context: Context) -> Any:
+def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, context: Context) -> Any:
     for name in _DATA:
         if name in given.arguments:
-            given.arguments[name] = input_pipeline.whole(given.arguments[name])
+            given.arguments[name] = input_pipeline.find_whole_dataset(given.arguments[name])
     if is_first(context) and context.dry is None:
         return original(*given.args, **given.kwargs)
     given.arguments["verbose"] = 0
-    with as_on_other_ranks(given.arguments.get("callbacks")) as callbacks:
+    with adapt_for_other_ranks(given.arguments.get("callbacks")) as callbacks:
         if callbacks is not None:
             given.arguments["callbacks"] = callbacks
         return original(*given.args, **given.kwargs)
 
 
-def shown_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def print_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Replaces ``print_msg`` and ``summary``: what Keras tells a person, only the first rank prints."""
-    context = running()
+    context = find_running()
     if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.dry is None):
         original(*args, **kwargs)
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.sharded import ShardedTensor
-from whale.frontends.keras.steps import named_parts
+from whale.frontends.keras.steps import list_named_parts
 from whale.ir.values import UNMOVABLE
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
@@ -22,7 +22,9 @@ from whale.runtime.input.local_batches import rows_of
 from whale.runtime.run.context import Context
 
 
-def fed(dataset: Any, context: Context, of_script: bool, again: bool = False, agreed: bool = False) -> Fed:
+def feed_dataset(
+    dataset: Any, context: Context, of_script: bool, again: bool = False, agreed: bool = False
+) -> FedDataset:
     """The batches of a dataset for this rank.
 
     Args:
@@ -35,21 +37,21 @@ def fed(dataset: Any, context: Context, of_script: bool, again: bool = False, ag
       ProgramError: Keras made the dataset of arrays that differ between the ranks.
     """
     if not isinstance(dataset, tf.data.Dataset):
-        return Fed(dataset, False, getattr(dataset, "element_spec", None))
+        return FedDataset(dataset, False, getattr(dataset, "element_spec", None))
     specs = [s for s in tf.nest.flatten(dataset.element_spec) if isinstance(s, tf.TensorSpec)]
     rows_vary = any(s.shape.rank is None or (s.shape.rank and s.shape[0] is None) for s in specs)
     batches: Any = dataset
-    grows = context.elastic is not None and context.elastic.keeps_commits  # where in it a loop is has to be known
-    if grows or (context.between_processes and not context.local_batch and not _takes_whole_batches(context)):
+    grows = context.elastic is not None and context.elastic.is_keeping_commits  # where in it a loop is has to be known
+    if grows or (context.has_other_processes and not context.has_local_batch and not _needs_whole_batches(context)):
         # Which rows a rank took of the arrays is not known to the others, who take them when it is gone.
         kept = of_script or context.elastic is not None
-        found = None if kept else _of_arrays(dataset, context, again)
+        found = None if kept else _cut_array_batches(dataset, context, again)
         batches = found or ShardedDataset(dataset, context, "row", of_script, agreed)
-    return Fed(batches, rows_vary, dataset.element_spec)
+    return FedDataset(batches, rows_vary, dataset.element_spec)
 
 
 @dataclass(frozen=True)
-class Fed:
+class FedDataset:
     """What a loop of Keras iterates over; each iteration is begun when it is asked for, as one over a dataset is.
 
     Attributes:
@@ -72,7 +74,7 @@ class Fed:
 
 @dataclass(frozen=True)
 class FedIterator:
-    """One iteration over ``Fed``."""
+    """One iteration over ``FedDataset``."""
 
     elements: Iterator[Any]
     rows_vary: bool
@@ -85,13 +87,13 @@ class FedIterator:
         return next(self.elements)
 
 
-def _takes_whole_batches(context: Context) -> bool:
+def _needs_whole_batches(context: Context) -> bool:
     """Whether a plan may divide a batch in another way than by the ranks' rows, so that each rank reads all of it."""
-    saved = context.saved is not None and context.saved.takes_whole_batches
+    saved = context.saved is not None and context.saved.needs_whole_batches
     return saved or context.stages_seen or bool(context.config["mesh.auto_parallel"])
 
 
-def whole(data: Any) -> Any:
+def find_whole_dataset(data: Any) -> Any:
     """The dataset of whole batches behind one that the script gave to ``wh.shard``; other data as it is."""
     return data.whole if isinstance(data, ShardedDataset) else data
 
@@ -107,16 +109,16 @@ class _ArrayBatches:
     context: Context
 
     def __iter__(self) -> Iterator[Any]:
-        return self._parts(iter(self.dataset))
+        return self._cut_parts(iter(self.dataset))
 
-    def _parts(self, elements: Iterator[Any]) -> Iterator[Any]:
+    def _cut_parts(self, elements: Iterator[Any]) -> Iterator[Any]:
         context = self.context
         for rows, own in elements:
             sizes = rows_of(int(rows), context)
             yield tf.nest.map_structure(functools.partial(ShardedTensor, sizes=sizes, rank=context.rank), own)
 
 
-def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | None:
+def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBatches | None:
     """``dataset`` with fewer indices in each batch, if Keras made it from arrays by indices of their rows.
 
     Keras zips batches of indices with the arrays, and a function takes these rows of each. One that reads otherwise is
@@ -132,18 +134,18 @@ def _of_arrays(dataset: Any, context: Context, again: bool) -> _ArrayBatches | N
     if not all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.dtype.name not in UNMOVABLE for s in specs):
         return None
     if context.config["debug.check_inputs"] and not again:
-        given = dict(named_parts(next(iter(arrays))))
+        given = dict(list_named_parts(next(iter(arrays))))
         order = {f"the order of rows ({what})": value for what, value in built_of(indices).items()}
         refuse_other_values(given | order, context, "fit, evaluate or predict", "these arrays")
 
-    def bounds(rows: np.ndarray) -> np.ndarray:
+    def find_bounds(rows: np.ndarray) -> np.ndarray:
         sizes = rows_of(int(rows), context)
         return np.array([sum(sizes[: context.rank]), sum(sizes[: context.rank + 1])], np.int64)
 
-    def mine(indices: tf.Tensor, arrays: Any) -> Any:
+    def cut_own(indices: tf.Tensor, arrays: Any) -> Any:
         rows = tf.size(indices)
-        begin, end = tf.unstack(tf.ensure_shape(tf.numpy_function(bounds, [rows], tf.int64, stateful=False), (2,)))
+        begin, end = tf.unstack(tf.ensure_shape(tf.numpy_function(find_bounds, [rows], tf.int64, stateful=False), (2,)))
         return rows, takes(indices[begin:end], arrays)
 
-    own = tf.data.Dataset.zip((indices, arrays)).map(mine, num_parallel_calls=tf.data.AUTOTUNE)
+    own = tf.data.Dataset.zip((indices, arrays)).map(cut_own, num_parallel_calls=tf.data.AUTOTUNE)
     return _ArrayBatches(own.with_options(dataset.options()).prefetch(tf.data.AUTOTUNE), context)

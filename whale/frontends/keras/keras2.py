@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from whale.frontends.keras import callbacks, fit_calls, input_pipeline, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
-from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, takes_over
+from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run
 from whale.runtime.input.common_seed import common_seed
 from whale.runtime.input.traces import once_in_a_trace
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 
 
-def change(package: str) -> None:
+def patch_keras2(package: str) -> None:
     """Puts the methods below in the place of those of ``keras`` or ``tf_keras``."""
     training = importlib.import_module(f"{package}.src.engine.training")
     layer = importlib.import_module(f"{package}.src.engine.base_layer").Layer
@@ -35,15 +35,15 @@ def change(package: str) -> None:
         replace_method(model, f"make_{name}", make, functools.partial(forget_ended, name=name))
     replace_method(data_adapter.DataHandler, "__init__", _begin_epochs)
     replace_method(data_adapter.DataHandler, "_configure_dataset_and_inferred_steps", _configure_dataset)
-    replace_method(layer, "__init__", scopes.created)
-    replace_method(layer, "__call__", scopes.called)
+    replace_method(layer, "__init__", scopes.init_layer)
+    replace_method(layer, "__call__", scopes.call_layer)
     replace_method(generator, "make_legacy_seed", _make_legacy_seed)
     for name in ("fit", "evaluate", "predict"):
-        replace_method(model, name, fit_calls.call)
-    replace_function(io_utils, "print_msg", fit_calls.shown_once)
-    replace_method(model, "summary", fit_calls.shown_once)
-    replace_method(backup, "on_train_begin", callbacks.restores)
-    replace_method(state, "__init__", callbacks.training_state)
+        replace_method(model, name, fit_calls.call_method)
+    replace_function(io_utils, "print_msg", fit_calls.print_once)
+    replace_method(model, "summary", fit_calls.print_once)
+    replace_method(backup, "on_train_begin", callbacks.restore_training)
+    replace_method(state, "__init__", callbacks.init_training_state)
     for name in ("save", "save_weights", "export"):
         replace_method(model, name, saving.save)
     replace_function(saving_api, "save_model", saving.save)
@@ -56,20 +56,20 @@ def _make_function(
 ) -> Any:
     """``make_train_function``, ``make_test_function`` and ``make_predict_function``."""
     name = f"{what}_function"
-    context = takes_over(model, name, getattr(model, name), force)
+    context = find_new_run(model, name, getattr(model, name), force)
     if context is None:
         return getattr(model, name)
     counter = getattr(model, f"_{what}_counter")
     one_step = getattr(model, f"{what}_step")
 
-    def counted(batch: Any) -> Any:
+    def run_counted(batch: Any) -> Any:
         outputs = one_step(batch)
         counter.assign_add(1)
         return outputs
 
-    step = BatchStep(f"{what}_step", counted, bool(model.jit_compile), autograph=True)
+    step = BatchStep(f"{what}_step", run_counted, bool(model.jit_compile), autograph=True)
 
-    def joined(one: Any, other: Any) -> Any:
+    def join_outputs(one: Any, other: Any) -> Any:
         return tf.nest.map_structure(lambda a, b: concat([a, b]), one, other)
 
     def function(iterator: Iterator[Any]) -> Any:
@@ -84,11 +84,11 @@ def _make_function(
             found = [*found, outputs] if what == "predict" else [outputs]
         if not found:
             raise StopIteration
-        return functools.reduce(joined, found)
+        return functools.reduce(join_outputs, found)
 
     if what == "train":
         model.train_tf_function = function
-    setattr(model, name, made_for(function, context))
+    setattr(model, name, mark_for_run(function, context))
     return function
 
 
@@ -106,8 +106,8 @@ def _begin_epochs(original: Callable[..., None], handler: Any, *args: Any, **kwa
 def _configure_dataset(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> None:
     """Which batches a loop of Keras reads; ``distribute=False`` is for layers that adapt, on all ranks alike."""
     original(handler, *args, **kwargs)
-    context = running()
+    context = find_running()
     assert context is not None
     if kwargs.get("distribute", args[4] if len(args) > 4 else True):
         of_script = type(handler._adapter).__name__ == "DatasetAdapter"
-        handler._dataset = input_pipeline.fed(handler._dataset, context, of_script)
+        handler._dataset = input_pipeline.feed_dataset(handler._dataset, context, of_script)

@@ -14,12 +14,12 @@ from tensorflow.python.eager import context as tf_context
 
 from whale.frontends.keras import callbacks, distribution, elastic_fit, fit_calls, input_pipeline, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
-from whale.frontends.keras.steps import BatchStep, forget_ended, made_for, rows_unknown, takes_over
+from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run, rows_unknown
 from whale.runtime.input.common_seed import common_seed
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 
 
-def change() -> None:
+def patch_keras3() -> None:
     """Puts the methods below in the place of Keras 3's."""
     from keras.src.backend.tensorflow import core, trainer
     from keras.src.backend.tensorflow import distribution_lib as backend
@@ -33,7 +33,7 @@ def change() -> None:
     from keras.src.trainers.compile_utils import CompileLoss
     from keras.src.utils import io_utils
 
-    distribution.change(frontend, backend, Variable)
+    distribution.patch_backend(frontend, backend, Variable)
     models = trainer.TensorFlowTrainer
     for what in ("train", "test", "predict"):
         name = f"{what}_function"
@@ -43,18 +43,18 @@ def change() -> None:
         replace_method(models, f"make_{name}", make, functools.partial(forget_ended, name=name))
     replace_method(trainer.TFEpochIterator, "__init__", _begin_epochs)
     replace_method(trainer.TFEpochIterator, "_get_iterator", _get_iterator)
-    replace_method(trainer.TFEpochIterator, "_enumerate_iterator", _steps)
-    replace_method(models, "fit", fit_calls.fit)
+    replace_method(trainer.TFEpochIterator, "_enumerate_iterator", _iterate_steps)
+    replace_method(models, "fit", fit_calls.call_fit)
     for name in ("evaluate", "predict"):
-        replace_method(models, name, fit_calls.call)
-    replace_method(Operation, "__init__", scopes.created)
+        replace_method(models, name, fit_calls.call_method)
+    replace_method(Operation, "__init__", scopes.init_layer)
     for kind in (Operation, Layer):
-        replace_method(kind, "__call__", scopes.called)
-    replace_method(core.name_scope, "__enter__", scopes.named)
+        replace_method(kind, "__call__", scopes.call_layer)
+    replace_method(core.name_scope, "__enter__", scopes.enter_name_scope)
     replace_method(CompileLoss, "call", _compile_loss)
-    replace_function(io_utils, "print_msg", fit_calls.shown_once)
-    replace_method(Model, "summary", fit_calls.shown_once)
-    replace_method(BackupAndRestore, "on_train_begin", callbacks.restores)
+    replace_function(io_utils, "print_msg", fit_calls.print_once)
+    replace_method(Model, "summary", fit_calls.print_once)
+    replace_method(BackupAndRestore, "on_train_begin", callbacks.restore_training)
     replace_method(Model, "export", saving.save)
     replace_function(saving_api, "save_model", saving.save)
     replace_function(saving_api, "save_weights", saving.save)
@@ -65,7 +65,7 @@ def change() -> None:
 def _make_function(what: str, original: Callable[..., Any], model: Any, force: bool = False) -> Any:
     """``make_train_function`` and ``make_test_function``."""
     name = f"{what}_function"
-    context = takes_over(model, name, getattr(model, name), force)
+    context = find_new_run(model, name, getattr(model, name), force)
     if context is None:
         return getattr(model, name)
     step = BatchStep(f"{what}_step", getattr(model, f"{what}_step"), model.jit_compile, autograph=False)
@@ -73,7 +73,7 @@ def _make_function(what: str, original: Callable[..., Any], model: Any, force: b
     def function(iterator: Iterator[Any]) -> Any:
         outputs, ended = None, True
         rows_vary, slots = getattr(iterator, "rows_vary", False), getattr(model, "unrolled_steps_per_execution", 1)
-        if what == "train" and (fit := elastic_fit.current()) is not None:
+        if what == "train" and (fit := elastic_fit.find_current()) is not None:
             fit.commit(iterator)
         for i, batch in enumerate(itertools.islice(iterator, model.steps_per_execution)):
             trace = step.trace(iterator if hasattr(iterator, "element_spec") else batch, i % slots)
@@ -82,12 +82,12 @@ def _make_function(what: str, original: Callable[..., Any], model: Any, force: b
             raise StopIteration
         return outputs
 
-    setattr(model, name, made_for(function, context))
+    setattr(model, name, mark_for_run(function, context))
     return function
 
 
 def _make_predict_function(concat: Callable[..., Any], original: Any, model: Any, force: bool = False) -> Any:
-    context = takes_over(model, "predict_function", model.predict_function, force)
+    context = find_new_run(model, "predict_function", model.predict_function, force)
     if context is None:
         return model.predict_function
     step = BatchStep("predict_step", model.predict_step, model.jit_compile, autograph=False)
@@ -99,7 +99,7 @@ def _make_predict_function(concat: Callable[..., Any], original: Any, model: Any
             outputs = tf.nest.map_structure(lambda one, other: concat([one, other]), outputs, more)
         return outputs
 
-    model.predict_function = made_for(function, context)
+    model.predict_function = mark_for_run(function, context)
     return function
 
 
@@ -112,7 +112,7 @@ def _compile_loss(
     if not losses.built:
         losses.build(y_true, y_pred)
     for metric in losses.metrics:
-        metric.update_state = functools.partial(_without_rows, metric.update_state)
+        metric.update_state = functools.partial(_update_without_rows, metric.update_state)
     try:
         return original(losses, y_true, y_pred, *args, **kwargs)
     finally:
@@ -120,54 +120,54 @@ def _compile_loss(
             vars(metric).pop("update_state", None)
 
 
-def _without_rows(update_state: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
+def _update_without_rows(update_state: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
     return update_state(values, sample_weight=None if isinstance(sample_weight, int) else sample_weight)
 
 
 def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwargs: Any) -> None:
     """Takes the place of the constructor of what a loop reads: shuffles without a seed are alike on all ranks."""
-    fit = elastic_fit.current()
-    epochs._whale_fit = fit, "" if fit is None else fit.kind()
-    with _as_others(epochs, "begun"), common_seed():
+    fit = elastic_fit.find_current()
+    epochs._whale_fit = fit, "" if fit is None else fit.next_kind()
+    with _use_common_seeds(epochs, "begun"), common_seed():
         original(epochs, *args, **kwargs)
 
 
-def _as_others(epochs: Any, what: str, again: bool = False) -> AbstractContextManager[tuple[bool, bool]]:
-    """In a process that has joined, data are made as the others have made them: ``Fit.making``."""
+def _use_common_seeds(epochs: Any, what: str, again: bool = False) -> AbstractContextManager[tuple[bool, bool]]:
+    """In a process that has joined, data are made as the others have made them: ``Fit.use_common_seeds``."""
     fit, kind = epochs._whale_fit
-    return nullcontext((False, again)) if fit is None else fit.making(f"{kind}/{what}", again)
+    return nullcontext((False, again)) if fit is None else fit.use_common_seeds(f"{kind}/{what}", again)
 
 
-def _steps(original: Callable[[Any], Iterator[Any]], epochs: Any) -> Iterator[Any]:
+def _iterate_steps(original: Callable[[Any], Iterator[Any]], epochs: Any) -> Iterator[Any]:
     """The numbered steps of an epoch."""
     fit, kind = epochs._whale_fit
-    return fit.steps(epochs, original(epochs)) if kind == elastic_fit.TRAINING else original(epochs)
+    return fit.iterate_steps(epochs, original(epochs)) if kind == elastic_fit.TRAINING else original(epochs)
 
 
 def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
     """The batches of an epoch; a dataset is taken apart once, so that a shuffle goes on to its next order."""
-    context = running()
+    context = find_running()
     assert context is not None
     known = getattr(epochs, "_whale_fed", None)
-    again = known is not None and context.seeds is not None and _repeats_its_order(epochs.data_adapter)
+    again = known is not None and context.seeds is not None and _is_repeating_order(epochs.data_adapter)
     if known is not None and not again:
         return known
     fit, kind = epochs._whale_fit
-    with _as_others(epochs, "read", again) as (agreed, remade):
+    with _use_common_seeds(epochs, "read", again) as (agreed, remade):
         if remade:
             with common_seed():  # another one
                 epochs._distributed_dataset = epochs.data_adapter.get_tf_dataset()
         of_script = type(epochs.data_adapter).__name__ == "TFDatasetAdapter"
-        found = input_pipeline.fed(original(epochs), context, of_script, again, agreed)
+        found = input_pipeline.feed_dataset(original(epochs), context, of_script, again, agreed)
     if fit is not None:
-        fit.made(kind, found.batches, agreed)
+        fit.note_made(kind, found.batches, agreed)
     if kind == elastic_fit.TRAINING:
-        found = replace(found, place=fit.place)
+        found = replace(found, place=fit.begin_iteration)
     epochs._whale_fed = found
     return found
 
 
-def _repeats_its_order(adapter: Any) -> bool:
+def _is_repeating_order(adapter: Any) -> bool:
     """Whether Keras' dataset would have the same order in each epoch, because of a seed that the script has not set."""
     shuffles = type(adapter).__name__ == "ArrayDataAdapter" and adapter._shuffle
     return bool(shuffles) and tf_context.global_seed() is None

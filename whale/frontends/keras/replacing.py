@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 
 
 def replace_method(kind: type, name: str, new: Callable[..., Any], before: Callable[[Any], None] | None = None) -> None:
@@ -17,13 +17,13 @@ def replace_method(kind: type, name: str, new: Callable[..., Any], before: Calla
     Args:
       before: called with the object where no run goes on, before the method.
     """
-    setattr(kind, name, _during_a_run(getattr(kind, name), new, before))
+    setattr(kind, name, _wrap_during_run(getattr(kind, name), new, before))
 
 
 def replace_function(module: Any, name: str, new: Callable[..., Any]) -> None:
     """Replaces a function, under every name by which Keras offers it: during a run ``new(original, ...)`` runs."""
     original = getattr(module, name)
-    answering = _during_a_run(original, new)
+    answering = _wrap_during_run(original, new)
     package = module.__name__.partition(".")[0]
     for other in [m for key, m in list(sys.modules.items()) if key.partition(".")[0] == package and m is not None]:
         for attribute, value in list(vars(other).items()):
@@ -31,17 +31,17 @@ def replace_function(module: Any, name: str, new: Callable[..., Any]) -> None:
                 setattr(other, attribute, answering)
 
 
-def _during_a_run(
+def _wrap_during_run(
     original: Callable[..., Any], new: Callable[..., Any], before: Callable[[Any], None] | None = None
 ) -> Callable[..., Any]:
     @functools.wraps(original)
-    def answering(*args: Any, **kwargs: Any) -> Any:
-        context = running()
+    def call_original_or_new(*args: Any, **kwargs: Any) -> Any:
+        context = find_running()
         if context is None or context.solo or context.own_programs is not None:
             if before is not None:
                 before(args[0])
             return original(*args, **kwargs)
         return new(original, *args, **kwargs)
 
-    answering.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Keras reads constructors'
-    return answering
+    call_original_or_new.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Keras reads constructors'
+    return call_original_or_new

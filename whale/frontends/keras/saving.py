@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from whale.runtime.checkpoint.gathering import apart, whole_on_first_rank
+from whale.runtime.checkpoint.gathering import describe_unreadable, gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.ranks.collective_call_check import call_together
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.ranks.script_line import script_line
-from whale.runtime.run.context import running
+from whale.runtime.ranks.script_line import find_script_line
+from whale.runtime.run.context import find_running
 
 # The model that is being saved: the functions of one format call those of another.
 _saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=None)
@@ -20,17 +20,17 @@ _saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=
 
 def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces what writes a model or its weights to ``filepath``."""
-    context = running()
+    context = find_running()
     assert context is not None
     if _saving.get() is model:
         return original(model, filepath, *args, **kwargs)
-    variables = _variables(model)
-    if why := apart(variables):
-        call_together(context, original.__name__, told(original.__name__, model), why)
+    variables = _list_variables(model)
+    if why := describe_unreadable(variables):
+        call_together(context, original.__name__, describe_call(original.__name__, model), why)
     token = _saving.set(model)
     try:
-        with whole_on_first_rank(variables, context), captures_steps():
-            context.written.add(_key(filepath))
+        with gather_on_first_rank(variables, context), captures_steps():
+            context.written.add(_find_key(filepath))
             return original(model, filepath, *args, **kwargs) if context.rank == 0 else None
     finally:
         _saving.reset(token)
@@ -50,7 +50,7 @@ def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs
 
 def wait_until_written(filepath: Any) -> None:
     """Waits for the first rank, if this run has saved to ``filepath`` and no rank has waited since."""
-    context, key = running(), _key(filepath)
+    context, key = find_running(), _find_key(filepath)
     if context is not None and key in context.written:
         wait_for_first_rank(f"reading {key}, which rank 0 wrote")
 
@@ -61,24 +61,24 @@ def wait_for_first_rank(what: str) -> None:
     Args:
       what: what they wait for, for the message if one does not come.
     """
-    context = running()
+    context = find_running()
     assert context is not None
     context.written.clear()
-    if context.between_processes:
+    if context.has_other_processes:
         context.comms[0].allgather_bytes("whale/keras/written", b"", WRITE_TIMEOUT_S, what)
 
 
-def told(function: str, model: Any) -> str:
+def describe_call(function: str, model: Any) -> str:
     """Describes a call of a model's function in words."""
-    line = script_line()
+    line = find_script_line()
     return f"`{function}` of the model {model.name!r}" + (f" at {line}" if line else "")
 
 
-def _key(filepath: Any) -> str:
+def _find_key(filepath: Any) -> str:
     return os.path.abspath(os.fspath(filepath))
 
 
-def _variables(model: Any) -> list[Any]:
+def _list_variables(model: Any) -> list[Any]:
     """Returns the variables of a model and its optimizer, or what wraps them."""
     found = list(model.variables)
     optimizer = getattr(model, "optimizer", None)

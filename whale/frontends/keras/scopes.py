@@ -7,39 +7,39 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.runtime.run.context import Context, running
-from whale.runtime.run.scopes import joined_path, on_path
+from whale.runtime.run.context import Context, find_running
+from whale.runtime.run.scopes import enter_path, join_path
 from whale.runtime.variables.deferred import capturing
 
 _PATH = "_whale_path"  # of a layer: the path of its scope
 
 
-def created(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> None:
+def init_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> None:
     """Replaces a layer's ``__init__``: the layer remembers the open scope."""
-    _remember(layer, _running())
+    _remember(layer, _find_running())
     original(layer, *args, **kwargs)
 
 
-def called(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces a layer's ``__call__``: in a step, the layer runs in its scope."""
-    context = _running()
+    context = _find_running()
     if not capturing.get():
         _remember(layer, context)
         return original(layer, *args, **kwargs)
     path = getattr(layer, _PATH, None)
     if path is None:
         return original(layer, *args, **kwargs)
-    with on_path(joined_path(context, path)):
+    with enter_path(join_path(context, path)):
         return original(layer, *args, **kwargs)
 
 
-def named(original: Callable[..., Any], scope: Any) -> Any:
+def enter_name_scope(original: Callable[..., Any], scope: Any) -> Any:
     """Replaces entering a name scope of Keras 3: operations are called by the layer's path, as variables are.
 
     TensorFlow would number a scope that is entered again, and Keras enters most of them twice; ``wh.annotate`` could
     not tell the second scope of `dense` from a layer `dense_1`.
     """
-    if capturing.get() and _running().annotations:
+    if capturing.get() and _find_running().annotations:
         from keras.src.backend.common.name_scope import current_path
 
         scope._tf_name_scope = tf.name_scope("/".join(filter(None, (current_path(), scope.name))) + "/")
@@ -51,7 +51,7 @@ def _remember(layer: Any, context: Context) -> None:
         object.__setattr__(layer, _PATH, context.scopes[-1])
 
 
-def _running() -> Context:
-    context = running()
+def _find_running() -> Context:
+    context = find_running()
     assert context is not None
     return context

@@ -12,11 +12,11 @@ import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec as _IteratorSpec
 from tensorflow.python.framework import random_seed
 
-from whale.capture.signature import distinct_names, named_leaves
+from whale.capture.signature import list_named_leaves, make_distinct_names
 from whale.errors import ProgramError
 from whale.runtime.function import Function
 from whale.runtime.input.traces import Relaxed
-from whale.runtime.run.context import Context, running
+from whale.runtime.run.context import Context, find_running
 
 # Whether the step that is traced would not know the rows of its batch in plain Keras. Losses of single outputs are then
 # averaged over batches there, and not over rows.
@@ -77,7 +77,7 @@ class BatchStep:
             rows_vary = self._rows_vary.setdefault(trace, rows_vary)
         kind = (rows_vary, present, trace)
         for structure, other, made in self._made:
-            if other == kind and _same_structure(structure, batch):
+            if other == kind and _has_same_structure(structure, batch):
                 return made(*tensors)
         structure = tf.nest.pack_sequence_as(batch, present)
         self._made.append((structure, kind, self._make(structure, rows_vary, trace, goes_on)))
@@ -87,7 +87,7 @@ class BatchStep:
         step = self._step
         before = (trace[0], trace[1] - 1) if trace is not None and goes_on else None
 
-        def on_tensors(*tensors: Any) -> Any:
+        def run_on_tensors(*tensors: Any) -> Any:
             rest = iter(tensors)
             batch = tf.nest.map_structure(lambda present: next(rest) if present else None, structure)
             token, graph = rows_unknown.set(rows_vary), tf.compat.v1.get_default_graph()
@@ -101,17 +101,17 @@ class BatchStep:
                 if trace is not None:
                     self._seeds[trace] = _SEEDS_OF_GRAPHS.get(graph, 0)
 
-        on_tensors.__name__ = self._name
-        named = on_tensors if self._autograph else tf.autograph.experimental.do_not_convert(on_tensors)
+        run_on_tensors.__name__ = self._name
+        named = run_on_tensors if self._autograph else tf.autograph.experimental.do_not_convert(run_on_tensors)
         kind = inspect.Parameter.POSITIONAL_ONLY
-        names = distinct_names([name for name, present in named_parts(structure) if present])
+        names = make_distinct_names([name for name, present in list_named_parts(structure) if present])
         signed: Any = named
         signed.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
         made = tf.function(named, jit_compile=True, autograph=self._autograph) if self._jit else named
         return Function(made, one_trace=True)
 
 
-def _same_structure(one: Any, other: Any) -> bool:
+def _has_same_structure(one: Any, other: Any) -> bool:
     try:
         tf.nest.assert_same_structure(one, other)
     except (TypeError, ValueError):
@@ -119,13 +119,13 @@ def _same_structure(one: Any, other: Any) -> bool:
     return True
 
 
-def named_parts(structure: Any) -> list[tuple[str, Any]]:
+def list_named_parts(structure: Any) -> list[tuple[str, Any]]:
     """(name, leaf) in the order of tf.nest.flatten: x, y and sample_weight, with keys and positions behind."""
     parts = structure if isinstance(structure, tuple) and len(structure) <= len(_PARTS) else (structure,)
-    return [leaf for name, part in zip(_PARTS, parts) for leaf in named_leaves(name, part)]
+    return [leaf for name, part in zip(_PARTS, parts) for leaf in list_named_leaves(name, part)]
 
 
-def takes_over(model: Any, name: str, made_now: Any, force: bool) -> Context | None:
+def find_new_run(model: Any, name: str, made_now: Any, force: bool) -> Context | None:
     """The run for which the function ``name`` of a model is to be made; None: the one that it has is right.
 
     Args:
@@ -134,9 +134,9 @@ def takes_over(model: Any, name: str, made_now: Any, force: bool) -> Context | N
     Raises:
       ProgramError: the model asks for something that has no distributed form.
     """
-    context = running()
+    context = find_running()
     assert context is not None
-    if made_now is not None and not force and not _of_keras(made_now):
+    if made_now is not None and not force and not _is_made_by_keras(made_now):
         made_for = getattr(made_now, "_whale_run", None)  # one that the user made serves every run
         if made_for is None or made_for() is context:
             return None
@@ -160,7 +160,7 @@ def takes_over(model: Any, name: str, made_now: Any, force: bool) -> Context | N
     return context
 
 
-def made_for(function: Any, context: Context) -> Any:
+def mark_for_run(function: Any, context: Context) -> Any:
     """``function``, marked as one that takes its steps over the ranks of this run."""
     function._whale_run = weakref.ref(context)
     return function
@@ -172,7 +172,7 @@ def forget_ended(model: Any, name: str) -> None:
         setattr(model, name, None)
 
 
-def _of_keras(made: Any) -> bool:
+def _is_made_by_keras(made: Any) -> bool:
     """Whether Keras made a function, before the run began, or in ``wh.function`` around it."""
     python = getattr(made, "_python_function", getattr(made, "python_function", made))
     return str(getattr(python, "__module__", "")).startswith(("keras.", "tf_keras."))

@@ -3,9 +3,9 @@
 The layer enters ``wh.split`` itself where a run has begun. Bags are dense inside: [batch, k] ids of which some are
 absent (negative), so that shapes are known, and what is divided is what any lookup's rows are.
 
-``Embedding``: the layer. ``_Bags``: ids and weights, dense. ``_combined``: rows of bags to a row for each bag.
-``_first_rows``: what rows of new ids begin with. Which slot an id has is in ``whale.frontends.layers.vocabulary``, rows
-that lie on every rank are in ``whale.frontends.layers.hot``.
+``Embedding``: the layer. ``_Bags``: ids and weights, dense. ``_combine``: rows of bags to a row for each bag.
+``_find_row_range``: what rows of new ids begin with. Which slot an id has is in ``whale.frontends.layers.vocabulary``,
+rows that lie on every rank are in ``whale.frontends.layers.hot``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from whale.annotations import replica, split
 from whale.errors import ProgramError
-from whale.frontends.layers.hot import checked, found, like
-from whale.frontends.layers.vocabulary import ABSENT, EVICTS, Vocabulary, drawn, tensor_of, write
-from whale.runtime.run.context import running
+from whale.frontends.layers.hot import check_hot, look_up, make_like
+from whale.frontends.layers.vocabulary import ABSENT, EVICTS, Vocabulary, draw_rows, find_tensor, write
+from whale.runtime.run.context import find_running
 from whale.runtime.variables.in_files import keep_in_files
 
 _ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict folder hot"
@@ -98,9 +98,9 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         self.max_ids, self.sharded, self.grows, self.evict, self.folder = max_ids, sharded, dynamic, evict, folder
         _check(hot is None or sharded in (None, "rows"), f"hot={hot!r:.80}, sharded={sharded!r}", "rows or None")
         _check(hot is None or not dynamic, f"hot={hot!r:.80}, dynamic=True", "one of them")
-        self.hot = checked(hot, input_dim)
+        self.hot = check_hot(hot, input_dim)
         self.embeddings_initializer = tf.keras.initializers.get(embeddings_initializer)
-        self._starts = _first_rows(self.embeddings_initializer) if dynamic else None
+        self._starts = _find_row_range(self.embeddings_initializer) if dynamic else None
         self.vocabulary: Vocabulary | None = None
 
     def build(self, inputs_shape: Any = None, weights_shape: Any = None) -> None:
@@ -109,7 +109,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         if self.grows:
             self.vocabulary = Vocabulary(self._add_slots, self.input_dim, self.evict)
             rows = self.vocabulary.slots + 1
-        with self._table_scope():  # a run then makes the parts only
+        with self._enter_table_scope():  # a run then makes the parts only
             self.embeddings = self.add_weight(
                 name="embeddings",
                 shape=(rows, self.output_dim),
@@ -122,13 +122,13 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
             self.hot_rows = self.add_weight(
                 name="hot_rows",
                 shape=(len(ids), self.output_dim),
-                initializer=like(self.embeddings_initializer),
+                initializer=make_like(self.embeddings_initializer),
                 **NEVER_ROUNDED,
             )
         if self.folder is not None:
-            keep_in_files(tensor_of(self.embeddings), self.folder)
+            keep_in_files(find_tensor(self.embeddings), self.folder)
         if self.vocabulary is not None:
-            tensor_of(self.embeddings)._whale_fresh = self.vocabulary.fresh  # for lazy optimizers
+            find_tensor(self.embeddings)._whale_fresh = self.vocabulary.fresh  # for lazy optimizers
         self.built = True
 
     def _add_slots(self, name: str, shape: tuple[int, ...], dtype: str, first: int) -> Any:
@@ -137,16 +137,16 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         return variable
 
     def _add_state(self, name: str, shape: tuple[int, ...], dtype: str, first: Any) -> Any:
-        def initial(shape: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
+        def make_initial(shape: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
             return tf.broadcast_to(tf.constant(first, dtype), shape)
 
-        return self.add_weight(name=name, shape=shape, dtype=dtype, initializer=initial, trainable=False)
+        return self.add_weight(name=name, shape=shape, dtype=dtype, initializer=make_initial, trainable=False)
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> tf.Tensor:
         """Returns a row for each id, or for each bag."""
         _check(weights is None or self.combiner is not None, "weights", "a combiner, where there are weights")
-        with _scope(replica):
-            bags = self._bags(inputs, weights)
+        with _enter_scope(replica):
+            bags = self._read_bags(inputs, weights)
             ids = bags.ids
             if self.combiner is not None:
                 # An absent id is replaced by a present one, so that no other row is touched.
@@ -154,42 +154,46 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
                 ids = tf.where(bags.present, ids, some if self.grows else tf.maximum(some, 0))
             shape, flat = tf.shape(ids), tf.reshape(ids, [-1])
             if self.vocabulary is not None:
-                flat = self._slots(self.vocabulary, flat, tf.reshape(bags.present, [-1]), bool(training))
+                flat = self._find_slots(self.vocabulary, flat, tf.reshape(bags.present, [-1]), bool(training))
             if self.hot is not None:
-                of_hot, is_hot, flat = found(tensor_of(self.hot_ids), tensor_of(self.hot_rows), flat)
-        with self._table_scope():
-            rows = tf.gather(tensor_of(self.embeddings), flat)
+                of_hot, is_hot, flat = look_up(find_tensor(self.hot_ids), find_tensor(self.hot_rows), flat)
+        with self._enter_table_scope():
+            rows = tf.gather(find_tensor(self.embeddings), flat)
             if self.hot is not None:
                 rows = tf.where(is_hot[:, None], of_hot, rows)
             rows = tf.cast(tf.reshape(rows, tf.concat([shape, [self.output_dim]], 0)), self.compute_dtype)
             if self.combiner is not None:
-                rows = _combined(rows, bags, self.combiner)
-        with _scope(replica):
+                rows = _combine(rows, bags, self.combiner)
+        with _enter_scope(replica):
             return tf.identity(rows)
 
-    def _slots(self, vocabulary: Vocabulary, ids: tf.Tensor, present: tf.Tensor, training: bool) -> tf.Tensor:
+    def _find_slots(self, vocabulary: Vocabulary, ids: tf.Tensor, present: tf.Tensor, training: bool) -> tf.Tensor:
         if not training:
-            return vocabulary.found(ids)
-        placed = vocabulary.placed(ids, present)
+            return vocabulary.find_slots(ids)
+        placed = vocabulary.place_ids(ids, present)
         low, high = self._starts or (0.0, 0.0)
-        with self._table_scope():  # where optimizers read what is new
+        with self._enter_table_scope():  # where optimizers read what is new
             write(vocabulary.fresh, placed.new, tf.ones_like(placed.new, tf.int32))
-            write(self.embeddings, placed.new, drawn(placed.new_ids, self.output_dim, low, high, self.embeddings.dtype))
+            write(
+                self.embeddings,
+                placed.new,
+                draw_rows(placed.new_ids, self.output_dim, low, high, self.embeddings.dtype),
+            )
         return placed.slots
 
-    def _bags(self, inputs: Any, weights: Any) -> _Bags:
+    def _read_bags(self, inputs: Any, weights: Any) -> _Bags:
         alike = weights is None or _is_composite(weights) == _is_composite(inputs)
         _check(alike, "weights of another form than the ids", "both dense, ragged, or sparse")
-        ids = self._dense(inputs, "" if inputs.dtype == tf.string else ABSENT)
+        ids = self._make_dense(inputs, "" if inputs.dtype == tf.string else ABSENT)
         if self.grows and ids.dtype == tf.string:
             ids = tf.where(ids == "", tf.constant(ABSENT, tf.int64), tf.strings.to_hash_bucket_fast(ids, _HASHES))
         if self.grows or ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int64)
         if weights is not None:
-            weights = tf.cast(self._dense(weights, 0), self.compute_dtype)
+            weights = tf.cast(self._make_dense(weights, 0), self.compute_dtype)
         return _Bags(ids, ids != ABSENT if self.grows else ids >= 0, weights)
 
-    def _dense(self, value: Any, absent: int | str) -> tf.Tensor:
+    def _make_dense(self, value: Any, absent: int | str) -> tf.Tensor:
         if isinstance(value, tf.RaggedTensor):
             given = f"ragged inputs {value.shape}, max_ids={self.max_ids}"
             _check(self.max_ids is not None and value.shape.rank == 2, given, "[batch, ragged] and max_ids")
@@ -201,11 +205,11 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
             return tf.sparse.to_dense(value, tf.constant(absent, value.dtype))
         return tf.convert_to_tensor(value)
 
-    def _table_scope(self) -> AbstractContextManager[Any]:
+    def _enter_table_scope(self) -> AbstractContextManager[Any]:
         if self.sharded == "whole":
-            return _scope(replica)
+            return _enter_scope(replica)
         sharded = "rows" if self.hot is not None else self.sharded
-        return split(dim=_SHARDED[sharded]) if running() is not None else nullcontext()
+        return split(dim=_SHARDED[sharded]) if find_running() is not None else nullcontext()
 
     def compute_output_shape(self, inputs_shape: Any, weights_shape: Any = None) -> Any:
         """Returns the shape of the ids (of bags, without their last dimension) with ``output_dim`` as one size more."""
@@ -220,7 +224,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         return {**super().get_config(), **mine, "embeddings_initializer": start, "dynamic": self.grows}
 
 
-def _combined(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
+def _combine(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
     """Combines rows of bags [..., k, width] to [..., width]."""
     present = tf.cast(bags.present, rows.dtype)
     weights = present if bags.weights is None else present * bags.weights
@@ -231,7 +235,7 @@ def _combined(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
     return tf.math.divide_no_nan(found, over[..., None])
 
 
-def _first_rows(initializer: Any) -> tuple[float, float]:
+def _find_row_range(initializer: Any) -> tuple[float, float]:
     """Returns the lowest and the highest value with which rows of new ids begin."""
     found = initializer.get_config()
     if {"minval", "maxval"} <= set(found):
@@ -244,8 +248,8 @@ def _is_composite(value: Any) -> bool:
     return isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
 
 
-def _scope(kind: Any) -> AbstractContextManager[Any]:
-    return kind() if running() is not None else nullcontext()
+def _enter_scope(kind: Any) -> AbstractContextManager[Any]:
+    return kind() if find_running() is not None else nullcontext()
 
 
 def _check(good: bool, given: str, expected: str) -> None:

@@ -4,7 +4,7 @@ By rows, the owner of such a row sends it to every rank, and adds up what comes 
 pattern the ranks that have the hot rows send most of what is sent. Where these lie on every rank, their gradients are
 all-reduced, which costs all ranks the same.
 
-``found`` looks ids up among them. ``hot_ids`` finds, from a sample of batches, the rows of a table for which it pays.
+``look_up`` looks ids up among them. ``hot_ids`` finds, from a sample of batches, the rows of a table for which it pays.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> 
     return [i for i, times in by_use if times > 2 * seen] if count is None else [i for i, _ in by_use[:count]]
 
 
-def found(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def look_up(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Looks ids [n] up among the hot ones.
 
     Args:
@@ -76,7 +76,7 @@ def found(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[
     return tf.gather(rows, tf.where(hot, place, 0)), hot, tf.where(hot, known[0], ids)
 
 
-def like(initializer: Any) -> Any:
+def make_like(initializer: Any) -> Any:
     """Returns an initializer of the same kind that draws other numbers: hot rows do not begin as other ids' rows do."""
     if not hasattr(initializer, "get_config"):
         return initializer
@@ -86,7 +86,7 @@ def like(initializer: Any) -> Any:
     return type(initializer).from_config(config)
 
 
-def checked(hot: Any, rows: int) -> list[int] | None:
+def check_hot(hot: Any, rows: int) -> list[int] | None:
     """Checks a layer's argument ``hot`` (ids of a table of so many rows, or how many of the first) and returns the ids.
 
     Raises:

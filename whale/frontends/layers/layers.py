@@ -15,8 +15,8 @@ from whale.errors import ProgramError
 from whale.frontends.layers.embedding import NEVER_ROUNDED
 from whale.frontends.layers.embedding import Embedding as Embedding
 from whale.frontends.layers.hot import hot_ids as hot_ids
-from whale.runtime.run.context import running
-from whale.runtime.run.scopes import marked
+from whale.runtime.run.context import find_running
+from whale.runtime.run.scopes import enter_mark
 
 _Dispatch = tuple[tf.Tensor, tf.Tensor | None, Callable[[tf.Tensor], tf.Tensor]]
 _CHOICES = ("tokens", "experts")
@@ -94,23 +94,23 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
 
     def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
         """Returns what the experts make of the inputs, weighed by the router."""
-        with _scope(replica):
-            x = self._in_groups(inputs)
+        with _enter_scope(replica):
+            x = self._group_tokens(inputs)
             # Rounded to 16 bits, logits would choose other experts, and a sum of ones would end at 256.
             wide = x.dtype if x.dtype.size > 2 else tf.float32
-            with _scope(partial(marked, WIDE)):
+            with _enter_scope(partial(enter_mark, WIDE)):
                 logits = tf.einsum("gtd,de->gte", tf.cast(x, wide), tf.cast(tf.convert_to_tensor(self.router), wide))
             if self.noise and training:
                 logits += self.noise * tf.random.normal(tf.shape(logits), dtype=logits.dtype)
             chances = tf.nn.softmax(logits)
             if self.capacity_factor is None:
-                slots, weights, combine = self._dropless(x, chances)
+                slots, weights, combine = self._dispatch_dropless(x, chances)
             else:
                 each = x.shape[1]
                 capacity = min(each, int(-(-self.capacity_factor * each * self.top_k // self.experts)))
-                dispatch = self._by_experts if self.choose == "experts" else self._by_tokens
+                dispatch = self._dispatch_by_experts if self.choose == "experts" else self._dispatch_by_tokens
                 slots, weights, combine = dispatch(x, chances, capacity)
-        with _scope(split):
+        with _enter_scope(split):
             g = "g" if slots.shape.rank == 4 else ""
             inner = tf.einsum(f"{g}ecd,edh->{g}ech", slots, tf.convert_to_tensor(self.into))
             inner = self.activation(inner + tf.convert_to_tensor(self.into_bias))
@@ -118,7 +118,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
             applied = applied + tf.convert_to_tensor(self.out_bias)
             if weights is not None:  # weighed where they are: else both would travel
                 applied = weights[..., None] * applied
-        with _scope(replica):
+        with _enter_scope(replica):
             y = combine(applied)
             if self.shared:
                 y += self.activation(x @ tf.convert_to_tensor(self.shared_into)) @ tf.convert_to_tensor(self.shared_out)
@@ -126,7 +126,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
                 self.add_loss(self.z_weight * tf.reduce_mean(tf.reduce_logsumexp(logits, -1) ** 2))
             return tf.reshape(y, tf.shape(inputs))
 
-    def _in_groups(self, inputs: tf.Tensor) -> tf.Tensor:
+    def _group_tokens(self, inputs: tf.Tensor) -> tf.Tensor:
         if inputs.shape.rank == 3 and self.groups is None:
             return tf.convert_to_tensor(inputs)
         tokens, groups = inputs.shape[0], self.groups or 1
@@ -137,7 +137,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         )
         return tf.reshape(inputs, [groups, tokens // groups, inputs.shape[-1]])
 
-    def _by_tokens(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
+    def _dispatch_by_tokens(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
         """Returns slots [group, expert, slot, width], their weights, and a function from expert outputs to tokens."""
         shape = tf.shape(x)
         gates, chosen = tf.math.top_k(chances, self.top_k)
@@ -160,8 +160,10 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         weights = tf.cast(gates * kept, x.dtype)[..., None]
         return slots, None, lambda y: tf.reduce_sum(weights * tf.gather_nd(y, index), 2)
 
-    def _dropless(self, x: tf.Tensor, chances: tf.Tensor) -> _Dispatch:
-        """Dispatches as ``_by_tokens``, with all tokens as one group and as many slots as the fullest expert needs."""
+    def _dispatch_dropless(self, x: tf.Tensor, chances: tf.Tensor) -> _Dispatch:
+        """Dispatches as ``_dispatch_by_tokens``, with all tokens as one group and as many slots as the fullest expert
+        needs.
+        """
         tokens = tf.reshape(x, [-1, x.shape[-1]])
         gates, chosen = tf.math.top_k(tf.reshape(chances, [-1, self.experts]), self.top_k)
         if self.top_k > 1:
@@ -178,8 +180,8 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         weights = tf.cast(gates, x.dtype)[..., None]
         return slots, None, lambda y: tf.reshape(tf.reduce_sum(weights * tf.gather_nd(y, index), 1), tf.shape(x))
 
-    def _by_experts(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
-        """Dispatches by the choice of experts; returns what ``_by_tokens`` does.
+    def _dispatch_by_experts(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
+        """Dispatches by the choice of experts; returns what ``_dispatch_by_tokens`` does.
 
         Zhou et al., "Mixture-of-experts with expert choice routing", 2022.
         """
@@ -216,8 +218,8 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         return {**super().get_config(), **mine, "activation": tf.keras.activations.serialize(self.activation)}
 
 
-def _scope(kind: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    return kind() if running() is not None else nullcontext()
+def _enter_scope(kind: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    return kind() if find_running() is not None else nullcontext()
 
 
 def _check(good: bool, given: str, expected: str) -> None:

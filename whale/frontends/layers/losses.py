@@ -27,7 +27,7 @@ def arcface(
       features: [rows, width]; weights: [width, classes]; both are normalised here.
       labels: [rows], numbers of classes.
     """
-    return _with_margin(features, weights, labels, _angular(margin), scale, label_smoothing)
+    return _compute_margin_loss(features, weights, labels, _make_angular_margin(margin), scale, label_smoothing)
 
 
 def cosface(
@@ -35,7 +35,7 @@ def cosface(
     margin: float = 0.35, scale: float = 64.0, label_smoothing: float = 0.0,
 ) -> tf.Tensor:  # fmt: skip
     """Returns the additive cosine margin loss of each row (Wang et al., "CosFace", 2018), arguments as ``arcface``."""
-    return _with_margin(features, weights, labels, lambda near: near - margin, scale, label_smoothing)
+    return _compute_margin_loss(features, weights, labels, lambda near: near - margin, scale, label_smoothing)
 
 
 def curricularface(
@@ -48,10 +48,10 @@ def curricularface(
       average: a scalar variable that begins with 0, not trainable: the moving average of how near rows are to their
         classes, which this function updates.
     """
-    near = _cosine(features, weights)
-    at = _places(labels)
+    near = _compute_cosine(features, weights)
+    at = _find_places(labels)
     own = tf.gather_nd(near, at)
-    target = _angular(margin)(own)
+    target = _make_angular_margin(margin)(own)
     average.assign(momentum * average + (1 - momentum) * tf.reduce_mean(tf.stop_gradient(own)))
     hard = near > tf.stop_gradient(target)[:, None]
     logits = tf.where(hard, near * (tf.stop_gradient(tf.identity(average)) + near), near)
@@ -100,7 +100,7 @@ def partial_fc(
     some = tf.nn.l2_normalize(tf.gather(table, chosen, batch_dims=1), -1)
     near = tf.einsum("rw,bcw->rbc", tf.nn.l2_normalize(features, -1), some)
     own = tf.equal(numbers[None], tf.cast(labels, tf.int32)[:, None, None])
-    logits = scale * tf.where(own, _angular(margin)(near), near)
+    logits = scale * tf.where(own, _make_angular_margin(margin)(near), near)
     target = tf.reduce_sum(tf.where(own, logits, tf.zeros([], logits.dtype)), [1, 2])
     return tf.reduce_logsumexp(logits, [1, 2]) - target
 
@@ -111,16 +111,16 @@ def top_k_accuracy(logits: tf.Tensor, labels: tf.Tensor, k: int = 5) -> tf.Tenso
     Args:
       logits: [rows, classes]; labels: [rows].
     """
-    own = tf.gather_nd(logits, _places(labels))
+    own = tf.gather_nd(logits, _find_places(labels))
     above = tf.reduce_sum(tf.cast(logits > own[:, None], tf.int32), -1)
     return tf.cast(above < k, logits.dtype)
 
 
-def _with_margin(
+def _compute_margin_loss(
     features: tf.Tensor, weights: Any, labels: tf.Tensor, margin: Margin, scale: float, label_smoothing: float
 ) -> tf.Tensor:
-    near = _cosine(features, weights)
-    at = _places(labels)
+    near = _compute_cosine(features, weights)
+    at = _find_places(labels)
     target = margin(tf.gather_nd(near, at))
     logits = scale * tf.tensor_scatter_nd_update(near, at, target)
     loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
@@ -129,34 +129,34 @@ def _with_margin(
     return loss
 
 
-def _cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
+def _compute_cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
     """Returns the cosines of rows and classes. Norms divide the product: normalised weights would be as large again."""
     table = tf.convert_to_tensor(weights)
-    norm = tf.maximum(_squares(table), 1e-12)
+    norm = tf.maximum(_sum_squares(table), 1e-12)
     return tf.nn.l2_normalize(features, -1) @ table * tf.math.rsqrt(norm)
 
 
 @tf.custom_gradient
-def _squares(table: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+def _sum_squares(table: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """Returns the sum of squares of each column; its gradient makes one tensor of the table's size, not three."""
     return tf.reduce_sum(tf.square(table), 0), lambda slope: 2.0 * slope * table
 
 
-def _places(labels: tf.Tensor) -> tf.Tensor:
+def _find_places(labels: tf.Tensor) -> tf.Tensor:
     """Returns where the labels' logits are: [rows, 2]."""
     labels = tf.cast(labels, tf.int32)
     return tf.stack([tf.range(tf.shape(labels)[0]), labels], -1)
 
 
-def _angular(margin: float) -> Margin:
+def _make_angular_margin(margin: float) -> Margin:
     """Returns a function of cosines: cos(angle + margin), continued in a straight line where that would rise again."""
     cosine, sine, turn = math.cos(margin), math.sin(margin), math.cos(math.pi - margin)
 
-    def moved(near: tf.Tensor) -> tf.Tensor:
+    def move_angle(near: tf.Tensor) -> tf.Tensor:
         across = tf.sqrt(tf.maximum(1.0 - near**2, tf.keras.backend.epsilon()))
         return tf.where(near > turn, near * cosine - across * sine, near - margin * sine)
 
-    return moved
+    return move_angle
 
 
 def _check(good: bool, given: str, expected: str) -> None:

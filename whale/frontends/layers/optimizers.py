@@ -14,15 +14,15 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.layers.vocabulary import tensor_of, write
-from whale.runtime.variables.in_files import folder_of, keep_in_files
+from whale.frontends.layers.vocabulary import find_tensor, write
+from whale.runtime.variables.in_files import find_folder, keep_in_files
 
 
 class _Rows:
     """Some rows of a variable, with the interface by which a Keras optimizer reads and assigns a variable."""
 
     def __init__(self, variable: Any, ids: tf.Tensor) -> None:
-        self.variable = tensor_of(variable)
+        self.variable = find_tensor(variable)
         self.ids = ids
         self.read = self.now = tf.gather(self.variable, ids)
         self.dtype = variable.dtype
@@ -43,7 +43,7 @@ class _Rows:
             write(self.variable, self.ids, self.now)
 
 
-class _OnRows:
+class _RowOptimizer:
     """An optimizer as its own ``update_step`` sees it, with a variable and its state replaced by some of their rows.
 
     State has the variable's shape, or its number of rows; what has neither is the optimizer's own. Of a dynamic table
@@ -58,22 +58,22 @@ class _OnRows:
         self._of, self._index, self._ids = optimizer, index, ids
         self._shape = tuple(variable.shape)
         self._seen: dict[int, _Rows] = {}
-        self._fresh = _fresh_of(variable)
+        self._fresh = _find_fresh(variable)
         if self._fresh is not None:
-            self._is_fresh = tf.gather(tensor_of(self._fresh), ids) > 0
+            self._is_fresh = tf.gather(find_tensor(self._fresh), ids) > 0
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._of, name)
         if isinstance(value, list) and len(value) > self._index and self._has_rows(value[self._index]):
             state = value[self._index]
             seen = id(state) in self._seen
-            rows = self.rows_of(state)
+            rows = self.find_rows(state)
             if self._fresh is not None and not seen:
                 rows.begin_anew(self._is_fresh, self._firsts[name])
             return {self._index: rows}
         return value
 
-    def rows_of(self, variable: Any) -> _Rows:
+    def find_rows(self, variable: Any) -> _Rows:
         """Returns the rows of a variable, read once."""
         if id(variable) not in self._seen:
             self._seen[id(variable)] = _Rows(variable, self._ids)
@@ -115,19 +115,21 @@ class _OnRows:
             write(self._fresh, self._ids, tf.zeros_like(self._ids, tf.int32))
 
 
-def _fresh_of(variable: Any) -> Any:
+def _find_fresh(variable: Any) -> Any:
     """Returns which slots of a dynamic table have a new id since they were last trained; None: it is not dynamic."""
-    return getattr(tensor_of(variable), "_whale_fresh", None)
+    return getattr(find_tensor(variable), "_whale_fresh", None)
 
 
-def _first_state(optimizer: Any) -> dict[str, float]:
+def _find_first_state(optimizer: Any) -> dict[str, float]:
     """Returns the first value of each kind of an optimizer's state, from an equal optimizer that has taken no step."""
     with tf.init_scope():
         like = type(optimizer).from_config(optimizer.get_config())
         type(optimizer).build(like, [tf.Variable([[0.0]])])
         made = {name: state for name, state in vars(like).items() if isinstance(state, list) and len(state) == 1}
         return {
-            name: float(tf.reduce_sum(tensor_of(state))) for name, (state,) in made.items() if hasattr(state, "assign")
+            name: float(tf.reduce_sum(find_tensor(state)))
+            for name, (state,) in made.items()
+            if hasattr(state, "assign")
         }
 
 
@@ -164,16 +166,16 @@ def lazy(optimizer: Any) -> Any:
     whole, build = optimizer.update_step, optimizer.build
     firsts: dict[str, float] = {}
 
-    def built(variables: Sequence[Any]) -> None:
+    def build_rows(variables: Sequence[Any]) -> None:
         build(variables)
         for i, variable in enumerate(variables):
-            folder = folder_of(tensor_of(variable))
+            folder = find_folder(find_tensor(variable))
             for states in vars(optimizer).values() if folder else ():
                 if isinstance(states, list) and len(states) > i and states is not optimizer._trainable_variables:
                     if getattr(states[i], "shape", None) == variable.shape and hasattr(states[i], "assign"):
-                        keep_in_files(tensor_of(states[i]), folder)
-        if not firsts and any(_fresh_of(v) is not None for v in variables):
-            firsts.update(_first_state(optimizer))
+                        keep_in_files(find_tensor(states[i]), folder)
+        if not firsts and any(_find_fresh(v) is not None for v in variables):
+            firsts.update(_find_first_state(optimizer))
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         if not isinstance(gradient, tf.IndexedSlices):
@@ -182,13 +184,13 @@ def lazy(optimizer: Any) -> Any:
         ids, back = tf.unique(tf.reshape(gradient.indices, [-1]))
         values = tf.reshape(gradient.values, [-1, *variable.shape[1:]])
         sums = tf.math.unsorted_segment_sum(values, back, tf.size(ids))
-        on_rows = _OnRows(optimizer, optimizer._get_variable_index(variable), variable, ids, firsts)
-        type(optimizer).update_step(on_rows, sums, on_rows.rows_of(variable), learning_rate)
+        on_rows = _RowOptimizer(optimizer, optimizer._get_variable_index(variable), variable, ids, firsts)
+        type(optimizer).update_step(on_rows, sums, on_rows.find_rows(variable), learning_rate)
         on_rows.write()
 
-    optimizer.update_step, optimizer.build = update_step, built
+    optimizer.update_step, optimizer.build = update_step, build_rows
     if optimizer.built:
-        built(optimizer._trainable_variables)
+        build_rows(optimizer._trainable_variables)
     return optimizer
 
 

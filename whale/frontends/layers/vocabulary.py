@@ -5,8 +5,8 @@ one of its slots. So what a step does is a few gathers and scatters of plain var
 follows from the whole batch: any number of ranks come to the same slots. Behind the last bucket is one slot more, for
 ids that have none.
 
-``Vocabulary``: ids, what they were used, and the slots whose rows are new. ``hashed``: an id's bits, mixed. ``drawn``:
-first rows that follow from the ids.
+``Vocabulary``: ids, what they were used, and the slots whose rows are new. ``hash_ids``: an id's bits, mixed.
+``draw_rows``: first rows that follow from the ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAST = np.iinfo(np.int64).max
 EVICTS = ("lru", "lfu")
 
 
-class Placed(NamedTuple):
+class PlacedIds(NamedTuple):
     """The slots of a batch's ids.
 
     Attributes:
@@ -55,13 +55,13 @@ class Vocabulary:
         self.fresh = add("fresh", (self.slots + 1,), "int32", 0)
         self.clock = add("clock", (), "int64", 0)
 
-    def found(self, ids: tf.Tensor) -> tf.Tensor:
+    def find_slots(self, ids: tf.Tensor) -> tf.Tensor:
         """Returns the slots of ids [n], int64; for those that have none, the last one. Changes nothing."""
-        at = self._bucket(ids)
-        hit = self._hits(ids, at)
-        return self._chosen(tf.reduce_any(hit, 1), at, tf.argmax(hit, 1))
+        at = self._find_bucket(ids)
+        hit = self._find_hits(ids, at)
+        return self._choose(tf.reduce_any(hit, 1), at, tf.argmax(hit, 1))
 
-    def placed(self, ids: tf.Tensor, counted: tf.Tensor) -> Placed:
+    def place_ids(self, ids: tf.Tensor, counted: tf.Tensor) -> PlacedIds:
         """Gives slots to ids [n], int64, that have none.
 
         Those in use in this batch make no room: of more new ids than others in a bucket, the last ones get none.
@@ -72,75 +72,75 @@ class Vocabulary:
         once, back = tf.unique(ids)
         many = tf.size(once)
         uses = tf.math.unsorted_segment_sum(tf.cast(counted, tf.int64), back, many)
-        at = self._bucket(once)
-        hit = self._hits(once, at)
+        at = self._find_bucket(once)
+        hit = self._find_hits(once, at)
         known = tf.reduce_any(hit, 1)
         missing = ~known & _is_id(once)
         # Other ids of the batch may be in the same bucket: find the slots these have, and the order of the new ones.
         buckets, bucket = tf.unique(at[:, 0])
         count = tf.size(buckets)
         busy = tf.gather(tf.math.unsorted_segment_max(tf.cast(hit, tf.int32), bucket, count), bucket) > 0
-        place = _places(tf.where(missing, bucket, count), count + 1)
-        used = tf.gather(tensor_of(self.used), at)
-        empty = tf.gather(tensor_of(self.ids), at) == EMPTY
+        place = _count_before(tf.where(missing, bucket, count), count + 1)
+        used = tf.gather(find_tensor(self.used), at)
+        empty = tf.gather(find_tensor(self.ids), at) == EMPTY
         worth = tf.where(busy, _LAST, tf.where(empty, tf.constant(-1, tf.int64), used))
         by_worth = tf.argsort(worth, 1, stable=True)
         given = missing & (place < self.ways - tf.reduce_sum(tf.cast(busy, tf.int32), 1))
         way = tf.gather(by_worth, tf.minimum(place, self.ways - 1)[:, None], batch_dims=1)[:, 0]
         way = tf.where(known, tf.argmax(hit, 1), tf.cast(way, tf.int64))
         has = known | given
-        slots = self._chosen(has, at, way)
+        slots = self._choose(has, at, way)
         # The last slot is of many ids, and written as it is.
         now = self.clock.assign_add(1)
-        before = tf.where(known, tf.gather(tensor_of(self.used), slots), 0)
+        before = tf.where(known, tf.gather(find_tensor(self.used), slots), 0)
         score = before + uses if self.evict == "lfu" else tf.fill([many], tf.convert_to_tensor(now))
         new, new_ids = tf.boolean_mask(slots, given), tf.boolean_mask(once, given)
         write(self.used, slots, tf.where(has, score, 0))
         write(self.ids, new, new_ids)
-        return Placed(tf.gather(slots, back), new, new_ids)
+        return PlacedIds(tf.gather(slots, back), new, new_ids)
 
-    def _bucket(self, ids: tf.Tensor) -> tf.Tensor:
+    def _find_bucket(self, ids: tf.Tensor) -> tf.Tensor:
         """Returns the slots of each id's bucket, [n, ways]."""
-        first = tf.math.floormod(hashed(ids), tf.constant(self.buckets, tf.int64)) * self.ways
+        first = tf.math.floormod(hash_ids(ids), tf.constant(self.buckets, tf.int64)) * self.ways
         return first[:, None] + tf.range(self.ways, dtype=tf.int64)
 
-    def _hits(self, ids: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-        return (tf.gather(tensor_of(self.ids), at) == ids[:, None]) & _is_id(ids)[:, None]
+    def _find_hits(self, ids: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+        return (tf.gather(find_tensor(self.ids), at) == ids[:, None]) & _is_id(ids)[:, None]
 
-    def _chosen(self, has: tf.Tensor, at: tf.Tensor, way: tf.Tensor) -> tf.Tensor:
+    def _choose(self, has: tf.Tensor, at: tf.Tensor, way: tf.Tensor) -> tf.Tensor:
         return tf.where(has, at[:, 0] + way, tf.constant(self.slots, tf.int64))
 
 
-def drawn(ids: tf.Tensor, width: int, low: float, high: float, dtype: Any) -> tf.Tensor:
+def draw_rows(ids: tf.Tensor, width: int, low: float, high: float, dtype: Any) -> tf.Tensor:
     """Draws first rows [n, width] of ids [n]: evenly from ``low`` to ``high``, the same whenever an id is admitted."""
     columns = tf.constant(np.arange(1, width + 1, dtype=np.int64))
-    bits = hashed(hashed(ids)[:, None] + columns * _signed(0x9E3779B97F4A7C15))
-    even = tf.cast(_shifted(bits, 11), tf.float64) * 2.0**-53
+    bits = hash_ids(hash_ids(ids)[:, None] + columns * _to_signed(0x9E3779B97F4A7C15))
+    even = tf.cast(_shift_right(bits, 11), tf.float64) * 2.0**-53
     return tf.cast(low + (high - low) * even, dtype)
 
 
-def hashed(ids: tf.Tensor) -> tf.Tensor:
+def hash_ids(ids: tf.Tensor) -> tf.Tensor:
     """Returns int64 hashes that depend on all bits of the ids: the last steps of splitmix64 (Steele et al., 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        ids = tf.bitwise.bitwise_xor(ids, _shifted(ids, shift)) * _signed(factor)
-    return tf.bitwise.bitwise_xor(ids, _shifted(ids, 31))
+        ids = tf.bitwise.bitwise_xor(ids, _shift_right(ids, shift)) * _to_signed(factor)
+    return tf.bitwise.bitwise_xor(ids, _shift_right(ids, 31))
 
 
-def tensor_of(variable: Any) -> Any:
+def find_tensor(variable: Any) -> Any:
     """Returns the TensorFlow variable of a Keras one, from and to which rows are read and written."""
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def write(variable: Any, slots: tf.Tensor, rows: tf.Tensor) -> None:
     """Writes rows of a variable."""
-    tensor_of(variable).scatter_update(tf.IndexedSlices(rows, slots))
+    find_tensor(variable).scatter_update(tf.IndexedSlices(rows, slots))
 
 
 def _is_id(ids: tf.Tensor) -> tf.Tensor:
     return (ids != ABSENT) & (ids != EMPTY)
 
 
-def _places(groups: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+def _count_before(groups: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
     """Counts, for each member of a group, the members of the group that come before it."""
     order = tf.argsort(groups, stable=True)
     sizes = tf.math.unsorted_segment_sum(tf.ones_like(groups), groups, count)
@@ -148,11 +148,11 @@ def _places(groups: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
     return tf.gather(places, tf.argsort(order))
 
 
-def _shifted(numbers: tf.Tensor, by: int) -> tf.Tensor:
+def _shift_right(numbers: tf.Tensor, by: int) -> tf.Tensor:
     """Shifts to the right, with zeros coming in."""
     kept = tf.constant((1 << (64 - by)) - 1, tf.int64)
     return tf.bitwise.bitwise_and(tf.bitwise.right_shift(numbers, tf.constant(by, tf.int64)), kept)
 
 
-def _signed(bits: int) -> tf.Tensor:
+def _to_signed(bits: int) -> tf.Tensor:
     return tf.constant(bits - (1 << 64) if bits >> 63 else bits, tf.int64)

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from whale.errors import CheckpointError, ProgramError
-from whale.frontends.tf1.taking import left_alone, replace_method, taken
+from whale.frontends.tf1.taking import find_spread_run, leave_alone, replace_method
 from whale.log import log
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
@@ -19,22 +19,22 @@ _CLUSTER = "TF_CONFIG"
 _STRATEGIES = ("train_distribute", "eval_distribute", "experimental_distribute")
 
 
-def change(training: ModuleType) -> None:
+def patch_estimators(training: ModuleType) -> None:
     """Patches Estimators; ``training`` is the last of their modules to be loaded."""
     estimator, exporter = training.estimator_lib, training.exporter_lib
     if hasattr(estimator, "_whale_changed"):
         return
     estimator._whale_changed = True
     replace_method(training.run_config_lib.RunConfig, "__init__", _run_config)
-    replace_method(estimator, "maybe_overwrite_model_dir_and_session_config", _configured)
-    replace_method(estimator.Estimator, "_export_all_saved_models", _by_first_rank)
+    replace_method(estimator, "maybe_overwrite_model_dir_and_session_config", _configure)
+    replace_method(estimator.Estimator, "_export_all_saved_models", _export_on_first_rank)
     for kind in (exporter.BestExporter, exporter.FinalExporter, exporter.LatestExporter):
-        replace_method(kind, "export", _by_first_rank)
+        replace_method(kind, "export", _export_on_first_rank)
 
 
 def _run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Replaces RunConfig's constructor: the ranks appear as one machine."""
-    context = taken()
+    context = find_spread_run()
     if context is None:
         original(config, *args, **kwargs)
         return
@@ -51,8 +51,8 @@ def _run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         log.info(f"RunConfig does without {', '.join(left_out)}: the ranks are those of the run")
 
 
-def _configured(original: Any, config: Any, model_dir: Any) -> Any:
-    context = taken()
+def _configure(original: Any, config: Any, model_dir: Any) -> Any:
+    context = find_spread_run()
     if context is not None:
         if getattr(config, "cluster_spec", None):
             raise ProgramError(
@@ -61,7 +61,7 @@ def _configured(original: Any, config: Any, model_dir: Any) -> Any:
                 expected="a RunConfig that was made after wh.init()",
                 action=f"call wh.init() first, or unset {_CLUSTER}",
             )
-        if model_dir is None and getattr(config, "model_dir", None) is None and context.between_processes:
+        if model_dir is None and getattr(config, "model_dir", None) is None and context.has_other_processes:
             mine = tempfile.mkdtemp().encode() if context.rank == 0 else None
             model_dir = _broadcast(mine, context).decode()
     return original(config, model_dir)
@@ -74,20 +74,20 @@ def _broadcast(data: bytes | None, context: Context) -> bytes:
     return said
 
 
-def _by_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _export_on_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces exports: the first rank exports a checkpoint in a session of its own, and tells the others where."""
-    context = taken()
+    context = find_spread_run()
     if context is None:
         return original(*args, **kwargs)
-    if not context.between_processes or context.rank == 0:
+    if not context.has_other_processes or context.rank == 0:
         try:
-            with left_alone():
+            with leave_alone():
                 result = original(*args, **kwargs)
         except Exception as error:
-            if context.between_processes:
+            if context.has_other_processes:
                 _broadcast(pack((None, f"{type(error).__name__}: {error}")), context)
             raise
-        if context.between_processes:
+        if context.has_other_processes:
             _broadcast(pack((result, "")), context)
         return result
     result, reason = unpack(_broadcast(None, context))

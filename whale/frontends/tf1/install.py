@@ -2,17 +2,177 @@
 
 from __future__ import annotations
 
-from tensorflow.python.client import session
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
 
-from whale.frontends.tf1 import estimators, optimizers, scaling, sessions, switches, timers, writing
-from whale.frontends.when_imported import when_imported
+import tensorflow as tf
+from tensorflow.python.client import session
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import gradients_util
+from tensorflow.python.training import basic_session_run_hooks, coordinator
+
+from whale.capture.scaling import LossScaleFeed, compute_scaled_gradients, compute_scaled_tape_gradient
+from whale.errors import ProgramError
+from whale.frontends.tf1 import estimators, optimizers, writing
+from whale.frontends.tf1.taking import find_spread_run, replace_function, replace_method
+from whale.imports import change_when_imported
+from whale.log import log
+from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
+from whale.runtime.run.context import Context
+from whale.runtime.run.loss_scale import find_loss_scale_feed
+
+_SWITCHES = {
+    "resource variables": ("enable_resource_variables", "disable_resource_variables", "resource_variables_enabled"),
+    "control flow of version 2": ("enable_control_flow_v2", "disable_control_flow_v2", "control_flow_v2_enabled"),
+}
 
 
 def install() -> None:
     """Changes TensorFlow once; where no run goes on it does what it always did. Each run turns its switches on."""
     if not hasattr(session.Session, "_whale_changed"):
         session.Session._whale_changed = True
-        for part in (sessions, timers, writing, switches, optimizers, scaling):
-            part.change()
-    when_imported(estimators.MODULES, estimators.change)
-    switches.turn_on()
+        patch_sessions()
+        patch_timers()
+        writing.patch_writers()
+        patch_switches()
+        optimizers.patch_optimizers()
+        patch_gradients()
+    change_when_imported(estimators.MODULES, estimators.patch_estimators)
+    turn_on_switches()
+
+
+# Makes ``tf.compat.v1.Session`` and its kinds Whale's while a run goes on, under all of their names.
+#
+# Not the names are replaced, but what their calls make: TensorFlow's own modules, and those that have imported the
+# classes before, get Whale's sessions too, and a session of Whale, which inherits from them, is what it says it is.
+def patch_sessions() -> None:
+    """Patches the classes to make Whale's sessions during a run."""
+    for kind in (session.Session, session.InteractiveSession):
+        kind.__new__ = staticmethod(_make_session)
+    replace_function(tf.compat.v1.train.MonitoredTrainingSession, _init_monitored)
+    replace_method(tf.compat.v1.train.Supervisor, "__init__", _init_supervisor)
+
+
+def _make_session(kind: type, *args: Any, **kwargs: Any) -> Any:
+    made = kind
+    if kind in (session.Session, session.InteractiveSession) and find_spread_run() is not None:
+        from whale.runtime.session.session import InteractiveSession, Session
+
+        made = Session if kind is session.Session else InteractiveSession
+    return object.__new__(made)
+
+
+def _init_monitored(original: Any, master: str = "", is_chief: bool = True, *args: Any, **kwargs: Any) -> Any:
+    """Makes every rank a chief, so that all have the same hooks and make the same runs."""
+    return original(master, is_chief or find_spread_run() is not None, *args, **kwargs)
+
+
+def _init_supervisor(original: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    if find_spread_run() is not None:
+        given.arguments["is_chief"] = True
+    original(*given.args, **given.kwargs)
+
+
+def patch_gradients() -> None:
+    """Patches ``tf.gradients``, and a tape's, to scale losses and unscale gradients during such a run."""
+    replace_method(tf.GradientTape, "gradient", _wrap_tape_gradient)
+    replace_method(gradients_util, "_GradientsHelper", _wrap_graph_gradients)
+
+
+def _find_scale() -> LossScaleFeed | None:
+    context = find_spread_run()
+    if context is None or context.own_programs is not None or ops.executing_eagerly_outside_functions():
+        return None  # a step that is a function has a scale of its own: see whale.capture.function
+    return find_loss_scale_feed(context)
+
+
+def _wrap_tape_gradient(original: Any, *args: Any, **named: Any) -> Any:
+    scale = _find_scale()
+    return original(*args, **named) if scale is None else compute_scaled_tape_gradient(scale, original, *args, **named)
+
+
+def _wrap_graph_gradients(original: Any, *args: Any, **named: Any) -> Any:
+    scale = _find_scale()
+    return original(*args, **named) if scale is None else compute_scaled_gradients(scale, original, *args, **named)
+
+
+def patch_switches() -> None:
+    """Patches ``disable_v2_behavior`` to leave both as they are during a run."""
+    for _, name, _ in _SWITCHES.values():
+        replace_function(getattr(tf.compat.v1, name), _keep_behavior)
+
+
+def _keep_behavior(original: Callable[[], None]) -> None:
+    if find_spread_run() is None:
+        original()
+
+
+def turn_on_switches() -> None:
+    """Turns on what is off, until the end of the run, and logs it."""
+    context = find_spread_run()
+    if context is None:
+        return
+    v1 = tf.compat.v1
+    off = {what: names for what, names in _SWITCHES.items() if not getattr(v1, names[2])()}
+    for on, back, _ in off.values():
+        getattr(v1, on)()
+        context.at_end.append(getattr(v1, back))
+    if off and context.rank == 0:
+        log.info(f"turned on {' and '.join(off)} for the graphs that are built from now on (call wh.init() before)")
+
+
+def patch_timers() -> None:
+    """Patches hooks' timers and a supervisor's threads to follow the first rank."""
+    replace_method(basic_session_run_hooks.SecondOrStepTimer, "should_trigger_for_step", _should_trigger)
+    replace_method(coordinator.LooperThread, "start", _start)
+
+
+def _should_trigger(original: Any, timer: Any, step: int) -> bool:
+    mine = bool(original(timer, step))
+    context = find_spread_run()
+    if context is None or timer._every_secs is None:  # by steps: alike on all ranks
+        return mine
+    return _follow_first_rank(mine, context)
+
+
+def _follow_first_rank(mine: bool, context: Context) -> bool:
+    if not context.has_other_processes:
+        return mine
+    key = f"whale/element/{context.elements}"
+    context.elements += 1
+    said = bytes([mine]) if context.rank == 0 else None
+    return bool(context.comms[0].broadcast_bytes(key, said, 0, TURN_TIMEOUT_S)[0])
+
+
+def _start(original: Any, thread: Any) -> None:
+    """Replaces the start of a thread that acts every few seconds: it acts between the session's runs.
+
+    Threads of several ranks would make their runs in different orders.
+    """
+    context = find_spread_run()
+    if context is None:
+        original(thread)
+        return
+    if thread._timer_interval_secs is None:
+        raise ProgramError(
+            "a thread that acts without pause cannot be spread over ranks",
+            given=f"{type(thread).__name__} without timer_interval_secs",
+            expected="seconds between its turns, or a queue runner",
+            action="give it timer_interval_secs, or act in the loop that trains",
+        )
+    due_s = time.time()
+
+    def run_turn() -> None:
+        nonlocal due_s
+        if thread._coord.should_stop():
+            context.between_runs.remove(run_turn)
+        elif _follow_first_rank(time.time() >= due_s, context):
+            due_s = time.time() + thread._timer_interval_secs
+            thread.run_loop()
+
+    thread.start_loop()
+    run_turn()
+    context.between_runs.append(run_turn)

@@ -6,8 +6,8 @@ from typing import Any
 
 from tensorflow.python.training import monitored_session
 
-from whale.frontends.tf1.taking import always
-from whale.runtime.run.context import current
+from whale.frontends.tf1.taking import force_sessions
+from whale.runtime.run.context import require_current
 
 
 def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
@@ -26,6 +26,6 @@ def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
       ClusterError: made before ``wh.init``.
       ProgramError: ``master`` names a server.
     """
-    current("MonitoredTrainingSession")
-    with always():
+    require_current("MonitoredTrainingSession")
+    with force_sessions():
         return monitored_session.MonitoredTrainingSession(*args, **kwargs)

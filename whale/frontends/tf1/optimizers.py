@@ -7,24 +7,24 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.tf1.taking import replace_method, taken
+from whale.frontends.tf1.taking import find_spread_run, replace_method
 from whale.log import log
 from whale.runtime.run.context import Context
 
 
-def change() -> None:
+def patch_optimizers() -> None:
     """Patches the optimizer to be the one that it wraps, during a run."""
     kind = tf.compat.v1.train.SyncReplicasOptimizer
     replace_method(kind, "__init__", _init)
     replace_method(kind, "apply_gradients", _apply_gradients)
-    replace_method(kind, "get_chief_queue_runner", _queue_runner)
-    replace_method(kind, "get_init_tokens_op", _tokens)
-    replace_method(kind, "make_session_run_hook", _hook)
+    replace_method(kind, "get_chief_queue_runner", _make_queue_runner)
+    replace_method(kind, "get_init_tokens_op", _make_tokens_op)
+    replace_method(kind, "make_session_run_hook", _make_hook)
 
 
 def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     original(optimizer, *args, **kwargs)
-    context = taken()
+    context = find_spread_run()
     if context is None:
         return
     waits, replicas = optimizer._replicas_to_aggregate, optimizer._total_num_replicas
@@ -57,12 +57,12 @@ def _tell(context: Context) -> None:
 def _apply_gradients(
     original: Any, optimizer: Any, grads_and_vars: Any, global_step: Any = None, name: Any = None
 ) -> Any:
-    if taken() is None:
+    if find_spread_run() is None:
         return original(optimizer, grads_and_vars, global_step, name)
     return optimizer._opt.apply_gradients(grads_and_vars, global_step, name)
 
 
-class _NothingToFill(tf.compat.v1.train.QueueRunner):  # type: ignore[misc]
+class _NoQueueRunner(tf.compat.v1.train.QueueRunner):  # type: ignore[misc]
     def __init__(self) -> None:
         pass
 
@@ -70,13 +70,13 @@ class _NothingToFill(tf.compat.v1.train.QueueRunner):  # type: ignore[misc]
         return []
 
 
-def _queue_runner(original: Any, optimizer: Any) -> Any:
-    return original(optimizer) if taken() is None else _NothingToFill()
+def _make_queue_runner(original: Any, optimizer: Any) -> Any:
+    return original(optimizer) if find_spread_run() is None else _NoQueueRunner()
 
 
-def _tokens(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(optimizer, *args, **kwargs) if taken() is None else tf.no_op("no_sync_tokens")
+def _make_tokens_op(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(optimizer, *args, **kwargs) if find_spread_run() is None else tf.no_op("no_sync_tokens")
 
 
-def _hook(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(optimizer, *args, **kwargs) if taken() is None else tf.compat.v1.train.SessionRunHook()
+def _make_hook(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(optimizer, *args, **kwargs) if find_spread_run() is None else tf.compat.v1.train.SessionRunHook()

@@ -18,21 +18,21 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ProgramError
 from whale.runtime.function import Function, function
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 from whale.runtime.variables.deferred import capturing
 
 _STEP, _MODE = "_whale_step", "_whale_mode"
 
 
-class _End(BaseException):
+class _TraceEnd(BaseException):
     """A signal that ends a trace; AutoGraph and scripts catch nothing that is no Exception."""
 
 
-class _IsStep(_End):
+class _StepFound(_TraceEnd):
     """The signal that the function calls ``strategy.run``."""
 
 
-class _TakesBatches(_End):
+class _BatchesTaken(_TraceEnd):
     """The signal that the function takes batches out of a distributed dataset."""
 
 
@@ -49,7 +49,7 @@ def install() -> None:
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tf.executing_eagerly() or capturing.get() or running() is None:
+        if not tf.executing_eagerly() or capturing.get() or find_running() is None:
             return original(self, *args, **kwargs)
         return _call(original, self, args, kwargs)
 
@@ -67,9 +67,9 @@ def _call(original: Callable[..., Any], fn: Any, args: Any, kwargs: Any) -> Any:
         token = _open.set(True)
         try:
             return original(fn, *args, **kwargs) if way == "" else getattr(fn, _STEP)(*args, **kwargs)
-        except _IsStep:
+        except _StepFound:
             mode = _become(fn, "step")
-        except _TakesBatches:
+        except _BatchesTaken:
             mode = _become(fn, "python")
         finally:
             _open.reset(token)
@@ -86,7 +86,7 @@ def _become(fn: Any, mode: str) -> str:
     return mode
 
 
-def inside_a_step() -> bool:
+def is_inside_step() -> bool:
     """Tells whether what is called now is part of a step already, or else has to become one.
 
     Ends the trace where a tf.function has to become a step first.
@@ -95,16 +95,16 @@ def inside_a_step() -> bool:
         return True
     if tf.executing_eagerly():
         return False
-    _end(_IsStep, "strategy.run()", "decorate the outer function with wh.function, and call it")
+    _end(_StepFound, "strategy.run()", "decorate the outer function with wh.function, and call it")
 
 
-def taken_from(what: str) -> None:
+def refuse_taking(what: str) -> None:
     """Refuses to take a batch out of ``what`` in a graph, which would take it once and for all."""
     if not tf.executing_eagerly():
-        _end(_TakesBatches, what, "loop over the batches in Python, and pass each to the step")
+        _end(_BatchesTaken, what, "loop over the batches in Python, and pass each to the step")
 
 
-def _end(signal: type[_End], what: str, action: str) -> NoReturn:
+def _end(signal: type[_TraceEnd], what: str, action: str) -> NoReturn:
     if _open.get():
         raise signal
     raise ProgramError(
@@ -115,13 +115,13 @@ def _end(signal: type[_End], what: str, action: str) -> NoReturn:
     )
 
 
-class Steps:
+class CompiledSteps:
     """The steps that ``strategy.run`` was given in Python, each compiled once."""
 
     def __init__(self) -> None:
         self._found: dict[Any, Function] = {}
 
-    def of(self, fn: Callable[..., Any]) -> Any:
+    def find_step(self, fn: Callable[..., Any]) -> Any:
         """Returns a function's step; a nested one, defined anew for each call, keeps its step while it means the same.
 
         Raises:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint_management
+from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.config import Config
-from whale.errors import ProgramError
+from whale.errors import CheckpointError, ProgramError
 from whale.frontends import start
-from whale.frontends.tf_distribute import checkpoints, steps, workers
-from whale.frontends.tf_distribute.datasets import DistributedDataset
-from whale.runtime.run.context import Context, current, running
-from whale.runtime.run.tf_config import check, tf_config
+from whale.frontends.tf_distribute import steps
+from whale.frontends.tf_distribute.steps import refuse_taking
+from whale.runtime.checkpoint.gathering import gather_on_first_rank
+from whale.runtime.compile.step import captures_steps
+from whale.runtime.input.data import ShardedDataset
+from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
+from whale.runtime.run.context import Context, find_running, require_current
+from whale.runtime.run.tf_config import check_tf_config, read_tf_config
 
 _REDUCTIONS = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}
 
@@ -55,10 +63,10 @@ class Strategy:
                 expected="wh.Strategy(); a process for each device",
                 action="start as many processes as there are devices: `whale run -np 4 script.py`",
             )
-        said = tf_config()
-        if running() is None:
+        said = read_tf_config()
+        if find_running() is None:
             start.init(config)
-        context = current("wh.Strategy()")
+        context = require_current("wh.Strategy()")
         if context.own_programs is not None:
             raise ProgramError(
                 "wh.Strategy() and hvd.init() mean different programs",
@@ -67,11 +75,11 @@ class Strategy:
                 action="remove one of the two",
             )
         if context.dry is None:
-            check(said, context.rank, context.size, context.place.launcher)
+            check_tf_config(said, context.rank, context.size, context.place.launcher)
         steps.install()
-        checkpoints.install()
-        self._steps = steps.Steps()
-        self.cluster_resolver = workers.Resolver(said, context.rank, context.size)
+        install()
+        self._steps = steps.CompiledSteps()
+        self.cluster_resolver = Resolver(said, context.rank, context.size)
         self.extended = Extended(self)
 
     @property
@@ -82,7 +90,7 @@ class Strategy:
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Opens the scope for models and variables, in which TensorFlow sees no strategy: all ranks run one program."""
-        _context("strategy.scope()")
+        _require_context("strategy.scope()")
         yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -96,10 +104,10 @@ class Strategy:
           ProgramError: in a graph that Whale does not see.
         """
         kwargs = kwargs or {}
-        if steps.inside_a_step():
+        if steps.is_inside_step():
             return fn(*args, **kwargs)
-        _context("strategy.run()")
-        return self._steps.of(fn)(*args, **kwargs)
+        _require_context("strategy.run()")
+        return self._steps.find_step(fn)(*args, **kwargs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Returns ``value``, which is that of all replicas already; with ``axis`` its sum or mean along it.
@@ -129,13 +137,13 @@ class Strategy:
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> DistributedDataset:
         """Returns a dataset of global batches, of which each rank reads its rows; see ``wh.shard``."""
-        return DistributedDataset(dataset, _context("strategy.experimental_distribute_dataset()"))
+        return DistributedDataset(dataset, _require_context("strategy.experimental_distribute_dataset()"))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], Any], options: Any = None
     ) -> DistributedDataset:
         """Returns what ``dataset_fn`` makes for one pipeline of one replica, of which each rank reads its rows."""
-        context = _context("strategy.distribute_datasets_from_function()")
+        context = _require_context("strategy.distribute_datasets_from_function()")
         one = tf.distribute.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)
         return DistributedDataset(dataset_fn(one), context)
 
@@ -168,7 +176,7 @@ class Extended:
     parameter_devices = worker_devices
 
     def _in_multi_worker_mode(self) -> bool:
-        return current("strategy.extended").between_processes
+        return require_current("strategy.extended").has_other_processes
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Runs a function as ``run`` does."""
@@ -202,8 +210,8 @@ class Extended:
         _refuse(f"strategy.extended.{name}")
 
 
-def _context(what: str) -> Context:
-    return current(what)
+def _require_context(what: str) -> Context:
+    return require_current(what)
 
 
 def _refuse(what: str) -> NoReturn:
@@ -214,3 +222,134 @@ def _refuse(what: str) -> NoReturn:
         "distribute_datasets_from_function, cluster_resolver, extended",
         action="write the program for one device: wh.function, wh.shard",
     )
+
+
+def install() -> None:
+    """Patches checkpoints to be written once; while no run goes on they are written as TensorFlow does."""
+    kind = tf.train.Checkpoint
+    if hasattr(kind._write, "_whale_original"):
+        return
+    original = kind._write
+
+    @functools.wraps(original)
+    def _write(self: Any, file_prefix: Any, options: Any = None) -> Any:
+        context = find_running()
+        if context is None or not context.has_other_processes or context.own_programs is not None:
+            return original(self, file_prefix, options)
+        with gather_on_first_rank(ObjectGraphView(self).breadth_first_traversal()[0], context), captures_steps():
+            return _write_once(lambda: original(self, file_prefix, options), os.fspath(file_prefix), context)
+
+    _write._whale_original = original  # type: ignore[attr-defined]
+    kind._write = _write
+    delete = checkpoint_management._delete_file_if_exists
+
+    def _delete_file_if_exists(filespec: str) -> None:
+        try:
+            delete(filespec)
+        except tf.errors.NotFoundError:  # another rank was the first to delete the same old checkpoint
+            if find_running() is None:
+                raise
+
+    checkpoint_management._delete_file_if_exists = _delete_file_if_exists
+
+
+def _write_once(write: Any, prefix: str, context: Context) -> str:
+    comm = context.comms[0]
+    purpose = f"the saving of the checkpoint {prefix} (every rank has to save it)"
+    places = [data.decode() for data in comm.allgather_bytes("whale/strategy/save", prefix.encode(), purpose=purpose)]
+    failure = ""
+    if places.index(prefix) == context.rank:  # the first rank that writes there
+        try:
+            write()
+        except (OSError, tf.errors.OpError) as error:
+            failure = f"{type(error).__name__}: {error}"
+    said = comm.allgather_bytes("whale/strategy/saved", failure.encode(), WRITE_TIMEOUT_S, purpose)
+    for rank, data in enumerate(said):
+        if data:
+            raise CheckpointError(
+                "a checkpoint cannot be written",
+                given=f"{places[rank]} on rank {rank}",
+                reason=data.decode(),
+                action="make room or correct the path; checkpoints of before are as they were",
+            )
+    return prefix
+
+
+class DistributedDataset(ShardedDataset):
+    """A dataset as ``wh.shard`` makes it, for loops as scripts for strategies write them.
+
+    Raises:
+      ProgramError: it is no tf.data.Dataset.
+    """
+
+    def __init__(self, dataset: Any, context: Context) -> None:
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ProgramError(
+                "a strategy distributes datasets of tf.data",
+                given=type(dataset).__name__,
+                expected="a tf.data.Dataset of global batches",
+                action="make one with tf.data.Dataset.from_generator or from_tensor_slices, and batch it",
+            )
+        super().__init__(dataset, context, "row")
+
+    def __iter__(self) -> Any:
+        refuse_taking("iter() of a distributed dataset")
+        return DistributedIterator(super().__iter__(), self.element_spec)
+
+
+class DistributedIterator:
+    """The batches of one pass; a tf.function that takes them itself runs in Python, and its steps as they are."""
+
+    def __init__(self, batches: Iterator[Any], element_spec: Any) -> None:
+        self._batches = batches
+        self.element_spec = element_spec
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        refuse_taking("next() of a distributed dataset's iterator")
+        return next(self._batches)
+
+    def get_next(self) -> Any:
+        """Returns the next batch; raises tf.errors.OutOfRangeError at the end."""
+        try:
+            return next(self)
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+
+    def get_next_as_optional(self) -> Any:
+        """Refuses: what a graph asks an optional for, Python says by StopIteration."""
+        raise ProgramError(
+            "batches are taken in Python",
+            given="get_next_as_optional()",
+            expected="next() until StopIteration, or a `for` loop",
+            action="loop over the distributed dataset",
+        )
+
+
+class Resolver:
+    """The resolver of a strategy, which tells of the workers.
+
+    Attributes:
+      task_type: "worker", or "chief" where ``TF_CONFIG`` has one and this rank is it.
+      task_id: its number among those of its type.
+    """
+
+    rpc_layer = "mpi"
+    environment = ""
+
+    def __init__(self, said: Mapping[str, Any], rank: int, size: int) -> None:
+        cluster = dict(said.get("cluster") or {}) or {"worker": [f"rank{number}:0" for number in range(size)]}
+        chiefs = len(cluster.get("chief", ()))
+        self._cluster = cluster
+        self.task_type = "chief" if rank < chiefs else "worker"
+        self.task_id = rank if rank < chiefs else rank - chiefs
+
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        """Returns the workers."""
+        return tf.train.ClusterSpec(self._cluster)
+
+    def master(self, *_: Any, **__: Any) -> str:
+        """Returns "": no server listens."""
+        return ""

@@ -22,7 +22,7 @@ Step = tuple[str, tuple[Value, ...]]
 
 
 @dataclass
-class Code:
+class Instructions:
     """Instructions on values that have no places yet: (operation, operands); a result has its instruction's number."""
 
     steps: list[Step] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Code:
         self.steps.append((op, operands))
         return Value("=", len(self.steps) - 1)
 
-    def sum(self, operands: list[Value]) -> Value:
+    def add_sum(self, operands: list[Value]) -> Value:
         """Adds the instructions of a sum from left to right, as AddN adds, and returns the total."""
         total = operands[0]
         for one in operands[1:]:
@@ -41,7 +41,9 @@ class Code:
 
 
 @lru_cache(maxsize=256)
-def placed(steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Value, ...]) -> tuple[str, ...] | None:
+def place_instructions(
+    steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Value, ...]
+) -> tuple[str, ...] | None:
     """Returns the instructions as text, with places for their results; None where there are too many temporary ones.
 
     Results of ``SUMS`` have places of their own, in their order.
@@ -65,7 +67,7 @@ def placed(steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Val
     unused: list[int] = []
     count = sums = 0
     for i, (op, operands) in enumerate(steps):
-        read = [_text(o, places) for o in operands]
+        read = [_format_value(o, places) for o in operands]
         for one in dict.fromkeys(operands):
             if last[one] == i and one not in ends and places.get(one, "").startswith("t"):
                 unused.append(int(places[one][1:]))
@@ -85,9 +87,9 @@ def placed(steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Val
     for letter, values in (("y", results), ("n", final)):
         for i, value in enumerate(values):
             if places.get(value) != f"{letter}{i}" and (letter, value) != ("n", Value("o", i)):
-                copies.append(f"Copy {letter}{i} {_text(value, places)}")
+                copies.append(f"Copy {letter}{i} {_format_value(value, places)}")
     return None if count > MOST_OF_A_KIND else (*lines, *copies)
 
 
-def _text(value: Value, places: Mapping[Value, str]) -> str:
+def _format_value(value: Value, places: Mapping[Value, str]) -> str:
     return places[value] if value.kind == "=" else f"{value.kind}{value.number}"

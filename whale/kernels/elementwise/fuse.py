@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from whale.ir.marks import Marks
 from whale.ir.ops import FOLDS
-from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, Shape, static_shape
-from whale.kernels.elementwise.code import MOST_OF_A_KIND, SUMS, Code, Value, placed
-from whale.kernels.elementwise.graph import with_operations
+from whale.ir.program import Node, Program, Ref, remove_unread
+from whale.ir.values import DType, Shape, TensorType, require_static_shape
+from whale.kernels.elementwise.code import MOST_OF_A_KIND, SUMS, Instructions, Value, place_instructions
+from whale.kernels.elementwise.graph import replace_by_operations
 from whale.kernels.elementwise.groups import Group, find_groups
-from whale.kernels.elementwise.operations import elementwise_type, instructions, lies_in
-from whale.kernels.elementwise.repeats import repeated_last
-from whale.kernels.xla import in_other_graphs
+from whale.kernels.elementwise.operations import REPEATS, emit_instructions, find_broadcast_kind, find_elementwise_type
+from whale.kernels.xla import change_other_graphs
 
 ELEMENTWISE = "WhaleElementwise"
 _COPYING = FOLDS | {"Mean"}  # over no dimension
@@ -22,42 +22,42 @@ _KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's 
 
 def fuse_elementwise(program: Program) -> Program:
     """Fuses the elementwise arithmetic of one rank's program and its functions into as few operations as may be."""
-    return in_other_graphs(program, _fused)
+    return change_other_graphs(program, _fuse_graph)
 
 
-def _simpler(program: Program) -> Program:
+def _simplify(program: Program) -> Program:
     """Simplifies what gradients that TensorFlow writes contain.
 
     Reductions over no dimension become copies, and constants no longer wait for arithmetic.
     """
 
-    def simpler(node: Node) -> Node:
+    def simplify_node(node: Node) -> Node:
         if node.op in _COPYING and (axes := program.const(node.inputs[1])) is not None and not axes.size:
             kind = node.outputs[0]
             return replace(node, op="Identity", inputs=node.inputs[:1], attrs={"T": DType(kind.dtype)})
         if node.op != "Const" or not node.controls or node.marks.recomputed:
             return node
-        controls = tuple(c for c in node.controls if elementwise_type(program, program.by_name[c]) is None)
+        controls = tuple(c for c in node.controls if find_elementwise_type(program, program.by_name[c]) is None)
         return node if controls == node.controls else replace(node, controls=controls)
 
-    return program.with_nodes(tuple(map(simpler, program.nodes)))
+    return program.replace_nodes(tuple(map(simplify_node, program.nodes)))
 
 
-def _fused(program: Program) -> Program:
-    program = repeated_last(_simpler(program))
+def _fuse_graph(program: Program) -> Program:
+    program = move_repeats_last(_simplify(program))
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for group in find_groups(program):
-        found = _operation(program, group, f"{group.nodes[-1].name}/{ELEMENTWISE}")
+        found = _make_operation(program, group, f"{group.nodes[-1].name}/{ELEMENTWISE}")
         if found is None:
             continue
         node, results = found
         made.update({one.name: node for one in group.nodes})
         moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
-    return with_operations(program, made, moved)
+    return replace_by_operations(program, made, moved)
 
 
-def _operation(program: Program, group: Group, name: str) -> tuple[Node, list[Ref]] | None:
+def _make_operation(program: Program, group: Group, name: str) -> tuple[Node, list[Ref]] | None:
     """Returns the operation that computes what a group does, and the tensors that its results replace.
 
     None where a group has more operands, results or temporary values than the operation's text can name.
@@ -65,20 +65,20 @@ def _operation(program: Program, group: Group, name: str) -> tuple[Node, list[Re
     whole, nodes = group
     names = {node.name for node in nodes}
     fetched = {ref.node for ref in program.outputs}
-    code = Code()
+    code = Instructions()
     values: dict[Ref, Value] = {}
     operands: dict[str, list[Ref]] = {kind: [] for kind in _KINDS}
 
-    def operand(ref: Ref) -> Value:
+    def find_operand(ref: Ref) -> Value:
         if ref not in values:
-            kind = lies_in(program.type_of(ref), whole)
+            kind = find_broadcast_kind(program.find_type(ref), whole)
             values[ref] = Value(kind, len(operands[kind]))
             operands[kind].append(ref)
         return values[ref]
 
     sums: list[Ref] = []
     for node in nodes:
-        value = values[Ref(node.name)] = instructions(node, code, operand)
+        value = values[Ref(node.name)] = emit_instructions(node, code, find_operand)
         if value.kind == "=" and code.steps[value.number][0] in SUMS:
             sums.append(Ref(node.name))
     results = [
@@ -86,22 +86,71 @@ def _operation(program: Program, group: Group, name: str) -> tuple[Node, list[Re
         for ref in (Ref(node.name) for node in nodes if Ref(node.name) not in sums)
         if ref.node in fetched or any(reader.name not in names for reader, _ in program.consumers.get(ref, ()))
     ]
-    lines = placed(tuple(code.steps), (), tuple([values[ref] for ref in results]))
+    lines = place_instructions(tuple(code.steps), (), tuple([values[ref] for ref in results]))
     named = (*operands.values(), results, sums)
     if not (results or sums) or lines is None or any(len(refs) > MOST_OF_A_KIND for refs in named):
         return None
-    sum_types = [program.type_of(ref) for ref in sums]
+    sum_types = [program.find_type(ref) for ref in sums]
     inputs = tuple(ref for kind in _KINDS for ref in operands[kind])
     controls = tuple(dict.fromkeys(c for node in nodes for c in node.controls if c not in names))
     attrs = {
         "T": DType(whole.dtype),
         "program": lines,
-        "shape": Shape(static_shape(whole)),
+        "shape": Shape(require_static_shape(whole)),
         "N": len(inputs),
         "R": len(results),
-        "sum_shapes": tuple([Shape(static_shape(one)) for one in sum_types]),
+        "sum_shapes": tuple([Shape(require_static_shape(one)) for one in sum_types]),
         "S": len(sums),
     }
     marks = Marks(recomputed=nodes[0].marks.recomputed)
     outputs = (*[whole] * len(results), *sum_types)
     return Node(name, ELEMENTWISE, inputs, controls, attrs, outputs, nodes[-1].scope, False, marks), results + sums
+
+
+class _Repeat(NamedTuple):
+    """A node that repeats a tensor, and the type of what it repeats."""
+
+    node: Node
+    given: TensorType
+
+
+def move_repeats_last(program: Program) -> Program:
+    """Makes arithmetic on repeated rows or columns, and scalars, come before these are repeated.
+
+    The gradient of a mean divides a whole tensor by a number after each of its rows was made the same.
+    """
+    repeats: dict[Ref, _Repeat] = {}  # by what they make
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if node.op in REPEATS:
+            # Where it waits, what is done to the tensor has to wait, too.
+            if not node.controls and _is_movable(program, node):
+                repeats[Ref(node.name)] = _Repeat(node, program.find_type(node.inputs[0]))
+        elif not repeats.keys().isdisjoint(node.inputs) and _is_movable(program, node):
+            if (repeat := _find_common_repeat(program, node, repeats)) is not None:
+                given = tuple([repeats[ref].node.inputs[0] if ref in repeats else ref for ref in node.inputs])
+                once = replace(node, name=f"{node.name}/whale_once", inputs=given, outputs=(repeat.given,))
+                again = (Ref(once.name), *repeat.node.inputs[1:])
+                nodes.append(once)
+                node = replace(repeat.node, name=node.name, inputs=again, controls=())
+                repeats[Ref(node.name)] = _Repeat(node, repeat.given)
+        nodes.append(node)
+    if len(nodes) == len(program.nodes):
+        return program
+    return remove_unread(program.replace_nodes(tuple(nodes)), {ref.node for ref in repeats})
+
+
+def _is_movable(program: Program, node: Node) -> bool:
+    return not node.marks.recomputed and find_elementwise_type(program, node) is not None
+
+
+def _find_common_repeat(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repeat | None:
+    """Returns how all operands but scalars are repeated, if in one way, which makes the size of the result."""
+    found = [repeats[ref] for ref in node.inputs if ref in repeats]
+    if not found or any((one.given, one.node.outputs) != (found[0].given, node.outputs) for one in found):
+        return None
+    rank = len(found[0].given.shape or ())
+    if node.op == "BiasAdd" and rank < 2:
+        return None  # TensorFlow adds biases to the last dimension of several
+    others = [program.find_type(ref) for ref in node.inputs if ref not in repeats]
+    return found[0] if all(t.elements == 1 and len(t.shape or ()) <= rank for t in others) else None

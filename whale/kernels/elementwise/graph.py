@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from whale.ir.program import Node, Program, Ref, rewired
+from whale.ir.program import Node, Program, Ref, rewire
 
 _Place = TypeVar("_Place")
 
 
-def before(node: Node) -> Iterable[str]:
+def list_predecessors(node: Node) -> Iterable[str]:
     """Returns the names of the nodes that ``node`` waits for."""
     return (*[name for name, _ in node.inputs], *node.controls)
 
 
-def joined(
+def join_places(
     program: Program, places: Mapping[str, _Place], alike: Callable[[_Place, _Place], bool]
 ) -> Callable[[str], str]:
     """Returns a function from a node with a place to its group's name.
@@ -24,7 +24,7 @@ def joined(
     """
     parent = {name: name for name in places}
 
-    def top(name: str) -> str:
+    def find_root(name: str) -> str:
         while parent[name] != name:
             parent[name] = name = parent[parent[name]]
         return name
@@ -32,13 +32,13 @@ def joined(
     for node in program.nodes:
         if node.name not in places:
             continue
-        for name in before(node):
+        for name in list_predecessors(node):
             if name in places and alike(places[name], places[node.name]):
-                parent[top(node.name)] = top(name)
-    return top
+                parent[find_root(node.name)] = find_root(name)
+    return find_root
 
 
-def with_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref, Ref]) -> Program:
+def replace_by_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref, Ref]) -> Program:
     """Replaces nodes by the operations that were made of them, each where the last of its nodes was.
 
     Args:
@@ -53,4 +53,4 @@ def with_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref,
             nodes[node.name] = node
     for name, node in made.items():
         moved.setdefault(Ref(name), Ref(node.name))
-    return rewired(program, nodes, moved) if made else program
+    return rewire(program, nodes, moved) if made else program

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from whale.ir.ops import EXCHANGES, RANDOM, READS, UPDATES
-from whale.ir.program import Node, Program, Ref, function_refs
+from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.ir.values import TensorType
 from whale.kernels.elementwise.code import MOST_OF_A_KIND
-from whale.kernels.elementwise.graph import before, joined
-from whale.kernels.elementwise.operations import elementwise_type, summed
+from whale.kernels.elementwise.graph import join_places, list_predecessors
+from whale.kernels.elementwise.operations import find_elementwise_type, find_sum_type
 
 # Stateful operations that end whatever others do.
 _QUIET = READS | UPDATES | RANDOM | {"VarHandleOp", "Placeholder", "WhaleUpdate"}
@@ -49,18 +49,18 @@ def find_groups(program: Program) -> list[Group]:
     types: dict[str, TensorType] = {}
     sums: set[str] = set()
     for node in program.nodes:
-        kind = elementwise_type(program, node)
-        if kind is None and (kind := summed(program, node)) is not None:
+        kind = find_elementwise_type(program, node)
+        if kind is None and (kind := find_sum_type(program, node)) is not None:
             sums.add(node.name)
         if kind is not None:
             types[node.name] = kind
-    places = _places(program, types, sums)
+    places = _find_places(program, types, sums)
     _move_to_readers(program, places, sums)
-    together = _together(program, places)
+    together = _join_groups(program, places)
     return [Group(places[g[0].name].type, g) for g in together if len(g) > 1 or g[0].name in sums]
 
 
-def _places(program: Program, types: Mapping[str, TensorType], sums: Collection[str]) -> dict[str, _Place]:
+def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collection[str]) -> dict[str, _Place]:
     """Returns the earliest place of each node that may be fused."""
     levels: dict[str, int] = {}
     met: dict[str, int] = {}
@@ -69,7 +69,7 @@ def _places(program: Program, types: Mapping[str, TensorType], sums: Collection[
     for node in program.nodes:
         kind, recomputed = types.get(node.name), node.marks.recomputed
         level = after = 0
-        known = [name for name in dict.fromkeys(before(node)) if name in levels]
+        known = [name for name in dict.fromkeys(list_predecessors(node)) if name in levels]
         for name in known:
             after |= met[name]
         for name in known:
@@ -81,16 +81,20 @@ def _places(program: Program, types: Mapping[str, TensorType], sums: Collection[
             level = max(level, levels[name] + left)
         if kind is not None:
             places[node.name] = _Place(kind, recomputed, level, after)
-        if _meets(node):
+        if _may_synchronize(node):
             after |= 1 << bits
             bits += 1
         levels[node.name], met[node.name] = level, after
     return places
 
 
-def _meets(node: Node) -> bool:
+def _may_synchronize(node: Node) -> bool:
     """Tells whether others may have to do something before the node ends."""
-    return node.op in EXCHANGES or (node.stateful and node.op not in _QUIET) or any(True for _ in function_refs(node))
+    return (
+        node.op in EXCHANGES
+        or (node.stateful and node.op not in _QUIET)
+        or any(True for _ in iterate_function_refs(node))
+    )
 
 
 def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collection[str]) -> None:
@@ -108,14 +112,14 @@ def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collecti
         (to, *others) = readers or {None}
         if others or to is None or to == place or (to.type, to.recomputed) != (place.type, place.recomputed):
             continue
-        whole = {ref for ref in node.inputs if program.type_of(ref).shape == place.type.shape}
+        whole = {ref for ref in node.inputs if program.find_type(ref).shape == place.type.shape}
         if len(whole) <= 1:
             places[node.name] = to
 
 
-def _together(program: Program, places: Mapping[str, _Place]) -> list[list[Node]]:
+def _join_groups(program: Program, places: Mapping[str, _Place]) -> list[list[Node]]:
     """Joins nodes to groups; a group that is too large for an operation's text is cut in the program's order."""
-    top = joined(program, places, _Place.__eq__)
+    top = join_places(program, places, _Place.__eq__)
     whole: dict[str, list[Node]] = {}
     for node in program.nodes:
         if node.name in places:

@@ -7,8 +7,8 @@ from math import prod
 
 from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS, IDENTITIES
 from whale.ir.program import COMPILED, Node, Program, Ref
-from whale.ir.values import TensorType, static_shape
-from whale.kernels.elementwise.code import Code, Value
+from whale.ir.values import TensorType, require_static_shape
+from whale.kernels.elementwise.code import Instructions, Value
 
 # Operations on elements -> their name in the text (whale_ops/core/update). They round as TensorFlow's do.
 UNARY = {"Neg": "Neg", "Abs": "Abs", "Sign": "Sign", "Square": "Square", "Sqrt": "Sqrt"}
@@ -35,13 +35,13 @@ _BIASED = (CONVOLUTIONS - FILTER_GRADIENTS) | {"MatMul"}  # whose kernels add a 
 _LEAST_RUN = 16  # elements for which one of a column stands: they are the processor's block
 
 
-def lies_in(given: TensorType, whole: TensorType) -> str:
+def find_broadcast_kind(given: TensorType, whole: TensorType) -> str:
     """Returns how a tensor is broadcast: v not at all, s as a scalar, r as a row, c as a column, "" otherwise."""
     if given.shape == whole.shape:
         return "v"
     if given.elements == 1:
         return "s"
-    sizes, own = static_shape(whole), static_shape(given)
+    sizes, own = require_static_shape(whole), require_static_shape(given)
     if len(own) > len(sizes):
         return ""
     first = next(i for i, n in enumerate(own) if n != 1)
@@ -52,8 +52,10 @@ def lies_in(given: TensorType, whole: TensorType) -> str:
     return "c" if fits else ""
 
 
-def elementwise_type(program: Program, node: Node) -> TensorType | None:
-    """Returns the result's type of a node that is elementwise arithmetic, whose operands are as ``lies_in`` says."""
+def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
+    """Returns the result's type of a node that is elementwise arithmetic, whose operands are as
+    ``find_broadcast_kind`` says.
+    """
     if len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
         return None
     kind = node.outputs[0]
@@ -61,43 +63,47 @@ def elementwise_type(program: Program, node: Node) -> TensorType | None:
         return None
     op = node.op
     read = node.inputs[:1] if op in REPEATS else node.inputs
-    operands = [program.type_of(ref) for ref in read]
+    operands = [program.find_type(ref) for ref in read]
     if any(t.dtype != kind.dtype or not t.is_static for t in operands):
         return None
     if op in REPEATS:
         # Tile repeats what the sizes of the result do not tell, as [2, 2] of [1, 2] and of [2, 1].
-        given = static_shape(operands[0])
-        repeats = op == "BroadcastTo" or all(a in (1, b) for a, b in zip(given, static_shape(kind)))
-        return kind if repeats and lies_in(operands[0], kind) in ("s", "r", "c") else None
+        given = require_static_shape(operands[0])
+        repeats = op == "BroadcastTo" or all(a in (1, b) for a, b in zip(given, require_static_shape(kind)))
+        return kind if repeats and find_broadcast_kind(operands[0], kind) in ("s", "r", "c") else None
     if op == "BiasAdd":
-        return kind if node.attrs.get("data_format", "NHWC") == "NHWC" and not _of_contraction(program, node) else None
+        return (
+            kind
+            if node.attrs.get("data_format", "NHWC") == "NHWC" and not _is_contraction_result(program, node)
+            else None
+        )
     if op in BINARY or op == "SquaredDifference":
-        return kind if all(lies_in(t, kind) for t in operands) else None
+        return kind if all(find_broadcast_kind(t, kind) for t in operands) else None
     if any(t.shape != kind.shape for t in operands) or len(operands) > ADDED_FROM_LEFT:
         return None
     if op in _RECTIFIERS:
-        return None if _of_contraction(program, node) else kind
+        return None if _is_contraction_result(program, node) else kind
     known = op in UNARY or op in IDENTITIES or op == "AddN" or op in _RECTIFIERS_GRADIENTS
     return kind if known or (op in UNARY_OF_DOUBLES and kind.dtype == "float64") else None
 
 
-def _of_contraction(program: Program, node: Node) -> bool:
+def _is_contraction_result(program: Program, node: Node) -> bool:
     """Tells whether ``node`` takes a contraction's result, with its bias or without.
 
     TensorFlow's own kernels add the bias, and rectify, while they compute it.
     """
     made = program.by_name[node.inputs[0].node]
-    return made.op in _BIASED or (made.op == "BiasAdd" and _of_contraction(program, made))
+    return made.op in _BIASED or (made.op == "BiasAdd" and _is_contraction_result(program, made))
 
 
-def summed(program: Program, node: Node) -> TensorType | None:
+def find_sum_type(program: Program, node: Node) -> TensorType | None:
     """Returns the type of what a node sums over its first dimensions; None: it does not, or too little to matter."""
     if node.op not in _SUMS or len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
         return None
-    whole, sum_type = program.type_of(node.inputs[0]), node.outputs[0]
+    whole, sum_type = program.find_type(node.inputs[0]), node.outputs[0]
     if whole.dtype not in DTYPES or not whole.is_static or not sum_type.is_static or not whole.elements:
         return None
-    sizes = static_shape(whole)
+    sizes = require_static_shape(whole)
     if node.op == "BiasAddGrad":
         if node.attrs.get("data_format", "NHWC") != "NHWC":
             return None
@@ -114,7 +120,7 @@ def summed(program: Program, node: Node) -> TensorType | None:
     return whole if 0 < first < len(sizes) and own >= _LEAST_SUM and whole.elements >= _LEAST_SUMMED * own else None
 
 
-def instructions(node: Node, code: Code, operand: Callable[[Ref], Value]) -> Value:
+def emit_instructions(node: Node, code: Instructions, operand: Callable[[Ref], Value]) -> Value:
     """Adds the instructions of ``node`` to ``code`` and returns its value."""
     if node.op in IDENTITIES or node.op in REPEATS:
         return operand(node.inputs[0])
@@ -122,7 +128,7 @@ def instructions(node: Node, code: Code, operand: Callable[[Ref], Value]) -> Val
         return code.add(_SUMS[node.op], operand(node.inputs[0]))
     operands = [operand(ref) for ref in node.inputs]
     if node.op == "AddN":
-        return code.sum(operands)
+        return code.add_sum(operands)
     if node.op == "SquaredDifference":
         return code.add("Square", code.add("Sub", *operands))
     if node.op == "BiasAdd":

@@ -9,55 +9,55 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.program import Node, Program
-from whale.ir.values import static_shape
-from whale.kernels.matmuls.matrices import Factor, Products, may_multiply
-from whale.kernels.xla import in_other_graphs
+from whale.ir.values import require_static_shape
+from whale.kernels.matmuls.matrices import Factor, ProductNodes, may_multiply
+from whale.kernels.xla import change_other_graphs
 
 _BATCHES = ("BatchMatMul", "BatchMatMulV2")
 
 
-def batches_as_products(program: Program) -> Program:
+def replace_batches(program: Program) -> Program:
     """Replaces batches of products with a common matrix by one product, in one rank's program and its functions."""
-    return in_other_graphs(program, _with_products)
+    return change_other_graphs(program, _replace_in_graph)
 
 
-def _with_products(program: Program) -> Program:
+def _replace_in_graph(program: Program) -> Program:
     if not any(node.op in _BATCHES for node in program.nodes):
         return program
-    summed = _summed(program)
+    summed = _find_sums(program)
     gone = {batch.name for batch in summed.values()}
-    products = Products()
+    products = ProductNodes()
     for node in program.nodes:
         if node.name in gone:
             continue
         batch = summed.get(node.name)
         if batch is not None:
             node = replace(node, controls=tuple(dict.fromkeys((*node.controls, *batch.controls))))
-            products.add(node, _factors(program, batch))
+            products.add(node, _list_factors(program, batch))
         elif _has_one_matrix(program, node):
-            products.add(node, _factors(program, node))
+            products.add(node, _list_factors(program, node))
         else:
             products.keep(node)
-    return program.with_nodes(tuple(products.emitter.nodes.values()))
+    return program.replace_nodes(tuple(products.emitter.nodes.values()))
 
 
-def _factors(program: Program, batch: Node) -> list[Factor]:
+def _list_factors(program: Program, batch: Node) -> list[Factor]:
     """Returns a batch's operands as matrices of their last dimension."""
     turned = (bool(batch.attrs.get(key, False)) for key in ("adj_x", "adj_y"))
-    return [Factor(ref, program.type_of(ref), turn) for ref, turn in zip(batch.inputs, turned)]
+    return [Factor(ref, program.find_type(ref), turn) for ref, turn in zip(batch.inputs, turned)]
 
 
 def _has_one_matrix(program: Program, node: Node) -> bool:
     """Tells whether each matrix of a batch is multiplied by the same one."""
     if node.op not in _BATCHES:
         return False
-    left, right = _factors(program, node)
+    left, right = _list_factors(program, node)
     if left.transposed or not may_multiply(node, (left.type, right.type, node.outputs[0])):
         return False
-    return set(static_shape(right.type)[:-2]) <= {1}
+    return set(require_static_shape(right.type)[:-2]) <= {1}
 
 
-def _summed(program: Program) -> dict[str, Node]:
+def _find_sums(program: Program) -> dict[str, Node]:
     """Finds sums of all the products of a batch over the rows of each matrix; returns each with its batch.
 
     Nothing else reads such a batch.
@@ -69,14 +69,14 @@ def _summed(program: Program) -> dict[str, Node]:
         batch = program.by_name[node.inputs[0].node] if node.op == "Sum" else None
         if batch is None or batch.op not in _BATCHES or batch.name in needed:
             continue
-        left, right = _factors(program, batch)
+        left, right = _list_factors(program, batch)
         axes = program.const(node.inputs[1])
         if axes is None or not may_multiply(batch, (left.type, right.type, node.outputs[0])):
             continue
-        sizes = static_shape(left.type)
+        sizes = require_static_shape(left.type)
         rank = len(sizes)
         alone = len(program.consumers[node.inputs[0]]) == 1 and left.transposed and not right.transposed
         whole = sorted(int(axis) % rank for axis in axes.reshape(-1)) == list(range(rank - 2))
-        if alone and whole and rank > 2 and sizes[:-2] == static_shape(right.type)[:-2]:
+        if alone and whole and rank > 2 and sizes[:-2] == require_static_shape(right.type)[:-2]:
             found[node.name] = batch
     return found

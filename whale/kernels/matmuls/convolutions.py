@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, TensorType, static_shape
-from whale.kernels.matmuls.matrices import Factor, Products, matrix_sizes, may_multiply
-from whale.kernels.xla import in_other_graphs
+from whale.ir.values import DType, TensorType, require_static_shape
+from whale.kernels.matmuls.matrices import Factor, ProductNodes, find_matrix_sizes, may_multiply
+from whale.kernels.xla import change_other_graphs
 
 _FILTERS = "Conv2DBackpropFilter"
 # Convolution -> the operands of the product, and whether each is transposed.
@@ -32,56 +32,58 @@ _FEW_POINTS = 64
 _MANY_WEIGHTS = 1 << 17
 
 
-def convolutions_as_products(program: Program) -> Program:
+def replace_convolutions(program: Program) -> Program:
     """Replaces small convolutions of one rank's program, and of its functions, by products of matrices."""
-    return in_other_graphs(program, _with_products)
+    return change_other_graphs(program, _replace_in_graph)
 
 
-def _with_products(program: Program) -> Program:
-    products = Products()
+def _replace_in_graph(program: Program) -> Program:
+    products = ProductNodes()
     for node in program.nodes:
-        factors = _factors(program, node)
-        if factors and _of_small_points(node, factors):
+        factors = _list_factors(program, node)
+        if factors and _is_small_pointwise(node, factors):
             products.add(node, factors)
-        elif factors and _of_few_points(node, factors):
-            products.add(node, [_patches(products, node, *factors), factors[1]])
+        elif factors and _is_few_points_gradient(node, factors):
+            products.add(node, [_emit_patches(products, node, *factors), factors[1]])
         else:
             products.keep(node)
-    return program.with_nodes(tuple(products.emitter.nodes.values()))
+    return program.replace_nodes(tuple(products.emitter.nodes.values()))
 
 
-def _factors(program: Program, node: Node) -> list[Factor]:
+def _list_factors(program: Program, node: Node) -> list[Factor]:
     """Returns the operands of the product that a convolution would be; [] where it cannot become one."""
     if node.op not in _PRODUCTS or node.attrs.get("data_format", "NHWC") != "NHWC":
         return []
-    found = [Factor(node.inputs[i], program.type_of(node.inputs[i]), turn) for i, turn in zip(*_PRODUCTS[node.op])]
+    found = [Factor(node.inputs[i], program.find_type(node.inputs[i]), turn) for i, turn in zip(*_PRODUCTS[node.op])]
     return found if may_multiply(node, (*[one.type for one in found], node.outputs[0])) else []
 
 
-def _of_small_points(node: Node, factors: list[Factor]) -> bool:
+def _is_small_pointwise(node: Node, factors: list[Factor]) -> bool:
     """Tells whether the node is a convolution of single points, and small."""
     kernel = node.outputs[0] if node.op == _FILTERS else factors[1].type
-    if static_shape(kernel)[:2] != (1, 1) or node.attrs["padding"] not in _PADDINGS:
+    if require_static_shape(kernel)[:2] != (1, 1) or node.attrs["padding"] not in _PADDINGS:
         return False
     (rows, inner), (other, columns) = (one.sides for one in factors)
     # Strides and groups of channels give other sizes.
-    if inner != other or (rows, columns) != matrix_sizes(node.outputs[0]):
+    if inner != other or (rows, columns) != find_matrix_sizes(node.outputs[0]):
         return False
     points = factors[0].matrix[0]
     return points <= _FEW_POINTS or points * kernel.elements <= _FEW_MULTIPLICATIONS
 
 
-def _of_few_points(node: Node, factors: list[Factor]) -> bool:
+def _is_few_points_gradient(node: Node, factors: list[Factor]) -> bool:
     """Tells whether the node is the gradient of a filter with many weights for its points."""
     if node.op != _FILTERS or node.outputs[0].elements < _MANY_WEIGHTS or factors[1].matrix[0] > _FEW_POINTS:
         return False
     known = node.attrs["padding"] in _PADDINGS and set(node.attrs.get("dilations", (1,))) == {1}
-    return known and static_shape(node.outputs[0])[2] == factors[0].matrix[1]  # otherwise channels are in groups
+    return (
+        known and require_static_shape(node.outputs[0])[2] == factors[0].matrix[1]
+    )  # otherwise channels are in groups
 
 
-def _patches(products: Products, node: Node, image: Factor, gradient: Factor) -> Factor:
+def _emit_patches(products: ProductNodes, node: Node, image: Factor, gradient: Factor) -> Factor:
     """Emits the gathering of an image's patches for the gradient of a filter: of each point, in the filter's order."""
-    height, width, depth, _ = static_shape(node.outputs[0])
+    height, width, depth, _ = require_static_shape(node.outputs[0])
     attrs = {
         "T": DType(image.type.dtype),
         "ksizes": (1, height, width, 1),
@@ -89,8 +91,8 @@ def _patches(products: Products, node: Node, image: Factor, gradient: Factor) ->
         "rates": (1, 1, 1, 1),
         "padding": node.attrs["padding"],
     }
-    patches = TensorType(image.type.dtype, (*static_shape(gradient.type)[:3], height * width * depth))
-    name = products.emitter.part(node.name, "patches")
+    patches = TensorType(image.type.dtype, (*require_static_shape(gradient.type)[:3], height * width * depth))
+    name = products.emitter.name_part(node.name, "patches")
     products.keep(
         replace(
             node,

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from whale.ir.ops import MATMULS
-from whale.ir.program import Node, Program, Ref, without_unread
-from whale.ir.values import DType, TensorType, static_shape
+from whale.ir.program import Node, Program, Ref, remove_unread
+from whale.ir.values import DType, TensorType, require_static_shape
 from whale.kernels.matmuls.matrices import may_multiply
-from whale.kernels.xla import in_other_graphs
-from whale.sharding_rules.math.einsum import product_letters
+from whale.kernels.xla import change_other_graphs
+from whale.sharding_rules.math.einsum import find_product_letters
 
 EINSUM = "WhaleEinsum"
 # The longest side of matrices: what a thread multiplies stays in its cache. Where nothing has to be moved about,
@@ -43,7 +43,7 @@ class Equation:
     columns: str
     summed: str
 
-    def in_order(self, order: Sequence[int]) -> Equation:
+    def reorder(self, order: Sequence[int]) -> Equation:
         """Returns the equation with the result's dimensions in another order."""
         left, right, out = self.terms
         return replace(self, terms=(left, right, "".join(out[i] for i in order)))
@@ -59,7 +59,7 @@ class Equation:
         left, right, out = (term[:-2] for term in self.terms)
         return left == right == out
 
-    def node(self, of: Node) -> Node:
+    def make_node(self, of: Node) -> Node:
         """Returns the kernel's node in place of ``of``, which makes the result."""
         left, right, out = self.terms
         turned = out[-1] == self.rows
@@ -71,19 +71,19 @@ class Equation:
         return replace(of, op=EINSUM, inputs=operands, attrs=attrs)
 
 
-def einsums_by_own_kernel(program: Program) -> Program:
+def replace_einsums(program: Program) -> Program:
     """Replaces batches of products of small matrices, in one rank's program and its functions, by our kernel.
 
     Operands or results that are transposed only for a product no longer are.
     """
-    return in_other_graphs(program, _with_own)
+    return change_other_graphs(program, _replace_in_graph)
 
 
-def _with_own(program: Program) -> Program:
-    found = {node.name: equation for node in program.nodes if (equation := _equation(program, node)) is not None}
+def _replace_in_graph(program: Program) -> Program:
+    found = {node.name: equation for node in program.nodes if (equation := _find_equation(program, node)) is not None}
     if not found:
         return program
-    into = dict(_transposed_after(program, found))
+    into = dict(_find_transpositions(program, found))
     gone = {program.by_name[name].inputs[0].node for name in into}
     nodes: list[Node] = []
     for node in program.nodes:
@@ -92,17 +92,17 @@ def _with_own(program: Program) -> Program:
         if node.name in into:
             product = program.by_name[node.inputs[0].node]
             controls = tuple(dict.fromkeys((*product.controls, *node.controls)))
-            node = into[node.name].node(
-                replace(node, controls=controls, attrs={}, marks=node.marks.but(**product.marks.given()))
+            node = into[node.name].make_node(
+                replace(node, controls=controls, attrs={}, marks=node.marks.replace_marks(**product.marks.list_given()))
             )
         elif node.name in found and found[node.name].is_written:
-            node = found[node.name].node(node)
+            node = found[node.name].make_node(node)
         nodes.append(node)
-    made = program.with_nodes(tuple(nodes))
-    return without_unread(made, {node.name for node in program.nodes if node.op == "Transpose"} - into.keys())
+    made = program.replace_nodes(tuple(nodes))
+    return remove_unread(made, {node.name for node in program.nodes if node.op == "Transpose"} - into.keys())
 
 
-def _transposed_after(program: Program, found: Mapping[str, Equation]) -> Iterator[tuple[str, Equation]]:
+def _find_transpositions(program: Program, found: Mapping[str, Equation]) -> Iterator[tuple[str, Equation]]:
     """Finds transpositions of products that nothing else reads, where the kernel can write its result transposed.
 
     Yields:
@@ -112,43 +112,43 @@ def _transposed_after(program: Program, found: Mapping[str, Equation]) -> Iterat
     needed.update(name for node in program.nodes for name in node.controls)
     needed.update(ref.node for one in found.values() for ref in (one.left, one.right))
     for node in program.nodes:
-        order = _order(program, node)
+        order = _find_order(program, node)
         if order is None or len(program.consumers[node.inputs[0]]) > 1:
             continue
         product = node.inputs[0].node
-        if product in found and product not in needed and (turned := found[product].in_order(order)).is_written:
+        if product in found and product not in needed and (turned := found[product].reorder(order)).is_written:
             yield node.name, turned
 
 
-def _order(program: Program, node: Node) -> tuple[int, ...] | None:
+def _find_order(program: Program, node: Node) -> tuple[int, ...] | None:
     """Returns the order of dimensions that a transposition makes; None: the node is none, or the order is unknown."""
     if node.op != "Transpose" or (order := program.const(node.inputs[1])) is None:
         return None
     return tuple(int(i) % len(order) for i in order)
 
 
-def _equation(program: Program, node: Node) -> Equation | None:
+def _find_equation(program: Program, node: Node) -> Equation | None:
     """Returns the equation that our kernel would compute for the node; None where it cannot, or would be slower."""
     if len(node.inputs) != 2 or not (node.op == "Einsum" or node.op in MATMULS):
         return None
-    types = [*map(program.type_of, node.inputs), node.outputs[0]]
+    types = [*map(program.find_type, node.inputs), node.outputs[0]]
     if not may_multiply(node, types) or len({t.dtype for t in types}) > 1:
         return None
-    terms = product_letters(node, len(static_shape(types[2])))
-    kinds = _kinds(terms) if len(terms) == 3 else None
-    sizes = _sizes(terms, types) if kinds is not None else None
+    terms = find_product_letters(node, len(require_static_shape(types[2])))
+    kinds = _classify_letters(terms) if len(terms) == 3 else None
+    sizes = _find_letter_sizes(terms, types) if kinds is not None else None
     if kinds is None or sizes is None:
         return None
     batch, rows, columns, summed = kinds
     if prod(sizes[letter] for letter in batch) == 1 or min(sizes[rows], sizes[columns]) < LEAST:
         return None
-    left, right = (_behind(program, ref, term, batch) for ref, term in zip(node.inputs, terms))
+    left, right = (_follow_transposition(program, ref, term, batch) for ref, term in zip(node.inputs, terms))
     found = Equation(left[0], right[0], (left[1], right[1], terms[2]), rows, columns, summed)
     most = MOST_OF_BATCHES if found.is_batch else MOST
     return found if max(sizes[rows], sizes[columns], sizes[summed]) <= most else None
 
 
-def _kinds(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
+def _classify_letters(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
     """Returns the letters of all three terms, and the one letter of each pair; None where there are others."""
     left, right, out = (frozenset(term) for term in terms)
     if sum(map(len, terms)) > len(left) + len(right) + len(out) or "." in left | right | out:
@@ -161,24 +161,24 @@ def _kinds(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
     return batch, rows, columns, summed
 
 
-def _sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Mapping[str, int] | None:
+def _find_letter_sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Mapping[str, int] | None:
     """Returns the size of each letter; None where sizes broadcast."""
     found: dict[str, int] = {}
     for term, t in zip(terms, types):
-        shape = static_shape(t)
+        shape = require_static_shape(t)
         if len(shape) != len(term) or any(found.setdefault(letter, size) != size for letter, size in zip(term, shape)):
             return None
     return found
 
 
-def _behind(program: Program, ref: Ref, term: str, batch: Collection[str]) -> tuple[Ref, str]:
+def _follow_transposition(program: Program, ref: Ref, term: str, batch: Collection[str]) -> tuple[Ref, str]:
     """Returns the tensor that an operand is transposed from, and the letters of its dimensions.
 
     It is the operand itself where that is not transposed, or where what lies side by side would be of other products.
     """
     node = program.by_name[ref.node]
-    order = None if node.controls else _order(program, node)
+    order = None if node.controls else _find_order(program, node)
     if order is None:
         return ref, term
     before = "".join(term[order.index(i)] for i in range(len(order)))
-    return (ref, term) if before[-1] in batch else _behind(program, node.inputs[0], before, batch)
+    return (ref, term) if before[-1] in batch else _follow_transposition(program, node.inputs[0], before, batch)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from whale.ir.emitter import Emitter
 from whale.ir.program import COMPILED, PRODUCT, Node, Ref
-from whale.ir.values import DType, TensorType, static_shape
+from whale.ir.values import DType, TensorType, require_static_shape
 
 _DTYPES = ("float32", "float64")
 
@@ -24,7 +24,7 @@ class Factor(NamedTuple):
     @property
     def matrix(self) -> tuple[int, int]:
         """Returns its sizes as a matrix, before it is transposed."""
-        return matrix_sizes(self.type)
+        return find_matrix_sizes(self.type)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -32,9 +32,9 @@ class Factor(NamedTuple):
         return self.matrix[::-1] if self.transposed else self.matrix
 
 
-def matrix_sizes(t: TensorType) -> tuple[int, int]:
+def find_matrix_sizes(t: TensorType) -> tuple[int, int]:
     """Returns the sizes of a tensor as a matrix of its last dimension by all others."""
-    shape = static_shape(t)
+    shape = require_static_shape(t)
     return prod(shape[:-1]), shape[-1]
 
 
@@ -46,7 +46,7 @@ def may_multiply(node: Node, types: Sequence[TensorType]) -> bool:
 
 
 @dataclass
-class Products:
+class ProductNodes:
     """Collects the nodes of a graph in which products stand for some.
 
     Attributes:
@@ -70,7 +70,7 @@ class Products:
                 inputs.append(one.ref)
                 continue
             if one.ref not in self.matrices:
-                name = e.part(node.name, f"of_{number}")
+                name = e.name_part(node.name, f"of_{number}")
                 self.matrices[one.ref] = e.reshape(name, one.ref, result.dtype, one.matrix)
             inputs.append(self.matrices[one.ref])
         sides = TensorType(result.dtype, (factors[0].sides[0], factors[1].sides[1]))
@@ -79,4 +79,4 @@ class Products:
         name = node.name if sides == result else f"{node.name}/{PRODUCT}"
         self.keep(replace(node, name=name, op="MatMul", inputs=tuple(inputs), attrs=attrs, outputs=(sides,)))
         if name != node.name:
-            e.reshape(node.name, Ref(name), result.dtype, static_shape(result))
+            e.reshape(node.name, Ref(name), result.dtype, require_static_shape(result))

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from whale.ir.emitter import Emitter, with_size
+from whale.ir.emitter import Emitter, replace_size
 from whale.ir.program import PRODUCT, Node, Program, Ref
 from whale.ir.values import DType, TensorType
 from whale.kernels.matmuls.matrices import Factor, may_multiply
-from whale.kernels.xla import in_other_graphs
+from whale.kernels.xla import change_other_graphs
 
 _BAD_ROW = 1024  # numbers of float32: whole pages, so that rows share the same few sets of a cache
 _UNPACKED = 0.0038  # of 1 / rows + 1 / columns of a result, from which on oneDNN packs nothing
@@ -35,12 +35,12 @@ class Padding(NamedTuple):
     zeros: int
 
 
-def with_padding(program: Program) -> Program:
+def pad_products(program: Program) -> Program:
     """Pads the products of one rank's program, and of its functions, that have rows which oneDNN is slow at."""
-    return in_other_graphs(program, _padded)
+    return change_other_graphs(program, _pad_graph)
 
 
-def padding_of(left: Factor, right: Factor) -> Padding | None:
+def find_padding(left: Factor, right: Factor) -> Padding | None:
     """Returns the padding that makes a product of two matrices faster, if any does."""
     (rows, inner), (_, columns) = left.sides, right.sides
     if right.transposed or min(rows, inner, columns) < _FEW or 1 / rows + 1 / columns < _UNPACKED:
@@ -50,29 +50,32 @@ def padding_of(left: Factor, right: Factor) -> Padding | None:
         return None
     found = [Padding(0 if bad_left else 1, 1, _WORD)]
     if left.transposed:  # of others oneDNN packs nothing for 16 rows a thread and fewer, either
-        larger = [Padding(0, 1, _until_packed(rows, columns)), Padding(1, 1, _until_packed(columns, rows))]
+        larger = [
+            Padding(0, 1, _count_missing_until_packed(rows, columns)),
+            Padding(1, 1, _count_missing_until_packed(columns, rows)),
+        ]
         sides = (rows, columns)
         small = [one for one in larger if 0 < one.zeros <= _LITTLE * sides[one.operand]]
         found = sorted(small, key=lambda one: one.zeros * sides[1 - one.operand]) + found
-    return next((one for one in found if _copied(one, left, right) <= _LARGEST), None)
+    return next((one for one in found if _count_copied(one, left, right) <= _LARGEST), None)
 
 
-def _until_packed(side: int, other: int) -> int:
+def _count_missing_until_packed(side: int, other: int) -> int:
     """Returns how much larger one side of a result has to be until oneDNN packs; 0: no size is enough."""
     rest = _UNPACKED - 1 / other
     return _WORD * (int(1 / rest / _WORD) + 1) - side if rest > 0 else 0
 
 
-def _copied(padding: Padding, left: Factor, right: Factor) -> int:
+def _count_copied(padding: Padding, left: Factor, right: Factor) -> int:
     """Counts the numbers of the larger copy: of the operand, or of the result if its rows become longer."""
     result = left.sides[0] * right.sides[1] if padding.operand else 0
     return max((left, right)[padding.operand].type.elements, result)
 
 
-def _padded(program: Program) -> Program:
+def _pad_graph(program: Program) -> Program:
     found = {}
     for node in program.nodes:
-        if node.op == "MatMul" and (padding := _of(program, node)):
+        if node.op == "MatMul" and (padding := _find_node_padding(program, node)):
             found[node.name] = padding
     if not found:
         return program
@@ -82,37 +85,37 @@ def _padded(program: Program) -> Program:
             _add(e, program, node, found[node.name])
         else:
             e.nodes[node.name] = node
-    return program.with_nodes(tuple(e.nodes.values()))
+    return program.replace_nodes(tuple(e.nodes.values()))
 
 
-def _of(program: Program, node: Node) -> Padding | None:
-    types = [program.type_of(ref) for ref in node.inputs]
+def _find_node_padding(program: Program, node: Node) -> Padding | None:
+    types = [program.find_type(ref) for ref in node.inputs]
     if node.outputs[0].dtype != "float32" or not may_multiply(node, (*types, node.outputs[0])):
         return None
     turned = [bool(node.attrs.get(key, False)) for key in ("transpose_a", "transpose_b")]
     left, right = (Factor(*each) for each in zip(node.inputs, types, turned))
-    return padding_of(left, right)
+    return find_padding(left, right)
 
 
 def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
     """Adds a product of a padded operand, and a slice that takes the result out of it under the node's name."""
     name, result = node.name, node.outputs[0]
     source = node.inputs[padding.operand]
-    given = program.type_of(source)
+    given = program.find_type(source)
     size = (given.shape or ())[padding.dim] or 0
-    wider = TensorType(given.dtype, with_size(given, padding.dim, size + padding.zeros))
+    wider = TensorType(given.dtype, replace_size(given, padding.dim, size + padding.zeros))
     counts = np.zeros((2, 2), np.int32)
     counts[padding.dim, 1] = padding.zeros
-    paddings = e.const(e.part(name, "paddings"), counts)
+    paddings = e.const(e.name_part(name, "paddings"), counts)
     kinds = {"T": DType(given.dtype), "Tpaddings": DType("int32")}
     # The padding waits until the product can be computed: a copy of an activation or a weight would be held until then.
     after = tuple(dict.fromkeys((*node.controls, node.inputs[1 - padding.operand].node)))
-    pad = Node(e.part(name, "operand"), "Pad", (source, paddings), after, kinds, (wider,), marks=node.marks)
+    pad = Node(e.name_part(name, "operand"), "Pad", (source, paddings), after, kinds, (wider,), marks=node.marks)
     e.nodes[pad.name] = pad
     operands = list(node.inputs)
     operands[padding.operand] = Ref(pad.name)
     side = (result.shape or ())[padding.operand] or 0
-    made = TensorType(result.dtype, with_size(result, padding.operand, side + padding.zeros))
+    made = TensorType(result.dtype, replace_size(result, padding.operand, side + padding.zeros))
     product = replace(node, name=f"{name}/{PRODUCT}", inputs=tuple(operands), outputs=(made,))
     e.nodes[product.name] = product
     e.rows(name, Ref(product.name), made, padding.operand, 0, side)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from whale.ir.ops import ADDS, IDENTITIES
 from whale.ir.program import Node, Program, Ref
-from whale.kernels.elementwise.code import MOST_OF_A_KIND, Code, Value, placed
+from whale.kernels.elementwise.code import MOST_OF_A_KIND, Instructions, Value, place_instructions
 from whale.kernels.elementwise.operations import BINARY, UNARY, UNARY_OF_DOUBLES
 from whale.kernels.updates.units import Accesses, Unit, is_row
 
@@ -32,17 +32,17 @@ class Arithmetic:
     replaced: frozenset[str]
 
 
-def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
+def write_arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
     """Writes ``unit`` as an update.
 
     None where it needs too many operands, or assigns one variable's old value to another.
     """
-    reading = _Reading(program, unit, found)
+    reading = _UnitReader(program, unit, found)
     for node in unit.nodes:
         reading.take(node)
     final = {h: reading.values[h, version] for h, (_, version) in reading.written.items()}
     outputs = {ref.node for ref in program.outputs}
-    kept = reading.kept(outputs)
+    kept = reading.list_kept_reads(outputs)
     if kept is None or any(value.kind == "o" and value.number != i for i, value in enumerate(final.values())):
         return None
     members = {n.name for n in unit.nodes} - kept
@@ -51,7 +51,9 @@ def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | No
         for ref in reading.computed
         if ref.node in outputs or any(c.name not in members for c, _ in program.consumers.get(ref, ()))
     ]
-    lines = placed(tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results]))
+    lines = place_instructions(
+        tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results])
+    )
     counts = (final, reading.tensors, reading.scalars, reading.rows, results)
     if lines is None or any(len(c) > MOST_OF_A_KIND for c in counts):
         return None
@@ -59,13 +61,13 @@ def arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | No
     return Arithmetic(lines, tuple(final), *operands, tuple(results), frozenset(members))
 
 
-class _Reading:
+class _UnitReader:
     """Reads a unit's nodes one by one and turns them into instructions."""
 
     def __init__(self, program: Program, unit: Unit, found: Accesses):
         self.program, self.unit, self.found = program, unit, found
         self.names = {n.name for n in unit.nodes}
-        self.code = Code()
+        self.code = Instructions()
         self.tensors: dict[Ref, Value] = {}
         self.scalars: dict[Ref, Value] = {}
         self.rows: dict[Ref, Value] = {}
@@ -88,30 +90,30 @@ class _Reading:
             return
         handle = self.found.handle.get(node.name)
         if handle is None:
-            self.computed[Ref(node.name)] = self._computed(node, [self._operand(ref) for ref in node.inputs])
+            self.computed[Ref(node.name)] = self._compute(node, [self._find_operand(ref) for ref in node.inputs])
             return
-        value = self._operand(node.inputs[1])
+        value = self._find_operand(node.inputs[1])
         version = self.found.version[node.name]
         if node.op in ADDS:
             op = "Add" if node.op == "AssignAddVariableOp" else "Sub"
             value = self.code.add(op, self.values[handle, version - 1], value)
         self.values[handle, version] = value
 
-    def _computed(self, node: Node, operands: list[Value]) -> Value:
+    def _compute(self, node: Node, operands: list[Value]) -> Value:
         if node.op in IDENTITIES:
             return operands[0]
         if node.op == "AddN":
-            return self.code.sum(operands)
+            return self.code.add_sum(operands)
         op = BINARY.get(node.op) or UNARY.get(node.op) or UNARY_OF_DOUBLES[node.op]
         return self.code.add(op, *operands)
 
-    def _operand(self, ref: Ref) -> Value:
+    def _find_operand(self, ref: Ref) -> Value:
         if ref in self.computed:
             return self.computed[ref]
-        inside = self._inside(ref)
+        inside = self._find_written_value(ref)
         if inside is not None:
             return inside
-        table, kind, given = self.tensors, "v", self.program.type_of(ref)
+        table, kind, given = self.tensors, "v", self.program.find_type(ref)
         if is_row(given, self.unit.type):
             table, kind = self.rows, "r"
         elif given.shape != self.unit.type.shape:
@@ -120,14 +122,14 @@ class _Reading:
             self.external.add(ref.node)
         return table.setdefault(ref, Value(kind, len(table)))
 
-    def _inside(self, ref: Ref) -> Value | None:
+    def _find_written_value(self, ref: Ref) -> Value | None:
         """Returns the value that a read sees of a variable that this unit writes; None: it reads something else."""
         if self.program.by_name[ref.node].op != "ReadVariableOp":
             return None
         handle = self.found.handle.get(ref.node, "")
         return self.values.get((handle, self.found.version.get(ref.node, -1)))
 
-    def kept(self, outputs: Collection[str]) -> set[str] | None:
+    def list_kept_reads(self, outputs: Collection[str]) -> set[str] | None:
         """Returns the unit's reads that stay nodes; None: one of them sees a value that nobody outside can see."""
         kept: set[str] = set()
         for node in self.unit.nodes:

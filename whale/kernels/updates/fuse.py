@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from whale.ir.ops import EXCHANGES
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, Shape, in_groups, static_shape
-from whale.kernels.elementwise.graph import with_operations
-from whale.kernels.updates.arithmetic import Arithmetic, arithmetic
-from whale.kernels.updates.in_place import in_place
-from whale.kernels.updates.units import Unit, accesses, find_units
+from whale.ir.values import DType, Shape, group_by_bytes, require_static_shape
+from whale.kernels.elementwise.graph import replace_by_operations
+from whale.kernels.updates.arithmetic import Arithmetic, write_arithmetic
+from whale.kernels.updates.in_place import order_in_place_updates
+from whale.kernels.updates.units import Unit, find_accesses, find_units
 
 UPDATE = "WhaleUpdate"
 # Most bytes of the variables that one operation updates: what it reads is held until it has run, and it waits for all
@@ -29,33 +29,33 @@ class _Part:
 
 def fuse_updates(program: Program) -> Program:
     """Fuses the updates of one rank's own graph into as few operations as may be; large ones happen in place."""
-    return in_place(_fused(program), UPDATE)
+    return order_in_place_updates(_fuse_graph(program), UPDATE)
 
 
-def _fused(program: Program) -> Program:
-    found = accesses(program)
+def _fuse_graph(program: Program) -> Program:
+    found = find_accesses(program)
     units = find_units(program, found)
     if not units:
         return program
     groups: dict[tuple[object, ...], list[_Part]] = {}
     for unit in units:
-        does = arithmetic(program, unit, found)
+        does = write_arithmetic(program, unit, found)
         if does is not None:
-            key = (unit.level, unit.type.dtype, does.lines, _came_with(program, does))
+            key = (unit.level, unit.type.dtype, does.lines, _find_exchange(program, does))
             groups.setdefault(key, []).append(_Part(unit, does))
     operations = [
-        part for parts in groups.values() for part in in_groups(parts, lambda p: p.unit.type.bytes, GROUP_BYTES)
+        part for parts in groups.values() for part in group_by_bytes(parts, lambda p: p.unit.type.bytes, GROUP_BYTES)
     ]
-    return _replaced(program, [parts for parts in operations if sum(len(p.does.replaced) for p in parts) > 1])
+    return _replace_nodes(program, [parts for parts in operations if sum(len(p.does.replaced) for p in parts) > 1])
 
 
-def written_together(program: Program) -> tuple[int, int]:
+def count_written_together(program: Program) -> tuple[int, int]:
     """Counts the operations of ``fuse_updates`` that update variables together, and the variables that they write."""
     written = [node.attrs["H"] for node in program.nodes if node.op == UPDATE]
     return len(written), sum(written)
 
 
-def _came_with(program: Program, does: Arithmetic) -> str:
+def _find_exchange(program: Program, does: Arithmetic) -> str:
     """Returns the name of the exchange that brings what an update takes; "": none.
 
     The update starts when that has ended, and waits for no other exchange.
@@ -64,19 +64,19 @@ def _came_with(program: Program, does: Arithmetic) -> str:
     return from_ranks[-1] if from_ranks else ""
 
 
-def _replaced(program: Program, operations: list[list[_Part]]) -> Program:
+def _replace_nodes(program: Program, operations: list[list[_Part]]) -> Program:
     """Puts an operation in place of each list's nodes, where the last of them was."""
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for i, parts in enumerate(operations):
-        node = _operation(f"{UPDATE}/{i}", parts, program.by_name)
+        node = _make_operation(f"{UPDATE}/{i}", parts, program.by_name)
         made.update({name: node for part in parts for name in part.does.replaced})
         results = [ref for part in parts for ref in part.does.results]
         moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
-    return with_operations(program, made, moved)
+    return replace_by_operations(program, made, moved)
 
 
-def _operation(name: str, parts: list[_Part], nodes: Mapping[str, Node]) -> Node:
+def _make_operation(name: str, parts: list[_Part], nodes: Mapping[str, Node]) -> Node:
     replaced = {name for part in parts for name in part.does.replaced}
     handles = [Ref(handle) for part in parts for handle in part.does.handles]
     operands = [ref for part in parts for ref in (*part.does.tensors, *part.does.scalars, *part.does.rows)]
@@ -88,7 +88,7 @@ def _operation(name: str, parts: list[_Part], nodes: Mapping[str, Node]) -> Node
         "T": DType(parts[0].unit.type.dtype),
         "program": parts[0].does.lines,
         "operands": tuple(place[ref] for ref in operands),
-        "shapes": tuple(Shape(static_shape(part.unit.type)) for part in parts),
+        "shapes": tuple(Shape(require_static_shape(part.unit.type)) for part in parts),
         "H": len(handles),
         "N": len(values),
         "R": len(results),

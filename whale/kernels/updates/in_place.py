@@ -10,12 +10,12 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from whale.ir.ops import ALIASES, UPDATES
-from whale.ir.program import Node, Program, topological
+from whale.ir.program import Node, Program, sort_nodes
 
 LARGE_BYTES = 1 << 20
 
 
-def in_place(program: Program, fused: str) -> Program:
+def order_in_place_updates(program: Program, fused: str) -> Program:
     """Makes updates of large variables in one rank's program wait for all that reads the old values.
 
     What needs an update's result may read the old value, too; it cannot be waited for.
@@ -28,8 +28,8 @@ def in_place(program: Program, fused: str) -> Program:
     updates = [n for n in program.nodes if n.op in kinds and any(ref.node in large for ref in n.inputs)]
     if not updates:
         return program
-    read = _readers(program, large)
-    order = _updates_late(program, {node.name for node in updates})
+    read = _find_readers(program, large)
+    order = _order_updates_late(program, {node.name for node in updates})
     place = {node.name: i for i, node in enumerate(order)}
     nodes = {node.name: node for node in order}
     for node in updates:
@@ -37,10 +37,10 @@ def in_place(program: Program, fused: str) -> Program:
         before = dict.fromkeys(r for ref in node.inputs for r in read.get(ref.node, ()) if r not in waits)
         ahead = [name for name in before if place[name] < place[node.name]]
         nodes[node.name] = replace(node, controls=(*node.controls, *ahead))
-    return program.with_nodes(topological(nodes))
+    return program.replace_nodes(sort_nodes(nodes))
 
 
-def _readers(program: Program, large: set[str]) -> dict[str, list[str]]:
+def _find_readers(program: Program, large: set[str]) -> dict[str, list[str]]:
     """Returns, for each variable, the nodes that compute with its value, in the order of the program."""
     of: dict[str, str] = {}  # node whose output is a variable's value -> the variable
     found: dict[str, list[str]] = {}
@@ -55,7 +55,7 @@ def _readers(program: Program, large: set[str]) -> dict[str, list[str]]:
     return found
 
 
-def _updates_late(program: Program, updates: set[str]) -> list[Node]:
+def _order_updates_late(program: Program, updates: set[str]) -> list[Node]:
     """Orders the nodes so that each update comes after all that need not come after an update."""
     place = {node.name: i for i, node in enumerate(program.nodes)}
     waits_for = {n.name: dict.fromkeys([*(r.node for r in n.inputs), *n.controls]) for n in program.nodes}

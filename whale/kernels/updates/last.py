@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from whale.ir.ops import EXCHANGES, UPDATES
-from whale.ir.program import Node, Program, function_refs, topological, waited_for
+from whale.ir.program import Node, Program, find_waited_for, iterate_function_refs, sort_nodes
 from whale.kernels.updates.fuse import UPDATE
 
 _EXCHANGED = "whale/exchanged"
 _MEETS = EXCHANGES | {"WhaleCheck", "WhaleBarrier"}
 
 
-def updates_last(program: Program) -> Program:
+def order_updates_last(program: Program) -> Program:
     """Makes the updates of one rank's program wait for its exchanges, but for updates that exchanges wait for."""
-    meeting = [node.name for node in program.nodes if _does(node, program, _MEETS)]
+    meeting = [node.name for node in program.nodes if _runs_any_of(node, program, _MEETS)]
     if not meeting:
         return program
-    early = _before(program, meeting)
-    late = {node.name for node in program.nodes if node.name not in early and _updates(node, program)}
+    early = _find_predecessors(program, meeting)
+    late = {node.name for node in program.nodes if node.name not in early and _is_update(node, program)}
     late.difference_update(meeting)
     if not late:
         return program
@@ -27,37 +27,41 @@ def updates_last(program: Program) -> Program:
     for name in late:
         nodes[name] = replace(nodes[name], controls=(*nodes[name].controls, _EXCHANGED))
     nodes[_EXCHANGED] = Node(_EXCHANGED, "NoOp", controls=tuple(meeting))
-    return program.with_nodes(topological(nodes))
+    return program.replace_nodes(sort_nodes(nodes))
 
 
-def written_early(program: Program) -> tuple[str, ...]:
+def list_early_writes(program: Program) -> tuple[str, ...]:
     """Returns a rank program's variables (their nodes) that are written before all its exchanges have ended."""
-    meeting = [node.name for node in program.nodes if _does(node, program, _MEETS)]
-    early = _before(program, meeting).union(meeting)
-    writing = [node for node in program.nodes if node.name in early and _updates(node, program)]
+    meeting = [node.name for node in program.nodes if _runs_any_of(node, program, _MEETS)]
+    early = _find_predecessors(program, meeting).union(meeting)
+    writing = [node for node in program.nodes if node.name in early and _is_update(node, program)]
     written = dict.fromkeys(ref.node for node in writing for ref in node.inputs)
     return tuple(node for node in written if node in program.variable_of)
 
 
-def _updates(node: Node, program: Program) -> bool:
-    return _does(node, program, UPDATES | {UPDATE})
+def _is_update(node: Node, program: Program) -> bool:
+    return _runs_any_of(node, program, UPDATES | {UPDATE})
 
 
-def _does(node: Node, program: Program, ops: frozenset[str]) -> bool:
+def _runs_any_of(node: Node, program: Program, ops: frozenset[str]) -> bool:
     """Tells whether a node is one of ``ops``, or runs a function with one."""
     if node.op in ops:
         return True
     bodies: Mapping[str, Program] = program.functions
-    return any(_does(inner, program, ops) for _, func in function_refs(node) for inner in _nodes(bodies.get(func.name)))
+    return any(
+        _runs_any_of(inner, program, ops)
+        for _, func in iterate_function_refs(node)
+        for inner in _list_nodes(bodies.get(func.name))
+    )
 
 
-def _nodes(body: Program | None) -> tuple[Node, ...]:
+def _list_nodes(body: Program | None) -> tuple[Node, ...]:
     return () if body is None else body.nodes
 
 
-def _before(program: Program, names: list[str]) -> set[str]:
+def _find_predecessors(program: Program, names: list[str]) -> set[str]:
     """Returns all that the nodes of these names wait for, without themselves unless one waits for another."""
     nodes = [program.by_name[name] for name in names]
-    return waited_for(
+    return find_waited_for(
         program, [name for node in nodes for name in (*(ref.node for ref in node.inputs), *node.controls)]
     )

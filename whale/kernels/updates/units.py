@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from whale.ir.ops import ASSIGNS, IDENTITIES, READS
 from whale.ir.program import COMPILED, Node, Program, Ref
-from whale.ir.values import TensorType, static_shape
-from whale.kernels.elementwise.graph import before, joined
+from whale.ir.values import TensorType, require_static_shape
+from whale.kernels.elementwise.graph import join_places, list_predecessors
 from whale.kernels.elementwise.operations import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
 from whale.kernels.updates.in_place import LARGE_BYTES
 
@@ -37,7 +37,7 @@ class Accesses:
     seen: frozenset[str]
 
 
-def accesses(program: Program) -> Accesses:
+def find_accesses(program: Program) -> Accesses:
     """Finds the accesses to the variables of ``program``'s own graph; a call that takes a handle counts as a write."""
     handles = dict.fromkeys((v.node for v in program.variables), 0)
     handle: dict[str, str] = {}
@@ -82,12 +82,12 @@ class Unit:
 
 def find_units(program: Program, found: Accesses) -> list[Unit]:
     """Returns the units of ``program``'s own graph, in the order of their first nodes."""
-    types = _updating(program, found)
+    types = _find_updating_nodes(program, found)
     if not types:
         return []
-    levels = _levels(program, types)
+    levels = _find_levels(program, types)
     places = {name: (kind, levels[name]) for name, kind in types.items()}
-    top = joined(program, places, lambda one, other: one[0] is other[0] and one[1] == other[1])
+    top = join_places(program, places, lambda one, other: one[0] is other[0] and one[1] == other[1])
     units: dict[str, list[Node]] = {}
     for node in program.nodes:
         if node.name in types:
@@ -101,14 +101,14 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
 
 def is_row(given: TensorType, whole: TensorType) -> bool:
     """Tells whether an operand is a long row of ``whole`` (its last sizes), so that repeating it would cost much."""
-    sizes, own = static_shape(whole), static_shape(given)
+    sizes, own = require_static_shape(whole), require_static_shape(given)
     while own and own[0] == 1:
         own = own[1:]
     large = whole.bytes >= LARGE_BYTES and LONG <= given.elements < whole.elements
     return large and own == sizes[len(sizes) - len(own) :]
 
 
-def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
+def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorType]:
     """Returns the nodes that belong to updates, each with the type of the tensors that it is about.
 
     These are writes, what is computed from them or assigned by them, and what is computed for nothing else. Equal types
@@ -120,9 +120,9 @@ def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
     simple: dict[str, TensorType] = {}
     for node in program.nodes:
         if node.op in _ARITHMETIC:
-            kind = _arithmetic_type(program, node)
+            kind = _find_arithmetic_type(program, node)
         else:
-            kind = node.outputs[0] if is_read(node, found) and _fits(node.outputs[0]) else None
+            kind = node.outputs[0] if is_read(node, found) and _is_fitting(node.outputs[0]) else None
         if kind is not None:
             simple[node.name] = known.setdefault(kind, kind)
     types: dict[str, TensorType] = {}
@@ -130,10 +130,10 @@ def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
         if node.op not in ASSIGNS or found.handle.get(node.name) not in found.seen:
             continue
         value = node.inputs[1]
-        kind = known.setdefault(program.type_of(value), program.type_of(value))
+        kind = known.setdefault(program.find_type(value), program.find_type(value))
         arithmetic = simple.get(value.node) is kind and by_name[value.node].op not in IDENTITIES | {"ReadVariableOp"}
         # A tensor that is only assigned becomes the variable's, which costs nothing.
-        if _fits(kind) and (node.op != "AssignVariableOp" or arithmetic):
+        if _is_fitting(kind) and (node.op != "AssignVariableOp" or arithmetic):
             types[node.name] = kind
             if node.op == "AssignVariableOp":
                 types[value.node] = kind
@@ -146,7 +146,7 @@ def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
         if node.op == "ReadVariableOp":
             handle = found.handle[node.name]
             written = any(c in types and found.handle.get(c) == handle for c in node.controls)
-            if written and all(simple.get(c.name) is kind for c, _ in consumers.get(node.refs()[0], ())):
+            if written and all(simple.get(c.name) is kind for c, _ in consumers.get(node.list_refs()[0], ())):
                 types[node.name] = kind
         elif any(types.get(name) is kind for name, _ in node.inputs):
             types[node.name] = kind
@@ -160,18 +160,18 @@ def _updating(program: Program, found: Accesses) -> dict[str, TensorType]:
     return types
 
 
-def _fits(kind: TensorType) -> bool:
+def _is_fitting(kind: TensorType) -> bool:
     return kind.dtype in DTYPES and kind.is_static and bool(kind.shape)
 
 
-def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
+def _find_arithmetic_type(program: Program, node: Node) -> TensorType | None:
     """Returns the result's type of elementwise arithmetic, if a unit can do it."""
-    if len(node.outputs) != 1 or node.attrs.get(COMPILED) or not _fits(node.outputs[0]):
+    if len(node.outputs) != 1 or node.attrs.get(COMPILED) or not _is_fitting(node.outputs[0]):
         return None
     kind = node.outputs[0]
     if node.op in UNARY_OF_DOUBLES and kind.dtype != "float64":
         return None
-    operands = [program.type_of(ref) for ref in node.inputs]
+    operands = [program.find_type(ref) for ref in node.inputs]
     if any(t.dtype != kind.dtype or not t.is_static for t in operands) or len(operands) > ADDED_FROM_LEFT:
         return None
     whole = sum(t.shape == kind.shape for t in operands)
@@ -181,12 +181,12 @@ def _arithmetic_type(program: Program, node: Node) -> TensorType | None:
     return kind if whole == len(operands) else None
 
 
-def _levels(program: Program, types: Mapping[str, TensorType]) -> dict[str, int]:
+def _find_levels(program: Program, types: Mapping[str, TensorType]) -> dict[str, int]:
     levels: dict[str, int] = {}
     for node in program.nodes:
         kind = types.get(node.name)
         level = 0
-        for name in before(node):
+        for name in list_predecessors(node):
             reached = levels.get(name, 0)
             if reached >= level:
                 # On from a unit, either within it or out of it.

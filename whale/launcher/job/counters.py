@@ -49,7 +49,7 @@ class _Sum:
         return f"{rank}: {self.rank_s[rank]:,.3f}"
 
 
-def tables(counters: Mapping[int, list[Counter]], size: int, width: int) -> str:
+def format_tables(counters: Mapping[int, list[Counter]], size: int, width: int) -> str:
     """Formats the counters of all ranks as text: tables by kind of operation, by key, and by rank.
 
     Args:
@@ -68,13 +68,13 @@ def tables(counters: Mapping[int, list[Counter]], size: int, width: int) -> str:
                 ranks.setdefault(rank, _Sum()),
             ):
                 of.add(rank, entry)
-    by_kind, by_key = (_table(what, "longest: rank, s") for what in (("operation",), ("operation", "key")))
+    by_kind, by_key = (_make_table(what, "longest: rank, s") for what in (("operation",), ("operation", "key")))
     for kind, total in sorted(kinds.items(), key=lambda item: -item[1].seconds):
         by_kind.add_row(kind, *total.cells, total.slowest)
     longest = sorted(keys.items(), key=lambda item: -item[1].seconds)
     for (kind, key), total in longest[:TOP_KEYS]:
         by_key.add_row(kind, key, *total.cells, total.slowest)
-    by_rank = _table(("rank",))
+    by_rank = _make_table(("rank",))
     awaited = sorted(ranks.items(), key=lambda item: item[1].waiting_s)
     for rank, total in awaited[:TOP_RANKS]:
         by_rank.add_row(str(rank), *total.cells)
@@ -92,7 +92,7 @@ def tables(counters: Mapping[int, list[Counter]], size: int, width: int) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def _table(names: tuple[str, ...], last: str | None = None) -> Table:
+def _make_table(names: tuple[str, ...], last: str | None = None) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="")
     for name in names:
         table.add_column(name, overflow="fold", justify="right" if name == "rank" else "left")

@@ -52,7 +52,7 @@ class Ending:
         self._due: list[tuple[float, int]] = []  # those still to be sent: when, which
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Tells whether the run is being ended."""
         return self.stopped_by is not None or bool(self.failures)
 
@@ -76,7 +76,7 @@ class Ending:
             self.notice_s = max((link.notice_s for link in self._links.values() if not link.exited), default=0.0)
         if self.notice_s:
             self._printer.say(f"whale run: told to end by SIGTERM: the ranks have {self.notice_s:g} s to save")
-        self._end_by_s(time.monotonic() + max(self.notice_s, GRACE_S))
+        self._find_deadline_s(time.monotonic() + max(self.notice_s, GRACE_S))
         self._signal_ranks(number)
 
     def fail(self, failure: ranks.Failure) -> None:
@@ -84,28 +84,28 @@ class Ending:
         if (failure.signal and failure.signal in self._sent) or failure.rank in self.left:
             return
         if self._trace is not None:
-            self._trace.mark(failure.rank or 0, f"{failure.who} {failure.reason}")
+            self._trace.mark(failure.rank or 0, f"{failure.subject} {failure.reason}")
         if self._verbose and failure.rank is not None:
             self._printer.write_lines(failure.rank, 1, failure.traceback)
         if self.stopped_by is not None and not self.notice_s:
             return
-        if failure.rank is not None and failure.gone and self._others_go_on(failure.rank):
+        if failure.rank is not None and failure.gone and self._can_others_go_on(failure.rank):
             self.left[failure.rank] = failure
-            self._printer.say(f"whale run: {failure.who} {failure.reason}; the others go on without it")
+            self._printer.say(f"whale run: {failure.subject} {failure.reason}; the others go on without it")
             self.tell_others(failure.rank, failure.reason, goes_on=True)
             return
-        saved = self.notice_s > 0 and failure.by_itself  # and the others go on to save
+        saved = self.notice_s > 0 and failure.is_exit_by_script  # and the others go on to save
         if not failure.is_consequence and not saved:
             self.tell_others(failure.rank, failure.reason)
         # The text that this rank wrote before its own failure, though after another's, explains it as well.
         hidden = self._links[failure.rank].hidden if failure.rank is not None else b""
         text = hidden.decode(errors="replace") + failure.traceback
         self.failures.append(dataclasses.replace(failure, traceback=text))
-        if not saved and len([f for f in self.failures if not (self.notice_s and f.by_itself)]) == 1:
+        if not saved and len([f for f in self.failures if not (self.notice_s and f.is_exit_by_script)]) == 1:
             now_s = time.monotonic()
             if self.stopped_by is None:
                 self._due.append((now_s + OWN_END_S, signal.SIGTERM))
-            self._end_by_s(now_s + GRACE_S)
+            self._find_deadline_s(now_s + GRACE_S)
 
     def settle(self) -> None:
         """Marks a lost rank as failed, after the end, if the others took no step without it."""
@@ -125,10 +125,10 @@ class Ending:
             if other.rank != rank and not other.exited:
                 other.tell_lost(rank, what, goes_on)
 
-    def _others_go_on(self, rank: int) -> bool:
+    def _can_others_go_on(self, rank: int) -> bool:
         """Tells whether the scripts of all other ranks still run and can go on without this one."""
         others = [link for other, link in self._links.items() if other != rank and other not in self.left]
-        return not self.begun and bool(others) and all(link.elastic and not link.exited for link in others)
+        return not self.has_begun and bool(others) and all(link.elastic and not link.exited for link in others)
 
     def send_due(self) -> None:
         """Sends the ranks the signals whose time has come."""
@@ -138,7 +138,7 @@ class Ending:
                 self._due.remove((when_s, number))
                 self._signal_ranks(number)
 
-    def _end_by_s(self, when_s: float) -> None:
+    def _find_deadline_s(self, when_s: float) -> None:
         self._due.append((when_s, signal.SIGKILL))
         self.give_up_s = min(self.give_up_s, when_s + GRACE_S)
 

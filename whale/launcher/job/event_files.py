@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import BinaryIO
 
 from whale.errors import ClusterError
-from whale.launcher.protobuf import FIXED32, FIXED64, field, message, number, string
+from whale.launcher.protobuf import FIXED32, FIXED64, encode_field, encode_message, encode_number, encode_string
 
 _DT_STRING = 7
 
@@ -46,19 +46,21 @@ class EventFiles:
                 action="correct the path",
             ) from error
 
-    def scalars(self, rank: int, step: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, rank: int, step: int, values: Mapping[str, float]) -> None:
         """Writes values of a rank at a step, by tag."""
-        found = [string(1, tag) + field(2, FIXED32, struct.pack("<f", value)) for tag, value in values.items()]
+        found = [
+            encode_string(1, tag) + encode_field(2, FIXED32, struct.pack("<f", value)) for tag, value in values.items()
+        ]
         self._write(rank, step, found)
 
-    def text(self, rank: int, tag: str, text: str) -> None:
+    def write_text(self, rank: int, tag: str, text: str) -> None:
         """Writes a text of a rank, which TensorBoard shows as it is under Text."""
         shown = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown leaves indented lines alone
-        tensor = number(1, _DT_STRING) + message(2, b"") + string(8, shown)
-        metadata = message(1, string(1, "text"))
-        self._write(rank, 0, [string(1, tag) + message(8, tensor) + message(9, metadata)])
+        tensor = encode_number(1, _DT_STRING) + encode_message(2, b"") + encode_string(8, shown)
+        metadata = encode_message(1, encode_string(1, "text"))
+        self._write(rank, 0, [encode_string(1, tag) + encode_message(8, tensor) + encode_message(9, metadata)])
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """Says in a sentence what was written."""
         if not self._files and self._error is None:
             return f"nothing for TensorBoard is in {self._folder}: no rank has run a step that Whale distributes"
@@ -71,14 +73,18 @@ class EventFiles:
             file.close()
 
     def _write(self, rank: int, step: int, values: list[bytes]) -> None:
-        """Writes values; an error (a full disk) is kept for `summary` and does not end the run."""
+        """Writes values; an error (a full disk) is kept for `format_summary` and does not end the run."""
         if self._error is not None:
             return
         try:
             if rank not in self._files:
                 self._files[rank] = self._open(rank)
-            event = _now() + number(2, step) + message(5, b"".join(message(1, v) for v in values))
-            self._files[rank].write(_record(event))
+            event = (
+                _encode_now()
+                + encode_number(2, step)
+                + encode_message(5, b"".join(encode_message(1, v) for v in values))
+            )
+            self._files[rank].write(_encode_record(event))
         except OSError as error:
             self._error = error
 
@@ -87,20 +93,20 @@ class EventFiles:
         os.makedirs(folder, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.whale"
         file = open(os.path.join(folder, name), "wb", buffering=0)
-        file.write(_record(_now() + string(3, "brain.Event:2")))
+        file.write(_encode_record(_encode_now() + encode_string(3, "brain.Event:2")))
         return file
 
 
-def _now() -> bytes:
-    return field(1, FIXED64, struct.pack("<d", time.time()))
+def _encode_now() -> bytes:
+    return encode_field(1, FIXED64, struct.pack("<d", time.time()))
 
 
-def _record(data: bytes) -> bytes:
+def _encode_record(data: bytes) -> bytes:
     length = struct.pack("<Q", len(data))
-    return length + _checksum(length) + data + _checksum(data)
+    return length + _compute_checksum(length) + data + _compute_checksum(data)
 
 
-def _crc_table() -> list[int]:
+def _make_crc_table() -> list[int]:
     table = list(range(256))
     for i in table:
         for _ in range(8):
@@ -108,10 +114,10 @@ def _crc_table() -> list[int]:
     return table
 
 
-_CRC32C = _crc_table()
+_CRC32C = _make_crc_table()
 
 
-def _checksum(data: bytes) -> bytes:
+def _compute_checksum(data: bytes) -> bytes:
     """Returns the CRC-32C, masked as in TensorFlow's records (tensorflow/core/lib/hash/crc32c.h)."""
     crc = 0xFFFFFFFF
     for byte in data:

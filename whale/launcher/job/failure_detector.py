@@ -7,8 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-from whale.launcher.job import ranks, stalls
+from whale.launcher.job import ranks
 from whale.launcher.job.ending import Ending
+from whale.launcher.job.ranks import RankLink
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.protocol import HEARTBEAT_S
 
@@ -16,7 +17,7 @@ SILENCE_S = 4 * HEARTBEAT_S  # heartbeats may be late by that much, however shor
 STALL_GATHER_S = 1.0  # between the first report of a wait and the line about it: others report theirs meanwhile
 
 
-class Lookout:
+class FailureDetector:
     """The detector of failures that no rank reports.
 
     Args:
@@ -64,7 +65,7 @@ class Lookout:
         if self._trace is not None:
             self._trace.look_after(self._links.values())
         for link in self._links.values():
-            failure = link.frozen(now_s, SILENCE_S)
+            failure = link.find_freeze(now_s, SILENCE_S)
             if failure is not None:
                 # A silent worker will not report an end; a stopped script can still be killed, and that is reported.
                 link.exited = link.stopped_s is None
@@ -74,8 +75,55 @@ class Lookout:
         waiting = next((link.rank for link in self._links.values() if link.joining and not link.exited), None)
         for rank, link in self._links.items():
             # One that has ended in wh.init, too: who waits for it there is told nothing before MPI has connected all.
-            if waiting is not None and link.code == 0 and link.joining is not False and not self._ending.begun:
-                self._ending.fail(ranks.absent(rank, waiting, called=link.joining is not None))
+            if waiting is not None and link.code == 0 and link.joining is not False and not self._ending.has_begun:
+                self._ending.fail(ranks.make_absent_failure(rank, waiting, called=link.joining is not None))
         if now_s >= self._stall_report_s:
             self._stall_report_s = math.inf
-            self._say(stalls.report(self._links, now_s))
+            self._say(report_stalls(self._links, now_s))
+
+
+def report_stalls(links: Mapping[int, RankLink], now_s: float) -> str:
+    """Formats the ranks' reports of their longest waits as text, and clears them.
+
+    For example::
+
+        ranks 0 and 2 have waited 60 s in AllReduce 'dense/kernel' for rank 1
+          rank 1 (node2) is running, but waits in no operation; look at what its script does
+
+    Args:
+        links: the connections of all ranks; their reports are cleared.
+        now_s: monotonic time.
+    """
+    waits: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    longest_s: dict[tuple[str, tuple[int, ...]], float] = {}
+    for rank, link in sorted(links.items()):
+        if link.stall is not None:
+            key = link.stall["what"], tuple(link.stall["missing"])
+            waits.setdefault(key, []).append(rank)
+            longest_s[key] = max(longest_s.get(key, 0.0), link.stall["seconds"])
+            link.stall = None
+    waiting = {rank for members in waits.values() for rank in members}
+    lines = [
+        f"{_format_ranks(members)} {'has' if len(members) == 1 else 'have'} waited {longest_s[key]:.0f} s in {key[0]}"
+        + (f" for {_format_ranks(key[1])}" if key[1] else "")
+        for key, members in waits.items()
+    ]
+    for rank in sorted({rank for _, missing in waits for rank in missing} - waiting):
+        if rank in links:
+            lines.append(f"  rank {rank} {_format_state(links[rank], now_s)}")
+    return "\n".join(lines)
+
+
+def _format_ranks(numbers: tuple[int, ...] | list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def _format_state(link: RankLink, now_s: float) -> str:
+    if link.exited:
+        return f"({link.host}) has ended"
+    if link.stopped_s is not None:
+        return f"({link.host}) is stopped since {now_s - link.stopped_s:.0f} s"
+    if link.joining is not False:
+        return f"({link.host}) is running, but has not finished wh.init"
+    return f"({link.host}) is running, but waits in no operation; look at what its script does"

@@ -30,16 +30,18 @@ from whale.errors import ClusterError
 from whale.launcher import shm_cleanup
 from whale.launcher.job import ranks
 from whale.launcher.job.ending import OWN_END_S, Ending
-from whale.launcher.job.failure_detector import Lookout
-from whale.launcher.job.listener import Door
+from whale.launcher.job.failure_detector import FailureDetector
+from whale.launcher.job.listener import Listener
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
-from whale.launcher.job.reports import Reports
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.mpirun import ASKED_VARIABLES, Options, Start
-from whale.launcher.protocol import End, Kind
+from whale.launcher.mpirun import ASKED_VARIABLES, MpirunStart, Options
+from whale.launcher.protocol import ExitStatus, FrameKind, RaisedReport, RankEnd, ScriptMessage, StopReport, unpack
 from whale.replicas import differing, in_words
+
+_HIDDEN_BYTES = 1 << 18
+_STREAM_OF = {FrameKind.STDOUT: 0, FrameKind.STDERR: 1}
 
 _MPIRUN_S = 3.0  # that mpirun has to end, after each of nothing, SIGTERM and SIGKILL, when its workers are told to
 START_TIMEOUT_S = 120.0
@@ -47,7 +49,7 @@ _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Grows(Protocol):
+class Growth(Protocol):
     """The interface of what starts ranks while a run goes on; see whale/launcher/scale_up/newcomers.py.
 
     Attributes:
@@ -70,7 +72,7 @@ class Grows(Protocol):
     def look(self) -> None:
         """Starts newcomers, or has them come in, when it is time."""
 
-    def expects(self, rank: int) -> bool:
+    def is_expecting(self, rank: int) -> bool:
         """Tells whether a rank of this number was started, and has not come up yet."""
         ...
 
@@ -78,7 +80,7 @@ class Grows(Protocol):
         """Takes the connection of a rank that has come up; False: it is one of the run's start."""
         ...
 
-    def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> bool:
+    def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> bool:
         """Acts on a frame of a rank that has not come in; False: it is one of the run's."""
         ...
 
@@ -100,7 +102,7 @@ class Job:
         freeze_s: for how long a rank may be stopped or silent; 0 for as long as it likes.
         trace: takes the ranks' events, or None.
         progress: takes what they tell of their steps, or None.
-        grows: makes what starts ranks while the run goes on, as of `Grows`; None: none come.
+        grows: makes what starts ranks while the run goes on, as of `Growth`; None: none come.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Job:
         freeze_s: float,
         trace: TraceFile | None,
         progress: RunProgress | None,
-        grows: Callable[..., Grows] | None = None,
+        grows: Callable[..., Growth] | None = None,
     ) -> None:
         self._options = options
         self._trace = trace
@@ -123,15 +125,15 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, ranks.RankLink] = {}
         self._ending = Ending(self._links, self._printer, trace, options.verbose)
-        self._lookout = Lookout(self._links, self._ending, trace, self.say)
-        self._reports = Reports(self._printer, self._ending, self._lookout, trace, progress, options.verbose)
+        self._lookout = FailureDetector(self._links, self._ending, trace, self.say)
+        self._reports = ReportHandler(self._printer, self._ending, self._lookout, trace, progress, options.verbose)
         self._mpirun_gone_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
         self._mpiruns: Mpiruns
-        self._door: Door
-        self._newcomers: Grows | None = None
+        self._door: Listener
+        self._newcomers: Growth | None = None
 
-    def run(self, starts: Sequence[Start]) -> int:
+    def run(self, starts: Sequence[MpirunStart]) -> int:
         """Starts the ranks by mpirun, and returns the exit code of the run once all of it has ended.
 
         Raises:
@@ -145,12 +147,12 @@ class Job:
             self._mpiruns = Mpiruns(starts, self._freeze_s)
             try:
                 self._register(self._wake, self._read_signals)
-                self._door = Door(self._listener, self._token, self._selector, self._welcome)
+                self._door = Listener(self._listener, self._token, self._selector, self._welcome)
                 for process in self._mpiruns.processes:
                     self._register(process.output, functools.partial(self._read_mpirun, process))
                 if self._grows is not None:
                     self._newcomers = self._grows(self._links, self._ending, self._printer, self._selector)
-                self._loop()
+                self._run_loop()
                 return self._conclude()
             except BrokenPipeError:
                 # Nobody reads our output (`whale run ... | head`): end as any command in a pipe does.
@@ -165,7 +167,7 @@ class Job:
                 source.close()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Tells whether the run ended because of a rank, and not because it was told to."""
         alone = any(link.end is not None and link.end["alone"] for link in self._links.values())
         return self._ending.is_failure and not alone  # it would do the same again
@@ -180,21 +182,21 @@ class Job:
     # The loop
 
     @property
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         return len(self._links) >= self._options.ranks
 
     @property
-    def _running(self) -> bool:
+    def _is_running(self) -> bool:
         return any(not link.exited for link in self._links.values())
 
-    def _loop(self) -> None:
+    def _run_loop(self) -> None:
         start_by_s = time.monotonic() + START_TIMEOUT_S
         # A run that is being ended need not wait for ranks that have not come up.
-        while self._running or not (self._complete or self._ending.begun):
+        while self._is_running or not (self._is_complete or self._ending.has_begun):
             deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s, *self._door.deadlines_s]
-            if not self._complete:
+            if not self._is_complete:
                 deadlines_s.append(start_by_s)
-            if self._mpiruns.ended or self._printer.waits:
+            if self._mpiruns.has_ended or self._printer.has_pending:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
             self._look_after_mpirun()  # before the ranks' connections break for the same reason
@@ -208,31 +210,31 @@ class Job:
                 self._newcomers.look()
             if not ready and time.monotonic() > self._ending.give_up_s:
                 return
-            if not self._complete and not self._ending.begun and time.monotonic() > start_by_s:
-                raise self._did_not_start(f"within {START_TIMEOUT_S:g} s")
+            if not self._is_complete and not self._ending.has_begun and time.monotonic() > start_by_s:
+                raise self._make_start_error(f"within {START_TIMEOUT_S:g} s")
             # Workers stay until their connection is closed, so mpirun cannot be through before that. What they still
             # have to say is read first.
-            if self._mpiruns.ended or (self._mpiruns.any_ended and not self._complete):
+            if self._mpiruns.has_ended or (self._mpiruns.has_any_ended and not self._is_complete):
                 self._mpirun_gone_s = min(self._mpirun_gone_s, time.monotonic())
                 if not ready or time.monotonic() > self._mpirun_gone_s + OWN_END_S:
-                    self._mpirun_is_gone()
+                    self._handle_lost_mpirun()
 
-    def _mpirun_is_gone(self) -> None:
-        if not self._complete and not self._ending.begun:
-            raise self._did_not_start("mpirun has ended")
+    def _handle_lost_mpirun(self) -> None:
+        if not self._is_complete and not self._ending.has_begun:
+            raise self._make_start_error("mpirun has ended")
         for link in self._links.values():
             link.exited = True
-        if not self._ending.begun:
-            self._ending.fail(ranks.mpirun_gone(self._mpiruns.processes[0].returncode))
+        if not self._ending.has_begun:
+            self._ending.fail(ranks.make_gone_mpirun_failure(self._mpiruns.processes[0].returncode))
 
     def _look_after_mpirun(self) -> None:
         """Checks whether an mpirun was stopped or killed; its ranks then fail, since none of them can end."""
-        if not self._ending.begun:
-            for failure in list(self._mpiruns.gone(self._complete, self._links)):
+        if not self._ending.has_begun:
+            for failure in list(self._mpiruns.find_gone(self._is_complete, self._links)):
                 self._ending.fail(failure)
 
-    def _did_not_start(self, when: str) -> ClusterError:
-        said = self._mpiruns.said
+    def _make_start_error(self, when: str) -> ClusterError:
+        said = self._mpiruns.output_text
         return ClusterError(
             f"the ranks did not start: {when}",
             given=f"{self._options.ranks} ranks, {len(self._links)} came up",
@@ -279,12 +281,16 @@ class Job:
                 link.exited = True
                 if self._newcomers is not None and self._newcomers.lose(link.rank):
                     return
-                gone = ranks.unreadable(link.rank, link.host, wrong) if wrong else ranks.lost(link.rank, link.host)
+                gone = (
+                    ranks.make_unreadable_failure(link.rank, link.host, wrong)
+                    if wrong
+                    else ranks.make_lost_failure(link.rank, link.host)
+                )
                 self._ending.fail(gone)
 
-    def _greet(self, link: ranks.RankLink, kind: Kind, payload: bytes) -> bool:
+    def _greet(self, link: ranks.RankLink, kind: FrameKind, payload: bytes) -> bool:
         newcomers = self._newcomers
-        rank = link.greet(kind, payload, self._options.ranks, newcomers.expects if newcomers is not None else None)
+        rank = link.greet(kind, payload, self._options.ranks, newcomers.is_expecting if newcomers is not None else None)
         if rank is None or rank in self._links:
             link.rank = None
             return False
@@ -294,8 +300,8 @@ class Job:
         if self._trace is not None:
             self._trace.greet(link)
         if self._progress is not None:
-            self._progress.up(rank)
-        if self._ending.begun:
+            self._progress.note_up(rank)
+        if self._ending.has_begun:
             link.send_signal(signal.SIGKILL)
         return True
 
@@ -319,12 +325,12 @@ class Job:
             self._newcomers.close()
             processes, links = processes + self._newcomers.processes, links + self._newcomers.links
         for process in processes:
-            process.end(_MPIRUN_S, by_itself=self._complete)
+            process.end(_MPIRUN_S, by_itself=self._is_complete)
         # A worker that was killed, or is frozen, has not ended what its script had started.
         for link in links:
             if link.code is None and link.host == socket.gethostname():
                 ranks.kill_group(link.pid, self._token)
-        shutil.rmtree(shm_cleanup.folder_of(self._token), ignore_errors=True)
+        shutil.rmtree(shm_cleanup.find_folder(self._token), ignore_errors=True)
         for process in processes:
             process.remove_files()
 
@@ -336,11 +342,11 @@ class Job:
             from whale.launcher.job import counters  # rich takes a moment to load
 
             width = shutil.get_terminal_size((120, 24)).columns
-            self._printer.say(counters.tables(known, self._options.ranks, width))
+            self._printer.say(counters.format_tables(known, self._options.ranks, width))
         if self._trace is not None:
             self._trace.end(self._links.values())
-            self.say(self._trace.summary())
-        if self._progress is not None and (summary := self._progress.summary()):
+            self.say(self._trace.format_summary())
+        if self._progress is not None and (summary := self._progress.format_summary()):
             self.say(summary)
         if self._ending.stopped_by is not None and not (self._ending.notice_s and self._ending.failures):
             if self._ending.notice_s and all(link.code == 0 for link in self._links.values()):
@@ -348,24 +354,24 @@ class Job:
                 return 0
             self.say(f"stopped by {ranks.signal_name(self._ending.stopped_by)}")
             return 128 + self._ending.stopped_by
-        ends = _ends(self._links, self._ending.left, self._options.ranks)
+        ends = _list_ends(self._links, self._ending.left, self._options.ranks)
         if alone := next((end["alone"] for end in ends if end and end["alone"]), ""):
             self.say(alone)
             return 2
         if not self._ending.failures:
             for failure in self._ending.left.values():
-                self.say(f"{failure.who} {failure.reason}; the run went on without it, to its end")
+                self.say(f"{failure.subject} {failure.reason}; the run went on without it, to its end")
             return self._end_well(ends)
-        cause = ranks.cause(self._ending.failures)
+        cause = ranks.find_cause(self._ending.failures)
         if not self._options.verbose and cause.rank is not None:
             self._printer.write_lines(cause.rank, 1, cause.traceback)
             # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.
-            if cause.signal in (signal.SIGTERM, signal.SIGKILL) and self._mpiruns.said:
-                self._printer.say(self._mpiruns.said)
-        self.say(f"{cause.who} {cause.reason}")
+            if cause.signal in (signal.SIGTERM, signal.SIGKILL) and self._mpiruns.output_text:
+                self._printer.say(self._mpiruns.output_text)
+        self.say(f"{cause.subject} {cause.reason}")
         return cause.code
 
-    def _end_well(self, ends: list[End | None]) -> int:
+    def _end_well(self, ends: list[RankEnd | None]) -> int:
         """Returns the exit code of a run without a failure: 1 if trainable variables differ between its ranks."""
         if all(end is not None for end in ends):
             found, _ = differing([end["held"] for end in ends if end is not None])
@@ -386,7 +392,84 @@ class Job:
         return 0
 
 
-def _ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], started: int) -> list[End | None]:
+def _list_ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], started: int) -> list[RankEnd | None]:
     """Returns how each rank that is not gone ended its run; newcomers that were never taken in are left out."""
     left = [rank for rank in sorted(links) if rank not in gone]
     return [links[rank].end for rank in left if links[rank].end or rank < started]
+
+
+class ReportHandler:
+    """The handler of frames from ranks that have come up.
+
+    Args:
+        printer: shows what they print.
+        ending: is told how they end.
+        lookout: is told when they wait.
+        trace: takes their events, or None.
+        progress: takes what they tell of their steps, or None.
+        verbose: whether what they write to stderr is shown while the run is being ended too.
+    """
+
+    def __init__(
+        self,
+        printer: Printer,
+        ending: Ending,
+        lookout: FailureDetector,
+        trace: TraceFile | None,
+        progress: RunProgress | None,
+        verbose: bool,
+    ) -> None:
+        self._printer = printer
+        self._ending = ending
+        self._lookout = lookout
+        self._trace = trace
+        self._progress = progress
+        self._verbose = verbose
+
+    def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> None:
+        """Acts on one frame of a rank.
+
+        Raises:
+            ValueError: no worker sends this.
+        """
+        if kind in _STREAM_OF:
+            # After the first failure, or when being stopped, the ranks complain about exactly that.
+            if kind is FrameKind.STDERR and self._ending.has_begun and not self._verbose:
+                link.hidden += payload[: _HIDDEN_BYTES - len(link.hidden)]
+            else:
+                self._printer.write(rank, _STREAM_OF[kind], payload)
+        elif kind is FrameKind.FAILURE:
+            link.raised = True
+            self._ending.fail(ranks.make_raised_failure(rank, unpack(payload, RaisedReport)))
+        elif kind is FrameKind.EXIT:
+            self._take_exit(link, rank, unpack(payload, ExitStatus))
+        elif kind is FrameKind.DEAF and link.joining is False:  # else it may have become another program
+            self._ending.fail(ranks.make_closed_failure(rank))
+        elif kind is FrameKind.STOPPED:
+            link.stopped_s = time.monotonic() if unpack(payload, StopReport).stopped else None
+        elif kind is FrameKind.SCRIPT:
+            self._take_message(link, rank, unpack(payload, ScriptMessage))
+        elif kind in (FrameKind.CLOCK, FrameKind.TRACE) and self._trace is not None:
+            self._trace.take(link, kind, payload)
+
+    def _take_exit(self, link: ranks.RankLink, rank: int, status: ExitStatus) -> None:
+        link.exited, link.stopped_s = True, None
+        self._printer.flush_rank(rank)
+        link.code = status.code
+        failure = ranks.make_exit_failure(rank, status)
+        if failure is None:
+            # Ranks to which it has said good-bye know it better.
+            self._ending.tell_others(rank, "has ended without wh.shutdown (exit code 0)")
+        elif not link.raised:
+            self._ending.fail(failure)
+
+    def _take_message(self, link: ranks.RankLink, rank: int, message: ScriptMessage) -> None:
+        link.take(message)
+        if self._progress is not None:
+            if message.progress is not None:
+                self._progress.take(rank, message.progress)
+            if message.plan is not None:
+                self._progress.take_plan(rank, message.plan["name"], message.plan["text"])
+        if message.stall is not None and not self._ending.has_begun:
+            link.stall = message.stall
+            self._lookout.expect_stalls()

@@ -24,7 +24,7 @@ STRANGERS = 64
 TOKEN_S = 5.0
 
 
-class Door:
+class Listener:
     """The acceptor of a listener's connections, which hands on those that have shown the token.
 
     Args:

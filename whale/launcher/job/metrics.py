@@ -37,7 +37,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def metrics_port(address: tuple[str, int], progress: RunProgress) -> Iterator[str]:
+def serve_metrics(address: tuple[str, int], progress: RunProgress) -> Iterator[str]:
     """Answers HTTP requests in threads of their own; what comes over a connection changes nothing of the run.
 
     Yields:
@@ -47,7 +47,7 @@ def metrics_port(address: tuple[str, int], progress: RunProgress) -> Iterator[st
         ClusterError: nothing can listen there.
     """
     try:
-        server = _Server(address, progress)
+        server = _MetricsServer(address, progress)
     except OSError as error:
         raise ClusterError(
             "the port for metrics cannot be opened",
@@ -65,14 +65,14 @@ def metrics_port(address: tuple[str, int], progress: RunProgress) -> Iterator[st
         server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _MetricsServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, address: tuple[str, int], progress: RunProgress) -> None:
         self.progress = progress
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__(address, _Answer)
+        super().__init__(address, _MetricsHandler)
 
     def server_bind(self) -> None:
         """Binds the port without asking a name service for this host's name."""
@@ -97,18 +97,18 @@ class _Server(ThreadingHTTPServer):
         """Ignores a client that goes away."""
 
 
-class _Answer(BaseHTTPRequestHandler):
+class _MetricsHandler(BaseHTTPRequestHandler):
     timeout = _READ_S
-    server: _Server
+    server: _MetricsServer
     server_version, sys_version = "whale", ""
 
     def do_GET(self) -> None:
         """Answers a request; HTTP 1.0, so that the connection ends with it."""
         progress = self.server.progress
         if self.path == "/metrics":
-            self._send(200, "text/plain; version=0.0.4; charset=utf-8", progress.text())
+            self._send(200, "text/plain; version=0.0.4; charset=utf-8", progress.format_metrics())
         elif self.path == "/healthz":
-            up = progress.complete
+            up = progress.is_complete
             self._send(200 if up else 503, "text/plain", "ok\n" if up else "not all ranks are up\n")
         else:
             self._send(404, "text/plain", "there are /metrics and /healthz\n")

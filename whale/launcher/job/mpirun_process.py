@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from whale.launcher.job import ranks
-from whale.launcher.mpirun import Start
+from whale.launcher.mpirun import MpirunStart
 
 _READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
@@ -59,12 +59,12 @@ class MpirunProcess:
         return self._process.stdout
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Tells whether the process has ended; its last output may not have been read yet."""
         return self._process.poll() is not None
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Tells whether the process is stopped, as by SIGSTOP."""
         try:
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
@@ -77,7 +77,7 @@ class MpirunProcess:
         return self._process.returncode
 
     @property
-    def said(self) -> str:
+    def output_text(self) -> str:
         """Returns the output so far (at least the last part of it), without space around."""
         return b"".join(self._said).decode(errors="replace").strip()
 
@@ -131,7 +131,7 @@ class Mpiruns:
         freeze_s: for how long one may be stopped; 0 for as long as it likes.
     """
 
-    def __init__(self, starts: Sequence[Start], freeze_s: float) -> None:
+    def __init__(self, starts: Sequence[MpirunStart], freeze_s: float) -> None:
         self._starts, self._freeze_s = starts, freeze_s
         self._stopped_s: dict[int, float] = {}  # which one, and since when
         self.processes: list[MpirunProcess] = []
@@ -139,21 +139,21 @@ class Mpiruns:
             self.processes.append(MpirunProcess(start.line, start.environment))
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Tells whether all have ended."""
-        return all(process.ended for process in self.processes)
+        return all(process.has_ended for process in self.processes)
 
     @property
-    def any_ended(self) -> bool:
+    def has_any_ended(self) -> bool:
         """Tells whether one has ended."""
-        return any(process.ended for process in self.processes)
+        return any(process.has_ended for process in self.processes)
 
     @property
-    def said(self) -> str:
+    def output_text(self) -> str:
         """Returns what they have printed, at least the last of it."""
-        return "\n".join(filter(None, (process.said for process in self.processes)))
+        return "\n".join(filter(None, (process.output_text for process in self.processes)))
 
-    def gone(self, complete: bool, links: Mapping[int, ranks.RankLink]) -> Iterator[ranks.Failure]:
+    def find_gone(self, complete: bool, links: Mapping[int, ranks.RankLink]) -> Iterator[ranks.Failure]:
         """Yields the failures of mpiruns that were stopped or killed: none of the ranks of such a one can end.
 
         Args:
@@ -163,14 +163,14 @@ class Mpiruns:
         now_s = time.monotonic()
         for number, (start, process) in enumerate(zip(self._starts, self.processes)):
             failure = None
-            if process.ended:
+            if process.has_ended:
                 # One that is alone says by its code how its ranks ended; that of a host is through after them.
                 if complete and (process.returncode < 0 or len(self.processes) > 1):
-                    failure = ranks.mpirun_gone(process.returncode)
-            elif process.stopped:
+                    failure = ranks.make_gone_mpirun_failure(process.returncode)
+            elif process.is_stopped:
                 since_s = self._stopped_s.setdefault(number, now_s)
                 if self._freeze_s and now_s - since_s >= self._freeze_s:
-                    failure = ranks.mpirun_stopped(now_s - since_s)
+                    failure = ranks.make_stopped_mpirun_failure(now_s - since_s)
             else:
                 self._stopped_s.pop(number, None)
             if failure is None:
@@ -181,7 +181,7 @@ class Mpiruns:
             for rank in start.ranks:
                 link = links.get(rank)
                 if link is not None and not link.exited:
-                    yield ranks.lost_with_mpirun(rank, link.host, failure)
+                    yield ranks.make_lost_with_mpirun_failure(rank, link.host, failure)
 
 
 def _end_with_parent() -> None:

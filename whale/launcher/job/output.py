@@ -23,7 +23,7 @@ _COLOURS = (b"36", b"33", b"35", b"32", b"34", b"31", b"96", b"93", b"95", b"92"
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingText:
     """The text that a rank has written to one stream since its last line end."""
 
     data: bytearray = field(default_factory=bytearray)
@@ -38,7 +38,7 @@ class _Cursor:
     ended_with: bytes = b"\n"
 
 
-class _Repeats:
+class _RepeatFilter:
     """The filter of lines that one rank writes to stderr over and over, which are counted.
 
     What a library says of a descriptor that was closed under it comes thousands of times a second.
@@ -49,7 +49,7 @@ class _Repeats:
         self._counted = 0
         self._said_s = time.monotonic()
 
-    def shown(self, lines: list[bytes]) -> list[bytes]:
+    def filter_lines(self, lines: list[bytes]) -> list[bytes]:
         """Returns the lines to write, now and then with a line about those that were left out."""
         found, now_s = [], time.monotonic()
         for line in lines:
@@ -64,10 +64,10 @@ class _Repeats:
             else:
                 self._counted += 1
         if self._counted and now_s >= self._said_s + _COUNT_EVERY_S:
-            found += self.rest()
+            found += self.take_rest()
         return found
 
-    def rest(self) -> list[bytes]:
+    def take_rest(self) -> list[bytes]:
         """Returns a line about the lines left out since the last such line."""
         counted, self._counted, self._said_s = self._counted, 0, time.monotonic()
         text = f"whale run: {counted:,} more lines like those above, of which each came {SHOWN} times in a second\n"
@@ -95,21 +95,21 @@ class Printer:
         self, size: int, outputs: Sequence[int] = (1, 2), *, colour: bool | None = None, verbose: bool = True
     ) -> None:
         self._outputs, self._verbose = outputs, verbose
-        self._pending: dict[tuple[int, int], _Pending] = {}
-        self._repeats = collections.defaultdict[int, _Repeats](_Repeats)
+        self._pending: dict[tuple[int, int], _PendingText] = {}
+        self._repeats = collections.defaultdict[int, _RepeatFilter](_RepeatFilter)
         width = len(str(size - 1))
         colours = [
             os.isatty(output) and "NO_COLOR" not in os.environ if colour is None else colour for output in outputs
         ]
-        self._prefix = functools.cache(lambda stream, rank: _prefix(rank, width, colours[stream]))
+        self._prefix = functools.cache(lambda stream, rank: _format_prefix(rank, width, colours[stream]))
         # A terminal that shows both streams has one cursor, two files have two.
-        devices = [_device(output) for output in outputs]
+        devices = [_find_device(output) for output in outputs]
         cursors = {device: _Cursor() for device in devices}
         self._cursors = [cursors[device] for device in devices]
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Takes bytes that a rank wrote to its stdout (stream 0) or stderr (stream 1)."""
-        pending = self._pending.setdefault((rank, stream), _Pending())
+        pending = self._pending.setdefault((rank, stream), _PendingText())
         # Only what is new can hold a line end, but for a \r that waited.
         unseen = max(0, len(pending.data) - 1)
         pending.data += data
@@ -121,7 +121,7 @@ class Printer:
             start = line_end.end()
         del pending.data[:start]
         if stream == 1:
-            lines = self._repeats[rank].shown(lines if self._verbose else others(lines))
+            lines = self._repeats[rank].filter_lines(lines if self._verbose else others(lines))
         self._emit(rank, stream, lines)
         if len(pending.data) > self.part_limit_bytes:
             self._flush(rank, stream)
@@ -151,7 +151,7 @@ class Printer:
             self._flush(rank, stream)
 
     @property
-    def waits(self) -> bool:
+    def has_pending(self) -> bool:
         """Tells whether parts of lines wait for `flush_idle`."""
         return any(pending.data for pending in self._pending.values())
 
@@ -160,7 +160,7 @@ class Printer:
         for rank, stream in self._pending:
             self._flush(rank, stream)
         for rank, repeats in self._repeats.items():
-            self._emit(rank, 1, repeats.rest())
+            self._emit(rank, 1, repeats.take_rest())
         for output, cursor in zip(self._outputs, self._cursors):
             if cursor.ended_with != b"\n":
                 _write_all(output, b"\n")
@@ -191,12 +191,12 @@ class Printer:
         _write_all(self._outputs[stream], b"".join(parts))
 
 
-def _prefix(rank: int, width: int, coloured: bool) -> bytes:
+def _format_prefix(rank: int, width: int, coloured: bool) -> bytes:
     text = b"[%*d]" % (width, rank)
     return b"\x1b[%sm%s\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], text) if coloured else text + b" "
 
 
-def _device(output: int) -> tuple[int, int, int]:
+def _find_device(output: int) -> tuple[int, int, int]:
     status = os.fstat(output)
     return status.st_dev, status.st_ino, status.st_rdev
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from whale.launcher.protobuf import message, number, string
+from whale.launcher.protobuf import encode_message, encode_number, encode_string
 
 _PLANE = "/host:CPU"  # of threads of a host, to those who show profiles
 
@@ -54,29 +54,37 @@ class _Rank:
         elif kind in ("X", "i"):
             self._add(track, name, start_us, start_us + float(event.get("dur", 0.0)), args)
 
-    def space(self, rank: int) -> bytes:
+    def encode(self, rank: int) -> bytes:
         """Returns all of it encoded; what was under way at the end of the trace ends there."""
         for track in self.tracks.values():
             while track.open:
                 name, start_us, args = track.open.pop()
                 self._add(track, name, start_us, self.end_us, args)
         lines = b"".join(
-            message(3, number(1, at) + string(2, track.name or f"track {at}") + b"".join(track.events))
+            encode_message(
+                3, encode_number(1, at) + encode_string(2, track.name or f"track {at}") + b"".join(track.events)
+            )
             for at, track in sorted(self.tracks.items())
             if track.events
         )
-        known = b"".join(_entry(4, at, name) for name, at in self.names.items())
-        keys = b"".join(_entry(5, at, name) for name, at in self.keys.items())
-        return message(1, number(1, 1) + string(2, _PLANE) + lines + known + keys) + string(4, f"rank{rank}")
+        known = b"".join(_encode_entry(4, at, name) for name, at in self.names.items())
+        keys = b"".join(_encode_entry(5, at, name) for name, at in self.keys.items())
+        return encode_message(1, encode_number(1, 1) + encode_string(2, _PLANE) + lines + known + keys) + encode_string(
+            4, f"rank{rank}"
+        )
 
     def _add(self, track: _Track, name: str, start_us: float, end_us: float, args: dict[str, Any]) -> None:
         at = self.names.setdefault(name, len(self.names) + 1)
-        times = number(2, round(1e6 * start_us)) + number(3, round(1e6 * max(0.0, end_us - start_us)))  # picoseconds
+        times = encode_number(2, round(1e6 * start_us)) + encode_number(
+            3, round(1e6 * max(0.0, end_us - start_us))
+        )  # picoseconds
         found = (
-            message(4, number(1, self.keys.setdefault(key, len(self.keys) + 1)) + string(5, str(value)))
+            encode_message(
+                4, encode_number(1, self.keys.setdefault(key, len(self.keys) + 1)) + encode_string(5, str(value))
+            )
             for key, value in args.items()
         )
-        track.events.append(message(4, number(1, at) + times + b"".join(found)))
+        track.events.append(encode_message(4, encode_number(1, at) + times + b"".join(found)))
 
 
 def write_profile(trace: str, folder: str) -> str:
@@ -92,24 +100,24 @@ def write_profile(trace: str, folder: str) -> str:
     ranks: dict[int, _Rank] = {}
     into = os.path.join(folder, "plugins", "profile", time.strftime("%Y_%m_%d_%H_%M_%S"))
     try:
-        for event in _events(trace):
+        for event in _read_events(trace):
             ranks.setdefault(int(event["pid"]), _Rank()).take(event)
         os.makedirs(into, exist_ok=True)
         for rank, found in sorted(ranks.items()):
             with open(os.path.join(into, f"rank{rank}.xplane.pb"), "wb") as file:
-                file.write(found.space(rank))
+                file.write(found.encode(rank))
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"the trace could not be made a profile: {error}"
     return ""
 
 
-def _events(trace: str) -> Iterator[dict[str, Any]]:
+def _read_events(trace: str) -> Iterator[dict[str, Any]]:
     with open(trace, "rb") as file:
         for line in file:
             if (line := line.strip().rstrip(b",")) not in (b"[", b"]", b"[]", b""):
                 yield msgspec.json.decode(line, type=dict[str, Any])
 
 
-def _entry(at: int, key: int, name: str) -> bytes:
+def _encode_entry(at: int, key: int, name: str) -> bytes:
     """Encodes an entry of a map from numbers to messages that hold the number and a name."""
-    return message(at, number(1, key) + message(2, number(1, key) + string(2, name)))
+    return encode_message(at, encode_number(1, key) + encode_message(2, encode_number(1, key) + encode_string(2, name)))

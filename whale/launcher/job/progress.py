@@ -41,13 +41,13 @@ class RunProgress:
             self._up.clear()
             self._latest = {rank: told for rank, told in self._latest.items() if rank < size}
 
-    def up(self, rank: int) -> None:
+    def note_up(self, rank: int) -> None:
         """Notes that a rank has come up."""
         with self._lock:
             self._up.add(rank)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Tells whether all ranks have come up."""
         with self._lock:
             return bool(self._size) and len(self._up) == self._size
@@ -57,47 +57,53 @@ class RunProgress:
         with self._lock:
             before = self._latest.get(rank, _NONE)
             if told["begun_ns"] != before["begun_ns"]:
-                self._before[rank] = self._before.get(rank, 0) + _steps(before)
+                self._before[rank] = self._before.get(rank, 0) + _count_steps(before)
                 before = _NONE
             self._latest[rank] = told
         if self._files is not None:
-            self._files.scalars(rank, self._before.get(rank, 0) + _steps(told), _changes(before, told))
+            self._files.write_scalars(
+                rank, self._before.get(rank, 0) + _count_steps(told), _compute_changes(before, told)
+            )
 
     def take_plan(self, rank: int, name: str, text: str) -> None:
         """Writes a program's plan, as `whale plan` prints it."""
         if self._files is not None:
-            self._files.text(rank, f"plan/{name}", text)
+            self._files.write_text(rank, f"plan/{name}", text)
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """Says in a sentence where scalars and plans are; "" if nowhere."""
-        return "" if self._files is None else self._files.summary()
+        return "" if self._files is None else self._files.format_summary()
 
-    def text(self) -> str:
+    def format_metrics(self) -> str:
         """Returns all of it in Prometheus' text format."""
         with self._lock:
             size, restarts, latest = self._size, self._restarts, dict(sorted(self._latest.items()))
-        lines = _metric("ranks", "gauge", "Ranks of the run", [("", size)])
-        lines += _metric("restarts_total", "counter", "Starts of the run after the first", [("", restarts)])
+        lines = _format_metric("ranks", "gauge", "Ranks of the run", [("", size)])
+        lines += _format_metric("restarts_total", "counter", "Starts of the run after the first", [("", restarts)])
         each = [
-            (f'{{rank="{rank}",program="{_escaped(name)}"}}', calls, seconds)
+            (f'{{rank="{rank}",program="{_escape(name)}"}}', calls, seconds)
             for rank, told in latest.items()
             for name, (calls, seconds) in told["programs"].items()
         ]
-        lines += _metric("steps_total", "counter", "Steps that have ended", [(of, calls) for of, calls, _ in each])
-        lines += _metric("step_seconds_total", "counter", "Seconds inside of steps", [(of, s) for of, _, s in each])
+        lines += _format_metric(
+            "steps_total", "counter", "Steps that have ended", [(of, calls) for of, calls, _ in each]
+        )
+        lines += _format_metric(
+            "step_seconds_total", "counter", "Seconds inside of steps", [(of, s) for of, _, s in each]
+        )
         for name, kind, what, key in _PER_RANK:
             values = [(f'{{rank="{rank}"}}', told[key]) for rank, told in latest.items()]  # type: ignore[literal-required]
-            lines += _metric(name, kind, what, values)
+            lines += _format_metric(name, kind, what, values)
         return "\n".join(lines) + "\n"
 
 
-def _steps(told: Progress) -> int:
+def _count_steps(told: Progress) -> int:
     return sum(calls for calls, _ in told["programs"].values())
 
 
-def _changes(before: Progress, told: Progress) -> dict[str, float]:
+def _compute_changes(before: Progress, told: Progress) -> dict[str, float]:
     """Returns the scalars, by tag, of the steps between two messages."""
-    steps = _steps(told) - _steps(before)
+    steps = _count_steps(told) - _count_steps(before)
     found: dict[str, float] = {}
     for name, (calls, seconds) in told["programs"].items():
         earlier_calls, earlier_s = before["programs"].get(name, (0, 0.0))
@@ -109,10 +115,10 @@ def _changes(before: Progress, told: Progress) -> dict[str, float]:
     return found | {"memory_MiB": told["memory_bytes"] / 2**20}
 
 
-def _metric(name: str, kind: str, what: str, values: Iterable[tuple[str, float]]) -> list[str]:
+def _format_metric(name: str, kind: str, what: str, values: Iterable[tuple[str, float]]) -> list[str]:
     name = f"whale_{name}"
     return [f"# HELP {name} {what}.", f"# TYPE {name} {kind}", *(f"{name}{of} {value}" for of, value in values)]
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -16,12 +16,12 @@ from whale.launcher import clock
 from whale.launcher.protocol import (
     HELLO_LIMIT_BYTES,
     Counter,
-    End,
-    Exit,
-    FromScript,
+    ExitStatus,
+    FrameKind,
     Hello,
-    Kind,
-    Raised,
+    RaisedReport,
+    RankEnd,
+    ScriptMessage,
     Stall,
     Unpacker,
     pack,
@@ -58,12 +58,12 @@ class Failure:
     wanted: bool = False
 
     @property
-    def who(self) -> str:
+    def subject(self) -> str:
         """Returns the subject of a sentence about the failure: "mpirun", or "rank 1"."""
         return "mpirun" if self.rank is None else f"rank {self.rank}"
 
     @property
-    def by_itself(self) -> bool:
+    def is_exit_by_script(self) -> bool:
         """Tells whether the script has ended with that code itself, as by sys.exit."""
         return not (self.error_type or self.signal)
 
@@ -73,7 +73,7 @@ class Failure:
         return self.error_type == _CONSEQUENCE
 
 
-def raised(rank: int, report: Raised) -> Failure:
+def make_raised_failure(rank: int, report: RaisedReport) -> Failure:
     """Returns the failure that a worker's FAILURE frame describes."""
     code, kind = report.code, report.type
     if not kind:
@@ -85,7 +85,7 @@ def raised(rank: int, report: Raised) -> Failure:
     return Failure(rank, code, f"failed: {what} (exit code {code})", kind, report.traceback)
 
 
-def ended(rank: int, status: Exit) -> Failure | None:
+def make_exit_failure(rank: int, status: ExitStatus) -> Failure | None:
     """Returns the failure that a worker's EXIT frame describes, or None for exit code 0."""
     if status.signal:
         return Failure(
@@ -96,49 +96,49 @@ def ended(rank: int, status: Exit) -> Failure | None:
     return None
 
 
-def lost(rank: int, host: str) -> Failure:
+def make_lost_failure(rank: int, host: str) -> Failure:
     """Returns the failure of a rank whose worker is gone without a word."""
     what = f"was lost: its connection from {host} broke, the process was killed or the host is gone"
     return Failure(rank, 1, what, gone=True)
 
 
-def unreadable(rank: int, host: str, why: object) -> Failure:
+def make_unreadable_failure(rank: int, host: str, why: object) -> Failure:
     """Returns the failure of a rank whose worker sends what no worker sends."""
     return Failure(rank, 1, f"was lost: what came over its connection from {host} is no message of a worker: {why}")
 
 
-def stopped(rank: int, seconds: float) -> Failure:
+def make_stopped_failure(rank: int, seconds: float) -> Failure:
     """Returns the failure of a rank whose process was stopped, as by SIGSTOP, and did not go on."""
     return Failure(rank, 1, f"is frozen: its process has been stopped for {seconds:.1f} s", gone=True)
 
 
-def closed(rank: int) -> Failure:
+def make_closed_failure(rank: int) -> Failure:
     """Returns the failure of a rank whose script has closed what belongs to Whale and to MPI."""
     return Failure(rank, 1, "cannot be reached: its script goes on, and has closed descriptors that it has not opened")
 
 
-def mpirun_stopped(seconds: float) -> Failure:
+def make_stopped_mpirun_failure(seconds: float) -> Failure:
     """Returns the failure of a run whose mpirun was stopped, as by SIGSTOP: none of its ranks could end."""
     return Failure(None, 1, f"is frozen: its process has been stopped for {seconds:.1f} s")
 
 
-def mpirun_gone(code: int) -> Failure:
+def make_gone_mpirun_failure(code: int) -> Failure:
     """Returns the failure of a run whose mpirun has ended before the ranks; the code is as `subprocess` has it."""
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"has ended with code {code} before the ranks"
     return Failure(None, 1, how)
 
 
-def lost_with_mpirun(rank: int, host: str, mpirun: Failure) -> Failure:
+def make_lost_with_mpirun_failure(rank: int, host: str, mpirun: Failure) -> Failure:
     """Returns the failure of a rank whose host's mpirun is gone, or stopped."""
     return Failure(rank, 1, f"was lost: the mpirun of {host} {mpirun.reason}", gone=True)
 
 
-def silent(rank: int, host: str, seconds: float) -> Failure:
+def make_silent_failure(rank: int, host: str, seconds: float) -> Failure:
     """Returns the failure of a rank whose worker does not answer."""
     return Failure(rank, 1, f"is frozen: nothing was heard from {host} for {seconds:.1f} s", gone=True)
 
 
-def absent(rank: int, waiting: int, called: bool) -> Failure:
+def make_absent_failure(rank: int, waiting: int, called: bool) -> Failure:
     """Returns the failure of a rank whose script ended well but alone, while the others wait for it at their start."""
     where = "inside wh.init" if called else "without calling wh.init"
     reason = f"has ended {where}, in which rank {waiting} waits for it"
@@ -163,7 +163,7 @@ def kill_group(pid: int, token: str) -> None:
             continue  # it ended while we looked
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """Returns the fields of a process of this host from /proc (state, parent and so on); [] if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -171,12 +171,12 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _parent(pid: int) -> int:
-    return int(found[1]) if (found := _stat(pid)) else 0
+def _read_parent(pid: int) -> int:
+    return int(found[1]) if (found := _read_stat(pid)) else 0
 
 
-def _state(pid: int) -> str:
-    return found[0] if (found := _stat(pid)) else ""
+def _read_state(pid: int) -> str:
+    return found[0] if (found := _read_stat(pid)) else ""
 
 
 def signal_name(number: int) -> str:
@@ -187,7 +187,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def cause(failures: list[Failure]) -> Failure:
+def find_cause(failures: list[Failure]) -> Failure:
     """Returns the failure that the others follow from: the first that is no consequence, else the first."""
     return next((failure for failure in failures if not failure.is_consequence), failures[0])
 
@@ -241,10 +241,10 @@ class RankLink:
     trace: bytearray = field(default_factory=bytearray)
     clock: clock.Clock = field(default_factory=clock.Clock)
     counters: list[Counter] | None = None
-    end: End | None = None
+    end: RankEnd | None = None
     _silent_s: float = math.inf  # since when it is taken for frozen, unless a second look finds otherwise
 
-    def greet(self, kind: Kind, payload: bytes, size: int, comes: Callable[[int], bool] | None) -> int | None:
+    def greet(self, kind: FrameKind, payload: bytes, size: int, comes: Callable[[int], bool] | None) -> int | None:
         """Handles the first frame; returns the rank, or None when it does not come from a worker of this run.
 
         ``comes``: whether a rank of this number was started while the run goes on.
@@ -254,15 +254,15 @@ class RankLink:
         except ValueError:
             return None
         of_start = hello.size == size and 0 <= hello.rank < size
-        if kind is not Kind.HELLO or not (of_start or (comes is not None and comes(hello.rank))):
+        if kind is not FrameKind.HELLO or not (of_start or (comes is not None and comes(hello.rank))):
             return None
         self.rank, self.host, self.pid = hello.rank, hello.host, hello.pid
-        self.clock = clock.Clock(is_ours=bool(hello.clock) and hello.clock == clock.identity())
+        self.clock = clock.Clock(is_ours=bool(hello.clock) and hello.clock == clock.read_identity())
         return self.rank
 
     def send_signal(self, number: int) -> None:
         """Asks the worker to send a signal to its script; does nothing if the worker is gone."""
-        self._send(Kind.SIGNAL, {"signal": int(number)})
+        self._send(FrameKind.SIGNAL, {"signal": int(number)})
 
     def tell_lost(self, rank: int | None, what: str, goes_on: bool = False) -> None:
         """Tells the script that another rank, or mpirun (None), is gone; ``what`` ends a sentence about it.
@@ -277,9 +277,9 @@ class RankLink:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Tells the script something, in the form that whale/runtime/ranks/watch.py reads."""
-        self._send(Kind.LOST, message)
+        self._send(FrameKind.LOST, message)
 
-    def take(self, message: FromScript) -> None:
+    def take(self, message: ScriptMessage) -> None:
         """Keeps what the script says of itself."""
         for name in ("joining", "freeze_s", "notice_s", "elastic", "members", "address", "start"):
             if (said := getattr(message, name)) is not None:
@@ -290,26 +290,30 @@ class RankLink:
     def ask_clock(self) -> None:
         """Asks the worker for its time."""
         self.clock.asked_ns = time.monotonic_ns()
-        self._send(Kind.CLOCK, {"asked_ns": self.clock.asked_ns})
+        self._send(FrameKind.CLOCK, {"asked_ns": self.clock.asked_ns})
 
-    def frozen(self, now_s: float, silence_s: float) -> Failure | None:
+    def find_freeze(self, now_s: float, silence_s: float) -> Failure | None:
         """Returns a failure if this rank's process is stopped, or its worker silent, for longer than it may be."""
         if self.rank is None or self.exited or not self.freeze_s:
             return None
         if self.stopped_s is not None and now_s - self.stopped_s >= self.freeze_s:
-            return stopped(self.rank, now_s - self.stopped_s)
+            return make_stopped_failure(self.rank, now_s - self.stopped_s)
         if now_s - self.heard_s < max(self.freeze_s, silence_s) or self._is_starved():
             self._silent_s = math.inf
             return None
         # A second look: what its worker has sent meanwhile may be on the way, and its process asleep again.
         self._silent_s = min(self._silent_s, now_s)
-        return silent(self.rank, self.host, now_s - self.heard_s) if now_s - self._silent_s >= silence_s / 8 else None
+        return (
+            make_silent_failure(self.rank, self.host, now_s - self.heard_s)
+            if now_s - self._silent_s >= silence_s / 8
+            else None
+        )
 
     def _is_starved(self) -> bool:
         """Tells whether the worker is on this host and ready to run but gets no processor; False on other hosts."""
-        return self.host == socket.gethostname() and _state(_parent(self.pid)) == "R"
+        return self.host == socket.gethostname() and _read_state(_read_parent(self.pid)) == "R"
 
-    def _send(self, kind: Kind, content: dict[str, Any]) -> None:
+    def _send(self, kind: FrameKind, content: dict[str, Any]) -> None:
         try:
             self.connection.sendall(pack(kind, content))
         except OSError:

@@ -16,7 +16,7 @@ import msgspec
 
 from whale.errors import ClusterError
 from whale.launcher.job.ranks import RankLink
-from whale.launcher.protocol import HEARTBEAT_S, Answer, Kind, unpack
+from whale.launcher.protocol import HEARTBEAT_S, ClockAnswer, FrameKind, unpack
 
 
 class TraceFile:
@@ -55,14 +55,14 @@ class TraceFile:
             if not link.exited and link.clock.is_due(now_ns, HEARTBEAT_S):
                 link.ask_clock()
 
-    def take(self, link: RankLink, kind: Kind, payload: bytes) -> None:
+    def take(self, link: RankLink, kind: FrameKind, payload: bytes) -> None:
         """Handles a frame of kind CLOCK or TRACE.
 
         Raises:
             ValueError: it is no answer.
         """
-        if kind is Kind.CLOCK:
-            answer = unpack(payload, Answer)
+        if kind is FrameKind.CLOCK:
+            answer = unpack(payload, ClockAnswer)
             link.clock.add(answer.asked_ns, answer.received_ns, answer.answered_ns, heard_ns=time.monotonic_ns())
             self.greet(link)
         else:
@@ -82,7 +82,7 @@ class TraceFile:
         event = {"name": what, "ph": "i", "s": "p", "pid": rank, "tid": 1, "ts": when_us}
         self._write([json.dumps(event).encode()])
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """Says what is in the file, as the end of a sentence."""
         text = f"{self._events:,} events of the trace are in {self._path}; open it at https://ui.perfetto.dev"
         if self._unreadable:
@@ -103,9 +103,9 @@ class TraceFile:
             return
         *lines, rest = bytes(link.trace).split(b"\n")
         link.trace = bytearray(rest)
-        self._write(self._shifted(lines, offset_ns + self._zero_ns))
+        self._write(self._shift_times(lines, offset_ns + self._zero_ns))
 
-    def _shifted(self, lines: list[bytes], by_ns: int) -> Iterable[bytes]:
+    def _shift_times(self, lines: list[bytes], by_ns: int) -> Iterable[bytes]:
         for line in lines:
             try:
                 event = msgspec.json.decode(line.decode(errors="replace").rstrip(","), type=dict[str, Any])

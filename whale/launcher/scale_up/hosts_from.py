@@ -14,7 +14,7 @@ EVERY_S = 2.0
 _ANSWERS_S = 30.0
 
 
-def hosts_of(path: str) -> tuple[Host, ...]:
+def read_hosts(path: str) -> tuple[Host, ...]:
     """Reads the hosts of a file, or of a program's output: ``name slots=2`` (Open MPI, Horovod) or ``name:2`` a line.
 
     Raises:
@@ -45,7 +45,7 @@ def hosts_of(path: str) -> tuple[Host, ...]:
     return parse_hosts(",".join(words[0] + count for words, count in zip(lines, slots) if words))
 
 
-class HostsFrom:
+class HostSource:
     """The source of a run's hosts, asked in a thread of its own every `EVERY_S` seconds and whenever `ask` is called.
 
     Attributes:
@@ -95,7 +95,7 @@ class HostsFrom:
             with self._lock:
                 forced, self._forced = self._forced, False
             try:
-                found: tuple[Host, ...] | str = hosts_of(self._path)
+                found: tuple[Host, ...] | str = read_hosts(self._path)
             except (ClusterError, OSError) as error:
                 found = str(error)
             if found == before and not forced:

@@ -21,8 +21,8 @@ from whale.launcher.job.ending import Ending
 from whale.launcher.job.mpirun_process import MpirunProcess
 from whale.launcher.job.output import Printer
 from whale.launcher.mpirun import Host, Options
-from whale.launcher.protocol import FIRST_VARIABLE, Exit, FromScript, Kind, Raised, unpack
-from whale.launcher.scale_up.hosts_from import HostsFrom
+from whale.launcher.protocol import FIRST_VARIABLE, ExitStatus, FrameKind, RaisedReport, ScriptMessage, unpack
+from whale.launcher.scale_up.hosts_from import HostSource
 from whale.started import JOINS_VARIABLE
 
 
@@ -62,12 +62,12 @@ class Newcomers:
         self._at_start = self._next = options.ranks
         self._batches: list[_Batch] = []
         self._coming: dict[int, ranks.RankLink] = {}
-        self._apart = options.apart  # and the ranks of the start wait for each other's addresses
-        self._places = dict(enumerate(_filled(options.hosts, options.ranks)))
+        self._apart = options.is_one_mpirun_per_host  # and the ranks of the start wait for each other's addresses
+        self._places = dict(enumerate(_fill_hosts(options.hosts, options.ranks)))
         self._wanted: tuple[Host, ...] | None = None  # hosts that are to be filled when the run can take ranks in
         self._history: list[dict[str, Any]] = []  # what all ranks were told of who is gone, and who has come
         assert options.hosts_from is not None
-        self._hosts = HostsFrom(options.hosts_from)
+        self._hosts = HostSource(options.hosts_from)
         ending.goes_on_without = self._history.append
         selector.register(self._hosts.news, selectors.EVENT_READ, self._take_hosts)
 
@@ -89,19 +89,19 @@ class Newcomers:
         """Reads the list of hosts now, and starts as many ranks as it says, also in place of those that are gone."""
         self._hosts.ask()
 
-    def expects(self, rank: int) -> bool:
+    def is_expecting(self, rank: int) -> bool:
         """Tells whether a rank of this number was started, and has not come up yet."""
         return any(rank in batch.coming for batch in self._batches) and rank not in self._coming
 
     def greet(self, link: ranks.RankLink, rank: int) -> bool:
         """Takes the connection of a rank that has come up; False: it is one of the run's start."""
-        if not self.expects(rank):
+        if not self.is_expecting(rank):
             return False
         self._coming[rank] = link
         link.tell_start(self._start or "", self._history)
         return True
 
-    def take(self, link: ranks.RankLink, rank: int, kind: Kind, payload: bytes) -> bool:
+    def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> bool:
         """Acts on a frame of a rank that has not come in; False: it is one of the run's.
 
         Raises:
@@ -109,20 +109,20 @@ class Newcomers:
         """
         if rank not in self._coming:
             return False
-        if kind in (Kind.STDOUT, Kind.STDERR):
-            self._printer.write(rank, int(kind is Kind.STDERR), payload)
-        elif kind is Kind.FAILURE:
+        if kind in (FrameKind.STDOUT, FrameKind.STDERR):
+            self._printer.write(rank, int(kind is FrameKind.STDERR), payload)
+        elif kind is FrameKind.FAILURE:
             link.raised = True
-            failure = ranks.raised(rank, unpack(payload, Raised))
+            failure = ranks.make_raised_failure(rank, unpack(payload, RaisedReport))
             self._printer.write_lines(rank, 1, failure.traceback)
-            self._gone(rank, failure.reason)
-        elif kind is Kind.EXIT:
-            status = unpack(payload, Exit)
+            self._forget_gone(rank, failure.reason)
+        elif kind is FrameKind.EXIT:
+            status = unpack(payload, ExitStatus)
             link.exited, link.code = True, status.code
-            failure_of = ranks.ended(rank, status)
-            self._gone(rank, failure_of.reason if failure_of else "has ended")
-        elif kind is Kind.SCRIPT:
-            message = unpack(payload, FromScript)
+            failure_of = ranks.make_exit_failure(rank, status)
+            self._forget_gone(rank, failure_of.reason if failure_of else "has ended")
+        elif kind is FrameKind.SCRIPT:
+            message = unpack(payload, ScriptMessage)
             link.take(message)
             if message.ready:
                 batch = next(batch for batch in self._batches if rank in batch.coming)
@@ -133,13 +133,13 @@ class Newcomers:
 
     def lose(self, rank: int) -> bool:
         """Handles the broken connection of a rank; False: it is one of the run's."""
-        return self._gone(rank, "was lost: its connection broke") if rank in self._coming else False
+        return self._forget_gone(rank, "was lost: its connection broke") if rank in self._coming else False
 
     def look(self) -> None:
         """Starts newcomers, or lets them come in, when it is time."""
         if self._apart:
             self._connect()
-        if self._ending.begun or not all(link.elastic or link.exited for link in self._links.values()):
+        if self._ending.has_begun or not all(link.elastic or link.exited for link in self._links.values()):
             return
         for batch in self._batches:
             if batch.ready and not batch.coming:
@@ -190,7 +190,7 @@ class Newcomers:
         if not count:
             return
         first, self._next = self._next, self._next + count
-        self._places.update(enumerate(_filled(more, count), first))
+        self._places.update(enumerate(_fill_hosts(more, count), first))
         numbers = range(first, first + count)
         named = f"rank{'s' * (count > 1)} {', '.join(map(str, numbers))}"
         self._printer.say(f"whale run: {named} start{'s' * (count == 1)} beside the others")
@@ -200,7 +200,7 @@ class Newcomers:
             FIRST_VARIABLE: str(first),
             JOINS_VARIABLE: str(self._at_start),
         }
-        process = MpirunProcess(mpirun.command(options, self._program, environment), environment)
+        process = MpirunProcess(mpirun.make_command(options, self._program, environment), environment)
         batch = _Batch(process, set(numbers))
         self._batches.append(batch)
         self._selector.register(process.output, selectors.EVENT_READ, lambda: self._read(batch))
@@ -211,10 +211,10 @@ class Newcomers:
             return
         self._selector.unregister(batch.mpirun.output)
         for rank in [rank for rank in batch.coming if rank not in self._coming]:
-            said = batch.mpirun.said
-            self._gone(rank, "did not start" + (f": {said}" if said else ""))
+            said = batch.mpirun.output_text
+            self._forget_gone(rank, "did not start" + (f": {said}" if said else ""))
 
-    def _gone(self, rank: int, what: str) -> bool:
+    def _forget_gone(self, rank: int, what: str) -> bool:
         self._coming.pop(rank, None)
         for batch in self._batches:
             if rank in batch.coming | batch.ready:
@@ -237,7 +237,7 @@ class Newcomers:
                 link.tell(message)
 
 
-def _filled(hosts: tuple[Host, ...], count: int) -> list[str]:
+def _fill_hosts(hosts: tuple[Host, ...], count: int) -> list[str]:
     """Returns the host of each of so many ranks, as mpirun places them: one host is filled after the other."""
     names = [host.name for host in hosts for _ in range(host.slots)]
     return (names or [socket.gethostname()] * count)[:count]

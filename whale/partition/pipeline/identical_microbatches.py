@@ -18,7 +18,7 @@ TIME = "whale/micro"
 
 
 @dataclass
-class Kind:
+class MicrobatchKind:
     """Micro-batches that run the same functions.
 
     Attributes:
@@ -34,21 +34,21 @@ class Kind:
     region: dict[str, str] = field(default_factory=dict)  # node -> outer, each, join
 
 
-def kinds_of(program: Program, plan: Plan) -> list[Kind]:
+def find_kinds(program: Program, plan: Plan) -> list[MicrobatchKind]:
     """Returns the kinds of micro-batches of a rank's program, in the order of their numbers."""
-    alike = _Alike(program, plan)
-    return [kind for run in alike.runs() for kind in alike.kinds(run)]
+    alike = _KindFinder(program, plan)
+    return [kind for run in alike.find_runs() for kind in alike.find_kinds(run)]
 
 
 _wrapping = np.errstate(over="ignore")  # numbers of random streams go round at 64 bits
 
 
-class _Alike:
+class _KindFinder:
     def __init__(self, program: Program, plan: Plan):
         self.program, self.plan = program, plan
         self.locals: dict[int, Program] = {}
 
-    def runs(self) -> list[range]:
+    def find_runs(self) -> list[range]:
         """Returns the ranges of consecutive micro-batches that have equally many rows."""
         cuts = {
             p.sizes for s in self.plan.strategies[""].values() for p in s.inputs + s.outputs if isinstance(p, Split)
@@ -56,48 +56,49 @@ class _Alike:
         starts = [i for i in range(self.plan.size) if i == 0 or any(c[i] != c[i - 1] for c in cuts)]
         return [range(a, b) for a, b in zip(starts, [*starts[1:], self.plan.size])]
 
-    def _local(self, number: int) -> Program:
+    def _make_local(self, number: int) -> Program:
         if number not in self.locals:
             self.locals[number] = partition_for_rank(self.program, self.plan, number, "", None, TIME)
         return self.locals[number]
 
     @_wrapping
-    def kinds(self, run: range) -> list[Kind]:
+    def find_kinds(self, run: range) -> list[MicrobatchKind]:
         """Returns the kinds of consecutive micro-batches with equally many rows.
 
         They are one kind where their programs differ only in integer constants that grow with the number.
         """
-        first = self._local(run[0])
+        first = self._make_local(run[0])
         if len(run) == 1:
-            return [Kind(run, first)]
-        second = _differences(first, self._local(run[1]))
-        last = _differences(first, self._local(run[-1]))
+            return [MicrobatchKind(run, first)]
+        second = _find_differences(first, self._make_local(run[1]))
+        last = _find_differences(first, self._make_local(run[-1]))
         if second is None:
-            return [Kind(run[:1], first), *self.kinds(run[1:])]
+            return [MicrobatchKind(run[:1], first), *self.find_kinds(run[1:])]
         varying: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for name, value in second.items():
-            start = _value(first.by_name[name]).astype(np.int64)
+            start = _read_value(first.by_name[name]).astype(np.int64)
             step = value.astype(np.int64) - start
             varying[name] = start - run[0] * step, step
         if last is None or last.keys() != second.keys() or any(
-            not np.array_equal(at(varying[name], run[-1], value.dtype), value) for name, value in last.items()
+            not np.array_equal(evaluate_varying(varying[name], run[-1], value.dtype), value)
+            for name, value in last.items()
         ):  # fmt: skip
-            return [Kind(range(i, i + 1), self._local(i)) for i in run]
-        return [Kind(run, first, varying)]
+            return [MicrobatchKind(range(i, i + 1), self._make_local(i)) for i in run]
+        return [MicrobatchKind(run, first, varying)]
 
 
 @_wrapping
-def at(varying: tuple[np.ndarray, np.ndarray], number: int, dtype: Any) -> np.ndarray:
+def evaluate_varying(varying: tuple[np.ndarray, np.ndarray], number: int, dtype: Any) -> np.ndarray:
     """Returns the value of a constant in micro-batch ``number``; ``varying`` is its value in number 0, and the step."""
     return (varying[0] + number * varying[1]).astype(dtype)
 
 
-def _value(node: Node) -> np.ndarray:
+def _read_value(node: Node) -> np.ndarray:
     value: np.ndarray = node.attrs["value"].numpy()
     return value
 
 
-def _differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
+def _find_differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
     """Returns the integer constants of ``b`` that have another value in ``a``; None: the programs differ in more."""
     if len(a.nodes) != len(b.nodes) or a.effects != b.effects or a.functions.keys() != b.functions.keys():
         return None
@@ -105,18 +106,18 @@ def _differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
     for x, y in zip(a.nodes, b.nodes):
         if (x.name, x.op, x.inputs, x.controls, x.outputs) != (y.name, y.op, y.inputs, y.controls, y.outputs):
             return None
-        if _same_attributes(x, y):
+        if _has_same_attributes(x, y):
             continue
         if x.op != "Const" or not x.outputs[0].dtype.startswith(("int", "uint")):
             return None
-        found[x.name] = _value(y)
+        found[x.name] = _read_value(y)
     for name, body in a.functions.items():
-        if body is not b.functions[name] and _differences(body, b.functions[name]) != {}:
+        if body is not b.functions[name] and _find_differences(body, b.functions[name]) != {}:
             return None
     return found
 
 
-def _same_attributes(x: Node, y: Node) -> bool:
+def _has_same_attributes(x: Node, y: Node) -> bool:
     if x is y or (x.attrs is y.attrs and x.marks == y.marks):
         return True
     # A kernel's own stream goes on from call to call: another seed for another micro-batch is not needed.
@@ -131,24 +132,24 @@ def may_carry(node: Node) -> bool:
     )
 
 
-def with_own_bodies(program: Program, number: int) -> Program:
+def give_own_bodies(program: Program, number: int) -> Program:
     """Gives the loops and branches of one kind of micro-batches bodies of their own, with names of their own."""
     if number == 0 or not program.functions:
         return program
     names = {name: f"{name}/micro_batch_{number}" for name in program.functions}
 
-    def of_value(value: Any) -> Any:
+    def rename_value(value: Any) -> Any:
         if isinstance(value, Func):
             return replace(value, name=names.get(value.name, value.name))
-        return tuple(map(of_value, value)) if isinstance(value, tuple) else value
+        return tuple(map(rename_value, value)) if isinstance(value, tuple) else value
 
-    def of_node(node: Node) -> Node:
+    def rename_node(node: Node) -> Node:
         if not may_carry(node):
             return node
-        return replace(node, attrs={key: of_value(value) for key, value in node.attrs.items()})
+        return replace(node, attrs={key: rename_value(value) for key, value in node.attrs.items()})
 
     functions = {
-        names[name]: replace(body, name=names[name], nodes=tuple(map(of_node, body.nodes)))
+        names[name]: replace(body, name=names[name], nodes=tuple(map(rename_node, body.nodes)))
         for name, body in program.functions.items()
     }
-    return replace(program, nodes=tuple(map(of_node, program.nodes)), functions=functions)
+    return replace(program, nodes=tuple(map(rename_node, program.nodes)), functions=functions)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from whale.errors import PlanError
-from whale.ir.layout import identity_value
+from whale.ir.layout import find_identity
 from whale.ir.ops import ALL_REDUCES, EXCHANGES, HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, Ref, const_node, function_refs, topological
-from whale.ir.values import DType, Func, Shape, TensorType, numpy_dtype
-from whale.partition.pipeline.identical_microbatches import TIME, Kind, kinds_of, may_carry, with_own_bodies
+from whale.ir.program import Node, Program, Ref, iterate_function_refs, make_const, sort_nodes
+from whale.ir.values import DType, Func, Shape, TensorType, find_numpy_dtype
+from whale.partition.pipeline.identical_microbatches import TIME, MicrobatchKind, find_kinds, give_own_bodies, may_carry
 
 _LARGEST_COPIED_BYTES = 1 << 16  # constants above are passed, instead of being in every function that reads them
 _ACCUMULATES = {"sum": "AddV2", "prod": "Mul", "max": "Maximum", "min": "Minimum"}
@@ -41,7 +41,7 @@ class Function:
 class Body:
     """The body of one function in the making."""
 
-    def __init__(self, kind: Kind, phase: str, function: Function, phase_of: Callable[[str], str | None]):
+    def __init__(self, kind: MicrobatchKind, phase: str, function: Function, phase_of: Callable[[str], str | None]):
         self.kind, self.phase, self.function, self.phase_of = kind, phase, function, phase_of
         self.nodes: dict[str, Node] = {}
         self.passed: dict[tuple[str, Any], Ref] = {}
@@ -50,18 +50,18 @@ class Body:
 
     def take(self, ref: Ref) -> Ref:
         """Returns ``ref`` inside the function: computed here, or passed in as an argument."""
-        stack = [ref.node] if self._here(ref.node) else []
+        stack = [ref.node] if self._is_here(ref.node) else []
         while stack:
             name = stack.pop()
             if name in self.nodes:
                 continue
-            node = self._of(self.kind.program.by_name[name])
+            node = self._place_node(self.kind.program.by_name[name])
             self.nodes[name] = node
-            stack += [r.node for r in self.kind.program.by_name[name].inputs if self._here(r.node)]
+            stack += [r.node for r in self.kind.program.by_name[name].inputs if self._is_here(r.node)]
             stack += [c for c in node.controls if c in self.kind.region]
-        return self._inside(ref)
+        return self._place_ref(ref)
 
-    def _here(self, name: str) -> bool:
+    def _is_here(self, name: str) -> bool:
         """Tells whether a node is computed in this function."""
         region = self.kind.region[name]
         if region == "free":
@@ -69,24 +69,24 @@ class Body:
             return node.op == "Const" and sum(t.bytes for t in node.outputs) <= _LARGEST_COPIED_BYTES
         return region == "each" and self.phase_of(name) in (self.phase, None)
 
-    def _of(self, node: Node) -> Node:
+    def _place_node(self, node: Node) -> Node:
         if node.name in self.kind.varying:
-            return self._varying(node)
+            return self._emit_varying(node)
         controls = []
         for c in node.controls:
-            if self._here(c) and self.kind.region[c] == "each":
+            if self._is_here(c) and self.kind.region[c] == "each":
                 controls.append(c)
             elif self.kind.region[c] == "outer" and not node.marks.recomputed:  # that gradient comes after all
                 self.function.behind.append(c)
-        return replace(node, inputs=tuple(map(self._inside, node.inputs)), controls=tuple(controls))
+        return replace(node, inputs=tuple(map(self._place_ref, node.inputs)), controls=tuple(controls))
 
-    def _inside(self, ref: Ref) -> Ref:
-        if self._here(ref.node):
+    def _place_ref(self, ref: Ref) -> Ref:
+        if self._is_here(ref.node):
             return ref
         what = "handed" if self.kind.region[ref.node] == "each" else "outer"
-        return self._argument(what, ref, self.kind.program.type_of(ref))
+        return self._add_argument(what, ref, self.kind.program.find_type(ref))
 
-    def _argument(self, what: str, of: Any, t: TensorType) -> Ref:
+    def _add_argument(self, what: str, of: Any, t: TensorType) -> Ref:
         if (what, of) not in self.passed:
             name = f"{TIME}/argument_{len(self.inputs)}"
             attrs = {"dtype": DType(t.dtype), "shape": Shape(t.shape)}
@@ -97,26 +97,26 @@ class Body:
             self.passed[what, of] = Ref(name)
         return self.passed[what, of]
 
-    def _varying(self, node: Node) -> Node:
+    def _emit_varying(self, node: Node) -> Node:
         """Emits a constant that grows with the number of the micro-batch, computed from the number."""
         start, step = self.kind.varying[node.name]
         (t,) = node.outputs
-        dtype, kind = numpy_dtype(t.dtype), {"T": DType(t.dtype)}
-        number = self._argument("index", None, TensorType("int64", ()))
+        dtype, kind = find_numpy_dtype(t.dtype), {"T": DType(t.dtype)}
+        number = self._add_argument("index", None, TensorType("int64", ()))
         names = [f"{node.name}/{x}" for x in ("number", "step", "moved", "start")]
         cast = {"SrcT": DType("int64"), "DstT": DType(t.dtype), "Truncate": False}
         self.nodes[names[0]] = Node(names[0], "Cast", (number,), (), cast, (TensorType(t.dtype, ()),))
-        self.nodes[names[1]] = const_node(names[1], step.astype(dtype))
+        self.nodes[names[1]] = make_const(names[1], step.astype(dtype))
         self.nodes[names[2]] = Node(names[2], "Mul", (Ref(names[0]), Ref(names[1])), (), kind, (t,))
-        self.nodes[names[3]] = const_node(names[3], start.astype(dtype))
+        self.nodes[names[3]] = make_const(names[3], start.astype(dtype))
         return Node(node.name, "AddV2", (Ref(names[2]), Ref(names[3])), (), kind, (t,), node.scope)
 
-    def accumulated(self, join: Ref, source: Ref) -> Ref:
+    def emit_accumulated(self, join: Ref, source: Ref) -> Ref:
         """Emits the sum, or other reduction, of what earlier micro-batches made of ``join`` and this one's part."""
-        t = self.kind.program.type_of(source)
+        t = self.kind.program.find_type(source)
         reduction = self.kind.program.by_name[join.node].attrs["reduction"]
         mine = self.take(source)
-        before = self._argument("sum", join, TensorType(t.dtype, None))
+        before = self._add_argument("sum", join, TensorType(t.dtype, None))
         name = f"{join.node}/and_before"
         if t.dtype == "bool":
             self.nodes[name] = Node(name, _ACCUMULATES_FLAGS[reduction], (before, mine), (), {}, (t,))
@@ -125,7 +125,7 @@ class Body:
             self.nodes[name] = Node(name, _ACCUMULATES[reduction], (before, mine), (), attrs, (t,))
         return Ref(name)
 
-    def result(self, what: str, of: Ref, value: Ref) -> None:
+    def add_result(self, what: str, of: Ref, value: Ref) -> None:
         """Makes the function return ``value``; ``what`` and ``of`` say what it is to the caller."""
         self.function.results.append((what, of))
         self.function.types.append(self.nodes[value.node].outputs[value.index])
@@ -137,10 +137,10 @@ class Body:
         for name in effects:
             if name not in self.nodes:
                 node = self.kind.program.by_name[name]
-                self.nodes[name] = self._of(node)
+                self.nodes[name] = self._place_node(node)
                 for ref in (*node.inputs, *map(Ref, self.nodes[name].controls)):
                     self.take(ref)
-        nodes = topological(self.nodes)
+        nodes = sort_nodes(self.nodes)
         self.function.behind = list(dict.fromkeys(self.function.behind))
         return Program(self.function.name, nodes, tuple(self.inputs), outputs=tuple(self.outputs), effects=effects)
 
@@ -182,7 +182,7 @@ def outline(
     return _Outliner(program, plan, frozenset(each), order, phase).run()
 
 
-def phase_of(call: Node) -> str:
+def find_phase(call: Node) -> str:
     """Returns the phase that a call of a micro-batch runs."""
     return call.name.removeprefix(f"{TIME}/").rpartition("_")[0]
 
@@ -195,22 +195,22 @@ class _Outliner:
         self.moved: dict[Ref, Ref] = {}  # tensors of the program -> results of calls
 
     def run(self) -> Program:
-        kinds = kinds_of(self.program, self.plan)
+        kinds = find_kinds(self.program, self.plan)
         for number, kind in enumerate(kinds):
             self._look(kind, number)
         first = kinds[0]
-        wanted = self._wanted(first)
-        made: dict[tuple[str, int], tuple[Kind, Function]] = {}
+        wanted = self._list_wanted(first)
+        made: dict[tuple[str, int], tuple[MicrobatchKind, Function]] = {}
         for number, kind in enumerate(kinds):
             for phase in dict.fromkeys(call.phase for call in self.order):
-                function = self._function(kind, number, phase, wanted)
+                function = self._make_function(kind, number, phase, wanted)
                 made.update(((phase, i), (kind, function)) for i in kind.members)
         last = self._call(made, wanted)
         return self._main(first, last)
 
-    def _look(self, kind: Kind, number: int) -> None:
+    def _look(self, kind: MicrobatchKind, number: int) -> None:
         """Finds what is computed for each micro-batch, and what is made of all of them."""
-        kind.program = with_own_bodies(kind.program, number)
+        kind.program = give_own_bodies(kind.program, number)
         self.functions.update(kind.program.functions)
         behind: set[str] = set()  # what lowering made of the sums and gatherings
         for node in kind.program.nodes:
@@ -241,17 +241,17 @@ class _Outliner:
 
     # -- functions
 
-    def _phase(self, kind: Kind, name: str) -> str | None:
+    def _find_phase(self, kind: MicrobatchKind, name: str) -> str | None:
         """Returns the phase that computes a node of each micro-batch; None: whichever phase reads it."""
         if name in self.each:
             return self.phases.get(name, "")
         node = kind.program.by_name[name]
         for ref in node.inputs:
-            if kind.region[ref.node] == "each" and (found := self._phase(kind, ref.node)) is not None:
+            if kind.region[ref.node] == "each" and (found := self._find_phase(kind, ref.node)) is not None:
                 return found
         return None
 
-    def _wanted(self, kind: Kind) -> list[Ref]:
+    def _list_wanted(self, kind: MicrobatchKind) -> list[Ref]:
         """Lists what the main graph reads of the micro-batches: sums, gatherings, values that are the same in each."""
         found: dict[Ref, None] = {}
         for node in kind.program.nodes:
@@ -260,41 +260,43 @@ class _Outliner:
         found.update((r, None) for r in kind.program.outputs if kind.region[r.node] in ("each", "join"))
         return list(found)
 
-    def _handed_on(self, kind: Kind, phase: str) -> list[Ref]:
+    def _list_handed_on(self, kind: MicrobatchKind, phase: str) -> list[Ref]:
         """Lists the results of ``phase`` that other phases read."""
         found: dict[Ref, None] = {}
         for node in kind.program.nodes:
-            reader = self._phase(kind, node.name) if kind.region[node.name] == "each" else None
+            reader = self._find_phase(kind, node.name) if kind.region[node.name] == "each" else None
             if reader is None or reader == phase:
                 continue
             for ref in node.inputs:
-                if kind.region[ref.node] == "each" and self._phase(kind, ref.node) == phase:
+                if kind.region[ref.node] == "each" and self._find_phase(kind, ref.node) == phase:
                     found[ref] = None
         return list(found)
 
-    def _function(self, kind: Kind, number: int, phase: str, wanted: Sequence[Ref]) -> Function:
+    def _make_function(self, kind: MicrobatchKind, number: int, phase: str, wanted: Sequence[Ref]) -> Function:
         program = kind.program
         function = Function(f"micro_batch_{phase or 'step'}_{number}")
-        body = Body(kind, phase, function, lambda name: self._phase(kind, name))
+        body = Body(kind, phase, function, lambda name: self._find_phase(kind, name))
         for ref in wanted:
             source = kind.joins.get(ref.node, ref)
-            if (self._phase(kind, source.node) or next(iter(self.order)).phase) != phase:
+            if (self._find_phase(kind, source.node) or next(iter(self.order)).phase) != phase:
                 continue
             if ref.node not in kind.joins:
-                body.result("value", ref, body.take(ref))
+                body.add_result("value", ref, body.take(ref))
             elif program.by_name[ref.node].op == "WhaleAllGather":
-                body.result("piece", ref, body.take(source))
+                body.add_result("piece", ref, body.take(source))
             else:
-                body.result("sum", ref, body.accumulated(ref, source))
-        for ref in self._handed_on(kind, phase):
-            body.result("handed", ref, body.take(ref))
-        effects = [n for n in program.effects if kind.region[n] == "each" and self._phase(kind, n) in (phase, None)]
+                body.add_result("sum", ref, body.emit_accumulated(ref, source))
+        for ref in self._list_handed_on(kind, phase):
+            body.add_result("handed", ref, body.take(ref))
+        effects = [
+            n for n in program.effects if kind.region[n] == "each" and self._find_phase(kind, n) in (phase, None)
+        ]
         self.functions[body.function.name] = body.finish(effects)
         return body.function
 
     # -- calls
 
-    def _call(self, made: Mapping[tuple[str, int], tuple[Kind, Function]], wanted: Sequence[Ref]) -> str:
+    def _call(self, made: Mapping[tuple[str, int], tuple[MicrobatchKind, Function]], wanted: Sequence[Ref]) -> str:
         """Emits the calls in their order and returns the name of the last one."""
         sums: dict[Ref, Ref] = {}
         pieces: dict[Ref, dict[int, Ref]] = {}
@@ -307,7 +309,7 @@ class _Outliner:
             operands: list[Ref] = []
             for what, of in function.arguments:
                 if what == "index":
-                    operands.append(self._const(f"{TIME}/number_{call.micro_batch}", np.array(call.micro_batch)))
+                    operands.append(self._add_const(f"{TIME}/number_{call.micro_batch}", np.array(call.micro_batch)))
                 elif what == "sum":
                     operands.append(sums[of] if of in sums else self._start(kind, of))
                 elif what == "handed":
@@ -341,44 +343,44 @@ class _Outliner:
             self._join(made[self.order[0].phase, 0][0], ref, [found[i] for i in sorted(found)])
         return previous
 
-    def _start(self, kind: Kind, ref: Ref) -> Ref:
+    def _start(self, kind: MicrobatchKind, ref: Ref) -> Ref:
         """Emits what the first call adds to: a scalar that changes nothing."""
         node = kind.program.by_name[ref.node]
         dtype = node.outputs[0].dtype
-        value = np.array(identity_value(node.attrs["reduction"], dtype), numpy_dtype(dtype))
-        return self._const(f"{ref.node}/start", value)
+        value = np.array(find_identity(node.attrs["reduction"], dtype), find_numpy_dtype(dtype))
+        return self._add_const(f"{ref.node}/start", value)
 
-    def _join(self, kind: Kind, ref: Ref, pieces: Sequence[Ref]) -> None:
+    def _join(self, kind: MicrobatchKind, ref: Ref, pieces: Sequence[Ref]) -> None:
         """Concatenates the rows of all micro-batches."""
         node = kind.program.by_name[ref.node]
         t = node.outputs[0]
-        axis = self._const(f"{ref.node}/axis", np.array(node.attrs["axis"], np.int32))
+        axis = self._add_const(f"{ref.node}/axis", np.array(node.attrs["axis"], np.int32))
         attrs = {"T": DType(t.dtype), "Tidx": DType("int32"), "N": len(pieces)}
         if len(pieces) == 1:
             self.moved[ref] = pieces[0]
             return
         self.nodes[ref.node] = Node(ref.node, "ConcatV2", (*pieces, axis), (), attrs, (t,))
 
-    def _const(self, name: str, value: np.ndarray) -> Ref:
-        self.nodes[name] = const_node(name, value)
+    def _add_const(self, name: str, value: np.ndarray) -> Ref:
+        self.nodes[name] = make_const(name, value)
         return Ref(name)
 
     # -- the main graph
 
-    def _main(self, kind: Kind, last: str) -> Program:
+    def _main(self, kind: MicrobatchKind, last: str) -> Program:
         program = kind.program
         ends = {call.phase: f"{TIME}/{call.phase or 'step'}_{call.micro_batch}" for call in self.order}
 
-        def of_ref(ref: Ref) -> Ref:
+        def replace_ref(ref: Ref) -> Ref:
             return self.moved.get(ref, ref)
 
-        def of_controls(node: Node) -> tuple[str, ...]:
+        def replace_controls(node: Node) -> tuple[str, ...]:
             found = dict[str, None]()
             for c in node.controls:
                 if kind.region[c] == "each":
                     if node.marks.recomputed:
                         continue  # of the whole batch: it is there before its gradient comes in a micro-batch
-                    found[ends[self._phase(kind, c) or self.order[-1].phase]] = None
+                    found[ends[self._find_phase(kind, c) or self.order[-1].phase]] = None
                 elif kind.region[c] != "join":
                     found[c] = None
             return tuple(found)
@@ -387,25 +389,25 @@ class _Outliner:
         for node in program.nodes:
             if kind.region[node.name] == "outer":
                 self.nodes[node.name] = replace(
-                    node, inputs=tuple(map(of_ref, node.inputs)), controls=of_controls(node)
+                    node, inputs=tuple(map(replace_ref, node.inputs)), controls=replace_controls(node)
                 )
-        outputs = tuple(map(of_ref, program.outputs))
+        outputs = tuple(map(replace_ref, program.outputs))
         read = {r.node for n in self.nodes.values() for r in n.inputs} | {r.node for r in outputs}
         read |= {c for n in self.nodes.values() for c in n.controls}
         self.nodes.update((n.name, n) for n in free if n.name in read or n.name in program.effects)
         effects = [n for n in program.effects if kind.region[n] in ("outer", "free")]
-        functions = self._called()
+        functions = self._find_called_functions()
         return replace(
-            program, nodes=topological(self.nodes), outputs=outputs, effects=(*effects, last), functions=functions
+            program, nodes=sort_nodes(self.nodes), outputs=outputs, effects=(*effects, last), functions=functions
         )
 
-    def _called(self) -> dict[str, Program]:
+    def _find_called_functions(self) -> dict[str, Program]:
         """Returns the functions that are called, or that other nodes carry as attributes."""
         found: dict[str, Program] = {}
-        stack = [f.name for n in self.nodes.values() if may_carry(n) for _, f in function_refs(n)]
+        stack = [f.name for n in self.nodes.values() if may_carry(n) for _, f in iterate_function_refs(n)]
         while stack:
             name = stack.pop()
             if name not in found and name in self.functions:
                 found[name] = self.functions[name]
-                stack += [f.name for n in found[name].nodes if may_carry(n) for _, f in function_refs(n)]
+                stack += [f.name for n in found[name].nodes if may_carry(n) for _, f in iterate_function_refs(n)]
         return found

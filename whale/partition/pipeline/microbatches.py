@@ -3,58 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
-from whale.ir.layout import Split, even_sizes, split
+from whale.ir.emitter import Emitter
+from whale.ir.layout import Split, divide_evenly, find_multiple, split
+from whale.ir.ops import COLLECTIVES, ROW_EXCHANGES
 from whale.ir.plan import Plan
-from whale.ir.program import Program, Ref
-from whale.partition.axis_partitioner import axes_with_rows, chain, prefix_of
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import TensorType, require_static_shape
+from whale.partition.axis_partitioner import count_axes_with_rows, iterate_levels, make_prefix
 from whale.partition.identical_ranks import is_alike
-from whale.partition.pipeline.interleaved_rows import interleave_rows, interleaved_split
 from whale.partition.pipeline.microbatch_loop import outline
 from whale.partition.rank_mapping import ROWS_OF_GROUP
-from whale.partition.resharding import reshard_name
+from whale.partition.resharding import make_reshard_name
 from whale.passes.analysis.rank_groups import brings_rows_together, named_ranks
 from whale.passes.in_time.micro_batches import EACH, time_plan
 from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
 
+_SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
+_OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise
 
-def batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
+
+def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
     """Finds the nodes of a rank's program that yield its rows of the batch, and how micro-batches cut these.
 
     Args:
       position: of the rank in the mesh of the plan's axes.
     """
-    axes = [p.size for p in chain(plan)]
+    axes = [p.size for p in iterate_levels(plan)]
     found: dict[str, Split] = {}
     for b in plan.batch_inputs:
         assert isinstance(b.placement, Split)
         groups = len(b.placement.sizes)  # of ranks that have the same rows
-        last, group = axes_with_rows(axes, groups) - 1, position * groups // prod(axes)
+        last, group = count_axes_with_rows(axes, groups) - 1, position * groups // prod(axes)
         place = group % axes[last]
         sizes = b.placement.sizes[group - place : group - place + axes[last]]
         own, parts = split(b.placement.dim, sizes, b.placement.blocks), b.placement.sizes
         of_groups = tuple(sum(parts[i : i + axes[last]]) for i in range(0, len(parts), axes[last]))
         whole = split(b.placement.dim, of_groups, b.placement.blocks)
-        of_group = [b.name, reshard_name(ROWS_OF_GROUP, Ref(b.name), whole)]
-        of_rank = [f"{b.name}/whale_rows", reshard_name(prefix_of(last), Ref(b.name), own)]
+        of_group = [b.name, make_reshard_name(ROWS_OF_GROUP, Ref(b.name), whole)]
+        of_rank = [f"{b.name}/whale_rows", make_reshard_name(make_prefix(last), Ref(b.name), own)]
         # Where each rank has some rows of each micro-batch, those of its group are in micro-batches as well, and what
         # is cut of them follows.
-        candidates = [(n, own.local(place)) for n in (*of_group, *of_rank)]
+        candidates = [(n, own.local_size(place)) for n in (*of_group, *of_rank)]
         if b.placement.blocks == micro_batches and not b.local:
             candidates += [(n, own.extent) for n in of_group]
         for name, count in reversed(candidates):
             node = program.by_name.get(name)
             if node is not None and (node.outputs[0].shape or (None,))[0] == count:
                 if count:  # a rank without rows has nothing to cut
-                    found[name] = split(0, even_sizes(count, micro_batches))
+                    found[name] = split(0, divide_evenly(count, micro_batches))
                 break
     return found
 
 
-def keeps_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
+def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
     """Tells whether the rows that ranks bring themselves can stay where they are.
 
     They can if ranks need none of others' rows, or each rank has equally many rows of every micro-batch.
@@ -67,21 +73,21 @@ def keeps_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batche
     return not named_ranks(program) and all(len({*sizes}) == 1 and sizes[0] % micro_batches == 0 for sizes in rows)
 
 
-def own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
+def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
     """Returns the rows of the ranks along each axis, where they bring equally many themselves for every micro-batch.
 
     Args:
       program: of all ranks.
     """
     brought = [b.placement.sizes for b in plan.batch_inputs if b.local and isinstance(b.placement, Split)]
-    if not keeps_own_rows(program, brought, plan.micro_batches):
+    if not can_keep_own_rows(program, brought, plan.micro_batches):
         return set()
-    axes = [p.size for p in chain(plan)]
+    axes = [p.size for p in iterate_levels(plan)]
     return {(sizes[0] * prod(axes[level + 1 :]),) * size for sizes in brought for level, size in enumerate(axes)}
 
 
 @dataclass(frozen=True, slots=True)
-class InTime:
+class MicrobatchProgram:
     """The program of a rank, its rows, and the plan of its micro-batches; one for all ranks that run the same."""
 
     program: Program
@@ -90,35 +96,100 @@ class InTime:
     regions: Mapping[str, str]
 
 
-def in_micro_batches(
+def divide_in_micro_batches(
     program: Program,
     plan: Plan,
     rank: int,
     settings: PlanSettings,
     own: Collection[tuple[int, ...]],
-    known: list[InTime],
+    known: list[MicrobatchProgram],
 ) -> Program:
     """Rewrites what ``rank`` runs on all its rows to micro-batches that run one after the other.
 
     Args:
       program: what it runs on all its rows.
-      own: see ``own_rows``.
+      own: see ``find_own_rows``.
       known: of ranks of the same plan; this one's is added if none runs the same but for values.
 
     Raises:
       PlanError: a value of all micro-batches is needed before the last one is through.
     """
-    rows = batch_rows(program, plan, rank, plan.micro_batches)
+    rows = find_batch_rows(program, plan, rank, plan.micro_batches)
     if not plan.batch_inputs:
         return program
     together = interleave_rows(program, plan.micro_batches, own) if own else program
     if together is not program:
-        rows = {name: interleaved_split(cut.extent, plan.micro_batches) for name, cut in rows.items()}
+        rows = {name: make_interleaved_split(cut.extent, plan.micro_batches) for name, cut in rows.items()}
     program = prepared(together)
     one = next((one for one in known if one.rows == rows and is_alike(one.program, program)), None)
     if one is None:
         streams, statistics = settings.batch.local_streams, settings.time.local_statistics
-        one = InTime(program, rows, *time_plan(program, plan.micro_batches, rows, streams, statistics))
+        one = MicrobatchProgram(program, rows, *time_plan(program, plan.micro_batches, rows, streams, statistics))
         known.append(one)
     each = {name for name, region in one.regions.items() if region == EACH}
     return outline(program, one.plan, each)
+
+
+# Keeps exchanges of rows that ranks bring themselves within micro-batches: each rank's rows are of each in turn.
+#
+# Row i of a rank is of micro-batch i modulo their number, on every rank. What the ranks have together then is in turn
+# as well, in the order of the batch: a dimension of rows is seen as (turns, micro-batches), and ranks join and cut
+# turns. So a micro-batch's rows are brought together without those of others, and nothing is moved beforehand.
+def make_interleaved_split(rows: int, micro_batches: int) -> Split:
+    """Returns how ``rows`` rows of a rank are cut into micro-batches in turn."""
+    return split(0, (1,) * micro_batches, rows // micro_batches)
+
+
+def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple[int, ...]]) -> Program:
+    """Rewrites one rank's exchanges of rows so that the rows of each micro-batch stay together.
+
+    Args:
+      rows: of the ranks along each axis of the mesh, multiples of the micro-batches.
+    """
+
+    def interleave_graph(graph: Program) -> Program:
+        nodes = [new for node in graph.nodes for new in _view_rows(graph, node, micro_batches, rows)]
+        return graph if len(nodes) == len(graph.nodes) else graph.replace_nodes(tuple(nodes))
+
+    functions = {name: interleave_graph(body) for name, body in program.functions.items()}
+    main = interleave_graph(program)
+    if main is program and all(functions[name] is body for name, body in program.functions.items()):
+        return program
+    return replace(main, functions=functions)
+
+
+def _view_rows(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple[int, ...]]) -> list[Node]:
+    """Puts ``node`` between two views of what it moves, where that has rows, or as many indices as if it had."""
+    if node.op not in _OPS or not node.outputs[0].is_static or not graph.find_type(node.inputs[1]).is_static:
+        return [node]
+    turns: dict[int, int] = {}  # dimension -> indices of one turn
+    for name in _SIZES.keys() & node.attrs.keys():
+        sizes = tuple(map(int, node.attrs[_SIZES[name]]))
+        if times := max(find_multiple(sizes, along) for along in rows):
+            turns[int(node.attrs[name])] = micro_batches * times
+    return _put_in_views(graph, node, turns, micro_batches) if turns else [node]
+
+
+def _put_in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batches: int) -> list[Node]:
+    """Makes ``node`` see dimensions as (turns, indices of one), and marks that of rows where there is just one."""
+    e = Emitter(0, 1, "", "")
+    source, made = graph.find_type(node.inputs[1]), node.outputs[0]
+
+    def view_type(t: TensorType) -> TensorType:
+        dims = ((n // turns[i], turns[i]) if i in turns else (n,) for i, n in enumerate(require_static_shape(t)))
+        return TensorType(t.dtype, tuple(chain.from_iterable(dims)))
+
+    attrs = dict(node.attrs)
+    for name in _SIZES.keys() & attrs.keys():
+        dim, sizes = attrs[name], _SIZES[name]
+        attrs[sizes] = tuple(n // turns.get(dim, 1) for n in attrs[sizes])
+        attrs[name] = dim + sum(other < dim for other in turns)
+    marks = node.marks
+    if len(turns) == 1:
+        marks = marks.replace_marks(runs=(next(iter(turns)) + 1, micro_batches))
+    seen = e.reshape(f"{node.name}/turns", node.inputs[1], source.dtype, require_static_shape(view_type(source)))
+    name = f"{node.name}/in_turn"
+    inputs, outputs = (node.inputs[0], seen), (view_type(made),)
+    e.nodes[name] = replace(node, name=name, inputs=inputs, attrs=attrs, outputs=outputs, marks=marks)
+    e.reshape(node.name, Ref(name), made.dtype, require_static_shape(made))
+    return [n.marked(cut_in_runs=True) if n.op == "Reshape" else n for n in e.nodes.values()]

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from whale.ir.crossing import Part, Span, in_runs_of
+from whale.ir.crossing import Part, Span, split_dim_in_runs
 from whale.ir.emitter import COMMUNICATOR, Emitter
 from whale.ir.layout import Split, split
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, Shape, TensorType, numpy_dtype, static_shape
+from whale.ir.values import DType, Shape, TensorType, find_numpy_dtype, require_static_shape
 from whale.partition.pipeline.stages import Stages
-from whale.partition.spmd import unread_communication
+from whale.partition.spmd import list_unread_communication
 
 
-def connect(
+def connect_stages(
     stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Split], check: tuple[str, str]
 ) -> Program:
     """Replaces the ends of a stage group's program, on one rank, by sends and receives.
@@ -33,7 +33,7 @@ def connect(
 class _Connector:
     def __init__(self, stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Split]):
         self.stages, self.program, self.rank, self.comm = stages, program, rank, comm
-        self.number, _ = stages.where(rank)
+        self.number, _ = stages.locate(rank)
         self.position = stages.meshes[self.number].ranks.index(rank)
         self.rows = {str(ref): by for ref, by in rows.items()}
         self.emitter = Emitter(self.position, len(stages.meshes[self.number].ranks), comm)
@@ -61,8 +61,8 @@ class _Connector:
         self._add("whale/check", "WhaleCheck", (Ref(COMMUNICATOR),), said, ())
         outputs = tuple(moved.get(r, r) for r in self.program.outputs)
         effects = [n for n in self.program.effects if n in self.nodes] + self.effects
-        effects += unread_communication(self.nodes, [r.node for r in outputs] + effects)
-        return self.program.with_nodes(
+        effects += list_unread_communication(self.nodes, [r.node for r in outputs] + effects)
+        return self.program.replace_nodes(
             tuple(self.nodes.values()), outputs=outputs, effects=tuple(dict.fromkeys(effects))
         )
 
@@ -86,40 +86,40 @@ class _Connector:
             if key not in travelling:
                 continue
             name = node.name if index == 0 else f"{node.name}/whale_output_{index}"
-            mine = self.stages.parts_for(key, source, self.number, self.position)
+            mine = self.stages.list_parts_for(key, source, self.number, self.position)
             t = node.outputs[index]
-            pieces = [self._piece(name, t, key, source, part, len(mine) == 1) for part in mine]
-            found[Ref(node.name, index)] = self._joined(name, t, key, source, mine, pieces)
+            pieces = [self._emit_piece(name, t, key, source, part, len(mine) == 1) for part in mine]
+            found[Ref(node.name, index)] = self._join_pieces(name, t, key, source, mine, pieces)
         return found
 
-    def _piece(self, name: str, own: TensorType, key: str, source: int, part: Part, alone: bool) -> Ref:
+    def _emit_piece(self, name: str, own: TensorType, key: str, source: int, part: Part, alone: bool) -> Ref:
         t = own if part.spans is None else TensorType(own.dtype, tuple(s.size for s in part.spans))
         name = name if alone else f"{name}/from_{part.sender}"
         peer = self.stages.meshes[source].ranks[part.sender]
         attrs = {
-            "T": DType(t.dtype), "ranks": (), "key": self._key(key, source, self.number, part), "peer": peer,
+            "T": DType(t.dtype), "ranks": (), "key": self._make_key(key, source, self.number, part), "peer": peer,
             "shape": Shape(t.shape),
         }  # fmt: skip
-        marks = self._marks(key, t, part, (source, self.number))
+        marks = self._make_marks(key, t, part, (source, self.number))
         self._add(name, "WhaleRecv", (Ref(COMMUNICATOR),), attrs, (t,), marks)
         return Ref(name)
 
-    def _joined(
+    def _join_pieces(
         self, name: str, t: TensorType, key: str, source: int, parts: Sequence[Part], pieces: Sequence[Ref]
     ) -> Ref:
         """Joins the parts of a tensor that several ranks sent, along each dimension in turn."""
         if len(pieces) == 1:
             return pieces[0]
         if not pieces:
-            nothing = self.emitter.const(name, np.zeros(static_shape(t), numpy_dtype(t.dtype)))
-            cut = self._rows_of(key, t, self.stages.is_direct(source, self.number)) if key in self.rows else None
+            nothing = self.emitter.const(name, np.zeros(require_static_shape(t), find_numpy_dtype(t.dtype)))
+            cut = self._find_rows(key, t, self.stages.is_direct(source, self.number)) if key in self.rows else None
             if cut is not None and cut.extent:  # of rows that have nothing here each micro-batch has its own
                 self.nodes[name] = self.nodes[name].marked(micro_batch_rows=str(cut))
             return nothing
-        block = self.stages.block(key, source, self.number, self.position)
-        return self._along(name, t.dtype, [(p.spans or (), ref) for p, ref in zip(parts, pieces)], block, 0)
+        block = self.stages.find_block(key, source, self.number, self.position)
+        return self._join_along(name, t.dtype, [(p.spans or (), ref) for p, ref in zip(parts, pieces)], block, 0)
 
-    def _along(
+    def _join_along(
         self, name: str, dtype: str, pieces: list[tuple[tuple[Span, ...], Ref]], block: tuple[Span, ...], dim: int
     ) -> Ref:
         """Joins pieces that differ in no dimension before ``dim``."""
@@ -128,23 +128,23 @@ class _Connector:
         groups: dict[Span, list[tuple[tuple[Span, ...], Ref]]] = {}
         for spans, ref in pieces:
             groups.setdefault(spans[dim], []).append((spans, ref))
-        inner = [self._along(f"{name}/at_{s.first}", dtype, group, block, dim + 1) for s, group in groups.items()]
+        inner = [self._join_along(f"{name}/at_{s.first}", dtype, group, block, dim + 1) for s, group in groups.items()]
         if len(inner) == 1:
             return inner[0]
-        return self._concatenated(name, dtype, inner, dim, next(iter(groups)).blocks)
+        return self._concatenate(name, dtype, inner, dim, next(iter(groups)).blocks)
 
-    def _concatenated(self, name: str, dtype: str, refs: Sequence[Ref], dim: int, blocks: int) -> Ref:
+    def _concatenate(self, name: str, dtype: str, refs: Sequence[Ref], dim: int, blocks: int) -> Ref:
         """Concatenates tensors along a dimension, within each of its ``blocks`` runs."""
         e = self.emitter
-        shapes = [static_shape(self.nodes[r.node].outputs[r.index]) for r in refs]
+        shapes = [require_static_shape(self.nodes[r.node].outputs[r.index]) for r in refs]
         whole = (*shapes[0][:dim], sum(s[dim] for s in shapes), *shapes[0][dim + 1 :])
         axis, joined = dim, whole
         if blocks > 1:
             refs = [
-                e.reshape(f"{name}/runs_{i}", ref, dtype, in_runs_of(s, dim, blocks))
+                e.reshape(f"{name}/runs_{i}", ref, dtype, split_dim_in_runs(s, dim, blocks))
                 for i, (ref, s) in enumerate(zip(refs, shapes))
             ]
-            axis, joined = dim + 1, in_runs_of(whole, dim, blocks)
+            axis, joined = dim + 1, split_dim_in_runs(whole, dim, blocks)
         runs = name if blocks == 1 else f"{name}/joined"
         operands = (*refs, e.const(f"{name}/axis", np.array(axis, np.int32)))
         attrs = {"T": DType(dtype), "Tidx": DType("int32"), "N": len(refs)}
@@ -154,49 +154,49 @@ class _Connector:
     def _send(self, node: Node) -> None:
         target, key = int(node.attrs["target"]), str(node.attrs["key"])
         (source,) = node.inputs
-        whole = self.program.type_of(source)
-        for part in self.stages.parts_from(key, self.number, target, self.position):
+        whole = self.program.find_type(source)
+        for part in self.stages.list_parts_from(key, self.number, target, self.position):
             name = node.name if part.spans is None else f"{node.name}/{part.receiver}"
-            value = self._cut(name, source, whole, part) if part.cut else source
+            value = self._emit_cut(name, source, whole, part) if part.cut else source
             t = self.nodes[value.node].outputs[value.index] if part.cut else whole
             attrs = {
-                "T": DType(t.dtype), "ranks": (), "key": self._key(key, self.number, target, part),
+                "T": DType(t.dtype), "ranks": (), "key": self._make_key(key, self.number, target, part),
                 "peer": self.stages.meshes[target].ranks[part.receiver],
             }  # fmt: skip
-            marks = self._marks(key, t, part, (self.number, target))
+            marks = self._make_marks(key, t, part, (self.number, target))
             self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), attrs, (), marks)
 
-    def _cut(self, name: str, source: Ref, t: TensorType, part: Part) -> Ref:
+    def _emit_cut(self, name: str, source: Ref, t: TensorType, part: Part) -> Ref:
         """Cuts the part that one rank gets out of the tensor that this one has."""
-        e, shape, dtype = self.emitter, static_shape(t), t.dtype
+        e, shape, dtype = self.emitter, require_static_shape(t), t.dtype
         for dim, blocks, first, count in part.cut:
             at = f"{name}/along_{dim}"
             if blocks == 1:
                 source = e.rows(f"{at}/part", source, TensorType(dtype, shape), dim, first, count)
                 shape = (*shape[:dim], count, *shape[dim + 1 :])
                 continue
-            runs = in_runs_of(shape, dim, blocks)
+            runs = split_dim_in_runs(shape, dim, blocks)
             view = e.reshape(f"{at}/runs", source, dtype, runs)
             found = e.rows(f"{at}/rows", view, TensorType(dtype, runs), dim + 1, first, count)
             shape = (*shape[:dim], blocks * count, *shape[dim + 1 :])
             source = e.reshape(f"{at}/part", found, dtype, shape)
         return source
 
-    def _key(self, key: str, source: int, target: int, part: Part) -> str:
+    def _make_key(self, key: str, source: int, target: int, part: Part) -> str:
         ends = part.sender if part.sender == part.receiver else f"{part.sender}to{part.receiver}"
         return f"{key}@{source}to{target}/{ends}"
 
-    def _marks(self, key: str, t: TensorType, part: Part, edge: tuple[int, int]) -> Marks:
+    def _make_marks(self, key: str, t: TensorType, part: Part, edge: tuple[int, int]) -> Marks:
         """Returns the marks of what sends or receives a part of a tensor."""
         if key not in self.rows:
             return NO_MARKS
-        return Marks(micro_batch_rows=str(self._rows_of(key, t, part.spans is None)), edge=edge)
+        return Marks(micro_batch_rows=str(self._find_rows(key, t, part.spans is None)), edge=edge)
 
-    def _rows_of(self, key: str, t: TensorType, direct: bool) -> Split:
+    def _find_rows(self, key: str, t: TensorType, direct: bool) -> Split:
         """Returns how micro-batches cut this rank's part of a tensor that travels between stage groups."""
         cut = self.rows[key]
         if direct and not self.stages.plan.others:
             return cut
         micro_batches = self.stages.plan.micro_batches  # what was agreed on is of another mesh
-        n = static_shape(t)[cut.dim] // (micro_batches * cut.blocks)
+        n = require_static_shape(t)[cut.dim] // (micro_batches * cut.blocks)
         return split(cut.dim, (n,) * micro_batches, cut.blocks)

@@ -8,15 +8,15 @@ from itertools import product
 from math import gcd, prod
 
 from whale.errors import PlanError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import Partial, Split
-from whale.ir.mesh import Axis, Tiles, chain
+from whale.ir.mesh import Axis, Tiles, iterate_levels
 from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program, Ref
-from whale.partition.axis_partitioner import sizes_of, with_sizes
-from whale.partition.mesh import in_even_micro_batches, plan_program, wants_same_rows
-from whale.partition.pipeline.stage_exchanges import connect
-from whale.partition.pipeline.stage_schedule import Agreed, WholeInTime
+from whale.partition.axis_partitioner import change_sizes, list_sizes
+from whale.partition.mesh import make_micro_batches_even, plan_program, wants_same_rows
+from whale.partition.pipeline.stage_exchanges import connect_stages
+from whale.partition.pipeline.stage_schedule import AgreedPhases, WholeSchedule
 from whale.partition.pipeline.stages import Stages
 from whale.passes.analysis.axes import data_coordinates
 from whale.passes.analysis.batch import batch_inputs, rows_of_ranks
@@ -35,7 +35,7 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
       PlanError: see ``plan_program``; an option that pipelines lack.
     """
     _refuse(settings, groups)
-    plan, groups = _of_kinds(program, settings, groups)
+    plan, groups = _plan_kinds(program, settings, groups)
     expanded = expand(program, plan.expanded, settings)
     at = {stage: group.ranks for group in groups for stage in group.stages}
     graphs = tuple(replace(t, devices=at.get(stage_of(t.scope), ())) for t in task_graphs(expanded, ()))
@@ -53,12 +53,12 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
         devices=devices,
     )
     stages = Stages(expanded, plan, settings, {})
-    plan = _with_own_variables(plan, groups, stages.cuts)
-    return replace(plan, edges=stages.edges())
+    plan = _keep_own_variables(plan, groups, stages.cuts)
+    return replace(plan, edges=stages.list_edges())
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _GroupKind:
     """The properties shared by groups that keep to one plan: number of ranks, axes, shares of rows; (): even."""
 
     size: int
@@ -66,12 +66,12 @@ class _Kind:
     shares: tuple[int, ...]
 
 
-def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
+def _find_kind(group: StageGroup, settings: PlanSettings) -> _GroupKind:
     """Returns the kind of a stage group; of shares for every rank of the run it has those of its own ranks."""
     shares, size = settings.batch.shares, len(group.ranks)
-    mesh = settings.stage_meshes.get(group.ranks) or mesh_of_size(settings, size)
+    mesh = settings.stage_meshes.get(group.ranks) or make_mesh_of_size(settings, size)
     if len(shares) != settings.size:
-        return _Kind(size, mesh, shares)
+        return _GroupKind(size, mesh, shares)
     mine = tuple(shares[rank] for rank in group.ranks)
     if not any(mine):
         raise PlanError(
@@ -81,10 +81,10 @@ def _kind_of(group: StageGroup, settings: PlanSettings) -> _Kind:
             expected="a rank at least of each stage with rows",
             action="change batch.shares or the devices of the stages",
         )
-    return _Kind(size, mesh, mine)
+    return _GroupKind(size, mesh, mine)
 
 
-def _of_kinds(
+def _plan_kinds(
     program: Program, settings: PlanSettings, groups: Sequence[StageGroup]
 ) -> tuple[Plan, tuple[StageGroup, ...]]:
     """Plans each kind of stage groups.
@@ -92,46 +92,48 @@ def _of_kinds(
     Returns:
       (the plan of the largest groups, with those of the others in ``others``; the groups, each with its plan's number).
     """
-    kinds = sorted({_kind_of(group, settings): None for group in groups}, key=lambda kind: -kind.size)
-    numbered = tuple(replace(group, plan=kinds.index(_kind_of(group, settings))) for group in groups)
+    kinds = sorted({_find_kind(group, settings): None for group in groups}, key=lambda kind: -kind.size)
+    numbered = tuple(replace(group, plan=kinds.index(_find_kind(group, settings))) for group in groups)
     first, *rest = kinds
     inside = settings.but(devices=(), exchange__backend="whale")
     of_kind = {
         kind: inside.but(
             size=kind.size,
             mesh=kind.mesh,
-            split__tiles=_known(settings, kind),
-            batch__inputs=_shared_out(program, settings, kind),
+            split__tiles=_find_known_layouts(settings, kind),
+            batch__inputs=_find_shared_inputs(program, settings, kind),
             batch__shares=kind.shares,
         )
         for kind in kinds
     }
     same_rows = rest or wants_same_rows(in_positions(program, numbered, 0), of_kind[first])
     if same_rows and settings.time.micro_batches > 1:
-        of_kind = {kind: in_even_micro_batches(program, of_one) for kind, of_one in of_kind.items()}
-    plans = {kind: _planned(program, of_kind[kind], numbered, kinds.index(kind)) for kind in kinds}
-    several = any(p.expanded for p in chain(plans[first]) if p is not plans[first])
+        of_kind = {kind: make_micro_batches_even(program, of_one) for kind, of_one in of_kind.items()}
+    plans = {kind: _plan_kind(program, of_kind[kind], numbered, kinds.index(kind)) for kind in kinds}
+    several = any(p.expanded for p in iterate_levels(plans[first]) if p is not plans[first])
     if not rest and not several:
         return plans[first], numbered
     # All have to speak of one program.
     names: set[str] = set()
     known = {n.name for n in program.nodes}
-    while more := {name for p in plans.values() for level in chain(p) for name in level.expanded} & known - names:
+    while (
+        more := {name for p in plans.values() for level in iterate_levels(p) for name in level.expanded} & known - names
+    ):
         names |= more
         expanded = expand(program, names, inside)
-        plans = {kind: _planned(expanded, of_kind[kind], numbered, kinds.index(kind)) for kind in kinds}
-    mark, kept = fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
+        plans = {kind: _plan_kind(expanded, of_kind[kind], numbered, kinds.index(kind)) for kind in kinds}
+    mark, kept = compute_fingerprint(program), tuple(n.name for n in program.nodes if n.name in names)
     others = tuple(replace(plans[kind], fingerprint=mark, expanded=kept) for kind in rest)
     return replace(plans[first], fingerprint=mark, expanded=kept, others=others), numbered
 
 
-def _planned(program: Program, settings: PlanSettings, groups: Sequence[StageGroup], plan: int) -> Plan:
+def _plan_kind(program: Program, settings: PlanSettings, groups: Sequence[StageGroup], plan: int) -> Plan:
     """Makes the plan of this number: of the whole program on the mesh of the groups that keep to it."""
     found = plan_program(in_positions(program, groups, plan), settings)
-    return replace(found, fingerprint=fingerprint(program))
+    return replace(found, fingerprint=compute_fingerprint(program))
 
 
-def _shared_out(program: Program, settings: PlanSettings, kind: _Kind) -> tuple[BatchInput, ...] | None:
+def _find_shared_inputs(program: Program, settings: PlanSettings, kind: _GroupKind) -> tuple[BatchInput, ...] | None:
     """Returns the batch inputs with the rows of every rank of a group that has shares; None: they are to be found."""
     asked = settings.batch
     if not kind.shares:
@@ -139,12 +141,12 @@ def _shared_out(program: Program, settings: PlanSettings, kind: _Kind) -> tuple[
     mesh = {a.name: a.size for a in kind.mesh}
     found = []
     for b in batch_inputs(program, len(asked.shares), asked.shares, asked.marked):
-        rows = rows_of_ranks(sum(sizes_of(b)), kind.size, kind.shares, data_coordinates(mesh, kind.size))
-        found.append(replace(b, placement=with_sizes(b, rows)))
+        rows = rows_of_ranks(sum(list_sizes(b)), kind.size, kind.shares, data_coordinates(mesh, kind.size))
+        found.append(replace(b, placement=change_sizes(b, rows)))
     return tuple(found)
 
 
-def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
+def make_mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
     """Returns the axes of a stage group of ``size`` ranks: those of the mesh, the first adapted to the number of ranks.
 
     An inner axis that does not fit into the group is as large as the ranks can be divided.
@@ -160,7 +162,7 @@ def mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
     return tuple(a for a in reversed(found) if a.size > 1) or (Axis(DATA, 1),)
 
 
-def _known(settings: PlanSettings, kind: _Kind) -> dict[str, Tiles]:
+def _find_known_layouts(settings: PlanSettings, kind: _GroupKind) -> dict[str, Tiles]:
     """Returns the layouts of variables that earlier programs have fixed, as far as groups of a kind can have them."""
     sizes = {kind.size, *(a.size for a in kind.mesh)}
     return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
@@ -178,56 +180,60 @@ def lower_stage_groups(
     in_time = plan.micro_batches > 1
     if plan.others and in_time:  # on what stages of unlike meshes exchange for each micro-batch all agree
         whole_stages = Stages(expanded, plan, settings, {})
-        for at in reversed(_first_readers(plan.of(plan.stage_groups[0])) or [()]):  # the first ones may have no rows
-            rows |= WholeInTime(expanded, whole_stages, 0, at, settings).rows
+        for at in reversed(
+            _find_first_readers(plan.find_group_plan(plan.stage_groups[0])) or [()]
+        ):  # the first ones may have no rows
+            rows |= WholeSchedule(expanded, whole_stages, 0, at, settings).rows
     stages = Stages(expanded, plan, settings, rows)
-    in_turns = _InTime(expanded, stages, settings)
-    parts = {number: stages.part(number) for number in sorted({stages.where(rank)[0] for rank in ranks})}
+    in_turns = _ScheduleCache(expanded, stages, settings)
+    parts = {
+        number: stages.make_part_partitioner(number) for number in sorted({stages.locate(rank)[0] for rank in ranks})
+    }
     programs = []
     for rank in ranks:
-        number, at = stages.where(rank)
-        whole = in_turns.whole(number, at) if in_time else None
+        number, at = stages.locate(rank)
+        whole = in_turns.find_whole(number, at) if in_time else None
         mine = rows or (whole.rows if whole else {})
-        connected = connect(
-            stages, stages.lowered(parts[number], rank, comm), rank, comm, mine, (plan.fingerprint, what)
+        connected = connect_stages(
+            stages, stages.lower_part(parts[number], rank, comm), rank, comm, mine, (plan.fingerprint, what)
         )
-        programs.append(whole.pipelined(connected, number) if whole else connected)
+        programs.append(whole.pipeline(connected, number) if whole else connected)
     return programs
 
 
-class _InTime:
-    """A cache of ``WholeInTime`` by coordinates, with one entry for those that run the same."""
+class _ScheduleCache:
+    """A cache of ``WholeSchedule`` by coordinates, with one entry for those that run the same."""
 
     def __init__(self, expanded: Program, stages: Stages, settings: PlanSettings):
         self.expanded, self.stages, self.settings = expanded, stages, settings
-        self._agreed: dict[int, Agreed] = {}  # by the number of a plan
-        self._known: dict[tuple[int, tuple[int, ...]], WholeInTime] = {}
+        self._agreed: dict[int, AgreedPhases] = {}  # by the number of a plan
+        self._known: dict[tuple[int, tuple[int, ...]], WholeSchedule] = {}
 
-    def whole(self, number: int, at: tuple[int, ...]) -> WholeInTime:
-        """Returns the ``WholeInTime`` of the coordinates ``at`` in the mesh of a stage group."""
+    def find_whole(self, number: int, at: tuple[int, ...]) -> WholeSchedule:
+        """Returns the ``WholeSchedule`` of the coordinates ``at`` in the mesh of a stage group."""
         group = self.stages.plan.stage_groups[number]
-        levels = self.stages.levels(number)
-        readers = _first_readers(self.stages.plan.of(group))
+        levels = self.stages.make_level_partitioner(number)
+        readers = _find_first_readers(self.stages.plan.find_group_plan(group))
         one = (0,) * len(at) if levels.is_like_first(at) else at
         if (group.plan, one) not in self._known:
-            agreed = Agreed()
+            agreed = AgreedPhases()
             if readers not in ([], [at]):
                 if group.plan not in self._agreed:
-                    some = [WholeInTime(self.expanded, self.stages, number, r, self.settings) for r in readers]
-                    self._agreed[group.plan] = Agreed.of(some)
+                    some = [WholeSchedule(self.expanded, self.stages, number, r, self.settings) for r in readers]
+                    self._agreed[group.plan] = AgreedPhases.merge(some)
                 agreed = self._agreed[group.plan]
-            self._known[group.plan, one] = WholeInTime(self.expanded, self.stages, number, one, self.settings, agreed)
+            self._known[group.plan, one] = WholeSchedule(self.expanded, self.stages, number, one, self.settings, agreed)
         return self._known[group.plan, one]
 
 
-def _first_readers(plan: Plan) -> list[tuple[int, ...]]:
+def _find_first_readers(plan: Plan) -> list[tuple[int, ...]]:
     """Returns coordinates along a plan's axes that together read all that any of them reads for each micro-batch.
 
     The first coordinates alone may have what is fetched; those without rows read nothing of what the others gather.
     """
     along: list[list[int]] = []
     more = False
-    for level in chain(plan):
+    for level in iterate_levels(plan):
         more |= any(s.once for s in level.strategies[""].values())
         more |= any(isinstance(r.target, Partial) and not isinstance(r.source, Partial) for r in level.reshards)
         cuts = {p for s in level.strategies[""].values() for p in (*s.inputs, *s.outputs) if isinstance(p, Split)}
@@ -255,16 +261,16 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
         )
 
 
-def _with_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
+def _keep_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
     """Keeps in each plan only the variables that the stages of its groups have; they lie over the groups' ranks."""
 
-    def of_plan(one: Plan, number: int) -> Plan:
+    def reduce_plan(one: Plan, number: int) -> Plan:
         mine = {v.node for g, part in zip(groups, cuts) if g.plan == number for v in part.program.variables}
 
-        def of_level(level: Plan) -> Plan:
+        def reduce_level(level: Plan) -> Plan:
             kept = {name: p for name, p in level.variables.items() if name in mine}
-            return replace(level, variables=kept, inner=level.inner and of_level(level.inner))
+            return replace(level, variables=kept, inner=level.inner and reduce_level(level.inner))
 
-        return of_level(one)
+        return reduce_level(one)
 
-    return replace(of_plan(plan, 0), others=tuple(of_plan(other, i) for i, other in enumerate(plan.others, 1)))
+    return replace(reduce_plan(plan, 0), others=tuple(reduce_plan(other, i) for i, other in enumerate(plan.others, 1)))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from whale.errors import PlanError
+from whale.ir.emitter import COMMUNICATOR
 from whale.ir.layout import Split, parse_placement, split
+from whale.ir.ops import POINT_TO_POINT
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, Ref
-from whale.ir.schedule import credits, live_micro_batches, schedule
+from whale.ir.program import Node, Program, Ref, sort_nodes
+from whale.ir.schedule import count_credits, count_live_micro_batches, make_schedule
+from whale.ir.values import DType, Func, Shape
 from whale.partition.identical_ranks import is_alike
-from whale.partition.pipeline.hoist_sends import hoist_sends
-from whale.partition.pipeline.microbatch_loop import Call, outline
-from whale.partition.pipeline.microbatches import InTime, batch_rows
+from whale.partition.pipeline.microbatch_loop import CALL, Call, outline
+from whale.partition.pipeline.microbatches import MicrobatchProgram, find_batch_rows
 from whale.partition.pipeline.stages import Stages
 from whale.passes.analysis.stages import stage_of, stages_of
 from whale.passes.in_time.micro_batches import EACH, time_plan
@@ -25,7 +27,7 @@ _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class AgreedPhases:
     """The phase and stage of what is computed for each micro-batch, as coordinates with rows know them.
 
     A coordinate without rows reads nothing of what it sends, so it cannot tell by itself.
@@ -39,13 +41,13 @@ class Agreed:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(coordinates: Sequence[WholeInTime]) -> Agreed:
+    def merge(coordinates: Sequence[WholeSchedule]) -> AgreedPhases:
         """Merges what some coordinates know: each node's earliest kind, and the stage that the first of them names."""
         kinds = {name: k for kind in "WBF" for one in coordinates for name, k in one.kinds.items() if k == kind}
-        return Agreed(kinds, {name: stage for one in reversed(coordinates) for name, stage in one.stages.items()})
+        return AgreedPhases(kinds, {name: stage for one in reversed(coordinates) for name, stage in one.stages.items()})
 
 
-class WholeInTime:
+class WholeSchedule:
     """The program of one coordinate as if it had all stages, in micro-batches: what all its ranks have to agree on.
 
     Attributes:
@@ -60,7 +62,7 @@ class WholeInTime:
         number: int,
         at: tuple[int, ...],
         settings: PlanSettings,
-        agreed: Agreed = Agreed(),
+        agreed: AgreedPhases = AgreedPhases(),
     ):
         """Plans the micro-batches of the whole program at one coordinate.
 
@@ -69,25 +71,29 @@ class WholeInTime:
           agreed: what other coordinates know.
         """
         plan = self.plan = stages.plan
-        levels, mesh = stages.levels(number), stages.meshes[number]
+        levels, mesh = stages.make_level_partitioner(number), stages.meshes[number]
         at = at or (0,) * len(mesh.axes)
-        self.mine, self.position, self.settings = plan.of(plan.stage_groups[number]), levels.position(at), settings
+        self.mine, self.position, self.settings = (
+            plan.find_group_plan(plan.stage_groups[number]),
+            levels.position(at),
+            settings,
+        )
         self.numbers, self.agreed = {stage: i for i, stage in enumerate(stages_of(expanded))}, agreed
-        self._known: list[InTime] = []
-        whole = self._prepared(levels.with_own_rows(levels.program(at), expanded, at))
-        time, regions = self._planned(whole, {})
+        self._known: list[MicrobatchProgram] = []
+        whole = self._prepare(levels.cut_own_rows(levels.program(at), expanded, at))
+        time, regions = self._plan(whole, {})
         each = {name for name, region in regions.items() if region == EACH}
         strategies = time.strategies[""]
         self.rows: dict[Ref, Split] = {}
         for node in expanded.nodes:
             if node.name in each:
-                for ref, placement in zip(node.refs(), strategies[node.name].outputs):
+                for ref, placement in zip(node.list_refs(), strategies[node.name].outputs):
                     if isinstance(placement, Split):
                         self.rows[ref] = placement
         self.kinds = kinds(whole, each, self.numbers, plan.schedule == "zb-h1", agreed.kinds)
         self.stages = {n.name: stage for n in whole.nodes if n.name in each and (stage := stage_of(n.scope))}
 
-    def pipelined(self, program: Program, number: int) -> Program:
+    def pipeline(self, program: Program, number: int) -> Program:
         """Rolls up the program of this coordinate's rank in stage group ``number``, in the schedule's order.
 
         Args:
@@ -97,19 +103,19 @@ class WholeInTime:
           PlanError: a value of all micro-batches is needed before the last one is through; the chunks of the groups
             are not alike; a tensor is cut otherwise by its sender than by its receiver.
         """
-        program = self._prepared(program)
+        program = self._prepare(program)
         travels = (node for node in program.nodes if node.op in _TRAVELS and node.marks.micro_batch_rows)
-        cuts = {node.name: _as_split(node) for node in travels}
+        cuts = {node.name: _find_split(node) for node in travels}
         # Ranks of a stage mostly run the same but for values.
         one = next((one for one in self._known if one.rows == cuts and is_alike(one.program, program)), None)
         if one is None:
             received = {name: cut for name, cut in cuts.items() if program.by_name[name].op != "WhaleSend"}
-            one = InTime(program, cuts, *self._planned(program, received))
+            one = MicrobatchProgram(program, cuts, *self._plan(program, received))
             self._known.append(one)
         time, regions = one.plan, one.regions
         for node in program.nodes:
             if node.op == "WhaleSend" and node.marks.micro_batch_rows:
-                wanted, found = _as_split(node), time.strategies[""][node.name].inputs[1]
+                wanted, found = _find_split(node), time.strategies[""][node.name].inputs[1]
                 if found != wanted:
                     raise PlanError(
                         "two stages cut a tensor into micro-batches in two ways",
@@ -129,32 +135,141 @@ class WholeInTime:
             )
         chunks = {stage: i for i, stage in enumerate(groups[number].stages)}
         phases = phases_of_rank(program, each, self.kinds, chunks)
-        rows = schedule(self.plan.schedule, len(groups), len(chunks), self.plan.micro_batches)
+        rows = make_schedule(self.plan.schedule, len(groups), len(chunks), self.plan.micro_batches)
         here = set(phases.values())
         named = [(f"{p.kind.name}{p.chunk}", p.micro_batch) for p in rows[number]]
         calls = [Call(phase, micro_batch) for phase, micro_batch in named if phase in here]
-        waiting = credits(rows)
+        waiting = count_credits(rows)
 
-        def room(edge: tuple[int, int]) -> int:
+        def count_room(edge: tuple[int, int]) -> int:
             """Returns how many results of one kind may be under way between two stage groups.
 
             That is one that is read and those that may wait; past other stages, no more is sent than is alive.
             """
-            return 1 + waiting.get(edge, live_micro_batches(rows[edge[0]]))
+            return 1 + waiting.get(edge, count_live_micro_batches(rows[edge[0]]))
 
-        return hoist_sends(outline(program, time, each, calls, phases), room)
+        return hoist_sends(outline(program, time, each, calls, phases), count_room)
 
-    def _prepared(self, program: Program) -> Program:
+    def _prepare(self, program: Program) -> Program:
         return prepared(in_stages_of_readers(program, self.numbers, self.agreed.stages))
 
-    def _planned(self, program: Program, received: dict[str, Split]) -> tuple[Plan, dict[str, str]]:
-        rows = {**batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
+    def _plan(self, program: Program, received: dict[str, Split]) -> tuple[Plan, dict[str, str]]:
+        rows = {**find_batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
         streams, statistics = self.settings.batch.local_streams, self.settings.time.local_statistics
         return time_plan(program, self.plan.micro_batches, rows, streams, statistics)
 
 
-def _as_split(node: Node) -> Split:
+def _find_split(node: Node) -> Split:
     """Returns how micro-batches cut what ``node`` sends or receives for each of them."""
     placement = parse_placement(node.marks.micro_batch_rows)
     assert isinstance(placement, Split)
     return split(placement.dim, placement.sizes, placement.blocks)
+
+
+# Hoists sends and receives of micro-batches out of the functions that compute them, into the main graph.
+#
+# Inside, a function would end only when its results have arrived, and a receive would begin only with the function that
+# reads it. In the main graph receives wait from the beginning of the step, as far as there is room, and sends hold
+# nobody up, as long as the receiver takes what is sent: so many tensors of each kind are under way at a time, and
+# whoever is faster than its reader waits for it, instead of filling memory.
+@dataclass(frozen=True)
+class _OutsideBody:
+    """A function without its sends and receives.
+
+    Attributes:
+      body: receives have become arguments, what was sent are results.
+      received, sent: the nodes, in the order of these arguments and results.
+    """
+
+    body: Program
+    received: tuple[Node, ...]
+    sent: tuple[Node, ...]
+
+
+def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Program:
+    """Moves the sends and receives of rows of a rank's outlined program from its functions to the main graph.
+
+    Args:
+      room: (number of the sending stage group, of the receiving one) -> results of one kind that may be under way.
+    """
+    taken = {name: _take_out(body) for name, body in program.functions.items()}
+    if not any(o.received or o.sent for o in taken.values()):
+        return program
+    nodes: dict[str, Node] = {}
+    effects = list(program.effects)
+    readers: dict[str, list[str]] = {}  # a receive -> the calls so far that read it
+    sends: dict[str, list[str]] = {}
+    for node in program.nodes:
+        function = node.attrs.get("f") if node.op == CALL else None
+        outside = taken.get(function.name) if isinstance(function, Func) else None
+        if outside is None or not (outside.received or outside.sent):
+            nodes[node.name] = node
+            continue
+        number = node.name.rpartition("_")[2]  # of the micro-batch
+        arguments = []
+        for n in outside.received:
+            name = f"{n.name}/{number}"
+            waits = _find_latest(readers.setdefault(n.name, []), room(_find_edge(n)))
+            nodes[name] = replace(_change_key(n, number), name=name, inputs=(Ref(COMMUNICATOR),), controls=waits)
+            readers[n.name].append(node.name)
+            arguments.append(Ref(name))
+        results = tuple(outside.body.find_type(r) for r in outside.body.outputs[len(node.outputs) :])
+        attrs = {
+            **node.attrs,
+            "Tin": (*node.attrs["Tin"], *(DType(n.outputs[0].dtype) for n in outside.received)),
+            "Tout": (*node.attrs["Tout"], *(DType(t.dtype) for t in results)),
+            "shapes": (*node.attrs["shapes"], *(Shape(t.shape) for t in results)),
+        }
+        outputs = (*node.outputs, *results)
+        waits = tuple(w for n in outside.sent for w in _find_latest(sends.get(n.name, []), room(_find_edge(n))))
+        nodes[node.name] = replace(
+            node, inputs=(*node.inputs, *arguments), controls=(*node.controls, *waits), attrs=attrs, outputs=outputs
+        )
+        for i, n in enumerate(outside.sent):
+            name = f"{n.name}/{number}"
+            sends.setdefault(n.name, []).append(name)
+            operands = (Ref(COMMUNICATOR), Ref(node.name, len(node.outputs) + i))
+            nodes[name] = replace(_change_key(n, number), name=name, inputs=operands, controls=())
+            effects.append(name)
+    functions = {name: outside.body for name, outside in taken.items()}
+    return replace(program, nodes=sort_nodes(nodes), effects=tuple(effects), functions=functions)
+
+
+def _find_latest(before: Sequence[str], count: int) -> tuple[str, ...]:
+    """Returns, as controls, the one of ``before`` that has to be over before there is room for one more."""
+    return (before[-count],) if len(before) >= count else ()
+
+
+def _take_out(body: Program) -> _OutsideBody:
+    moves = [n for n in body.nodes if n.op in POINT_TO_POINT and n.marks.micro_batch_rows]
+    received = tuple(n for n in moves if n.op == "WhaleRecv")
+    sent = tuple(n for n in moves if n.op == "WhaleSend")
+    names = {n.name for n in moves}
+    nodes = []
+    for node in body.nodes:
+        if node.name not in names:
+            nodes.append(replace(node, controls=tuple(c for c in node.controls if c not in names)))
+        elif node.op == "WhaleRecv":
+            (t,) = node.outputs
+            nodes.append(Node(node.name, "Placeholder", attrs={"dtype": DType(t.dtype), "shape": Shape(t.shape)},
+                              outputs=(t,)))  # fmt: skip
+    without = replace(
+        body,
+        nodes=tuple(nodes),
+        inputs=(*body.inputs, *(n.name for n in received)),
+        outputs=(*body.outputs, *(n.inputs[1] for n in sent)),
+        effects=tuple(n for n in body.effects if n not in names),
+    )
+    return _OutsideBody(without, received, sent)
+
+
+def _find_edge(node: Node) -> tuple[int, int]:
+    """Returns the numbers of the stage groups between which a tensor is sent."""
+    assert node.marks.edge is not None, node.name
+    return node.marks.edge
+
+
+def _change_key(node: Node, number: str) -> Node:
+    """Gives what is sent or received for each micro-batch the key of one of them."""
+    attrs = {**node.attrs, "key": f"{node.attrs['key']}/{number}"}
+    return replace(node, attrs=attrs, marks=node.marks.replace_marks(micro_batch_rows="", edge=None))

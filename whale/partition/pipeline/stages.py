@@ -14,20 +14,20 @@ from math import prod
 from whale.ir.crossing import (
     Part,
     Span,
-    all_coordinates,
-    block_of,
     can_cross,
-    local_type,
-    parts,
-    received_as,
-    sent_as,
+    find_block,
+    find_local_type,
+    find_received_placement,
+    find_sent_placement,
+    list_coordinates,
+    list_parts,
 )  # fmt: skip
 from whale.ir.layout import FIRST, B, Placement, Split, Strategy
-from whale.ir.mesh import Mesh, coordinates_of, mesh_of
+from whale.ir.mesh import Mesh, find_coordinates, make_mesh
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
 from whale.ir.program import Program, Ref
-from whale.ir.values import TensorType, static_shape
-from whale.partition.axis_partitioner import AxisPartitioner, partitioner_of
+from whale.ir.values import TensorType, require_static_shape
+from whale.partition.axis_partitioner import AxisPartitioner, make_partitioner
 from whale.partition.rank_mapping import map_to_ranks
 from whale.passes.analysis.rank_groups import in_positions
 from whale.passes.in_time.stage_groups import FETCH_KEY, cut
@@ -59,7 +59,7 @@ class StagePartitioner(AxisPartitioner):
     def program(self, at: tuple[int, ...]) -> Program:
         """Returns what the ranks with these first coordinates run of the part."""
         if at not in self._programs:
-            self._programs[at] = self.lowered(at)
+            self._programs[at] = self.lower_program(at)
         return self._programs[at]
 
     def plan(self, at: tuple[int, ...]) -> Plan:
@@ -68,12 +68,14 @@ class StagePartitioner(AxisPartitioner):
             one = (0,) * len(at) if self.is_like_first(at) else at
             model, settings = self.whole.plan(one), self.whole.settings_at(one)
             expanded = self._expanded[at] = expand(self.program(at), model.expanded, settings)
-            self._plans[at] = plan_of_part(self.seen(expanded, len(at)), settings, model, self.ends(expanded, at))
+            self._plans[at] = plan_of_part(
+                self.view_program(expanded, len(at)), settings, model, self.ends(expanded, at)
+            )
         return self._plans[at]
 
-    def all_compute(self) -> bool:
+    def is_computing_everywhere(self) -> bool:
         """Tells whether every rank computes, in all parts of the program."""
-        return self.whole.all_compute()
+        return self.whole.is_computing_everywhere()
 
 
 class Stages:
@@ -89,43 +91,48 @@ class Stages:
         self.cuts = cut(expanded, plan.stage_groups)
         groups = plan.stage_groups
         self._of_plan = {
-            g.plan: partitioner_of(in_positions(expanded, groups, g.plan), plan.of(g), settings.but(size=len(g.ranks)))
+            g.plan: make_partitioner(
+                in_positions(expanded, groups, g.plan), plan.find_group_plan(g), settings.but(size=len(g.ranks))
+            )
             for g in {g.plan: g for g in groups}.values()
         }
-        self.meshes = [mesh_of(plan.of(g), g.ranks) for g in groups]
+        self.meshes = [make_mesh(plan.find_group_plan(g), g.ranks) for g in groups]
 
-    def levels(self, number: int) -> AxisPartitioner:
+    def make_level_partitioner(self, number: int) -> AxisPartitioner:
         """Returns the partitioner of the program as the ranks of a group would run it if they had all stages."""
         return self._of_plan[self.plan.stage_groups[number].plan]
 
-    def where(self, rank: int) -> tuple[int, tuple[int, ...]]:
+    def locate(self, rank: int) -> tuple[int, tuple[int, ...]]:
         """Returns the number of a rank's group, and the rank's coordinates there."""
         number = next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
-        return number, self.meshes[number].coordinates(rank)
+        return number, self.meshes[number].find_coordinates(rank)
 
-    def part(self, number: int) -> StagePartitioner:
+    def make_part_partitioner(self, number: int) -> StagePartitioner:
         """Returns the partitioner of what the ranks of a group run, with the ends of its program still there."""
         program = in_positions(self.cuts[number].program, self.plan.stage_groups, self.plan.stage_groups[number].plan)
-        return StagePartitioner(self.levels(number), program, partial(self._ends, number))
+        return StagePartitioner(
+            self.make_level_partitioner(number), program, partial(self._find_end_strategies, number)
+        )
 
-    def lowered(self, part: StagePartitioner, rank: int, comm: str) -> Program:
+    def lower_part(self, part: StagePartitioner, rank: int, comm: str) -> Program:
         """Lowers a group's part to what one rank runs of it."""
-        number, at = self.where(rank)
-        program = map_to_ranks(part.lowered(at), self.meshes[number], rank, comm)
-        return self.levels(number).with_own_rows(program, self.expanded, at)
+        number, at = self.locate(rank)
+        program = map_to_ranks(part.lower_program(at), self.meshes[number], rank, comm)
+        return self.make_level_partitioner(number).cut_own_rows(program, self.expanded, at)
 
-    def _ends(self, number: int, program: Program, at: tuple[int, ...]) -> dict[str, Strategy]:
+    def _find_end_strategies(self, number: int, program: Program, at: tuple[int, ...]) -> dict[str, Strategy]:
         """Returns the strategies of a program's ends, where tensors come in and go out, over the axis after ``at``."""
         travelling, found = self.cuts[number].keys, {}
         for node in program.nodes:
             if node.op == STAGE_INPUT:
                 source = int(node.attrs["source"])
                 lies = tuple(
-                    self.received(key, source, number, at)[-1] if key in travelling else B for key in node.attrs["keys"]
+                    self.find_received_layout(key, source, number, at)[-1] if key in travelling else B
+                    for key in node.attrs["keys"]
                 )
                 found[node.name] = Strategy((), lies, "from another stage", FIRST in lies)
             elif node.op == STAGE_OUTPUT:
-                wanted = self.sent(str(node.attrs["key"]), number, int(node.attrs["target"]), at)[-1]
+                wanted = self.find_sent_layout(str(node.attrs["key"]), number, int(node.attrs["target"]), at)[-1]
                 found[node.name] = Strategy((wanted,), (), "to another stage", wanted == FIRST)
         return found
 
@@ -135,104 +142,118 @@ class Stages:
         """Tells whether both groups have the same mesh, and rows on it, so that coordinates correspond."""
         return self.plan.stage_groups[source].plan == self.plan.stage_groups[target].plan
 
-    def sent(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
+    def find_sent_layout(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
         """Returns a tensor's layout, over each axis up to the one after ``at``, as it leaves the ranks of a group.
 
         Args:
           at: first coordinates of these ranks.
         """
-        made = self._made(key, source, at)
+        made = self._find_made_layout(key, source, at)
         if self.is_direct(source, target):
             return made
-        return self._changed(key, made, self.meshes[source], at, sent_as, self._meets(key, source, target))
+        return self._change_layout(
+            key, made, self.meshes[source], at, find_sent_placement, self._can_cross_in_parts(key, source, target)
+        )
 
-    def received(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
+    def find_received_layout(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
         """Returns a tensor's layout, over each axis up to the one after ``at``, as it reaches the ranks of a group."""
-        made = self._made(key, target, at)
+        made = self._find_made_layout(key, target, at)
         if self.is_direct(source, target):
             return made
-        return self._changed(key, made, self.meshes[target], at, received_as, True)
+        return self._change_layout(key, made, self.meshes[target], at, find_received_placement, True)
 
-    def parts_for(self, key: str, source: int, target: int, reader: int) -> list[Part]:
+    def list_parts_for(self, key: str, source: int, target: int, reader: int) -> list[Part]:
         """Lists what the rank at position ``reader`` of the target's mesh receives."""
         if self.is_direct(source, target):
-            return [Part(reader, reader)] if self._holds_some(key, source, reader) else []
-        makers = self._blocks(key, source, target, source)
-        return parts(makers, self._blocks(key, source, target, target), reader)
+            return [Part(reader, reader)] if self._has_some(key, source, reader) else []
+        makers = self._find_blocks(key, source, target, source)
+        return list_parts(makers, self._find_blocks(key, source, target, target), reader)
 
-    def parts_from(self, key: str, source: int, target: int, maker: int) -> list[Part]:
+    def list_parts_from(self, key: str, source: int, target: int, maker: int) -> list[Part]:
         """Lists what the rank at position ``maker`` of the source's mesh sends."""
         if self.is_direct(source, target):
-            return self.parts_for(key, source, target, maker)
-        found = (self.parts_for(key, source, target, reader) for reader in range(len(self.meshes[target].ranks)))
+            return self.list_parts_for(key, source, target, maker)
+        found = (self.list_parts_for(key, source, target, reader) for reader in range(len(self.meshes[target].ranks)))
         return [part for of_one in found for part in of_one if part.sender == maker]
 
-    def _holds_some(self, key: str, number: int, position: int) -> bool:
+    def _has_some(self, key: str, number: int, position: int) -> bool:
         """Tells whether the rank at a position of a group's mesh has some of a tensor as it is made."""
-        t, at = self.type_of(key), coordinates_of(position, [a.size for a in self.meshes[number].axes])
-        return not t.is_static or block_of(static_shape(t), self._made(key, number, at[:-1]), at) is not None
+        t, at = self.find_type(key), find_coordinates(position, [a.size for a in self.meshes[number].axes])
+        return (
+            not t.is_static
+            or find_block(require_static_shape(t), self._find_made_layout(key, number, at[:-1]), at) is not None
+        )
 
-    def block(self, key: str, source: int, target: int, reader: int) -> tuple[Span, ...]:
+    def find_block(self, key: str, source: int, target: int, reader: int) -> tuple[Span, ...]:
         """Returns the block of a tensor that the rank at position ``reader`` of the target's mesh has in the end."""
-        found = self._blocks(key, source, target, target)[reader]
+        found = self._find_blocks(key, source, target, target)[reader]
         assert found is not None
         return found
 
-    def _blocks(self, key: str, source: int, target: int, number: int) -> list[tuple[Span, ...] | None]:
-        known = self._known.setdefault((key, source, target, number), [])
+    def _find_blocks(self, key: str, source: int, target: int, number: int) -> list[tuple[Span, ...] | None]:
+        known = self._block_cache.setdefault((key, source, target, number), [])
         if not known:
-            mesh, t = self.meshes[number], self.type_of(key)
-            lies = self.sent if number == source else self.received
-            for at in all_coordinates([a.size for a in mesh.axes]):
-                known.append(block_of(static_shape(t), lies(key, source, target, at[:-1]), at))
+            mesh, t = self.meshes[number], self.find_type(key)
+            lies = self.find_sent_layout if number == source else self.find_received_layout
+            for at in list_coordinates([a.size for a in mesh.axes]):
+                known.append(find_block(require_static_shape(t), lies(key, source, target, at[:-1]), at))
         return known
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int, int, int], list[tuple[Span, ...] | None]]:
+    def _block_cache(self) -> dict[tuple[str, int, int, int], list[tuple[Span, ...] | None]]:
         return {}
 
-    def _meets(self, key: str, source: int, target: int) -> bool:
+    def _can_cross_in_parts(self, key: str, source: int, target: int) -> bool:
         """Tells whether a tensor can be sent in the parts in which it is made: both ends see runs of the same size."""
-        t = self.type_of(key)
+        t = self.find_type(key)
         if not t.is_static:
             return True
         ends = []
-        for number, change in ((source, sent_as), (target, received_as)):
+        for number, change in ((source, find_sent_placement), (target, find_received_placement)):
             mesh = self.meshes[number]
             first = (0,) * (len(mesh.axes) - 1)
-            lies = self._changed(key, self._made(key, number, first), mesh, first, change, True)
+            lies = self._change_layout(key, self._find_made_layout(key, number, first), mesh, first, change, True)
             at = next(
-                (c for c in all_coordinates([a.size for a in mesh.axes]) if block_of(static_shape(t), lies, c)), None
+                (
+                    c
+                    for c in list_coordinates([a.size for a in mesh.axes])
+                    if find_block(require_static_shape(t), lies, c)
+                ),
+                None,
             )
-            ends.append(block_of(static_shape(t), lies, at) if at is not None else None)
+            ends.append(find_block(require_static_shape(t), lies, at) if at is not None else None)
         return ends[0] is None or ends[1] is None or can_cross(ends[0], ends[1])
 
-    def _changed(self, key: str, made: Layout, mesh: Mesh, at: tuple[int, ...], change: object, keeps: bool) -> Layout:
-        t, rows = self.type_of(key), self.rows.get(self._refs[key]) if key in self._refs else None
+    def _change_layout(
+        self, key: str, made: Layout, mesh: Mesh, at: tuple[int, ...], change: object, keeps: bool
+    ) -> Layout:
+        t, rows = self.find_type(key), self.rows.get(self._refs[key]) if key in self._refs else None
         found: list[Placement] = []
         for level, p in enumerate(made):
-            here = local_type(t, found, at)
+            here = find_local_type(t, found, at)
             if isinstance(p, Split) and (not keeps or here.shape is None or here.shape[p.dim] != p.extent):
                 p = B
             found.append(change(here, p, mesh.axes[level].size, rows.dim if rows else None))  # type: ignore[operator]
         return tuple(found)
 
-    def _made(self, key: str, number: int, at: tuple[int, ...]) -> Layout:
+    def _find_made_layout(self, key: str, number: int, at: tuple[int, ...]) -> Layout:
         """Returns the layout in which a group makes a tensor, if it makes all, up to the axis after ``at``.
 
         A coordinate with as many rows as the first one makes it as that does, where the size that is cut there is the
         same.
         """
-        levels, t = self.levels(number), self.type_of(key)
+        levels, t = self.make_level_partitioner(number), self.find_type(key)
         found: list[Placement] = []
         for level in range(len(at) + 1):
-            p = self._made_by(key, levels.plan((0,) * level))
-            if any(at[:level]) and not (levels.has_rows_of_first(at[:level]) and _fits(p, local_type(t, found, at))):
-                p = self._made_by(key, levels.plan(at[:level]))
+            p = self._find_made_placement(key, levels.plan((0,) * level))
+            if any(at[:level]) and not (
+                levels.has_rows_of_first(at[:level]) and _is_fitting(p, find_local_type(t, found, at))
+            ):
+                p = self._find_made_placement(key, levels.plan(at[:level]))
             found.append(p)
         return tuple(found)
 
-    def _made_by(self, key: str, plan: Plan) -> Placement:
+    def _find_made_placement(self, key: str, plan: Plan) -> Placement:
         """Returns a tensor's placement over the axis of a plan of the whole program."""
         if key not in self._refs:
             return plan.returned[""][self._fetches[key]]
@@ -248,16 +269,16 @@ class Stages:
     def _fetches(self) -> dict[str, int]:
         return {FETCH_KEY.format(i): i for part in self.cuts for i in part.fetched}
 
-    def type_of(self, key: str) -> TensorType:
+    def find_type(self, key: str) -> TensorType:
         """Returns the global type of a tensor that travels."""
         if key in self._fetches:
-            return self.expanded.type_of(self.expanded.outputs[self._fetches[key]])
+            return self.expanded.find_type(self.expanded.outputs[self._fetches[key]])
         ref = self._refs[key]
-        return next(part.program.type_of(ref) for part in self.cuts if ref in part.taken)
+        return next(part.program.find_type(ref) for part in self.cuts if ref in part.taken)
 
     # -- what is told
 
-    def edges(self) -> tuple[Edge, ...]:
+    def list_edges(self) -> tuple[Edge, ...]:
         """Lists what travels between stage groups in one step, in logical bytes of all ranks together."""
         found = []
         for target, part in enumerate(self.cuts):
@@ -265,17 +286,17 @@ class Stages:
             for i, source in part.fetched.items():
                 travelling.append((FETCH_KEY.format(i), self.expanded.outputs[i], source))
             for key, ref, source in travelling:
-                found.append(Edge(ref, source, target, self._bytes(key, source, target)))
+                found.append(Edge(ref, source, target, self._count_bytes(key, source, target)))
         return tuple(found)
 
-    def _bytes(self, key: str, source: int, target: int) -> int:
-        t, axes = self.type_of(key), self.meshes[target].axes
+    def _count_bytes(self, key: str, source: int, target: int) -> int:
+        t, axes = self.find_type(key), self.meshes[target].axes
         if not t.is_static:
             return 0
-        lies = self.received(key, source, target, (0,) * (len(axes) - 1))
+        lies = self.find_received_layout(key, source, target, (0,) * (len(axes) - 1))
         return t.bytes * prod(a.size for a, p in zip(axes, lies) if not isinstance(p, Split) and p != FIRST)
 
 
-def _fits(p: Placement, t: TensorType) -> bool:
+def _is_fitting(p: Placement, t: TensorType) -> bool:
     """Tells whether a tensor of this type has the size that a placement cuts."""
     return not isinstance(p, Split) or (t.shape is not None and t.shape[p.dim] == p.extent)

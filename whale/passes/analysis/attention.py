@@ -13,7 +13,7 @@ from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
 from whale.passes.analysis.uses import is_pointwise
-from whale.sharding_rules.math.einsum import product_letters
+from whale.sharding_rules.math.einsum import find_product_letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
     """
     if len(node.inputs) != 2 or len(node.outputs) != 1:
         return None
-    shapes = [program.type_of(r).shape for r in node.inputs] + [node.outputs[0].shape]
+    shapes = [program.find_type(r).shape for r in node.inputs] + [node.outputs[0].shape]
     if any(s is None or None in s for s in shapes):
         return None
-    words = product_letters(node, len(shapes[2] or ()))
+    words = find_product_letters(node, len(shapes[2] or ()))
     if len(words) != 3 or "." in "".join(words) or any(len(set(w)) < len(w) for w in words):
         return None
     sizes: dict[str, int | None] = {}
@@ -178,7 +178,7 @@ class _Reader:
         node = self.program.by_name[ref.node]
         if node.name in self.path or node.name in path or node.name in products or ref in self.sides:
             return
-        t = self.program.type_of(ref)
+        t = self.program.find_type(ref)
         if t.shape == self.shape and letters(self.program, node) is not None:
             products[node.name] = None
         elif self._is_scores(t.shape) and node.inputs and not node.stateful and is_pointwise(node):

@@ -11,7 +11,7 @@ from math import prod
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Placement
-from whale.ir.mesh import Axis, Tiles, coordinates_of, format_axes
+from whale.ir.mesh import Axis, Tiles, find_coordinates, format_axes
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.passes.analysis.batch import batch_inputs
@@ -66,7 +66,7 @@ def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
     if DATA not in sizes or prod(sizes.values()) != size:
         return ()
     at, extents = list(sizes).index(DATA), list(sizes.values())
-    return tuple(coordinates_of(rank, extents)[at] for rank in range(size))
+    return tuple(find_coordinates(rank, extents)[at] for rank in range(size))
 
 
 def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
@@ -127,7 +127,7 @@ def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> d
     found: dict[str, Placement] = {}
     for name, lying in tiles.items():
         only = lying.cuts[0] if alone and len(lying.cuts) == 1 else None
-        found[name] = only or lying.along(axis) or B
+        found[name] = only or lying.find_cut(axis) or B
     return found
 
 
@@ -202,7 +202,7 @@ def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> 
     Raises:
       PlanError: they are not all that some coordinates of one axis have in common with some of each other.
     """
-    found = {coordinates_of(rank, [a.size for a in axes]) for rank in ranks}
+    found = {find_coordinates(rank, [a.size for a in axes]) for rank in ranks}
     along = [{at[i] for at in found} for i in range(len(axes))]
     if prod(map(len, along)) != len(found):
         raise PlanError(

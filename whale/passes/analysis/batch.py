@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from whale.errors import PlanError
-from whale.ir.layout import even_sizes, proportional_sizes, split
+from whale.ir.layout import divide_evenly, divide_proportionally, split
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.ir.values import UNMOVABLE
@@ -29,20 +29,20 @@ def rows_of_ranks(
       PlanError: there is not one share per rank or coordinate, or all are 0.
     """
     if not shares:
-        return even_sizes(size, parts)
+        return divide_evenly(size, parts)
     groups = max(coordinates, default=-1) + 1
     if len(shares) not in (parts, groups) or not any(shares):
         or_so = f", or {groups}, one for each coordinate of the axis data" if 1 < groups < parts else ""
         raise PlanError(
             "the batch cannot be split as `batch.shares` asks",
             given=f"shares {list(shares)} for {parts} ranks",
-            expected=f"{parts} numbers, not all 0, for example {list(even_sizes(size, parts))}{or_so}",
+            expected=f"{parts} numbers, not all 0, for example {list(divide_evenly(size, parts))}{or_so}",
             action="change batch.shares or the number of ranks",
         )
-    rows = proportional_sizes(size, tuple(shares))
+    rows = divide_proportionally(size, tuple(shares))
     if len(shares) == parts:
         return rows
-    of_group = [iter(even_sizes(n, list(coordinates).count(c))) for c, n in enumerate(rows)]
+    of_group = [iter(divide_evenly(n, list(coordinates).count(c))) for c, n in enumerate(rows)]
     return tuple(next(of_group[c]) for c in coordinates)
 
 

@@ -10,11 +10,22 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
 
-from cost_model.kernels.contraction import matmul_flops
-from whale.ir.layout import B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy, in_runs, moved_bytes
+from cost_model.kernels.op_work import count_matmul_flops
+from whale.ir.layout import (
+    B,
+    Broadcast,
+    FirstRank,
+    Partial,
+    PerRank,
+    Placement,
+    Split,
+    Strategy,
+    count_moved_bytes,
+    is_in_runs,
+)
 from whale.ir.values import Dims, TensorType
 
-__all__ = ["change_cost", "compute_cost", "exchange_cost", "fraction", "matmul_flops", "move_cost"]
+__all__ = ["change_cost", "compute_cost", "count_matmul_flops", "exchange_cost", "fraction", "move_cost"]
 
 LATENCY = 10_000.0  # 10 us: one more collective
 PER_BYTE_TOUCHED = 0.1  # memory at 10 GB/s
@@ -67,7 +78,7 @@ def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts:
         return inf
     if isinstance(wanted, Split) and not _fits(wanted, tensor.shape):
         return inf
-    if not tensor.is_static and (in_runs(source) or in_runs(wanted)):
+    if not tensor.is_static and (is_in_runs(source) or is_in_runs(wanted)):
         return inf
     if not tensor.is_static and isinstance(source, Split) and not isinstance(wanted, Broadcast):
         return inf  # where only the run knows sizes, a split can be gathered whole, nothing finer
@@ -84,7 +95,7 @@ def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: in
     """Returns the cost of one reshard of a tensor of ``tensor_bytes``: bytes per coordinate, and a latency when
     anything moves.
     """
-    moved = moved_bytes(source, target, tensor_bytes, parts)
+    moved = count_moved_bytes(source, target, tensor_bytes, parts)
     if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):
         return 0.0
     return LATENCY + moved / parts

@@ -103,7 +103,7 @@ def _graph(program: Program, found: object, of_variable: Mapping[str, dict[str, 
         v if v.scope or not of_variable.get(v.node) else replace(v, scope=_path(of_variable[v.node].values()))
         for v in program.variables
     )
-    return program.with_nodes(tuple(nodes), variables=variables)
+    return program.replace_nodes(tuple(nodes), variables=variables)
 
 
 def _path(patterns: Iterable[Pattern]) -> str:

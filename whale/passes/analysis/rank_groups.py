@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import Placement, Split, even_sizes, proportional_sizes, split, times_of
+from whale.ir.layout import Placement, Split, divide_evenly, divide_proportionally, find_multiple, split
 from whale.ir.plan import StageGroup
 from whale.ir.program import Program
 from whale.passes.analysis.scopes import (
@@ -28,8 +28,8 @@ from whale.passes.analysis.stages import stage_of
 def sizes_within(size: int, ranks: Collection[int] | None, parts: int) -> tuple[int, ...]:
     """Divides ``size`` as evenly as possible over ``ranks`` (None: all ``parts`` of them), with 0 for the others."""
     if ranks is None:
-        return even_sizes(size, parts)
-    mine = dict(zip(sorted(ranks), even_sizes(size, len(ranks))))
+        return divide_evenly(size, parts)
+    mine = dict(zip(sorted(ranks), divide_evenly(size, len(ranks))))
     return tuple(mine.get(rank, 0) for rank in range(parts))
 
 
@@ -61,7 +61,7 @@ class RankGroups:
         if not self.active or type(placement) is not Split or not path or split_scope(path):
             return placement
         for by_group in self.rows.values():
-            if times := max(times_of(placement.sizes, known) for known in by_group.values()):
+            if times := max(find_multiple(placement.sizes, known) for known in by_group.values()):
                 sizes = tuple(times * n for n in by_group[ranks_of_scope(path)])
                 return split(placement.dim, sizes, placement.blocks, placement.halo)
         return placement
@@ -72,7 +72,7 @@ def _shared(whole: Split, ranks: Collection[int]) -> tuple[int, ...]:
     mine = tuple(n if rank in ranks else 0 for rank, n in enumerate(whole.sizes))
     if whole.largest - whole.smallest <= 1 or not any(mine):
         return sizes_within(whole.run, ranks, len(whole.sizes))
-    return proportional_sizes(whole.run, mine)
+    return divide_proportionally(whole.run, mine)
 
 
 def refuse_rank_groups(program: Program, size: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from whale.ir.ops import ASKS_SHAPE, BRANCHES, IDENTITIES, LOOPS
 from whale.ir.program import Node, Program, Ref
-from whale.sharding_rules.graph import called_functions
+from whale.sharding_rules.graph import list_called_functions
 
 _FIRST = 1  # the bit of the first dimension in the masks of a slice
 
@@ -50,7 +50,7 @@ def _by(program: Program, graph: Program, node: Node, place: int) -> bool | None
         return bool(masks["shrink_axis"] & _FIRST) and not (masks["new_axis"] | masks["ellipsis"]) & _FIRST
     if node.op in ("GatherV2", "Gather"):
         axis = graph.const(node.inputs[2]) if node.op == "GatherV2" else 0
-        one = graph.type_of(node.inputs[1]).shape == ()
+        one = graph.find_type(node.inputs[1]).shape == ()
         return one and axis is not None and int(axis) == 0 and not node.attrs.get("batch_dims", 0)
     if node.op == "Unpack":
         return int(node.attrs.get("axis", 0)) == 0
@@ -63,14 +63,14 @@ def _inside(program: Program, graph: Program, node: Node, place: int) -> bool | 
     if place < first:
         return False
     found: list[bool | None] = []
-    for func in called_functions(node):
+    for func in list_called_functions(node):
         body = program.functions[func.name]
         argument = Ref(body.inputs[place - first])
         if node.op in LOOPS and len(body.outputs) == len(body.inputs):
             if _origin(body, body.outputs[place]) != argument:
                 return False
             kept = tuple(ref for i, ref in enumerate(body.outputs) if i != place)
-            body = body.with_nodes(body.nodes, outputs=kept)
+            body = body.replace_nodes(body.nodes, outputs=kept)
         found.append(_taken_apart(program, body, argument))
     if node.op in LOOPS:
         found.append(_taken_apart(program, graph, Ref(node.name, place)))

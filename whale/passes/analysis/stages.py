@@ -19,9 +19,9 @@ from whale.errors import PlanError
 from whale.ir.mesh import Axis, format_axes
 from whale.ir.ops import ASSIGNS, READS, READS_ROWS
 from whale.ir.plan import StageGroup
-from whale.ir.program import Node, Program, Ref, function_refs
+from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.ir.values import UNMOVABLE
-from whale.passes.analysis.cost import matmul_flops
+from whale.passes.analysis.cost import count_matmul_flops
 from whale.passes.analysis.scopes import PASSED_ON
 
 STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes of a mesh
@@ -215,8 +215,8 @@ def _is_light(program: Program, node: Node) -> bool:
     return (
         (node.op in _COUNTING if of_variable else not node.stateful)
         and not any(t.dtype in UNMOVABLE for t in node.outputs)
-        and not matmul_flops(node, [program.type_of(r) for r in node.inputs])
-        and not (program.functions and any(True for _ in function_refs(node)))
+        and not count_matmul_flops(node, [program.find_type(r) for r in node.inputs])
+        and not (program.functions and any(True for _ in iterate_function_refs(node)))
     )
 
 
@@ -236,7 +236,7 @@ def assign_stages(program: Program, annotated: Program) -> Program:
         if not mine and stage_of(node.scope) not in known:
             node = replace(node, scope="")  # a stage in which variables were made, and nothing else
         nodes.append(node if not mine or stage_of(node.scope) == mine else replace(node, scope=mine))
-    return annotated.with_nodes(tuple(nodes))
+    return annotated.replace_nodes(tuple(nodes))
 
 
 class _Assignment:
@@ -288,7 +288,7 @@ class _Assignment:
         return self.order[stage]
 
     def _readers(self, node: Node) -> Iterable[Node]:
-        return (reader for ref in node.refs() for reader, _ in self.program.consumers.get(ref, ()))
+        return (reader for ref in node.list_refs() for reader, _ in self.program.consumers.get(ref, ()))
 
     def _together(self) -> dict[str, list[str]]:
         """Groups nodes between which something passes that cannot be sent."""
@@ -315,7 +315,7 @@ class _Assignment:
     def _put_what_stays_together(self) -> None:
         """Puts each group where it was annotated; a variable that rows are read of, where that happens."""
         by_name, handles = self.program.by_name, self.program.variable_of
-        fetched = {r.node for r in self.program.outputs if self.program.type_of(r).dtype in UNMOVABLE}
+        fetched = {r.node for r in self.program.outputs if self.program.find_type(r).dtype in UNMOVABLE}
         for members in {id(m): m for m in self.together.values()}.values():
             if fetched & set(members):
                 stage = next(iter(self.order))  # the first rank gives it to the script
@@ -350,7 +350,7 @@ class _Assignment:
         return max(near, key=lambda s: (near[s], sign * self._number(s))) if near else ""
 
     def _bytes(self, ref: Ref) -> int:
-        tensor = self.program.type_of(ref)
+        tensor = self.program.find_type(ref)
         return tensor.bytes if tensor.is_static else 0
 
     def _move_if_less(self, node: Node, there: str) -> None:
@@ -358,7 +358,7 @@ class _Assignment:
         if here == there or node.name in self.together:
             return
         operands = [(self.stage.get(r.node, ""), self._bytes(r)) for r in dict.fromkeys(node.inputs)]
-        now = sum(b for s, b in operands if s and s != here) + sum(map(self._bytes, node.refs()))
+        now = sum(b for s, b in operands if s and s != here) + sum(map(self._bytes, node.list_refs()))
         then = sum(b for s, b in operands if s and s != there)
         fetched = any(r.node == node.name for r in self.program.outputs)
         if then < now and not fetched:

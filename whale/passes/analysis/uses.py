@@ -7,7 +7,7 @@ import re
 from whale.ir.ops import ALIASES, EXCHANGES
 from whale.ir.program import Node, Program, Ref
 from whale.passes.analysis.scopes import split_scope
-from whale.sharding_rules import rule_of
+from whale.sharding_rules import find_rule
 
 _POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
 
@@ -20,14 +20,14 @@ def taken_by_updates(program: Program, ref: Ref) -> bool:
     seen, stack = {ref}, [ref]
     while stack:
         taken = stack.pop()
-        elements = program.type_of(taken).elements
+        elements = program.find_type(taken).elements
         for node, _ in program.consumers.get(taken, ()):
             if not node.outputs and any(r.node in program.variable_of for r in node.inputs):
                 return True
             if not _keeps_elements(node):
                 continue
-            here = (r for r, t in zip(node.refs(), node.outputs) if t.is_static)
-            more = {r for r in here if node.op in EXCHANGES or program.type_of(r).elements == elements} - seen
+            here = (r for r, t in zip(node.list_refs(), node.outputs) if t.is_static)
+            more = {r for r in here if node.op in EXCHANGES or program.find_type(r).elements == elements} - seen
             seen |= more
             stack += more
     return False
@@ -40,7 +40,7 @@ def _keeps_elements(node: Node) -> bool:
 
 def is_pointwise(node: Node) -> bool:
     """Tells whether the one result is elementwise in the operands, which may broadcast."""
-    line = getattr(rule_of(node.op), "spec", "")
+    line = getattr(find_rule(node.op), "spec", "")
     return len(node.outputs) == 1 and isinstance(line, str) and bool(_POINTWISE.fullmatch(line))
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
 from whale.ir.program import Node, Ref
-from whale.ir.values import static_shape
+from whale.ir.values import require_static_shape
 from whale.passes.analysis.rank_groups import sizes_within
 from whale.passes.analysis.scopes import context_of
 from whale.passes.autoshard.region import SplitRegion
-from whale.sharding_rules import rule_of
+from whale.sharding_rules import find_rule
 from whale.sharding_rules.embedding import Rows
-from whale.sharding_rules.graph import takes, view
+from whale.sharding_rules.graph import can_take, make_op_view
 
 _MOST_FORMS = 12  # candidates per tensor
 
@@ -46,7 +46,7 @@ class Candidates:
         self._waiting: set[str] = set()  # nodes around tensors that have got candidates
         self._fixed = {name: fixed[name] for name in self.options if name in fixed}
         self._asked = {name: node for name, node in region.nodes.items() if name not in fixed}
-        self._views = {name: view(region.program, node, region.parts) for name, node in self._asked.items()}
+        self._views = {name: make_op_view(region.program, node, region.parts) for name, node in self._asked.items()}
         self._few: set[frozenset[int]] = set()  # ranks that have experts where there are fewer than ranks, or a table
         self._seed()
         self._settle_fixed()
@@ -66,7 +66,7 @@ class Candidates:
             if (node := self.region.nodes.get(name)) is None:
                 self._note(Ref(name), option.outputs[0])
                 continue
-            for ref, placement in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
+            for ref, placement in zip((*node.inputs, *node.list_refs()), option.inputs + option.outputs):
                 self._note(ref, placement)
 
     def _seed(self) -> None:
@@ -114,9 +114,9 @@ class Candidates:
         self._few.add(alone)
         for ref, t in (
             (Ref(handle), self.region.handles[handle].type),
-            (lookup.inputs[1], self.region.program.type_of(lookup.inputs[1])),
+            (lookup.inputs[1], self.region.program.find_type(lookup.inputs[1])),
         ):
-            self._note(ref, split(0, sizes_within(static_shape(t)[0], alone, self.region.parts)))
+            self._note(ref, split(0, sizes_within(require_static_shape(t)[0], alone, self.region.parts)))
 
     def _seed_result(self, node: Node) -> None:
         """Adds splits of a result; not those of rows, which micro-batches would cut again."""
@@ -129,7 +129,7 @@ class Candidates:
         """Adds a candidate, unless it is none, or known already."""
         if not isinstance(placement, Split | Partial):
             return
-        placement = placement.plain if isinstance(placement, Split) else placement
+        placement = placement.without_halo if isinstance(placement, Split) else placement
         forms = self.forms.setdefault(ref, {})
         if placement in forms or len(forms) >= _MOST_FORMS:
             return
@@ -150,7 +150,7 @@ class Candidates:
         """
         names = list(self._asked)
         asked: dict[str, set[tuple[int, Placement]]] = {name: set() for name in names}
-        around = {name: [*node.inputs, *node.refs()] for name, node in self._asked.items()}
+        around = {name: [*node.inputs, *node.list_refs()] for name, node in self._asked.items()}
         for name in names:
             for ref in around[name]:
                 self._around.setdefault(ref, []).append(name)
@@ -172,7 +172,7 @@ class Candidates:
 
     def _ask(self, node: Node, at: int | None, placement: Placement | None) -> None:
         """Adds the options of ``node`` when tensor ``at`` (operands, then outputs) is placed as ``placement``."""
-        rule = rule_of(node.op)
+        rule = find_rule(node.op)
         assert rule is not None
         current: list[Placement] = [B] * len(node.inputs)
         wanted: list[Placement | None] = []
@@ -195,7 +195,7 @@ class Candidates:
             if any(not self._within(p, group) for p in key[0] + key[1] if isinstance(p, Split)):
                 continue
             options[key] = option
-            for ref, p in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
+            for ref, p in zip((*node.inputs, *node.list_refs()), option.inputs + option.outputs):
                 if isinstance(p, Split) or ref.node == node.name:
                     self._note(ref, p)
 
@@ -203,7 +203,7 @@ class Candidates:
         self, node: Node, rows: Rows, at: int, placement: Placement
     ) -> Iterator[tuple[list[Placement], list[Placement | None]]]:
         """Yields operands and result with two of them cut: rows are exchanged where a table and its ids are."""
-        around, result = [*node.inputs, *node.refs()], len(node.inputs)
+        around, result = [*node.inputs, *node.list_refs()], len(node.inputs)
         table, belong = (result if i is None else i for i in (rows.table, rows.values))
         for other in (rows.ids, belong) if at == table else (table,):
             if other >= len(around) or other == at:
@@ -239,6 +239,6 @@ class Candidates:
                 continue
             current: list[Placement] = [B] * len(node.inputs)
             current[i] = placement
-            if not takes(self.region.program, node, i, current, self.region.parts):
+            if not can_take(self.region.program, node, i, current, self.region.parts):
                 return False
         return True

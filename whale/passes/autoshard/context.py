@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, split, times_of
+from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, find_multiple, split
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
 from whale.passes.analysis.rank_groups import sizes_within
 from whale.passes.analysis.scopes import context_of
 from whale.passes.autoshard.sequence import RANK, kept_whole
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.graph import view
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.graph import make_op_view
 
 
 def layers_in_context(products: Mapping[str, Node]) -> dict[str, int]:
@@ -41,9 +41,9 @@ def context_seeds(
     for name, at in layers.items():
         node = program.by_name[name]
         weights = {i for i, _ in read[name]}
-        for ref in (*(r for i, r in enumerate(node.inputs) if i not in weights), *node.refs()):
+        for ref in (*(r for i, r in enumerate(node.inputs) if i not in weights), *node.list_refs()):
             behind = _unflattened(program, ref)
-            shape: Dims = program.type_of(behind).shape or ()
+            shape: Dims = program.find_type(behind).shape or ()
             size = shape[at] if len(shape) >= RANK else None
             if size is not None and size >= len(groups[name]):
                 found[behind] = split(at, sizes_within(size, groups[name], parts))
@@ -53,7 +53,7 @@ def context_seeds(
 def _unflattened(program: Program, ref: Ref) -> Ref:
     """Returns the tensor of three dimensions or more that one of fewer is a view of; itself where there is none."""
     first = ref
-    while len(program.type_of(ref).shape or ()) < RANK:
+    while len(program.find_type(ref).shape or ()) < RANK:
         node = program.by_name[ref.node]
         if node.op not in VIEWS or not node.inputs:
             return first
@@ -75,7 +75,7 @@ def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Split
         return False
     if at == 1:  # [rows x sequence], in runs of a sequence
         return any(placement.sizes == one.sizes for one in lengths)
-    return any(times_of(placement.sizes, one.sizes) for one in lengths)
+    return any(find_multiple(placement.sizes, one.sizes) for one in lengths)
 
 
 def with_sequence(
@@ -87,18 +87,18 @@ def with_sequence(
       nodes: those of split scopes, by name.
     """
     found: dict[Ref, Placement] = dict(seeds)
-    inside = [(n, rule) for n in nodes.values() if context_of(n.scope) is not None and (rule := rule_of(n.op))]
+    inside = [(n, rule) for n in nodes.values() if context_of(n.scope) is not None and (rule := find_rule(n.op))]
     for node, rule in inside:
         current = [found.get(ref, B) for ref in node.inputs]
         if all(p == B for p in current):
             continue
-        options = rule.strategies(view(program, node, parts), current)
+        options = rule.strategies(make_op_view(program, node, parts), current)
         fit = (o for o in options if all(p == c for p, c in zip(o.inputs, current) if c != B))
-        _note(found, node.refs(), next(fit, options[-1]).outputs)
+        _note(found, node.list_refs(), next(fit, options[-1]).outputs)
     for node, rule in reversed(inside):  # gradients of keys are sums over queries: they get it from who reads them
-        wanted = [found.get(ref) for ref in node.refs()]
+        wanted = [found.get(ref) for ref in node.list_refs()]
         if node.op in VIEWS or node.op == "Transpose":
-            for option in rule.strategies(view(program, node, parts), [B] * len(node.inputs), wanted):
+            for option in rule.strategies(make_op_view(program, node, parts), [B] * len(node.inputs), wanted):
                 if option.outputs == tuple(wanted):
                     _note(found, node.inputs, option.inputs)
     return frozenset(found)
@@ -117,8 +117,8 @@ def whole_activations(program: Program, node: Node, carriers: Collection[Ref], o
       carriers: the tensors in which the sequence stands.
     """
     whole = [ref for ref, p in zip(node.inputs, option.inputs) if isinstance(p, Broadcast)]
-    whole += [ref for ref, p in zip(node.refs(), option.outputs) if isinstance(p, Partial)]
-    return sum(kept_whole(program.type_of(ref)) for ref in whole if ref in carriers)
+    whole += [ref for ref, p in zip(node.list_refs(), option.outputs) if isinstance(p, Partial)]
+    return sum(kept_whole(program.find_type(ref)) for ref in whole if ref in carriers)
 
 
 def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:

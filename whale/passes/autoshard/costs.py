@@ -16,9 +16,9 @@ from whale.passes.autoshard.region import SplitRegion
 from whale.passes.autoshard.sequence import surcharge
 from whale.passes.autoshard.tables import is_whole
 from whale.passes.autoshard.tensor_forms import TensorForms
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.embedding import lies_with_owners
-from whale.sharding_rules.graph import view
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.embedding import is_with_owners
+from whale.sharding_rules.graph import make_op_view
 
 _WHOLE_VARIABLE = 1e-3  # cost of a replicated variable: it decides among layouts that cost the same
 _WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
@@ -39,13 +39,13 @@ def node_costs(
     flops, touched = region.flops(node), region.touched_bytes(node)
     if any(region.communicates(r.node) for r in node.inputs):
         return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
-    rule, op = rule_of(node.op), view(region.program, node, region.parts)
+    rule, op = find_rule(node.op), make_op_view(region.program, node, region.parts)
     assert rule is not None, node
     reads = bool(node.outputs)
     together = len(tables) if any(r.node in tables for r in node.inputs) else 1
     found = [
         _WORK * _work(o, touched, flops, region.parts)
-        + exchange_cost(rule.exchanged_bytes(op, o), region.parts, reads, together)
+        + exchange_cost(rule.count_exchanged_bytes(op, o), region.parts, reads, together)
         for o in options
     ]
     if context_of(node.scope) is not None:
@@ -74,12 +74,12 @@ def tensor_forms(
     fetched = dict(zip(region.program.outputs, region.outside.outputs))
     for producer in region.program.nodes:
         chosen = options.get(producer.name)
-        for ref in producer.refs():
+        for ref in producer.list_refs():
             uses = [(r, i) for r, i in region.program.consumers.get(ref, ()) if chosen or r.name in options]
             if not uses and not (chosen and ref in fetched):
                 continue
             if chosen is None and isinstance(region.outside.produced[ref], Broadcast):
-                if region.program.type_of(ref).dtype not in UNMOVABLE:
+                if region.program.find_type(ref).dtype not in UNMOVABLE:
                     continue  # whole tensors are cut for nothing
             forms = tuple(o.outputs[ref.index] for o in chosen) if chosen else (region.outside.produced[ref],)
             readers: list[tuple[int | None, tuple[Placement, ...]]] = []
@@ -87,7 +87,7 @@ def tensor_forms(
             for reader, i in uses:
                 if reader.name in options:
                     readers.append((number[reader.name], tuple(o.inputs[i] for o in options[reader.name])))
-                elif region.program.type_of(ref).dtype not in UNMOVABLE:
+                elif region.program.find_type(ref).dtype not in UNMOVABLE:
                     wanted = region.outside.strategies[reader.name].inputs[i]
                     readers.append((None, (B if isinstance(wanted, FirstRank | PerRank) else wanted,)))
                     alike.update((form, wanted) for form in _rows_elsewhere(region, reader, i, forms))
@@ -96,8 +96,8 @@ def tensor_forms(
                 alike.update((forms[0], form) for form in _rows_elsewhere(region, producer, None, wishes))
             if ref in fetched:
                 readers.append((None, (fetched[ref],)))
-            tensor = region.program.type_of(ref)
-            owned = any(lies_with_owners(producer, ref.index, form) for form in forms)
+            tensor = region.program.find_type(ref)
+            owned = any(is_with_owners(producer, ref.index, form) for form in forms)
             price = partial(_price, tensor, owned, region.parts, region.unknown_rows, frozenset(alike), together)
             made_by = number[producer.name] if chosen else None
             found.append(TensorForms(forms, made_by, tuple(readers), price, (tensor, owned, frozenset(alike))))
@@ -110,16 +110,19 @@ def _rows_elsewhere(
     """Returns those of these forms in which a node outside takes rows that it exchanges by their ids, or yields them
     (``operand`` None), as readily as in the form that it has there: its ids can be cut as any of them.
     """
-    rule, lies = rule_of(node.op), region.outside.strategies[node.name]
-    op = view(region.program, node, region.parts)
-    if rule is None or rule.routes is None or rule.routes.values != operand or not rule.exchanges_rows(op, lies):
+    rule, lies = find_rule(node.op), region.outside.strategies[node.name]
+    op = make_op_view(region.program, node, region.parts)
+    if rule is None or rule.routes is None or rule.routes.values != operand or not rule.is_exchanging_rows(op, lies):
         return frozenset()
     found = set[Placement]()
     for form in {*forms}:
         current = [form if i == operand else p for i, p in enumerate(lies.inputs)]
         wanted = [form] * len(lies.outputs) if operand is None else lies.outputs
         for way in rule.strategies(op, current, wanted) if isinstance(form, Split) else ():
-            if rule.exchanges_rows(op, way) and (way.outputs[0] if operand is None else way.inputs[operand]) == form:
+            if (
+                rule.is_exchanging_rows(op, way)
+                and (way.outputs[0] if operand is None else way.inputs[operand]) == form
+            ):
                 found.add(form)
     return frozenset(found)
 

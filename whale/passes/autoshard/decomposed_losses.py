@@ -47,11 +47,11 @@ def _part_behind(region: SplitRegion, ref: Ref) -> Ref | None:
     known size; None without one.
     """
     program = region.program
-    while None in (program.type_of(ref).shape or ())[:1]:
+    while None in (program.find_type(ref).shape or ())[:1]:
         node = program.by_name[ref.node]
         apart = node.op in _TAKE_APART
         data = node.inputs[:1] if apart else node.inputs
-        unknown = [r for r in data if None in (program.type_of(r).shape or ())[:1]]
+        unknown = [r for r in data if None in (program.find_type(r).shape or ())[:1]]
         if not unknown:
             return ref if apart else None
         ref = unknown[0]

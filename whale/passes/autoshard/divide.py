@@ -129,7 +129,7 @@ def _behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> d
     """
     found: dict[str, Strategy] = {}
     for node in region.nodes.values():
-        for ref, placement in zip(node.refs(), strategies[node.name].outputs):
+        for ref, placement in zip(node.list_refs(), strategies[node.name].outputs):
             for reader, i in region.program.consumers.get(ref, ()) if is_whole(placement) else ():
                 outside = region.outside.strategies[reader.name]
                 if reader.name not in strategies and not reader.stateful and isinstance(outside.inputs[i], Split):

@@ -10,12 +10,12 @@ from whale.ir.layout import Placement, Split, split
 from whale.ir.ops import HAS_BODIES, LOOKUPS, READS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
-from whale.passes.analysis.cost import matmul_flops
+from whale.passes.analysis.cost import count_matmul_flops
 from whale.passes.analysis.rank_groups import sizes_within
 from whale.passes.analysis.scopes import ranks_of_scope, split_scope
 from whale.passes.autoshard.context import context_seeds, layers_in_context, with_sequence
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.sharding_rules import rule_of
+from whale.sharding_rules import find_rule
 
 _IMAGES = frozenset({"Conv2D", "DepthwiseConv2dNative"})  # whose rows and columns may be divided
 
@@ -48,7 +48,7 @@ class SplitRegion:
         self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
         lying_split = {name for name, placement in known.items() if isinstance(placement, Split)}
         self.handles = {v.node: v for v in program.variables if v.node in lying_split or self._belongs(v)}
-        ids = [program.type_of(n.inputs[0]) for n in program.nodes if n.op == "Unique"]
+        ids = [program.find_type(n.inputs[0]) for n in program.nodes if n.op == "Unique"]
         self.unknown_rows = max((t.elements for t in ids if t.is_static), default=1)
         everyone = frozenset(range(parts))
         self.group = {name: ranks_of_scope(n.scope) or everyone for name, n in self.nodes.items()}
@@ -77,23 +77,23 @@ class SplitRegion:
 
     def touched_bytes(self, node: Node) -> int:
         """Returns the bytes of a node's operands and results."""
-        return sum(self.program.type_of(r).bytes for r in node.inputs) + sum(t.bytes for t in node.outputs)
+        return sum(self.program.find_type(r).bytes for r in node.inputs) + sum(t.bytes for t in node.outputs)
 
     def flops(self, node: Node) -> int:
         """Returns the FLOPs of a node that is a product; 0 for others."""
-        return matmul_flops(node, [self.program.type_of(r) for r in node.inputs])
+        return count_matmul_flops(node, [self.program.find_type(r) for r in node.inputs])
 
     def _can_choose(self, node: Node) -> bool:
         """Tells whether the node's layout may be chosen here: it has a rule, and takes nothing but tensors and
         variables.
         """
-        program, rule = self.program, rule_of(node.op)
+        program, rule = self.program, find_rule(node.op)
         if rule is None or node.op in HAS_BODIES or node.op == "Placeholder":
             return False
         if node.name in program.variable_of or node.name in program.inputs:
             return False
         handles = [r.node for r in node.inputs if r.node in program.variable_of or self.communicates(r.node)]
-        tensors = [program.type_of(r) for r in node.inputs if r.node not in handles]
+        tensors = [program.find_type(r) for r in node.inputs if r.node not in handles]
         if any(t.dtype in UNMOVABLE for t in (*tensors, *node.outputs)):
             return False
         if node.stateful and not handles:
@@ -163,5 +163,5 @@ class SplitRegion:
                 seen.update(new)
                 stack += new
         found = [name for name in found if len(self.handles[name].type.shape or ()) >= 2]
-        size = program.type_of(ref).elements
+        size = program.find_type(ref).elements
         return [name for name in found if self.handles[name].type.elements == size] or found

@@ -12,8 +12,8 @@ from whale.passes.analysis.scopes import context_of, ranks_of_scope, split_scope
 from whale.passes.autoshard.candidates import Candidates
 from whale.passes.autoshard.context import is_along, nothing_along
 from whale.passes.autoshard.region import SplitRegion
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.graph import view
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.graph import make_op_view
 from whale.sharding_rules.nn.attention import RINGS
 
 
@@ -51,13 +51,13 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
             if handle not in first and scope[1] is not None and node.op not in ROW_LOOKUPS:
                 _along(region, candidates, node, handle, scope[1])
                 read = {o.inputs[i] for o in candidates.options[name].values()}
-                if region.program.type_of(node.inputs[i]).shape == region.handles[handle].type.shape:
+                if region.program.find_type(node.inputs[i]).shape == region.handles[handle].type.shape:
                     candidates.keep(handle, lambda o, read=read: o.outputs[0] in read)  # type: ignore[misc]
             if scope[1] == 0 and node.op == "ResourceGather":
                 # A table by rows, of which each rank gets those of its ids.
-                rule, op = rule_of(node.op), view(region.program, node, region.parts)
+                rule, op = find_rule(node.op), make_op_view(region.program, node, region.parts)
                 assert rule is not None, node
-                candidates.keep(name, partial(rule.exchanges_rows, op))
+                candidates.keep(name, partial(rule.is_exchanging_rows, op))
             first.add(handle)
             if not taken:
                 continue

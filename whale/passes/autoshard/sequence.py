@@ -39,8 +39,8 @@ def along_sequence(
     found: dict[Ref, Split] = {}
     for name, node in nodes.items():
         at = sequence_of(node.scope)
-        for ref in node.refs() if at is not None and node.op != "Transpose" else ():
-            shape = program.type_of(ref).shape
+        for ref in node.list_refs() if at is not None and node.op != "Transpose" else ():
+            shape = program.find_type(ref).shape
             if shape is None or len(shape) != RANK or shape[-1] not in widths or shape in weights:
                 continue
             lies, size, group = strategies[name].outputs[ref.index], shape[at or 0], groups[name]
@@ -54,13 +54,16 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option:
     """Returns the surcharge of an option that does not divide the sequence; a product's sum may be passed on as
     it is.
     """
-    pairs = [*zip(node.refs(), option.outputs), *(zip(node.inputs, option.inputs) if node.op in _REDUCTIONS else ())]
+    pairs = [
+        *zip(node.list_refs(), option.outputs),
+        *(zip(node.inputs, option.inputs) if node.op in _REDUCTIONS else ()),
+    ]
     found = 0.0
     for ref, placement in pairs:
         if (along := wanted.get(ref)) is None or (isinstance(placement, Split) and placement.dim == along.dim):
             continue
         if not (isinstance(placement, Partial) and node.op in VIEWS):
-            found += kept_whole(program.type_of(ref))
+            found += kept_whole(program.find_type(ref))
     return found
 
 
@@ -82,11 +85,11 @@ def check_sequences(
         if (at := sequence_of(node.scope)) is None:
             continue
         named.append(node.scope)
-        for ref in node.refs():
+        for ref in node.list_refs():
             cut = strategies[node.name].outputs[ref.index]
             if ref in wanted and isinstance(cut, Split) and cut.dim == at:
                 return
-            if len(shape := program.type_of(ref).shape or ()) == RANK:
+            if len(shape := program.find_type(ref).shape or ()) == RANK:
                 shapes[f"{node.op} {list(shape)}"] = None
     if named:
         at = sequence_of(named[0])

@@ -75,7 +75,7 @@ def _reads_rows(region: SplitRegion, name: str, handle: str) -> bool:
     node = region.nodes[name]
     if node.op not in ROW_LOOKUPS or len(region.weights[name]) > 1:
         return False
-    ids = region.program.type_of(node.inputs[1])
+    ids = region.program.find_type(node.inputs[1])
     table = region.handles[handle].type
     return ids.is_static and bool(ids.shape) and table.is_static and node.outputs[0].is_static
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from whale.errors import AcrossMicroBatchesError, PlanError
-from whale.ir.collector import no_garbage_collection
+from whale.ir.collector import suspend_garbage_collection
 from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
 from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
@@ -34,7 +34,7 @@ from whale.passes.propagation.partial_sums import reduce_partial_sums
 from whale.passes.propagation.reference_plan import ReferencePlan
 from whale.passes.resharding.reshards import explicit_reshards
 from whale.passes.verify.check import check
-from whale.sharding_rules.graph import called_functions
+from whale.sharding_rules.graph import list_called_functions
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 
@@ -65,7 +65,7 @@ def time_plan(
     no_rows = {g: of_no_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()}
     devices = tuple(f"micro-batch {i}" for i in range(micro_batches))
     inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         while True:
             layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed, ReferencePlan(no_rows))
             plan = Plan(
@@ -241,7 +241,7 @@ def _leading_to_products(program: Program) -> set[str]:
 
 
 def _has_products(program: Program, node: Node) -> bool:
-    bodies = [program.functions[f.name] for f in called_functions(node)] if node.op in HAS_BODIES else []
+    bodies = [program.functions[f.name] for f in list_called_functions(node)] if node.op in HAS_BODIES else []
     return node.op in CONTRACTIONS or any(_has_products(program, inner) for body in bodies for inner in body.nodes)
 
 
@@ -313,7 +313,7 @@ def _on_whole_batch(
         if node.op == "WhaleCommunicator":
             continue  # what ranks tell each other of their inputs, they can tell before
         strategy = strategies[node.name]
-        carries = any(program.type_of(r).dtype in UNMOVABLE for r in node.inputs) or any(
+        carries = any(program.find_type(r).dtype in UNMOVABLE for r in node.inputs) or any(
             t.dtype in UNMOVABLE for t in node.outputs
         )
         kept = node.op == "ReadVariableOp" and _is_kept(program, node.inputs[0])
@@ -358,7 +358,7 @@ def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
 def _that_wants(program: Program, node: Node) -> Node:
     """Returns the operation of the user's program for whose sake lowering added a node."""
     while node.name.startswith("whale/"):
-        found = next((reader for ref in node.refs() for reader, _ in program.consumers.get(ref, ())), None)
+        found = next((reader for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())), None)
         if found is None:
             break
         node = found
@@ -369,7 +369,7 @@ def _summed_inside(plan: Plan, node: Node) -> Ref | None:
     """Returns a tensor inside a loop or branch of a micro-batch that is wanted of all: it cannot wait for the
     others.
     """
-    bodies = {func.name for func in called_functions(node)}
+    bodies = {func.name for func in list_called_functions(node)}
     return next((r.ref for r in plan.reshards if r.graph in bodies and _crosses(r)), None)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from whale.ir.layout import B, Strategy, even_sizes, split
+from whale.ir.layout import B, Strategy, divide_evenly, split
 from whale.ir.ops import COLLECTIVES, HAS_BODIES
 from whale.ir.program import Node, Program
-from whale.ir.values import TensorType, static_shape
-from whale.sharding_rules.graph import called_functions
+from whale.ir.values import TensorType, require_static_shape
+from whale.sharding_rules.graph import list_called_functions
 
 
 def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
@@ -22,18 +22,18 @@ def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
         if (
             node.op in COLLECTIVES
             and runs == micro_batches
-            and all(r.node in known or _has_no_elements(program.type_of(r)) for r in operands)
+            and all(r.node in known or _has_no_elements(program.find_type(r)) for r in operands)
         ):
-            types = [*map(program.type_of, operands), *node.outputs]
+            types = [*map(program.find_type, operands), *node.outputs]
             # Runs of one row may be seen as no runs where there are no rows.
-            cuts = [split(dim, even_sizes(static_shape(t)[dim], runs)) for t in types]
+            cuts = [split(dim, divide_evenly(require_static_shape(t)[dim], runs)) for t in types]
             found[node.name] = Strategy((B, *cuts[: len(operands)]), tuple(cuts[len(operands) :]), "no rows")
     return found
 
 
 def bodies_of(program: Program, node: Node) -> list[str]:
     """Returns the names of the bodies of a loop or branch, and of those inside."""
-    names = [f.name for f in called_functions(node)] if node.op in HAS_BODIES else []
+    names = [f.name for f in list_called_functions(node)] if node.op in HAS_BODIES else []
     return [
         *names,
         *(b for name in names for inner in program.functions[name].nodes for b in bodies_of(program, inner)),
@@ -41,4 +41,4 @@ def bodies_of(program: Program, node: Node) -> list[str]:
 
 
 def _has_no_elements(t: TensorType) -> bool:
-    return t.is_static and 0 in static_shape(t)
+    return t.is_static and 0 in require_static_shape(t)

@@ -130,7 +130,7 @@ def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Ma
         if stage in stages:
             for ref in node.inputs:
                 first[ref.node] = min(stage, first.get(ref.node, stage), key=stages.__getitem__)
-    return program.with_nodes(tuple(moved.get(n.name, n) for n in program.nodes)) if moved else program
+    return program.replace_nodes(tuple(moved.get(n.name, n) for n in program.nodes)) if moved else program
 
 
 def _numbers(program: Program, stages: Mapping[str, int]) -> dict[str, int]:

@@ -8,10 +8,10 @@ import numpy as np
 
 from whale.ir.marks import NO_MARKS
 from whale.ir.ops import EXCHANGES, HAS_BODIES, READS
-from whale.ir.program import Node, Program, Ref, const_node
-from whale.ir.values import UNMOVABLE, DType, numpy_dtype, static_shape
+from whale.ir.program import Node, Program, Ref, make_const
+from whale.ir.values import UNMOVABLE, DType, find_numpy_dtype, require_static_shape
 from whale.passes.analysis.scopes import ranks_of_scope, with_paths, with_ranks
-from whale.sharding_rules.graph import called_functions
+from whale.sharding_rules.graph import list_called_functions
 
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
 _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at
@@ -47,17 +47,19 @@ def prepared(program: Program) -> Program:
         if does or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
             behind_effects.add(node.name)
         if _is_nothing(node):
-            node = const_node(node.name, np.zeros(static_shape(node.outputs[0]), numpy_dtype(node.outputs[0].dtype)))
+            node = make_const(
+                node.name, np.zeros(require_static_shape(node.outputs[0]), find_numpy_dtype(node.outputs[0].dtype))
+            )
         if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
             (t,) = node.outputs
-            value = np.full((), _LIKE[node.op], numpy_dtype(t.dtype))
+            value = np.full((), _LIKE[node.op], find_numpy_dtype(t.dtype))
             names = f"{node.name}/whale_dims", f"{node.name}/whale_value"
-            nodes += [const_node(names[0], np.array(t.shape, np.int32)), const_node(names[1], value)]
+            nodes += [make_const(names[0], np.array(t.shape, np.int32)), make_const(names[1], value)]
             attrs = {"T": DType(t.dtype), "index_type": DType("int32")}
             filled = Ref(names[0]), Ref(names[1])
             node = replace(node, op="Fill", inputs=filled, attrs=attrs, controls=(), marks=NO_MARKS)
         nodes.append(node)
-    return program.with_nodes(tuple(nodes))
+    return program.replace_nodes(tuple(nodes))
 
 
 def _is_nothing(node: Node) -> bool:
@@ -65,14 +67,14 @@ def _is_nothing(node: Node) -> bool:
     if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
         return False
     t = node.outputs[0]
-    return t.is_static and t.dtype not in UNMOVABLE and static_shape(t)[:1] == (0,)
+    return t.is_static and t.dtype not in UNMOVABLE and require_static_shape(t)[:1] == (0,)
 
 
 def acts(program: Program, node: Node) -> bool:
     """Tells whether a node does more than compute and look: a branch or loop that only reads variables does not."""
     if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
         return False
-    bodies = [program.functions[f.name] for f in called_functions(node)] if node.op in HAS_BODIES else []
+    bodies = [program.functions[f.name] for f in list_called_functions(node)] if node.op in HAS_BODIES else []
     return not bodies or any(acts(program, inside) for body in bodies for inside in body.nodes)
 
 
@@ -80,5 +82,5 @@ def _asserts(program: Program, node: Node) -> bool:
     """Tells whether all that a node does is to fail where a condition does not hold."""
     if node.op == "Assert" or node.op not in HAS_BODIES:
         return node.op == "Assert"
-    bodies = [program.functions[f.name] for f in called_functions(node)]
+    bodies = [program.functions[f.name] for f in list_called_functions(node)]
     return all(_asserts(program, inside) or not acts(program, inside) for body in bodies for inside in body.nodes)

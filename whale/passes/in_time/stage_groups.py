@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, StageGroup
-from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.program import Node, Program, Ref, make_const
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.analysis.stages import does_nothing, free_nodes, stage_of
 
@@ -72,12 +72,12 @@ class _Cutter:
                 if name not in tokens:
                     tokens[name] = f"{name}/whale_token"
                     self.group_of[tokens[name]] = self.group_of[name]
-                    token = const_node(tokens[name], np.zeros((), np.int32))
+                    token = make_const(tokens[name], np.zeros((), np.int32))
                     nodes.append(replace(token, controls=(name,), scope=program.by_name[name].scope))
             if elsewhere:
                 node = replace(node, controls=tuple(tokens[c] if c in elsewhere else c for c in node.controls))
             nodes.append(node)
-        return program.with_nodes(tuple(nodes)) if tokens else program
+        return program.replace_nodes(tuple(nodes)) if tokens else program
 
     def run(self) -> tuple[Cut, ...]:
         needed = [self._needed(k) for k in range(len(self.groups))]
@@ -127,7 +127,7 @@ class _Cutter:
                 nodes.append(node)
             elif node.name in foreign:
                 source = next(k for ref, k in taken.items() if ref.node == node.name)
-                nodes.append(_input(node.name, node.outputs, source, [str(r) for r in node.refs()], node.scope))
+                nodes.append(_input(node.name, node.outputs, source, [str(r) for r in node.list_refs()], node.scope))
             elif node.name in program.inputs:
                 nodes.append(node)
         sent = [
@@ -139,11 +139,11 @@ class _Cutter:
         outputs, fetched = [], {}
         for i, ref in enumerate(program.outputs):
             source = self.group_of.get(ref.node, k)
-            t = program.type_of(ref)
+            t = program.find_type(ref)
             if source != k:
                 ref = Ref(FETCHED.format(i))
                 if t.dtype in UNMOVABLE:
-                    nodes.append(const_node(ref.node, np.array(b"", object)))
+                    nodes.append(make_const(ref.node, np.array(b"", object)))
                 else:
                     fetched[i] = source
                     nodes.append(_input(ref.node, (t,), source, [FETCH_KEY.format(i)], ""))
@@ -152,7 +152,7 @@ class _Cutter:
                 sent += [self._output(f"whale/fetch_sent_{i}/to_{to}", ref, k, to, key) for to in others]
             outputs.append(ref)
         effects = [n for n in program.effects if n in needed] + [n.name for n in sent]
-        part = program.with_nodes((*nodes, *sent), outputs=tuple(outputs), effects=tuple(effects))
+        part = program.replace_nodes((*nodes, *sent), outputs=tuple(outputs), effects=tuple(effects))
         variables = tuple(v for v in program.variables if v.node in needed)
         return Cut(replace(part, variables=variables), taken, {r: tuple(to) for r, to in given.items()}, fetched)
 
@@ -194,4 +194,4 @@ def without_waits(program: Program) -> Program:
             behind[node.name] = controls
         else:
             nodes.append(node if controls == node.controls else replace(node, controls=controls))
-    return program.with_nodes(tuple(nodes), effects=resolved((*program.effects, *alone)))
+    return program.replace_nodes(tuple(nodes), effects=resolved((*program.effects, *alone)))

@@ -49,14 +49,14 @@ def tensor_kinds(program: Program) -> dict[Ref, str]:
     passed = set[tuple[str, TensorType | None]]()  # an update of many variables has hundreds of results and operands
     for node in program.nodes:
         if node.op in RANK_REDUCTIONS:
-            waiting += [ref for ref in (*node.refs(), *node.inputs) if program.type_of(ref).dtype != "resource"]
+            waiting += [ref for ref in (*node.list_refs(), *node.inputs) if program.find_type(ref).dtype != "resource"]
         elif node.op == "WhaleAllGather" and _is_read(program, node.inputs[-1]):
             found[Ref(node.name)] = "gathered"
         elif node.name.endswith("/and_before"):
             waiting.append(Ref(node.name))
         elif node.inputs and node.inputs[0].node in program.variable_of and node.op != "ReadVariableOp":
             shapes = {v.type.shape for r in node.inputs if (v := program.variable_of.get(r.node)) and v.type.shape}
-            waiting += [ref for ref in node.inputs[1:] if program.type_of(ref).shape in shapes]
+            waiting += [ref for ref in node.inputs[1:] if program.find_type(ref).shape in shapes]
     while waiting:
         ref = waiting.pop()
         if ref in found or ref.node in program.variable_of:
@@ -65,10 +65,10 @@ def tensor_kinds(program: Program) -> dict[Ref, str]:
         if node.op != "ReadVariableOp":
             found[ref] = "gradients"
         padded = node.op == "Slice" and node.inputs[0].node == f"{node.name}/{PRODUCT}"
-        alike = None if padded or node.op in VIEWS else program.type_of(ref)
+        alike = None if padded or node.op in VIEWS else program.find_type(ref)
         if node.op not in _MADE_BY and (node.name, alike) not in passed:
             passed.add((node.name, alike))
-            waiting += [r for r in node.inputs if alike is None or program.type_of(r) == alike]
+            waiting += [r for r in node.inputs if alike is None or program.find_type(r) == alike]
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from whale.ir.marks import Marks
-from whale.ir.program import Node, Program, Ref, without_unread
+from whale.ir.program import Node, Program, Ref, remove_unread
 from whale.ir.values import DType, Func
 from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.memory.zero import gathered_type, is_model
@@ -60,7 +60,7 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
         nodes += before.get(node.name, [])
         inputs = tuple(operands.get((node.name, i), ref) for i, ref in enumerate(node.inputs))
         nodes.append(node if inputs == node.inputs else replace(node, inputs=inputs))
-    return without_unread(program.with_nodes(tuple(nodes)), {n.name for use in uses for n in use.chain})
+    return remove_unread(program.replace_nodes(tuple(nodes)), {n.name for use in uses for n in use.chain})
 
 
 def _is_of_parts(program: Program, reader: Node) -> bool:
@@ -73,8 +73,8 @@ def _is_of_parts(program: Program, reader: Node) -> bool:
         node = waiting.pop()
         if is_model(program, node) or any(isinstance(v, Func) for v in node.attrs.values()):
             return False
-        for ref in node.refs():
-            if program.type_of(ref).shape == ():
+        for ref in node.list_refs():
+            if program.find_type(ref).shape == ():
                 continue
             for other, _ in program.consumers.get(ref, ()):
                 if other.name not in seen:

@@ -18,7 +18,7 @@ from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 from whale.passes.memory.zero import gathered_type
-from whale.sharding_rules.graph import called_functions
+from whale.sharding_rules.graph import list_called_functions
 
 
 def hoist_reads(program: Program, min_bytes: int) -> Program:
@@ -48,7 +48,7 @@ def hoist_reads(program: Program, min_bytes: int) -> Program:
             if node.op in LOOPS:
                 handles[Ref(node.name, i)] = node.inputs[i]
         nodes.append(_given(replace(node, inputs=tuple(operands)), kinds, functions) if kinds else node)
-    return program.with_nodes(tuple(nodes), functions=functions)
+    return program.replace_nodes(tuple(nodes), functions=functions)
 
 
 def _operands(node: Node) -> range:
@@ -64,7 +64,7 @@ def _argument(node: Node, operand: int, function: Program) -> str:
 
 def _is_only_read(program: Program, node: Node, operand: int) -> bool:
     """Tells whether the functions do nothing to the handle but read it, and pass it on to the next iteration."""
-    for func in called_functions(node):
+    for func in list_called_functions(node):
         function = program.functions[func.name]
         handles = [Ref(_argument(node, operand, function))]
         for handle in handles:
@@ -83,7 +83,7 @@ def _is_only_read(program: Program, node: Node, operand: int) -> bool:
 def _shape(node: Node, kind: TensorType) -> Node:
     """Replaces a node that asks for a variable's shape by a constant."""
     (t,) = node.outputs
-    value = Tensor.of(np.array(kind.shape, t.dtype))
+    value = Tensor.from_numpy(np.array(kind.shape, t.dtype))
     return Node(node.name, "Const", (), node.controls, {"dtype": DType(t.dtype), "value": value}, (t,), node.scope)
 
 

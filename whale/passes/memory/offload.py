@@ -25,12 +25,12 @@ from whale.ir.ops import (
     SCATTERS,
     UPDATES,
 )
-from whale.ir.program import Node, Program, Ref, Variable, function_refs
+from whale.ir.program import Node, Program, Ref, Variable, iterate_function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
-from whale.passes.analysis.cost import matmul_flops
+from whale.passes.analysis.cost import count_matmul_flops
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.zero import is_model, leading_to
-from whale.sharding_rules.graph import Use, called_functions, uses_of_variables
+from whale.sharding_rules.graph import Use, iterate_variable_uses, list_called_functions
 
 COPY = "WhaleOffload"
 TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
@@ -47,7 +47,7 @@ def offloaded(program: Program, level: str) -> tuple[str, ...]:
     """
     if not level or not any(is_model(program, node) for node in program.nodes):
         return ()  # a run that sets variables to their first values, say: it does not show which ones are state
-    variables, uses = program.variable_of, list(uses_of_variables(program))
+    variables, uses = program.variable_of, list(iterate_variable_uses(program))
     if level == TABLES:
         found = _tables(program, uses)
     else:
@@ -118,7 +118,7 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
     looked_up: set[str] = set()
     lookups: dict[str, str] = {}  # lookups that could not be made in the variable itself
     others: dict[str, str] = {}
-    for use in uses_of_variables(program):
+    for use in iterate_variable_uses(program):
         node = use.node
         readers = [(node, 0)]
         if node.op == "ReadVariableOp":
@@ -141,7 +141,7 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
 
 def _looked_up_in(program: Program, loop: Node) -> set[int]:
     """Returns those operands of a loop in which its functions look rows up."""
-    bodies = [program.functions[f.name] for f in called_functions(loop)] if loop.op in LOOPS else []
+    bodies = [program.functions[f.name] for f in list_called_functions(loop)] if loop.op in LOOPS else []
     gathers = [(body, node) for body in bodies for node in body.nodes if node.op in READS_ROWS]
     return {body.inputs.index(n.inputs[0].node) for body, n in gathers if n.inputs[0].node in body.inputs}
 
@@ -167,7 +167,11 @@ def crossing_bytes(program: Program) -> tuple[int, int]:
             to_host += node.outputs[0].bytes * node.attrs["to_host"]
             from_host += node.outputs[0].bytes * (not node.attrs["to_host"])
         elif node.op in _RUNS_PARTS:
-            functions = called_functions(node) if node.op in BRANCHES else (func for _, func in function_refs(node))
+            functions = (
+                list_called_functions(node)
+                if node.op in BRANCHES
+                else (func for _, func in iterate_function_refs(node))
+            )
             bodies = (replace(program.functions[f.name], functions=program.functions) for f in functions)
             most = max((crossing_bytes(body) for body in bodies), key=sum)
             to_host, from_host = to_host + most[0], from_host + most[1]
@@ -175,7 +179,7 @@ def crossing_bytes(program: Program) -> tuple[int, int]:
 
 
 def _is_call(node: Node) -> bool:
-    return node.op in HAS_BODIES or any(True for _ in function_refs(node))
+    return node.op in HAS_BODIES or any(True for _ in iterate_function_refs(node))
 
 
 def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
@@ -222,14 +226,14 @@ def _cheaper_there(program: Program, there: Collection[str], kept: Collection[st
     for node in reversed(program.nodes):
         if node.name in there or node.name in kept or node.op == "Const" or node.stateful or not node.outputs:
             continue
-        readers = [reader.name for ref in node.refs() for reader, _ in program.consumers.get(ref, ())]
+        readers = [reader.name for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())]
         if not readers or any(name not in there and name not in found for name in readers):
             continue
         operands = [r for r in dict.fromkeys(node.inputs) if program.by_name[r.node].op != "Const"]
-        more = [program.type_of(r) for r in operands if r not in crossing and r.node not in there]
+        more = [program.find_type(r) for r in operands if r not in crossing and r.node not in there]
         if _is_call(node) or (more and not all(t.is_static for t in (*more, *node.outputs))):
             continue
-        if matmul_flops(node, [program.type_of(r) for r in node.inputs]):
+        if count_matmul_flops(node, [program.find_type(r) for r in node.inputs]):
             continue
         if not more or sum(t.bytes for t in more) < sum(t.bytes for t in node.outputs):
             found.add(node.name)
@@ -263,7 +267,7 @@ class _Crossings:
         outputs = self.program.outputs
         if self.inside:
             outputs = tuple(self._operand(ref, False) for ref in outputs)
-        return self.program.with_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
+        return self.program.replace_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
 
     def _caller(self, node: Node) -> Node:
         """Rewrites the functions of a call or branch so that they compute in the host's memory what is to be computed
@@ -310,7 +314,7 @@ class _Crossings:
         return _on_host(replace(source, name=f"{source.name}/whale_host"))
 
     def _copy(self, ref: Ref, to_host: bool) -> Node:
-        kind = self.program.type_of(ref)
+        kind = self.program.find_type(ref)
         assert kind.dtype not in UNMOVABLE, ref
         name = f"{ref.node}/whale_{ref.index}_to_{'host' if to_host else 'device'}"
         attrs = {"T": DType(kind.dtype), "to_host": to_host}

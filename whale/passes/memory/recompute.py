@@ -24,8 +24,8 @@ from whale.ir.program import (
     Node,
     Program,
     Ref,
-    function_refs,
-    topological,
+    iterate_function_refs,
+    sort_nodes,
 )
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.stages import stage_of
@@ -110,9 +110,9 @@ class _Forward:
             return False
         if not node.inputs or node.stateful:
             return False
-        if node.op in RANDOM or node.attrs.get(COMPILED) or any(True for _ in function_refs(node)):
+        if node.op in RANDOM or node.attrs.get(COMPILED) or any(True for _ in iterate_function_refs(node)):
             return False
-        types = [*node.outputs, *map(self.program.type_of, node.inputs)]
+        types = [*node.outputs, *map(self.program.find_type, node.inputs)]
         return not any(t.dtype in UNMOVABLE for t in types)
 
     def marked(self) -> dict[str, int]:
@@ -169,7 +169,7 @@ class _Forward:
             stage = stage_of(node.scope)
             if not stage or node.name in self.backward or node.name in self.fixed:
                 continue
-            readers = (reader for ref in node.refs() for reader, _ in self.program.consumers.get(ref, ()))
+            readers = (reader for ref in node.list_refs() for reader, _ in self.program.consumers.get(ref, ()))
             if any(r.name not in self.backward and stage_of(r.scope) not in ("", stage) for r in readers):
                 found[node.name] = numbers.setdefault(stage, len(numbers))
         return found
@@ -187,13 +187,13 @@ class _Forward:
                 if ref.node in place:
                     last[place[ref.node]] = max(last[place[ref.node]], place[node.name])
         for i, node in enumerate(nodes):
-            for ref in node.refs() if node.name in self.twice else ():
+            for ref in node.list_refs() if node.name in self.twice else ():
                 if any(reader.name in self.backward for reader, _ in self.program.consumers.get(ref, ())):
                     held[i] += self._bytes(ref)
         alive = [0] * len(nodes)
         for i, node in enumerate(nodes):
             if node.name in self.twice:
-                total = sum(map(self._bytes, node.refs()))
+                total = sum(map(self._bytes, node.list_refs()))
                 for j in range(i, last[i]):
                     alive[j] += total
         best, least = list[int](), sum(held)
@@ -210,7 +210,7 @@ class _Forward:
         return found
 
     def _bytes(self, ref: Ref) -> int:
-        t = self.program.type_of(ref)
+        t = self.program.find_type(ref)
         return t.bytes if t.is_static else 0
 
 
@@ -282,7 +282,7 @@ class _Copies:
                     name=_copy(node.name),
                     inputs=inputs,
                     controls=controls,
-                    marks=node.marks.but(recomputed=True),
+                    marks=node.marks.replace_marks(recomputed=True),
                 )
                 before.setdefault(s.first_reader, []).append(copy)
         nodes: dict[str, Node] = {}
@@ -291,7 +291,7 @@ class _Copies:
             if node.name in self.forward.backward:
                 node = replace(node, inputs=tuple(map(of_ref, node.inputs)))
             nodes[node.name] = node
-        return self.program.with_nodes(topological(nodes))
+        return self.program.replace_nodes(sort_nodes(nodes))
 
     def _segments(self) -> dict[str, int]:
         """Maps each forward node to the number of the first checkpoint that it leads to; those that follow the last one
@@ -324,7 +324,7 @@ class _Copies:
         """
         if name not in self.segment or name in self.numbers or name not in self.forward.twice:
             return False
-        for ref in self.program.by_name[name].refs():
+        for ref in self.program.by_name[name].list_refs():
             for reader, _ in self.program.consumers.get(ref, ()):
                 again = reader.name in self.forward.twice and reader.name not in self.numbers
                 if again and self.segment.get(reader.name, self.segment[name]) != self.segment[name]:

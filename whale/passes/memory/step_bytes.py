@@ -11,7 +11,7 @@ import os
 
 from cost_model.graph.peak_memory import held
 from cost_model.kernels.gpu_memory import nccl_bytes
-from cost_model.kernels.loop_counts import executions
+from cost_model.kernels.loop_counts import count_executions
 from whale.ir.program import Program, Ref
 from whale.passes.memory.footprint import CATEGORIES, tensor_kinds, variable_kinds
 from whale.passes.resharding.on_devices import partners
@@ -59,7 +59,7 @@ def at_most_bytes(program: Program, rank: int, settings: PlanSettings) -> int:
 
     It needs no simulation.
     """
-    called = (times * _all_bytes(program.functions[name]) for name, times in executions(program).items())
+    called = (times * _all_bytes(program.functions[name]) for name, times in count_executions(program).items())
     tensors = 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
     return tensors + sum(nccl_memory(program, rank, settings).values())
 

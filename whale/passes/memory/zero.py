@@ -22,14 +22,14 @@ from itertools import chain
 from types import MappingProxyType
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, even_sizes, split
+from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, divide_evenly, split
 from whale.ir.ops import BRANCHES, CONTRACTIONS, HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.analysis.cost import matmul_flops
+from whale.passes.analysis.cost import count_matmul_flops
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.graph import Use, called_functions, takes, uses_of_variables, view
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.graph import Use, can_take, iterate_variable_uses, list_called_functions, make_op_view
 
 
 def state_at_rest(
@@ -60,7 +60,7 @@ def state_at_rest(
     state = only_state(program)
     found: dict[str, Split] = {}
     uses: dict[str, list[Use]] = {name: [] for name in variables}
-    for use in uses_of_variables(program):
+    for use in iterate_variable_uses(program):
         for name in {name for name in use.handles if name in variables}:
             uses[name].append(use)
     for group in _updated_together(uses):
@@ -110,7 +110,7 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
     """Raises PlanError for a weight that has a dimension to be divided along, and is used as no divided one can be."""
     for variable in group:
         t = variable.type
-        cuts = [split(d, even_sizes(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
+        cuts = [split(d, divide_evenly(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
         if not t.is_static or t.bytes < min_bytes:
             continue
         for use in uses[variable.node] if cuts else ():
@@ -161,13 +161,13 @@ def is_model(program: Program, node: Node) -> bool:
     """Tells whether a node is a part of a model: a product, a lookup, or what has parts of its own."""
     if node.op in BRANCHES:  # a branch may hold nothing but updates, every so many steps
         functions = program.functions
-        bodies = [replace(functions[func.name], functions=functions) for func in called_functions(node)]
+        bodies = [replace(functions[func.name], functions=functions) for func in list_called_functions(node)]
         return any(is_model(body, inside) for body in bodies for inside in body.nodes)
     if node.op in HAS_BODIES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
         return True
     if node.op == "WhaleCall":  # a micro-batch
         return True
-    return node.op in CONTRACTIONS and matmul_flops(node, [program.type_of(r) for r in node.inputs]) > 0
+    return node.op in CONTRACTIONS and count_matmul_flops(node, [program.find_type(r) for r in node.inputs]) > 0
 
 
 def _common(
@@ -191,7 +191,9 @@ def _common(
     if not given and max(t.bytes for t in types) < min_bytes:
         return None
     shape = types[0].shape or ()
-    cuts = [split(dim, even_sizes(size, parts)) for dim, size in enumerate(shape) if size is not None and size >= parts]
+    cuts = [
+        split(dim, divide_evenly(size, parts)) for dim, size in enumerate(shape) if size is not None and size >= parts
+    ]
     for cut in cuts:
         if cut.dim in later:
             continue
@@ -208,7 +210,7 @@ def _can_take(use: Use, handle: str, placement: Split, parts: int) -> bool:
     if use.node.marks.owned_rows and placement.dim == 0:
         return False
     lying: list[Placement] = [placement if name else B for name in use.handles]
-    return all(takes(use.graph, use.node, i, lying, parts) for i, name in enumerate(use.handles) if name == handle)
+    return all(can_take(use.graph, use.node, i, lying, parts) for i, name in enumerate(use.handles) if name == handle)
 
 
 def update_strategies(
@@ -262,7 +264,7 @@ class _Updates:
         node = self.program.by_name[ref.node]
         if not self._is_alike(node):
             return
-        wanted = [self.parted.get(r) for r in node.refs()]
+        wanted = [self.parted.get(r) for r in node.list_refs()]
         current = [self.parted.get(r, B) for r in node.inputs]
         option = self._option(node, current, None, wanted, ref.index)
         if option is not None:
@@ -278,7 +280,7 @@ class _Updates:
 
     def _take(self, node: Node, option: Strategy) -> None:
         self.chosen[node.name] = option
-        for ref, placement in zip((*node.inputs, *node.refs()), option.inputs + option.outputs):
+        for ref, placement in zip((*node.inputs, *node.list_refs()), option.inputs + option.outputs):
             if isinstance(placement, Split) and ref not in self.parted and ref.node not in self.state:
                 self.parted[ref] = placement
                 self.waiting.append(ref)
@@ -292,10 +294,10 @@ class _Updates:
         output: int = 0,
     ) -> Strategy | None:
         """Returns the first way to run the node that takes the operand, or makes the output, as it is placed."""
-        rule = rule_of(node.op)
+        rule = find_rule(node.op)
         if rule is None:
             return None
-        for option in rule.strategies(view(self.program, node, self.parts), current, wanted):
+        for option in rule.strategies(make_op_view(self.program, node, self.parts), current, wanted):
             if operand is not None and option.inputs[operand] == current[operand]:
                 return option
             if operand is None and option.outputs[output] == wanted[output]:

@@ -113,7 +113,7 @@ def _is_between(program: Program, node: Node, path: str) -> bool:
     """Tells whether all that a node reads, and all that reads it, is in the scope ``path``; sums of gradients are in
     none.
     """
-    readers = [reader for ref in node.refs() for reader, _ in program.consumers.get(ref, ())]
+    readers = [reader for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())]
     near = [program.by_name[r.node].scope for r in node.inputs] + [reader.scope for reader in readers]
     return bool(node.inputs and readers) and all(other == path for other in near)
 
@@ -175,4 +175,4 @@ def mark_flattened(program: Program) -> Program:
             return node
         return node.marked(cut_in_runs=True)
 
-    return program.with_nodes(tuple(map(marked, program.nodes)))
+    return program.replace_nodes(tuple(map(marked, program.nodes)))

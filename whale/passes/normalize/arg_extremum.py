@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, TensorType, static_shape
+from whale.ir.values import DType, TensorType, require_static_shape
 from whale.passes.normalize.emitter import NodeEmitter
 
 
@@ -17,7 +17,7 @@ def is_arg_extremum(program: Program, node: Node) -> bool:
     """Tells whether ``arg_extremum`` can decompose the node: shape and dimension are known."""
     if node.op not in ("ArgMax", "ArgMin"):
         return False
-    kind = program.type_of(node.inputs[0])
+    kind = program.find_type(node.inputs[0])
     floating = kind.dtype in ("float16", "bfloat16", "float32", "float64", "int32", "int64")
     return floating and kind.is_static and bool(kind.shape) and program.const(node.inputs[1]) is not None
 
@@ -25,7 +25,7 @@ def is_arg_extremum(program: Program, node: Node) -> bool:
 def arg_extremum(emit: NodeEmitter) -> list[Ref]:
     """Computes the output of the emitter's node by simple ones."""
     node, x = emit.node, emit.node.inputs[0]
-    shape = static_shape(emit.type_of(x))
+    shape = require_static_shape(emit.type_of(x))
     at = int(np.asarray(emit.program.const(node.inputs[1])).reshape(())) % len(shape)
     index = node.outputs[0].dtype
     largest = emit.reduce_over("whale_max", "Max" if node.op == "ArgMax" else "Min", x, (at,), keep=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from whale.ir.ops import CONVOLUTIONS
-from whale.ir.program import COMPILED, Node, Program, function_refs
+from whale.ir.program import COMPILED, Node, Program, iterate_function_refs
 
 
 def asks_for_xla(call: Node) -> bool:
@@ -24,7 +24,7 @@ def marked(program: Program) -> Program:
     """Marks nodes in the body of a compiled function; functions that it calls are left as they are."""
     if not any(map(_needs_xla, program.nodes)):
         return program
-    return program.with_nodes(
+    return program.replace_nodes(
         tuple(replace(n, attrs={**n.attrs, COMPILED: True}) if _needs_xla(n) else n for n in program.nodes)
     )
 
@@ -35,7 +35,7 @@ def called_from(program: Program, functions: Mapping[str, Program]) -> set[str]:
     bodies = [program]
     while bodies:
         for node in bodies.pop().nodes:
-            for _, func in function_refs(node):
+            for _, func in iterate_function_refs(node):
                 if func.name in functions and func.name not in found:
                     found.add(func.name)
                     bodies.append(functions[func.name])

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from whale.ir.ops import RANDOM, UPDATES
-from whale.ir.program import Node, Program, Ref, Variable, rewired
+from whale.ir.program import Node, Program, Ref, Variable, rewire
 from whale.ir.values import UNMOVABLE
 
 
@@ -43,7 +43,7 @@ def share_scalars(program: Program) -> Program:
     if not moved:
         return program
     gone = {ref.node for ref in moved}
-    return rewired(program, {n.name: n for n in program.nodes if n.name not in gone}, moved)
+    return rewire(program, {n.name: n for n in program.nodes if n.name not in gone}, moved)
 
 
 def _behind_updates(program: Program) -> set[str]:

@@ -41,4 +41,4 @@ def merge_reads(program: Program) -> Program:
         if node.name not in served
     )
     effects = tuple(dict.fromkeys(served.get(name, name) for name in program.effects))
-    return program.with_nodes(nodes, outputs=tuple(map(of_ref, program.outputs)), effects=effects)
+    return program.replace_nodes(nodes, outputs=tuple(map(of_ref, program.outputs)), effects=effects)

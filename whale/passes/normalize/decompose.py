@@ -16,8 +16,8 @@ import numpy as np
 
 from whale.errors import ProgramError
 from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
-from whale.ir.program import Node, Program, Ref, topological, without_unread
-from whale.ir.values import DType, static_shape
+from whale.ir.program import Node, Program, Ref, remove_unread, sort_nodes
+from whale.ir.values import DType, require_static_shape
 from whale.passes.normalize.arg_extremum import arg_extremum, is_arg_extremum
 from whale.passes.normalize.emitter import NodeEmitter
 from whale.passes.normalize.softmax import is_softmax, softmax
@@ -76,10 +76,10 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
         # Whatever waits for the whole op still can.
         done = tuple(dict.fromkeys(r.node for r in results))
         nodes[node.name] = Node(node.name, "NoOp", (), done, scope=node.scope)
-    return without_unread(
+    return remove_unread(
         replace(
             program,
-            nodes=topological(nodes),
+            nodes=sort_nodes(nodes),
             outputs=tuple(moved.get(r, r) for r in program.outputs),
         ),
         chosen,
@@ -115,7 +115,7 @@ class _Emitter(NodeEmitter):
                 expected="a size for every dimension",
                 action="give the step inputs of static shapes",
             )
-        shape = static_shape(kind)
+        shape = require_static_shape(kind)
         layout = node.attrs.get("data_format") or "NHWC"
         channel = layout.index("C")
         self.axes = tuple(i for i in range(len(shape)) if i != channel)

@@ -8,7 +8,7 @@ import numpy as np
 
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import Dims, DType, Tensor, TensorType, numpy_dtype, static_shape
+from whale.ir.values import Dims, DType, Tensor, TensorType, find_numpy_dtype, require_static_shape
 
 
 class NodeEmitter:
@@ -51,20 +51,20 @@ class NodeEmitter:
 
     def const(self, suffix: str, value: np.ndarray) -> Ref:
         """Adds a constant with the value's own element type."""
-        tensor = Tensor.of(value)
+        tensor = Tensor.from_numpy(value)
         attrs = {"dtype": DType(tensor.dtype), "value": tensor}
         return self.node_of(suffix, "Const", (), TensorType(tensor.dtype, tensor.shape), attrs)
 
     def scalar(self, suffix: str, value: float) -> Ref:
         """Adds a constant of rank 0, of the type that is computed in."""
-        return self.const(suffix, np.asarray(value, numpy_dtype(self.dtype)))
+        return self.const(suffix, np.asarray(value, find_numpy_dtype(self.dtype)))
 
     def binary(self, suffix: str, op: str, a: Ref, b: Ref) -> Ref:
         """Adds an elementwise op; the result's shape is what its operands' shapes broadcast to."""
         x, y = self.type_of(a), self.type_of(b)
         shape: Dims
         if x.shape is None or y.shape is None or len(x.shape) == len(y.shape):
-            shape = tuple(max(m, n) for m, n in zip(static_shape(x), static_shape(y)))
+            shape = tuple(max(m, n) for m, n in zip(require_static_shape(x), require_static_shape(y)))
         else:
             shape = max(x.shape, y.shape, key=len)
         return self.add(suffix, op, (a, b), shape)
@@ -79,7 +79,7 @@ class NodeEmitter:
 
     def reduce_over(self, suffix: str, op: str, source: Ref, axes: tuple[int, ...], keep: bool) -> Ref:
         """Adds ``op`` over dimensions ``axes``, which are kept with size 1 or left out."""
-        dims = static_shape(self.type_of(source))
+        dims = require_static_shape(self.type_of(source))
         shape = tuple(1 if i in axes else d for i, d in enumerate(dims) if keep or i not in axes)
         numbers = self.const(f"{suffix}/axes", np.array(axes, np.int32))
         return self.add(suffix, op, (source, numbers), shape, Tidx=DType("int32"), keep_dims=keep)

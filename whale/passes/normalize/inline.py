@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS
-from whale.ir.program import Node, Program, Ref, function_refs, topological
+from whale.ir.program import Node, Program, Ref, iterate_function_refs, sort_nodes
 from whale.ir.values import TensorType
 from whale.passes.normalize.compiled import asks_for_xla, called_from, marked
 
@@ -40,7 +40,7 @@ class _Inliner:
         todo = [flat]
         while todo:
             for node in todo.pop().nodes:
-                for _, func in function_refs(node):
+                for _, func in iterate_function_refs(node):
                     if func.name in program.functions and func.name not in kept:
                         kept[func.name] = self._function(func.name, node)
                         todo.append(kept[func.name])
@@ -146,7 +146,7 @@ class _Splice:
                 name=names[node.name],
                 inputs=tuple([ref(r) for r in node.inputs]),
                 controls=controls,
-                marks=node.marks.but(compute_again=True) if again else node.marks,
+                marks=node.marks.replace_marks(compute_again=True) if again else node.marks,
                 scope=node.scope or call.scope,
             )
         results = tuple(ref(r) for r in body.outputs)
@@ -186,7 +186,7 @@ class _Splice:
         effects = dict.fromkeys(e for name in program.effects for e in self.effects_of.get(name, (name,)))
         return replace(
             program,
-            nodes=topological(self.nodes),
+            nodes=sort_nodes(self.nodes),
             outputs=tuple(self.moved.get(r, r) for r in program.outputs),
             effects=tuple(effects),
         )

@@ -17,8 +17,8 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.ops import ADDS, ASSIGNS, READS
-from whale.ir.program import Node, Program, Ref, const_node, topological
-from whale.ir.values import DType, TensorType, numpy_dtype
+from whale.ir.program import Node, Program, Ref, make_const, sort_nodes
+from whale.ir.values import DType, TensorType, find_numpy_dtype
 
 _ASSIGNED = "AssignVariableOp"
 # Updates that are one op with the optimizer's arithmetic: the operands (by number) with which they change nothing.
@@ -86,7 +86,7 @@ class _Skipper:
             self.nodes[node.name] = node
         asked = {n.name for n in self.program.nodes if n.marks.all_finite}
         outputs = tuple(answer if r.node in asked else r for r in self.program.outputs)
-        return replace(self.program.with_nodes(topological(self.nodes)), outputs=outputs)
+        return replace(self.program.replace_nodes(sort_nodes(self.nodes)), outputs=outputs)
 
     def _updates(self, node: Node) -> bool:
         handles = [r for r in node.inputs if r.node in self.program.variable_of]
@@ -110,7 +110,7 @@ class _Skipper:
         for_updates: set[str] = set()  # nodes that lead to a gradient's update, but not to a gradient
         fed = set(self.program.inputs)
         for node in reversed(self.program.nodes):
-            readers = [r for ref in node.refs() for r, _ in self.program.consumers.get(ref, ())]
+            readers = [r for ref in node.list_refs() for r, _ in self.program.consumers.get(ref, ())]
             if any(r.name in for_updates or r.name in behind for r in readers if r.name not in before):
                 for_updates.add(node.name)
         for node in self.program.nodes:
@@ -140,7 +140,7 @@ class _Skipper:
             n.name
             for n in self.program.nodes
             if n.op in ADDS
-            and np.issubdtype(numpy_dtype(self.program.type_of(n.inputs[1]).dtype), np.integer)
+            and np.issubdtype(find_numpy_dtype(self.program.find_type(n.inputs[1]).dtype), np.integer)
             and (n.inputs[1].node in done or not done.isdisjoint(n.controls))
         }
 
@@ -174,9 +174,9 @@ class _Skipper:
                 action='use such an optimizer, or set precision.compute_dtype="bfloat16"',
             )
         handle, value = node.inputs
-        t = self.program.type_of(value)
+        t = self.program.find_type(value)
         if node.op in ADDS:
-            other = self._const(f"{node.name}/whale_nothing", np.zeros((), numpy_dtype(t.dtype)))
+            other = self._const(f"{node.name}/whale_nothing", np.zeros((), find_numpy_dtype(t.dtype)))
         else:
             # After what was assigned before, as the assignment itself.
             name = f"{node.name}/whale_before"
@@ -190,8 +190,8 @@ class _Skipper:
     def _changing_nothing(self, node: Node, answer: Ref) -> Node:
         inputs = list(node.inputs)
         for number, neutral in _NEUTRAL[node.op].items():
-            t = self.program.type_of(inputs[number])
-            other = self._const(f"{node.name}/whale_neutral_{number}", np.full((), neutral, numpy_dtype(t.dtype)))
+            t = self.program.find_type(inputs[number])
+            other = self._const(f"{node.name}/whale_neutral_{number}", np.full((), neutral, find_numpy_dtype(t.dtype)))
             name = f"{node.name}/whale_unless_{number}"
             attrs = {"T": DType(t.dtype)}
             self._add(Node(name, "SelectV2", (answer, inputs[number], other), (), attrs, (t,), node.scope))
@@ -199,7 +199,7 @@ class _Skipper:
         return replace(node, inputs=tuple(inputs))
 
     def _const(self, name: str, value: np.ndarray) -> Ref:
-        return self._add(const_node(name, value))
+        return self._add(make_const(name, value))
 
     def _add(self, node: Node) -> Ref:
         self.nodes[node.name] = node

@@ -46,7 +46,7 @@ def _of_graph(program: Program, low_dtype: str) -> Program:
         if made == dtype:
             return ref
         if (ref, dtype) not in casts:
-            t = program.type_of(ref)
+            t = program.find_type(ref)
             name = f"{ref.node}/whale_{dtype}_{ref.index}"
             attrs = {"SrcT": DType(made), "DstT": DType(dtype), "Truncate": False}
             nodes[name] = Node(name, "Cast", (ref,), (), attrs, (TensorType(dtype, t.shape),), scope)
@@ -55,13 +55,15 @@ def _of_graph(program: Program, low_dtype: str) -> Program:
 
     for node in program.nodes:
         wanted = low_dtype if node.name in low else _WIDE
-        inputs = tuple(as_type(r, wanted, node.scope) if program.type_of(r).dtype == _WIDE else r for r in node.inputs)
+        inputs = tuple(
+            as_type(r, wanted, node.scope) if program.find_type(r).dtype == _WIDE else r for r in node.inputs
+        )
         node = replace(node, inputs=inputs) if inputs != node.inputs else node
         if wanted == low_dtype:
             outputs = tuple(replace(t, dtype=low_dtype) if t.dtype == _WIDE else t for t in node.outputs)
             node = replace(node, attrs={**node.attrs, "T": DType(low_dtype)}, outputs=outputs)
         nodes[node.name] = node
-    fetched = tuple(as_type(r, _WIDE, "") if program.type_of(r).dtype == _WIDE else r for r in program.outputs)
+    fetched = tuple(as_type(r, _WIDE, "") if program.find_type(r).dtype == _WIDE else r for r in program.outputs)
     return replace(program, nodes=tuple(nodes.values()), outputs=fetched)
 
 

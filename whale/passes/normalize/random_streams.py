@@ -21,7 +21,7 @@ def mark_streams(program: Program) -> Program:
     def marked(graph: Program, path: str) -> Program:
         if not any(node.op in DRAWS for node in graph.nodes):
             return graph
-        return graph.with_nodes(tuple(_marked(node, path) for node in graph.nodes), functions=graph.functions)
+        return graph.replace_nodes(tuple(_marked(node, path) for node in graph.nodes), functions=graph.functions)
 
     functions = {name: marked(body, f"{name}/") for name, body in program.functions.items()}
     return replace(marked(program, ""), functions=functions)

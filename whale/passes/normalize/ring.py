@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from whale.ir.program import Node, Program, Ref, rewired, without_unread
-from whale.ir.values import Func, TensorType, static_shape
+from whale.ir.program import Node, Program, Ref, remove_unread, rewire
+from whale.ir.values import Func, TensorType, require_static_shape
 from whale.passes.analysis.attention import Attention, attentions, letters
 from whale.passes.analysis.scopes import context_of
 from whale.sharding_rules.nn.attention import ATTENTION, ATTENTION_GRADIENT, has_keys, has_queries
@@ -47,7 +47,7 @@ def in_rings(program: Program, chosen: Collection[str], scores_bytes: int = 0) -
     for ref in moved:
         del nodes[ref.node]
     inside = {n for one in found for n in (one.product, one.softmax, *one.path, *_inner(one))}
-    return without_unread(rewired(replace(program, functions=functions), nodes, moved), inside)
+    return remove_unread(rewire(replace(program, functions=functions), nodes, moved), inside)
 
 
 def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
@@ -76,15 +76,15 @@ def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]
 
 
 def _divides(program: Program, one: Attention, parts: int) -> bool:
-    return static_shape(program.by_name[one.softmax].outputs[0])[-1] >= parts
+    return require_static_shape(program.by_name[one.softmax].outputs[0])[-1] >= parts
 
 
 def _has_heads(program: Program, one: Attention, parts: int) -> bool:
-    return any(size >= parts for size in static_shape(program.by_name[one.softmax].outputs[0])[1:-2])
+    return any(size >= parts for size in require_static_shape(program.by_name[one.softmax].outputs[0])[1:-2])
 
 
 def _moves_less(program: Program, one: Attention, parts: int) -> bool:
-    query, key, value = (program.type_of(r).bytes for r in (one.query, one.key, one.value))
+    query, key, value = (program.find_type(r).bytes for r in (one.query, one.key, one.value))
     return 3 * (key + value) * parts < 2 * (2 * query + key + value)
 
 
@@ -99,22 +99,22 @@ def _inner(one: Attention) -> tuple[str, ...]:
 def _attributes(
     program: Program, one: Attention, name: str, sides: tuple[Ref, ...], scores_bytes: int
 ) -> dict[str, object]:
-    scores = static_shape(program.by_name[one.softmax].outputs[0])
+    scores = require_static_shape(program.by_name[one.softmax].outputs[0])
     return {
         "body": Func(f"{name}/body"),
         "scores_bytes": scores_bytes,
         "softmax": one.softmax,
         "dims": one.dims,
         "turn": one.turn,
-        "queried": tuple(has_queries(program.type_of(r).shape, scores) for r in sides),
-        "keyed": tuple(has_keys(program.type_of(r).shape, scores) for r in sides),
+        "queried": tuple(has_queries(program.find_type(r).shape, scores) for r in sides),
+        "keyed": tuple(has_keys(program.find_type(r).shape, scores) for r in sides),
     }
 
 
 def _forward(program: Program, one: Attention, name: str, scores_bytes: int) -> tuple[Node, Program]:
     node = program.by_name[one.mixed]
     scores = program.by_name[one.softmax].outputs[0]
-    each = TensorType(scores.dtype, (*static_shape(scores)[:-1], 1))
+    each = TensorType(scores.dtype, (*require_static_shape(scores)[:-1], 1))
     operands = (one.query, one.key, one.value, *one.sides)
     inner = (one.product, *one.path, one.softmax, one.mixed)
     attrs = _attributes(program, one, name, one.sides, scores_bytes) | {"mixed": one.mixed}
@@ -145,7 +145,7 @@ def _body(
 ) -> Program:
     """Wraps the nodes that an operation stands for as a function of its operands."""
     arguments = {ref: f"operand_{i}" for i, ref in reversed(list(enumerate(operands)))}
-    nodes = [Node(f"operand_{i}", "Placeholder", (), (), {}, (program.type_of(r),)) for i, r in enumerate(operands)]
+    nodes = [Node(f"operand_{i}", "Placeholder", (), (), {}, (program.find_type(r),)) for i, r in enumerate(operands)]
     for n in dict.fromkeys(inner):
         node = program.by_name[n]
         inputs = tuple(r if r.node in inner else Ref(arguments.get(r, r.node), 0 if r in arguments else r.index)

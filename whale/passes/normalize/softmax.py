@@ -11,7 +11,7 @@ import numpy as np
 
 from whale.ir.ops import SOFTMAXES
 from whale.ir.program import Node, Ref
-from whale.ir.values import DType, TensorType, static_shape
+from whale.ir.values import DType, TensorType, require_static_shape
 from whale.passes.normalize.emitter import NodeEmitter
 
 _SPARSE = "SparseSoftmaxCrossEntropyWithLogits"
@@ -30,8 +30,8 @@ def softmax(emit: NodeEmitter) -> list[Ref]:
     if kind in ("float16", "bfloat16"):
         emit.dtype = "float32"
     x = emit.cast("logits", node.inputs[0], emit.dtype)
-    shape = static_shape(node.outputs[-1])
-    if static_shape(emit.type_of(x)) != shape:
+    shape = require_static_shape(node.outputs[-1])
+    if require_static_shape(emit.type_of(x)) != shape:
         x = emit.add("spread_logits", "BroadcastTo", (x, _ints(emit, "shape", shape)), shape, Tidx=DType("int32"))
     z = emit.binary("shifted", "Sub", x, _over_classes(emit, "whale_max", "Max", x))
     e = emit.add("exp", "Exp", (z,), shape)
@@ -85,7 +85,7 @@ def _compare(emit: NodeEmitter, name: str, op: str, labels: Ref, bound: int) -> 
 
 
 def _over_classes(emit: NodeEmitter, name: str, op: str, x: Ref) -> Ref:
-    return emit.reduce_over(name, op, x, (len(static_shape(emit.type_of(x))) - 1,), keep=True)
+    return emit.reduce_over(name, op, x, (len(require_static_shape(emit.type_of(x))) - 1,), keep=True)
 
 
 def _ints(emit: NodeEmitter, name: str, values: tuple[int, ...]) -> Ref:

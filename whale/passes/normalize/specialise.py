@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from whale.ir.ops import HAS_BODIES
-from whale.ir.program import Node, Program, function_refs
+from whale.ir.program import Node, Program, iterate_function_refs
 from whale.ir.values import Func
 
 
@@ -45,7 +45,9 @@ def specialise(program: Program) -> Program:
         return replace(value, name=kept[value.name])
 
     def with_kept(node: Node, prefix: str) -> Node:
-        changes = {key: of_value(node.attrs[key], f"{prefix}{node.name}/{key}") for key, _ in function_refs(node)}
+        changes = {
+            key: of_value(node.attrs[key], f"{prefix}{node.name}/{key}") for key, _ in iterate_function_refs(node)
+        }
         return replace(node, attrs={**node.attrs, **changes}) if changes else node
 
     def of_node(node: Node, prefix: str) -> Node:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whale.ir.ops import BRANCHES, IDENTITIES
-from whale.ir.program import Node, Program, Ref, const_node, prune
-from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, numpy_dtype
-from whale.sharding_rules.graph import called_functions
+from whale.ir.program import Node, Program, Ref, make_const, prune
+from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, find_numpy_dtype
+from whale.sharding_rules.graph import list_called_functions
 
 
 def unpack(program: Program) -> Program:
@@ -59,9 +59,9 @@ class _Slot:
 def _slots(graph: Program, functions: Mapping[str, Program]) -> list[_Slot]:
     found = []
     for node in graph.nodes:
-        if node.op not in BRANCHES or not all(f.name in functions for f in called_functions(node)):
+        if node.op not in BRANCHES or not all(f.name in functions for f in list_called_functions(node)):
             continue
-        bodies = [functions[f.name] for f in called_functions(node)]
+        bodies = [functions[f.name] for f in list_called_functions(node)]
         for index, out in enumerate(node.outputs):
             if out.dtype != "variant":
                 continue
@@ -79,7 +79,7 @@ def _held(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
         return ()
     if node.op != "OptionalFromValue":
         return None
-    types = [body.type_of(r) for r in node.inputs]
+    types = [body.find_type(r) for r in node.inputs]
     fits = all(t.dtype == "variant" or (t.is_static and t.dtype not in UNMOVABLE) for t in types)
     return node.inputs if fits else None
 
@@ -107,9 +107,9 @@ def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, i
                 todo.append(Ref(node.name))
                 continue
             same = node.op in BRANCHES and i > 0 and node.inputs[0] == producer.inputs[0]
-            if not same or len(called_functions(node)) != len(saved):
+            if not same or len(list_called_functions(node)) != len(saved):
                 return None
-            for func, values in zip(called_functions(node), saved):
+            for func, values in zip(list_called_functions(node), saved):
                 if not _only_gets(functions[func.name], i - 1, len(values or ())):
                     return None
             found.append((node.name, i))
@@ -134,8 +134,8 @@ def _only_gets(body: Program, argument: int, values: int) -> bool:
 def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Program:
     """Replaces the slot in ``graph`` and ``functions``: its place takes the first value, the others come last."""
     producer = graph.by_name[slot.producer]
-    names = [f.name for f in called_functions(producer)]
-    values = [(a, ref, functions[names[a]].type_of(ref)) for a, refs in enumerate(slot.saved) for ref in refs]
+    names = [f.name for f in list_called_functions(producer)]
+    values = [(a, ref, functions[names[a]].find_type(ref)) for a, refs in enumerate(slot.saved) for ref in refs]
     count = len(producer.outputs)
     places = [slot.index, *range(count, count + len(values) - 1)]
     for a, name in enumerate(names):
@@ -158,14 +158,14 @@ def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Prog
         node = changed.get(reader, graph.by_name[reader])
         total = len(node.inputs)
         at = [argument, *range(total, total + len(values) - 1)]
-        for a, func in enumerate(called_functions(node)):
+        for a, func in enumerate(list_called_functions(node)):
             mine = [i for i, (owner, _, _) in enumerate(values) if owner == a]
             functions[func.name] = _taking(functions[func.name], argument - 1, [t for _, _, t in values], mine)
         inputs = _placed(node.inputs, at, [Ref(producer.name, p) for p in places])
         kinds = _placed(node.attrs["Tin"], [i - 1 for i in at], [DType(t.dtype) for _, _, t in values])
         kept = {k: v for k, v in node.attrs.items() if k != "_read_only_resource_inputs"}
         changed[reader] = replace(node, inputs=inputs, attrs={**kept, "Tin": kinds})
-    return graph.with_nodes(tuple(changed.get(n.name, n) for n in graph.nodes))
+    return graph.replace_nodes(tuple(changed.get(n.name, n) for n in graph.nodes))
 
 
 def _placed(items: tuple, places: list[int], values: list) -> tuple:
@@ -231,10 +231,10 @@ def _nothing(name: str, t: TensorType) -> list[Node]:
     if t.dtype == "variant":
         return [Node(name, "OptionalNone", outputs=(t,))]
     dims = np.array(t.shape, np.int32)
-    zero = np.zeros((), numpy_dtype(t.dtype))
+    zero = np.zeros((), find_numpy_dtype(t.dtype))
     return [
-        const_node(f"{name}/dims", dims, "int32"),
-        const_node(f"{name}/value", zero, t.dtype),
+        make_const(f"{name}/dims", dims, "int32"),
+        make_const(f"{name}/value", zero, t.dtype),
         Node(name, "Fill", (Ref(f"{name}/dims"), Ref(f"{name}/value")),
              attrs={"T": DType(t.dtype), "index_type": DType("int32")}, outputs=(t,)),
     ]  # fmt: skip

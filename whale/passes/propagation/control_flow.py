@@ -9,7 +9,7 @@ from whale.ir.layout import FIRST, B, Broadcast, FirstRank, Partial, PerRank, Pl
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, Func
 from whale.passes.propagation.graph_state import GraphState
-from whale.sharding_rules.graph import called_functions
+from whale.sharding_rules.graph import list_called_functions
 
 # Propagates through a function body: its name, how its arguments lie, which may take any placement for nothing.
 Walk = Callable[[str, Sequence[Placement], Sequence[bool]], GraphState]
@@ -27,11 +27,11 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
     """
     body, cond = node.attrs["body"], node.attrs["cond"]
     assert isinstance(body, Func) and isinstance(cond, Func)
-    if any(p == FIRST for p, r in zip(current, node.inputs) if graph.program.type_of(r).dtype in UNMOVABLE):
+    if any(p == FIRST for p, r in zip(current, node.inputs) if graph.program.find_type(r).dtype in UNMOVABLE):
         return graph.on_first_rank(node, "a loop over what only the first rank has")
     state = [B if type(p) in (FirstRank, PerRank) else p for p in current]
     free = [r in graph.remakable for r in node.inputs]
-    types = [graph.program.type_of(r) for r in node.inputs]
+    types = [graph.program.find_type(r) for r in node.inputs]
     function = graph.axis.root.functions[body.name]
     names = [
         ((graph.name, Ref(node.name, i)), (body.name, Ref(function.inputs[i])), (body.name, function.outputs[i]))
@@ -83,9 +83,9 @@ def branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wa
     Raises:
       NeededWhole: a result that cannot be sent would have to be brought elsewhere.
     """
-    root, functions = graph.axis.root, [f.name for f in called_functions(node)]
+    root, functions = graph.axis.root, [f.name for f in list_called_functions(node)]
     arguments = [B if type(p) in (FirstRank, PerRank) else p for p in current[1:]]
-    if any(p == FIRST and graph.program.type_of(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):
+    if any(p == FIRST and graph.program.find_type(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):
         return graph.on_first_rank(node, "a branch over what only the first rank has")
     free = [r in graph.remakable for r in node.inputs[1:]]
     for i, ref in enumerate(node.inputs[1:]):

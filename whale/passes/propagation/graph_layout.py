@@ -37,5 +37,5 @@ class GraphLayout:
 def fetched(program: Program, produced: Mapping[Ref, Placement]) -> tuple[Placement, ...]:
     """Returns the placements in which a program's outputs are wanted: whole, but for what cannot be sent."""
     return tuple(
-        FIRST if produced[r] == FIRST and program.type_of(r).dtype in UNMOVABLE else B for r in program.outputs
+        FIRST if produced[r] == FIRST and program.find_type(r).dtype in UNMOVABLE else B for r in program.outputs
     )

@@ -77,7 +77,7 @@ class GraphState:
         source = self.layout.produced[ref]
         if source == wanted or self.layout.preferred.get(ref) == wanted:
             return 0.0
-        tensor = self.program.type_of(ref)
+        tensor = self.program.find_type(ref)
         if tensor.dtype in UNMOVABLE:
             free = ref in self.remakable or (source == B and wanted == FIRST)
             return 0.0 if free else INFINITE
@@ -87,7 +87,7 @@ class GraphState:
         """Raises NeededWhole when ``ref`` cannot be sent, is placed otherwise than ``wanted`` and cannot be
         made anew.
         """
-        source, t = self.layout.produced[ref], self.program.type_of(ref)
+        source, t = self.layout.produced[ref], self.program.find_type(ref)
         if source in (wanted, FIRST) or t.dtype not in UNMOVABLE or ref in self.remakable:
             return
         raise NeededWhole({(self.name, ref), *also}, reader, f"{ref} is {t}, laid out {source}")
@@ -124,7 +124,7 @@ class GraphState:
         if not found:
             return
         splits = tuple(found)[:_MOST_ORIGINS]
-        for ref, out, placement in zip(node.refs(), node.outputs, chosen.outputs):
+        for ref, out, placement in zip(node.list_refs(), node.outputs, chosen.outputs):
             if type(placement) is Split:
                 continue
             if type(placement) is Broadcast:

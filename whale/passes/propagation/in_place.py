@@ -10,8 +10,8 @@ from whale.ir.layout import B, Broadcast, Split
 from whale.ir.program import Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.graph import view
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.graph import make_op_view
 
 
 def make_in_place(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
@@ -19,7 +19,7 @@ def make_in_place(program: Program, layout: GraphLayout, parts: int) -> GraphLay
     strategies, produced = dict(layout.strategies), dict(layout.produced)
     fetched = set(program.outputs)
     for node in program.nodes:
-        rule = rule_of(node.op)
+        rule = find_rule(node.op)
         if len(node.outputs) != 1 or rule is None or not getattr(rule, "produces_any", False):
             continue
         ref = Ref(node.name)
@@ -29,7 +29,7 @@ def make_in_place(program: Program, layout: GraphLayout, parts: int) -> GraphLay
         target = next(iter(wanted)) if len(wanted) == 1 else B
         if not isinstance(target, Split):
             continue
-        op, current = view(program, node, parts), strategies[node.name].inputs
+        op, current = make_op_view(program, node, parts), strategies[node.name].inputs
         for option in rule.strategies(op, current, (target,)):
             if option.outputs == (target,) and option.inputs == current:
                 strategies[node.name] = option

@@ -104,7 +104,7 @@ def _axes(program: Program, node: Node) -> frozenset[int] | None:
     """Returns the dimensions over which ``node`` is a floating mean that leaves others; None for any other node."""
     if node.op != "Mean" or node.outputs[0].dtype not in FLOATING:
         return None
-    shape = program.type_of(node.inputs[0]).shape
+    shape = program.find_type(node.inputs[0]).shape
     axes = program.const(node.inputs[1])
     if not shape or None in shape or axes is None:
         return None
@@ -125,8 +125,8 @@ def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[R
     """Returns what is made of ``statistics`` and is not larger, the nodes that spread that over the rows, and the other
     nodes that make something of the rows' size of it.
     """
-    limit = max(program.type_of(r).elements for r in statistics)
-    rows = program.type_of(program.by_name[statistics[0].node].inputs[0]).elements
+    limit = max(program.find_type(r).elements for r in statistics)
+    rows = program.find_type(program.by_name[statistics[0].node].inputs[0]).elements
     found: set[str] = set()
     joined: set[str] = set()
     seen, stack = set(statistics), list(statistics)
@@ -137,7 +137,7 @@ def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[R
             elif reader.outputs and reader.outputs[0].elements == rows:
                 joined.add(reader.name)
             elif not reader.stateful and reader.op not in HAS_BODIES:
-                for ref, out in zip(reader.refs(), reader.outputs):
+                for ref, out in zip(reader.list_refs(), reader.outputs):
                     if ref not in seen and out.dtype not in UNMOVABLE and out.is_static and out.elements <= limit:
                         seen.add(ref)
                         stack.append(ref)
@@ -147,9 +147,13 @@ def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[R
 def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> bool:
     """Tells whether rows of this shape are summed likewise elsewhere and meet the result again: a gradient by hand."""
     statistic = program.by_name[mean.node]
-    rows, axes = program.type_of(statistic.inputs[0]).shape or (), _axes(program, statistic)
+    rows, axes = program.find_type(statistic.inputs[0]).shape or (), _axes(program, statistic)
     for node in program.nodes:
-        if node.op in ("Mean", "Sum") and Ref(node.name) not in known and program.type_of(node.inputs[0]).shape == rows:
+        if (
+            node.op in ("Mean", "Sum")
+            and Ref(node.name) not in known
+            and program.find_type(node.inputs[0]).shape == rows
+        ):
             over = program.const(node.inputs[1])
             if over is not None and frozenset(int(a) % len(rows) for a in over.reshape(-1)) == axes:
                 if _readers(program, (Ref(node.name),))[2]:
@@ -163,7 +167,7 @@ def _gradient_of_mean(program: Program, spreads: frozenset[str], mean: Ref) -> f
     The mean may enter linearly, and then nothing of it is left in its gradient; but both gradients end in the gradient
     of the rows. None: it is not found.
     """
-    rows = program.type_of(program.by_name[mean.node].inputs[0])
+    rows = program.find_type(program.by_name[mean.node].inputs[0])
     seen, level = set(spreads), list(spreads)
     while level:
         following: list[str] = []

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, even_sizes, split
+from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, divide_evenly, split
 from whale.ir.ops import CONTRACTIONS
 from whale.ir.program import Node, Ref
-from whale.ir.values import UNMOVABLE, static_shape
-from whale.passes.analysis.cost import compute_cost, exchange_cost, matmul_flops, move_cost
+from whale.ir.values import UNMOVABLE, require_static_shape
+from whale.passes.analysis.cost import compute_cost, count_matmul_flops, exchange_cost, move_cost
 from whale.passes.propagation.graph_state import INFINITE, GraphState
 from whale.passes.propagation.reference_plan import same_kind
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import OpView, replicated
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.base import OpView, replicate_all
 from whale.sharding_rules.embedding import Rows
-from whale.sharding_rules.graph import handles_lists, holds_variable, view
-from whale.sharding_rules.registry import LineRule, by_types
+from whale.sharding_rules.graph import has_variable_handle, is_list_op, make_op_view
+from whale.sharding_rules.registry import LineRule, is_decided_by_types
 
 _WHOLE = frozenset({Broadcast})
 _MOST_IN_KEY = 4  # operands of nodes of which several are alike
@@ -64,11 +64,17 @@ class NodeChoice:
         state = self.state
         if state.axis.whole or state.axis.groups.active:
             return None
-        rule = rule_of(node.op)
-        if rule is None or not by_types(rule) or rule.produces_any or node.op in CONTRACTIONS or node.marks.owned_rows:
+        rule = find_rule(node.op)
+        if (
+            rule is None
+            or not is_decided_by_types(rule)
+            or rule.produces_any
+            or node.op in CONTRACTIONS
+            or node.marks.owned_rows
+        ):
             return None
         inputs = node.inputs
-        if len(inputs) > _MOST_IN_KEY or len(set(inputs)) < len(inputs) or handles_lists(node):
+        if len(inputs) > _MOST_IN_KEY or len(set(inputs)) < len(inputs) or is_list_op(node):
             return None
         produced, preferred, by_name = state.layout.produced, state.layout.preferred, state.program.by_name
         key: list[object] = [node.op]
@@ -84,17 +90,17 @@ class NodeChoice:
         found = self._replicated.get(key)
         if found is None:
             found = self._replicated[key] = Strategy((B,) * key[0], (B,) * key[1], "replicated")
-        if rule_of(node.op) is None:
+        if find_rule(node.op) is None:
             self.state.layout.unruled.append(node.name)
-        elif getattr(rule_of(node.op), "produces_any", False):
-            self.state.remakable.update(node.refs())
+        elif getattr(find_rule(node.op), "produces_any", False):
+            self.state.remakable.update(node.list_refs())
         return found
 
     def choose(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
         """Returns the cheapest strategy that the node's rule allows; on the first rank, where there is none."""
-        rule = rule_of(node.op)
-        op = view(self.state.program, node, self.state.parts)
-        if handles_lists(node) and FIRST not in current:
+        rule = find_rule(node.op)
+        op = make_op_view(self.state.program, node, self.state.parts)
+        if is_list_op(node) and FIRST not in current:
             return self._of_lists(node, current)
         if any(p == FIRST and t.dtype in UNMOVABLE for p, t in zip(current, op.inputs)):
             return self.state.on_first_rank(node, "reads what only the first rank has")
@@ -102,27 +108,29 @@ class NodeChoice:
             self.state.layout.unruled.append(node.name)
             # Run once, an op that changes a variable would change the first rank's only; its operands are whole, so
             # run everywhere it does the same on all ranks.
-            options = [replicated(op)] if not node.stateful or holds_variable(self.state.program, node) else []
+            options = [replicate_all(op)] if not node.stateful or has_variable_handle(self.state.program, node) else []
         else:
             options = self.state.per_rank.options(rule, op, current)
             if getattr(rule, "produces_any", False):
-                self.state.remakable.update(node.refs())
-        if self.state.axis.whole and any(self.state.is_whole(r) for r in node.refs()):
+                self.state.remakable.update(node.list_refs())
+        if self.state.axis.whole and any(self.state.is_whole(r) for r in node.list_refs()):
             options = [
-                o for o in options if not any(self.state.is_whole(r) and p != B for r, p in zip(node.refs(), o.outputs))
+                o
+                for o in options
+                if not any(self.state.is_whole(r) and p != B for r, p in zip(node.list_refs(), o.outputs))
             ]
         if not options:
             why = "runs once" if rule is not None else f"stateful, and no rule for {node.op}"
             return self.state.on_first_rank(node, why)
         touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
-        flops = matmul_flops(node, op.inputs)
+        flops = count_matmul_flops(node, op.inputs)
         if rule is not None and like is None and not node.stateful:
             options = [*options, *self._by_rows(rule, op, current, options)]
             if rule.routes is not None:
                 options += [o for o in self._exchanging(rule, rule.routes, op, current) if o not in options]
-                if not rule.routes.table_of(op).is_static:
+                if not rule.routes.table_type(op).is_static:
                     # The other strategies, whose bytes only the run knows, all move the whole table.
-                    options = [o for o in options if rule.exchanges_rows(op, o)] or options
+                    options = [o for o in options if rule.is_exchanging_rows(op, o)] or options
         if like is not None:
             divided = self._divided(node, rule, op) if flops else []
             if rule is not None:
@@ -136,7 +144,7 @@ class NodeChoice:
         for option in options:
             cost = self.cost(node, option, touched, flops)
             if rule is not None:
-                cost += exchange_cost(rule.exchanged_bytes(op, option), self.state.parts, bool(node.outputs))
+                cost += exchange_cost(rule.count_exchanged_bytes(op, option), self.state.parts, bool(node.outputs))
             if cost < best_cost:
                 best, best_cost = option, cost
         if best is None:
@@ -151,7 +159,7 @@ class NodeChoice:
             return True
         if not any(r in self.state.origins for r in node.inputs):
             return False
-        return matmul_flops(node, [self.state.program.type_of(r) for r in node.inputs]) > 0
+        return count_matmul_flops(node, [self.state.program.find_type(r) for r in node.inputs]) > 0
 
     def _by_rows(
         self, rule: LineRule, op: OpView, current: Sequence[Placement], options: Sequence[Strategy]
@@ -167,7 +175,7 @@ class NodeChoice:
                 continue
             if any(o.inputs[i] == p and Partial not in map(type, o.outputs) for o in options):
                 continue
-            cut = self._rows_cut(static_shape(t)[0])
+            cut = self._rows_cut(require_static_shape(t)[0])
             if cut.smallest:
                 found.update((o, None) for o in rule.strategies(op, [*current[:i], cut, *current[i + 1 :]]))
         return [o for o in found if o not in options]
@@ -194,7 +202,7 @@ class NodeChoice:
         for cut in cuts:
             lie = [*current[: rows.ids], cut, *current[rows.ids + 1 :]]
             for result in wanted if rows.table is None else (None,):
-                found.update((o, None) for o in rule.strategies(op, lie, (result,)) if rule.exchanges_rows(op, o))
+                found.update((o, None) for o in rule.strategies(op, lie, (result,)) if rule.is_exchanging_rows(op, o))
         return found
 
     def _wanted(self, op: OpView) -> dict[Placement, None]:
@@ -216,7 +224,7 @@ class NodeChoice:
             more, less = (rows // s.extent, 1) if rows >= s.extent > 0 else (1, max(1, s.extent // max(rows, 1)))
             if rows * less == s.extent * more and not any(n % less for n in s.sizes):
                 return split(0, tuple(n * more // less for n in s.sizes), s.blocks)
-        return split(0, even_sizes(rows, self.state.parts))
+        return split(0, divide_evenly(rows, self.state.parts))
 
     def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
         """Returns strategies that divide a product whose operands are whole or partial, but made from the batch."""
@@ -224,7 +232,7 @@ class NodeChoice:
         for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):
             if rule is None or ref not in self.state.origins or not t.is_static:
                 continue
-            for dim, size in enumerate(static_shape(t)):
+            for dim, size in enumerate(require_static_shape(t)):
                 cut = self._cut_as(self.state.origins[ref], dim, size)
                 current: list[Placement] = [B] * len(op.inputs)
                 current[i] = cut
@@ -241,14 +249,16 @@ class NodeChoice:
         for s in self.state.axis.rows.values():
             if s.blocks > 1 and s.dim == dim and s.extent and size % s.extent == 0:
                 return split(dim, tuple(n * size // s.extent for n in s.sizes), s.blocks)
-        return split(dim, alike[0].sizes, alike[0].blocks) if alike else split(dim, even_sizes(size, self.state.parts))
+        return (
+            split(dim, alike[0].sizes, alike[0].blocks) if alike else split(dim, divide_evenly(size, self.state.parts))
+        )
 
     def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
         """Lists passed on, zeroed or added element by element: one placement for operands and result."""
         if all(r in self.state.remakable for r in node.inputs):
-            self.state.remakable.update(node.refs())
+            self.state.remakable.update(node.list_refs())
         made = {p for r, p in zip(node.inputs, current) if r not in self.state.remakable} or set(current)
-        wanted = next(iter(made)) if len(made) == 1 and not any(map(self.state.is_whole, node.refs())) else B
+        wanted = next(iter(made)) if len(made) == 1 and not any(map(self.state.is_whole, node.list_refs())) else B
         for ref in node.inputs:
             self.state.need(ref, wanted, node)
         return Strategy(
@@ -272,7 +282,7 @@ class NodeChoice:
             source = self.state.layout.produced[ref]
             kept = type(self.state.layout.preferred.get(ref)) is PerRank
             if type(wanted) is Partial and type(source) is Partial and not kept:
-                cost -= self._potential(self.state.program.type_of(ref).bytes, source)
+                cost -= self._potential(self.state.program.find_type(ref).bytes, source)
         for out, placement in zip(node.outputs, option.outputs):
             if type(placement) is Partial:
                 cost += self._potential(out.bytes, placement)

@@ -16,10 +16,10 @@ from whale.ir.layout import B, Broadcast, Partial, PerRank, Placement, Split, St
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
-from whale.passes.analysis.cost import compute_cost, matmul_flops, move_cost
+from whale.passes.analysis.cost import compute_cost, count_matmul_flops, move_cost
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.minimum_cut import UNBOUNDED, Network
-from whale.sharding_rules.graph import recreatable
+from whale.sharding_rules.graph import is_recreatable
 
 _SOURCE, _SINK = "source", "sink"
 _NEVER = 1e30  # the cost of what cannot be done
@@ -40,7 +40,7 @@ def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> Gr
         for name in _broadcast_side(network, members):
             node = program.by_name[name]
             strategies[name] = Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), "reduced before")
-            produced.update((ref, B) for ref in node.refs())
+            produced.update((ref, B) for ref in node.list_refs())
     return GraphLayout(strategies, produced, layout.preferred, layout.outputs, layout.unruled)
 
 
@@ -60,9 +60,9 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
             ref = Ref(node.name, i)
             origin = node.name if node.name in flexible else _SOURCE
             # A list or an optional stays as it was made: whoever reads it partial needs it made partial.
-            fixed = program.type_of(ref).dtype in UNMOVABLE and not recreatable(program, ref)
+            fixed = program.find_type(ref).dtype in UNMOVABLE and not is_recreatable(program, ref)
             target = B if ref in wanted_whole else _target(program, layout, ref)
-            price = _NEVER if fixed else move_cost(placement, target, max(1, program.type_of(ref).bytes), parts)
+            price = _NEVER if fixed else move_cost(placement, target, max(1, program.find_type(ref).bytes), parts)
             network.add(origin, ref, price)
             fixed = fixed and origin != _SOURCE
             if fixed and ref in returned_partial:
@@ -104,7 +104,7 @@ def _target(program: Program, layout: GraphLayout, ref: Ref) -> Placement:
 
 
 def _widens(program: Program, node: Node) -> bool:
-    return node.op == "Cast" and program.type_of(node.inputs[0]).dtype in ("bfloat16", "float16") and (
+    return node.op == "Cast" and program.find_type(node.inputs[0]).dtype in ("bfloat16", "float16") and (
         node.outputs[0].dtype in ("float32", "float64")
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
     price, gathered = 0.0, False
     for ref, placement in zip(node.inputs, strategy.inputs):
         source = layout.produced[ref]
-        tensor = program.type_of(ref)
+        tensor = program.find_type(ref)
         if type(placement) is Split:
             gathered = True
             if type(source) is not Broadcast:
@@ -152,8 +152,8 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
         elif not tensor.bytes and type(placement) is not Broadcast and 0 not in (tensor.shape or ()):
             return None
     if gathered:
-        types = [program.type_of(r) for r in node.inputs]
-        if matmul_flops(node, types):
+        types = [program.find_type(r) for r in node.inputs]
+        if count_matmul_flops(node, types):
             return None  # products stay divided
         touched = sum(t.bytes for t in types) + sum(t.bytes for t in node.outputs)
         whole = Strategy((B,) * len(types), (B,) * len(node.outputs), "")

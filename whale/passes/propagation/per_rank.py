@@ -10,10 +10,10 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import FLOATING
 from whale.passes.analysis.rank_groups import RankGroups
 from whale.passes.propagation.local_statistics import LocalStatistics
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import OpView, as_whole, with_per_rank
-from whale.sharding_rules.graph import view
-from whale.sharding_rules.nn.norm import per_rank_moments
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.base import OpView, adapt_to_per_rank, replace_per_rank
+from whale.sharding_rules.graph import make_op_view
+from whale.sharding_rules.nn.norm import make_per_rank_moments
 from whale.sharding_rules.registry import LineRule
 
 
@@ -55,19 +55,19 @@ class PerRankRows:
         if drawn is not None:
             return [drawn]
         if self.semantics.statistics is not None and current:
-            moments = per_rank_moments(op, current[0])
+            moments = make_per_rank_moments(op, current[0])
             if moments is not None:
                 return [moments]
-        options = rule.strategies(op, [as_whole(p) for p in current])
+        options = rule.strategies(op, [replace_per_rank(p) for p in current])
         if op.node.stateful or not any(type(p) is PerRank for p in current):
             return options
         floating = all(t.dtype in FLOATING for t in op.outputs)
-        lifted = [found for o in options if floating and (found := with_per_rank(o, current)) is not None]
+        lifted = [found for o in options if floating and (found := adapt_to_per_rank(o, current)) is not None]
         return lifted + options
 
     def draws(self, node: Node) -> bool:
         """Tells whether each rank may draw its rows of this node's result."""
-        rule = rule_of(node.op) if self.semantics.streams else None
+        rule = find_rule(node.op) if self.semantics.streams else None
         return rule is not None and rule.local_stream != ""
 
     def kept(self, node: Node, strategy: Strategy) -> dict[Ref, Placement]:
@@ -93,10 +93,10 @@ class PerRankRows:
         if rows is None or type(produced[0]) not in (Partial, PerRank) or any(p != B for p in produced[1:]):
             return None
         mine: list[Placement] = [PerRank(rows.sizes), *produced[1:]]
-        rule = rule_of(node.op)
+        rule = find_rule(node.op)
         assert rule is not None
-        for option in rule.strategies(view(self.program, node, self.parts), [B] * len(mine), (rows,)):
-            found = with_per_rank(option, mine)
+        for option in rule.strategies(make_op_view(self.program, node, self.parts), [B] * len(mine), (rows,)):
+            found = adapt_to_per_rank(option, mine)
             if option.outputs == (rows,) and found is not None:
                 return found
         return None

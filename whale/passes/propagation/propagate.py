@@ -156,7 +156,7 @@ class Propagation:
             if given is None and statistics:
                 preferred.update(per_rank.kept(node, strategy))
             if self.leaving:
-                preferred.update((ref, B) for ref in node.refs() if ref in self.leaving)
+                preferred.update((ref, B) for ref in node.list_refs() if ref in self.leaving)
             if self.gathered and self._is_gathered(node, given is not None):
                 preferred[Ref(node.name)] = B
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from whale.ir.layout import Broadcast, Placement, Split, Strategy, split, times_of
+from whale.ir.layout import Broadcast, Placement, Split, Strategy, find_multiple, split
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.propagation.graph_layout import GraphLayout, fetched
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import as_whole
-from whale.sharding_rules.graph import view
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.base import replace_per_rank
+from whale.sharding_rules.graph import make_op_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class ReferencePlan:
         if node.name in handles:
             return found  # no variable has rows of the batch
         types = [
-            handles[r.node].type if r.node in handles else program.type_of(r) for r in (*node.inputs, *node.refs())
+            handles[r.node].type if r.node in handles else program.find_type(r)
+            for r in (*node.inputs, *node.list_refs())
         ]
         along_axis = bool(node.marks.axis)  # its parts go to other groups, which have them as the first one has
         placements: list[Placement] = []
@@ -73,7 +74,7 @@ class ReferencePlan:
             if found is None or node.op in HAS_BODIES or len(found.inputs) != len(node.inputs):
                 return None
             strategies[node.name] = found
-            produced.update(zip(node.refs(), found.outputs))
+            produced.update(zip(node.list_refs(), found.outputs))
         return GraphLayout(strategies, produced, outputs=fetched(part, produced))
 
     def _here(self, p: Placement, t: TensorType) -> Placement | None:
@@ -83,7 +84,7 @@ class ReferencePlan:
         if t.dtype in UNMOVABLE:
             return None
         for theirs, ours in self.rows.items():
-            if times := times_of(p.sizes, theirs):
+            if times := find_multiple(p.sizes, theirs):
                 rows = split(p.dim, tuple(times * n for n in ours), p.blocks, p.halo)
                 if t.shape is None or p.dim >= len(t.shape):
                     return None
@@ -93,12 +94,12 @@ class ReferencePlan:
 
     def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
         """Tells whether the node's rule allows the strategy here, where other dimensions may have other sizes."""
-        rule = rule_of(node.op)
+        rule = find_rule(node.op)
         cut = next((p for p in found.inputs + found.outputs if isinstance(p, Split)), None)
         if rule is None or found.once or cut is None:
             return True
-        op = view(program, node, len(cut.sizes))
-        inputs, outputs = (tuple(map(as_whole, side)) for side in (found.inputs, found.outputs))
+        op = make_op_view(program, node, len(cut.sizes))
+        inputs, outputs = (tuple(map(replace_per_rank, side)) for side in (found.inputs, found.outputs))
         return any((o.inputs, o.outputs) == (inputs, outputs) for o in rule.strategies(op, inputs, outputs))
 
     def alike(self, graph: str, node: Node) -> Strategy | None:

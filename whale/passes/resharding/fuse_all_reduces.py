@@ -42,7 +42,7 @@ def fuse_all_reduces(
         position = {node.name: i for i, node in enumerate(body.nodes)}
         fusable = [r for r in mine if is_all_reduce(r) or is_of_whole_table(r)]
         for r in sorted(fusable, key=lambda r: position[r.ref.node]):
-            tensor = body.type_of(r.ref)
+            tensor = body.find_type(r.ref)
             what = r.source if is_all_reduce(r) else "parts"
             kind = (graph, depth[r.key], tensor.dtype, what, r.backend, r.wire_dtype)
             if not tensor.is_static or tensor.bytes > group_bytes:
@@ -72,7 +72,7 @@ def is_of_whole_table(r: Reshard) -> bool:
     if not isinstance(have, Split) or not isinstance(want, Split) or have.dim != want.dim:
         return False
     alone = len(have.holders) == 1 or len(want.holders) == 1
-    return alone and all(cut is cut.plain and cut.blocks == 1 for cut in (have, want))
+    return alone and all(cut is cut.without_halo and cut.blocks == 1 for cut in (have, want))
 
 
 def moves(r: Reshard) -> bool:

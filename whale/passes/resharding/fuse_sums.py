@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whale.ir.ops import ALL_REDUCE
-from whale.ir.program import Node, Program, Ref, rewired
-from whale.ir.values import in_groups
+from whale.ir.program import Node, Program, Ref, rewire
+from whale.ir.values import group_by_bytes
 from whale.passes.analysis.uses import taken_by_updates
 
 
@@ -48,7 +48,9 @@ def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: 
             kinds.setdefault(kind, []).append(node)
     groups: list[list[Node]] = []
     for members in kinds.values():
-        groups += in_groups(sorted(members, key=lambda n: _place(n, order)), lambda n: n.outputs[0].bytes, group_bytes)
+        groups += group_by_bytes(
+            sorted(members, key=lambda n: _place(n, order)), lambda n: n.outputs[0].bytes, group_bytes
+        )
     return [group for group in groups if len(group) > 1]
 
 
@@ -82,4 +84,4 @@ def _joined(program: Program, groups: list[list[Node]]) -> Program:
         )
         stands_for.update((node.name, joined) for node in members)
     found = [stands_for.get(node.name, node) for node in program.nodes]
-    return rewired(program, {node.name: node for node in found}, results)
+    return rewire(program, {node.name: node for node in found}, results)

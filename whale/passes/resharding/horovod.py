@@ -66,7 +66,7 @@ def horovod_can(program: Program, r: Reshard) -> bool:
         and isinstance(r.source, Partial)
         and r.source == P_SUM
         and isinstance(r.target, Broadcast)
-        and program.type_of(r.ref).dtype in HOROVOD_DTYPES
+        and program.find_type(r.ref).dtype in HOROVOD_DTYPES
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from whale.ir.layout import B, Partial
 from whale.ir.ops import ALL_REDUCE
 from whale.ir.plan import STAGE_OUTPUT, Plan, Reshard
-from whale.ir.program import Node, Program, Ref, rewired
+from whale.ir.program import Node, Program, Ref, rewire
 
 
 def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]]:
@@ -92,7 +92,7 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
             node = over.get(node.name, node)
             nodes[node.name] = _with(node, left[node.name]) if node.name in left else node
     effects = tuple(e for e in program.effects if e not in gone)
-    return rewired(replace(program, effects=effects), nodes, moved)
+    return rewire(replace(program, effects=effects), nodes, moved)
 
 
 def _takes_up(one: Node, node: Node, keys: Collection[str]) -> bool:

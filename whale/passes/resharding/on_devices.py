@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from whale.ir.exchanged_bytes import rank_bytes
+from whale.ir.exchanged_bytes import count_rank_bytes
 from whale.ir.ops import CALLS, EXCHANGES, ON_DEVICE, POINT_TO_POINT, RANK_REDUCTIONS, ROW_EXCHANGES
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func
 
@@ -55,7 +55,7 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
     direct = _called_directly(program)
 
     def of_graph(graph: Program) -> Program:
-        return graph.with_nodes(tuple(_on_device(n, comm, rank) if _why_not(n) == "" else n for n in graph.nodes))
+        return graph.replace_nodes(tuple(_on_device(n, comm, rank) if _why_not(n) == "" else n for n in graph.nodes))
 
     functions = {name: of_graph(body) if name in direct else body for name, body in program.functions.items()}
     return _without_handles(replace(of_graph(program), functions=functions), direct)
@@ -68,7 +68,7 @@ def told_apart(program: Program, backend: str) -> Program:
     if backend not in DEVICE_BACKENDS:
         return program
     marked = (n.marked(device_backend=backend) if _why_not(n) == "" else n for n in program.nodes)
-    return program.with_nodes(tuple(marked))
+    return program.replace_nodes(tuple(marked))
 
 
 def _without_handles(program: Program, direct: frozenset[str]) -> Program:
@@ -81,7 +81,7 @@ def _without_handles(program: Program, direct: frozenset[str]) -> Program:
     for name in direct:
         body = functions[name]
         used = {ref.node for node in body.nodes for ref in node.inputs} | {ref.node for ref in body.outputs}
-        gone = {i for i in body.inputs if i not in used and body.type_of(Ref(i)).dtype == "resource"}
+        gone = {i for i in body.inputs if i not in used and body.find_type(Ref(i)).dtype == "resource"}
         if gone:
             kept[name] = [k for k, i in enumerate(body.inputs) if i not in gone]
             nodes = tuple(node for node in body.nodes if node.name not in gone)
@@ -99,7 +99,7 @@ def _without_handles(program: Program, direct: frozenset[str]) -> Program:
         nodes = tuple(map(of_node, graph.nodes))
         used = {ref.node for n in nodes for ref in n.inputs} | {name for n in nodes for name in n.controls}
         used |= {ref.node for ref in graph.outputs} | set(graph.effects)
-        return graph.with_nodes(tuple(n for n in nodes if n.op != _COMMUNICATOR or n.name in used))
+        return graph.replace_nodes(tuple(n for n in nodes if n.op != _COMMUNICATOR or n.name in used))
 
     shorter = replace(of_graph(program), functions={name: of_graph(body) for name, body in functions.items()})
     return _without_handles(shorter, direct) if kept else shorter  # callers may have got them as operands, too
@@ -207,13 +207,13 @@ def host_lines(programs: Sequence[Program]) -> list[str]:
             place = group.index(rank) if rank in group else 0
             if place == 0 or "peer" in one.node.attrs:
                 found.setdefault((one.node.op.removeprefix("Whale"), one.why), [0, 0])[0] += 1
-            inputs = [graph.type_of(ref) for ref in one.node.inputs]
+            inputs = [graph.find_type(ref) for ref in one.node.inputs]
             if all(t.is_static for t in (*inputs, *one.node.outputs) if t.dtype != "resource"):
-                moved = rank_bytes(one.node, inputs, place, len(group))
+                moved = count_rank_bytes(one.node, inputs, place, len(group))
                 found.setdefault((one.node.op.removeprefix("Whale"), one.why), [0, 0])[1] += moved
     if not found:
         return ["From device to device: all exchanges"]
     lines = ["From device to device: all exchanges but those through the host"]
     for (kind, why), (count, moved) in sorted(found.items(), key=lambda row: -row[1][1]):
-        lines.append(f"  {human_bytes(moved):>10}  {count} {kind}: {why}")
+        lines.append(f"  {format_bytes(moved):>10}  {count} {kind}: {why}")
     return lines

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whale.ir.layout import P_SUM, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, label, moved_bytes
+from whale.ir.layout import (
+    P_SUM,
+    B,
+    Broadcast,
+    Partial,
+    PerRank,
+    Placement,
+    Split,
+    Strategy,
+    count_moved_bytes,
+    format_label,
+)
 from whale.ir.plan import Reshard
 from whale.ir.program import Node, Program, Ref
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.sharding_rules.nn.attention import RINGS, ring_bytes
+from whale.sharding_rules.nn.attention import RINGS, count_ring_bytes
 
 
 def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> tuple[Reshard, ...]:
@@ -31,7 +42,7 @@ def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], part
                 wanted.setdefault(ref, {}).setdefault(placement, "fetched" if graph == "" else "returned")
         read = {ref.node for ref in wanted}
         for node in body.nodes:
-            for ref in node.refs() if node.name in read else ():
+            for ref in node.list_refs() if node.name in read else ():
                 if ref in wanted:
                     found.extend(reshards_of_tensor(graph, body, ref, layout.produced[ref], wanted[ref], parts))
             if node.op in RINGS:
@@ -48,7 +59,7 @@ def reshards_of_tensor(
     Args:
       graph: name of the function body that the tensor is in; "" is the program; parts: size of the mesh axis.
     """
-    tensor = program.type_of(ref)
+    tensor = program.find_type(ref)
     per_rank = {t: why for t, why in targets.items() if type(t) is PerRank}
     if per_rank:
         # Own values need what each rank contributed, before any of it is reduced.
@@ -60,18 +71,18 @@ def reshards_of_tensor(
         first = _row(graph, ref, source, P_SUM, 0, next(iter(targets.values())))
         rest = {t: why for t, why in targets.items() if t != P_SUM}
         return [first] + (reshards_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
-    wide = {t: why for t, why in targets.items() if isinstance(t, Split) and t is not t.plain}
+    wide = {t: why for t, why in targets.items() if isinstance(t, Split) and t is not t.without_halo}
     if wide:
         # A rank that has its own part already fetches what its neighbours have.
         rest = {t: why for t, why in targets.items() if t not in wide}
         cut = type(source) is Broadcast
         for t, why in wide.items():
-            if not cut and t.plain != source:
-                rest.setdefault(t.plain, why)
+            if not cut and t.without_halo != source:
+                rest.setdefault(t.without_halo, why)
         rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
         for t, why in wide.items():
-            start = source if cut else t.plain
-            rows.append(_row(graph, ref, start, t, moved_bytes(start, t, tensor.bytes, parts), why))
+            start = source if cut else t.without_halo
+            rows.append(_row(graph, ref, start, t, count_moved_bytes(start, t, tensor.bytes, parts), why))
         return rows
     whole = next((t for t in targets if type(t) is Broadcast), None)
     if whole is None and (
@@ -85,7 +96,9 @@ def reshards_of_tensor(
     rows = []
     for target in sorted(targets, key=lambda t: type(t) is not Broadcast):
         start = whole if whole is not None and target != whole else source
-        rows.append(_row(graph, ref, start, target, moved_bytes(start, target, tensor.bytes, parts), targets[target]))
+        rows.append(
+            _row(graph, ref, start, target, count_moved_bytes(start, target, tensor.bytes, parts), targets[target])
+        )
     return rows
 
 
@@ -93,10 +106,10 @@ def _round(graph: str, program: Program, node: Node, strategy: Strategy) -> Resh
     """Returns the reshard of an attention's keys and values around the ring: they end as placed before, seen by all
     ranks.
     """
-    moved = ring_bytes(program, node, strategy)
+    moved = count_ring_bytes(program, node, strategy)
     keys, placement = node.inputs[1], strategy.inputs[1]
     return Reshard(graph, keys, placement, placement, node.name, moved, origin=f"round the ranks, for {node.name}")
 
 
 def _row(graph: str, ref: Ref, source: Placement, target: Placement, moved: int, why: str) -> Reshard:
-    return Reshard(graph, ref, source, target, f"{graph}/{ref}>{label(target)}", moved, origin=f"for {why}")
+    return Reshard(graph, ref, source, target, f"{graph}/{ref}>{format_label(target)}", moved, origin=f"for {why}")

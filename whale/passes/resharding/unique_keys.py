@@ -26,7 +26,7 @@ def with_number(program: Program, number: int) -> Program:
 
         nodes = tuple(map(of_node, graph.nodes))
         if not renamed:
-            return graph.with_nodes(nodes)
+            return graph.replace_nodes(nodes)
         effects = tuple(renamed.get(name, name) for name in graph.effects)
         return replace(graph, nodes=nodes, outputs=tuple(map(of_ref, graph.outputs)), effects=effects)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.ir.exchanged_bytes import bytes_on_wire
-from whale.ir.layout import P_SUM, Broadcast, Split, moved_bytes
+from whale.ir.exchanged_bytes import count_wire_bytes
+from whale.ir.layout import P_SUM, Broadcast, Split, count_moved_bytes
 from whale.ir.ops import REF_UPDATES, UPDATES
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
@@ -30,7 +30,7 @@ def can_narrow(program: Program, r: Reshard) -> bool:
         and r.backend == "whale"
         and r.source == P_SUM
         and isinstance(r.target, Broadcast | Split)
-        and program.type_of(r.ref).dtype == "float32"
+        and program.find_type(r.ref).dtype == "float32"
     )
 
 
@@ -50,7 +50,7 @@ def narrow(
         scattered = isinstance(r.target, Split)  # weights are gathered after an update of their parts
         if (scattered and not taken_by_updates(program, r.ref)) or (not scattered and r.key in moves_after):
             return r
-        tensor = program.type_of(r.ref)
+        tensor = program.find_type(r.ref)
         if tensor.shape == ():
             return r
         r = replace(r, wire_dtype=dtype)
@@ -61,4 +61,4 @@ def narrow(
 
 def reshard_bytes(r: Reshard, tensor: TensorType, size: int) -> int:
     """Returns the bytes that a reshard of ``tensor`` moves between ``size`` ranks, in total."""
-    return moved_bytes(r.source, r.target, bytes_on_wire(tensor.bytes, tensor.dtype, r.wire_dtype), size)
+    return count_moved_bytes(r.source, r.target, count_wire_bytes(tensor.bytes, tensor.dtype, r.wire_dtype), size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from whale.ir.ops import CALLS, EXCHANGES
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 from whale.ir.program import Node, Program
 from whale.ir.values import Func
 
@@ -39,7 +39,7 @@ def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[
         return ["On the GPU: all operations"]
     lines = ["On the processor, because TensorFlow has no kernel for GPUs; bytes copied there and back"]
     for (op, dtype, where), (count, moved) in sorted(found.items(), key=lambda row: (-row[1][1], row[0])):
-        lines.append(f"  {human_bytes(moved):>10}  {count} {op}{f' of {dtype}' if dtype else ''}{where}")
+        lines.append(f"  {format_bytes(moved):>10}  {count} {op}{f' of {dtype}' if dtype else ''}{where}")
     return lines
 
 
@@ -64,7 +64,7 @@ def _of_graph(graph: Program, has_kernel: HasKernel) -> list[tuple[Node, int]]:
     for node in graph.nodes:
         if node.name not in alone:
             continue
-        types = [graph.type_of(ref) for ref in dict.fromkeys(node.inputs) if ref.node not in alone]
+        types = [graph.find_type(ref) for ref in dict.fromkeys(node.inputs) if ref.node not in alone]
         read = {ref.index for ref in taken if ref.node == node.name}
         types += [kind for i, kind in enumerate(node.outputs) if i in read]
         found.append((node, sum(t.bytes for t in types if t.is_static and t.dtype not in _HANDLES)))

@@ -22,13 +22,19 @@ from whale.ir.values import UNMOVABLE
 from whale.passes.resharding.fuse_all_reduces import is_all_reduce, is_of_whole_table
 from whale.passes.resharding.horovod import horovod_can
 from whale.passes.resharding.wire_dtype import can_narrow, reshard_bytes
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.base import as_whole, with_per_rank
-from whale.sharding_rules.embedding import lies_with_owners
-from whale.sharding_rules.graph import called_functions, handles_lists, holds_variable, recreatable, view
-from whale.sharding_rules.nn.attention import RINGS, ring_bytes
-from whale.sharding_rules.nn.norm import per_rank_moments
-from whale.sharding_rules.registry import by_types
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.base import adapt_to_per_rank, replace_per_rank
+from whale.sharding_rules.embedding import is_with_owners
+from whale.sharding_rules.graph import (
+    has_variable_handle,
+    is_list_op,
+    is_recreatable,
+    list_called_functions,
+    make_op_view,
+)
+from whale.sharding_rules.nn.attention import RINGS, count_ring_bytes
+from whale.sharding_rules.nn.norm import make_per_rank_moments
+from whale.sharding_rules.registry import is_decided_by_types
 
 _AGAIN = "make the plan again with `whale plan`"
 
@@ -95,7 +101,7 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
             _check_legal(program, node, strategy, plan, known)
         if PerRank in map(type, strategy.inputs):
             _check_contributed(program, graph, node, plan)
-        for ref, placement in zip(node.refs(), strategy.outputs):
+        for ref, placement in zip(node.list_refs(), strategy.outputs):
             if type(placement) is Split:
                 _check_sizes(program, node, ref, placement, plan.size)
             produced[ref] = placement
@@ -126,7 +132,7 @@ def _check_variable(variable: Variable, node: Node, placement: Placement, parts:
 
 def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
     """Checks what a loop or branch passes to its functions, and what it expects of them."""
-    functions = [f.name for f in called_functions(node)]
+    functions = [f.name for f in list_called_functions(node)]
     loop = node.op in LOOPS
     for name in functions:
         arguments = strategy.inputs if loop else strategy.inputs[1:]
@@ -142,7 +148,7 @@ def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, p
     """
     if not isinstance(placement, Split):
         return
-    t = program.type_of(ref)
+    t = program.find_type(ref)
     if len(placement.sizes) != parts or placement.smallest < 0:
         raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes, none below 0")
     if t.dtype in UNMOVABLE:
@@ -166,11 +172,11 @@ def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted:
         if r is None:
             raise _fail(node, f"operand {ref} is {produced[ref]}", f"{wanted}, or a reshard to it")
         if (
-            program.type_of(ref).dtype in UNMOVABLE
+            program.find_type(ref).dtype in UNMOVABLE
             and wanted != FIRST
-            and not (recreatable(program, ref) or program.by_name[ref.node].op == "Placeholder")
+            and not (is_recreatable(program, ref) or program.by_name[ref.node].op == "Placeholder")
         ):
-            raise _fail(node, f"a reshard of {program.type_of(ref)} to {wanted}", "a tensor that can be sent")
+            raise _fail(node, f"a reshard of {program.find_type(ref)} to {wanted}", "a tensor that can be sent")
         wanted = r.source
 
 
@@ -193,7 +199,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise _fail(node, f"two reshards with the key {r.key!r}", "keys that are unique")
         keys.add(r.key)
         direct = type(r.source) in (Broadcast, FirstRank) or not isinstance(r.target, FirstRank)
-        if lies_with_owners(node, r.ref.index, r.source) or lies_with_owners(node, r.ref.index, r.target):
+        if is_with_owners(node, r.ref.index, r.source) or is_with_owners(node, r.ref.index, r.target):
             raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "rows that stay with their owners")
         if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
             raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "a change by way of B")
@@ -205,7 +211,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             )
         ring = body.by_name.get(r.key)
         if r.source == r.target and ring is not None and ring.op in RINGS:
-            moved = ring_bytes(body, ring, plan.strategies[r.graph][ring.name])
+            moved = count_ring_bytes(body, ring, plan.strategies[r.graph][ring.name])
         else:
             moved = reshard_bytes(r, node.outputs[r.ref.index], plan.size)
         if r.bytes != moved:
@@ -258,8 +264,8 @@ def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable
 
     Strategies and types are told apart by their numbers: plan and program keep them.
     """
-    rule = rule_of(node.op)
-    if rule is None or not by_types(rule) or node.marks.owned_rows or PerRank in map(type, strategy.inputs):
+    rule = find_rule(node.op)
+    if rule is None or not is_decided_by_types(rule) or node.marks.owned_rows or PerRank in map(type, strategy.inputs):
         return None
     by_name = program.by_name
     types = [id(by_name[name].outputs[index]) for name, index in node.inputs]
@@ -281,22 +287,24 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         if node.stateful and FIRST not in strategy.inputs and _runs_everywhere(program, node, strategy, parts):
             raise _fail(node, f"{strategy}, on the first rank only", "on every rank: what it changes is on all of them")
         return
-    if handles_lists(node):
+    if is_list_op(node):
         if len(set(strategy.inputs + strategy.outputs)) > 1:
             raise _fail(node, strategy, "lists whose elements lie alike")
         return
-    rule = rule_of(node.op)
+    rule = find_rule(node.op)
     if whole and (not node.stateful or rule is None):
-        if node.stateful and not holds_variable(program, node) and not plan.in_time:  # in time, whole is once
+        if node.stateful and not has_variable_handle(program, node) and not plan.in_time:  # in time, whole is once
             raise _fail(node, strategy, "a stateful op without a rule on the first rank only")
         return
     if rule is None:
         raise _fail(node, strategy, "replicated: the op has no rule")
-    op = view(program, node, parts)
-    options = rule.strategies(op, [as_whole(p) for p in strategy.inputs], [as_whole(p) for p in strategy.outputs])
+    op = make_op_view(program, node, parts)
+    options = rule.strategies(
+        op, [replace_per_rank(p) for p in strategy.inputs], [replace_per_rank(p) for p in strategy.outputs]
+    )
     if any(isinstance(p, PerRank) for p in strategy.inputs + strategy.outputs) and not node.stateful:
-        moments = per_rank_moments(op, strategy.inputs[0]) if strategy.inputs else None
-        options = [found for o in options if (found := with_per_rank(o, strategy.inputs))]
+        moments = make_per_rank_moments(op, strategy.inputs[0]) if strategy.inputs else None
+        options = [found for o in options if (found := adapt_to_per_rank(o, strategy.inputs))]
         options += [moments] if moments else []
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
         raise _fail(node, strategy, "; ".join(map(str, options)) or "the first rank only")
@@ -304,10 +312,10 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
 
 def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
     """Tells whether a stateful op has to run on all ranks: its rule says how, or it holds a variable."""
-    rule = rule_of(node.op)
+    rule = find_rule(node.op)
     if rule is None:
-        return holds_variable(program, node)
-    return bool(rule.strategies(view(program, node, parts), strategy.inputs))
+        return has_variable_handle(program, node)
+    return bool(rule.strategies(make_op_view(program, node, parts), strategy.inputs))
 
 
 def _check_groups(program: Program, plan: Plan) -> None:
@@ -316,7 +324,7 @@ def _check_groups(program: Program, plan: Plan) -> None:
         one_graph = len({m.graph for m in members}) == 1
         sums = all(is_all_reduce(m) for m in members)
         alike = {
-            (m.source if sums else "parts", body.type_of(m.ref).dtype, m.backend, m.wire_dtype)
+            (m.source if sums else "parts", body.find_type(m.ref).dtype, m.backend, m.wire_dtype)
             for m in members
             if one_graph
         }

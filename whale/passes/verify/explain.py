@@ -1,6 +1,6 @@
 """Explains the layout of an operation of a plan: where it comes from, what it moves, what else is legal.
 
-What a saved plan says without its program is in `whale.ir.plan_explain`.
+What a saved plan says without its program is in `whale.ir.plan_text`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Partial, Placement, Split, Strategy, even_sizes, moved_bytes, split
+from whale.ir.layout import B, Partial, Placement, Split, Strategy, count_moved_bytes, divide_evenly, split
 from whale.ir.plan import Plan
-from whale.ir.plan_explain import MOST_OPS, decided, find_ops, layout_of
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import MOST_OPS, explain_operation, find_ops, format_bytes, format_layout
 from whale.ir.program import Node, Program, Ref
 from whale.passes.analysis.cost import change_cost, fraction
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.graph import view
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.graph import make_op_view
 
 MOST_ALTERNATIVES = 6
 SHOWN_STEPS = 5  # steps of a chain that are shown, beside its end
@@ -36,7 +35,7 @@ def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
     for name in found[:MOST_OPS]:
         node = program.by_name[name]
         lines += [f"{name}: {node.op}" + (f", in {node.scope}" if node.scope else "")]
-        lines += decided(plan, name, node)
+        lines += explain_operation(plan, name, node)
         lines += [
             "  because  " + line if i == 0 else "           " + line
             for i, line in enumerate(_chain(program, plan, name))
@@ -84,14 +83,14 @@ def _chain(program: Program, plan: Plan, name: str) -> list[str]:
 
 
 def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
-    rule, strategies = rule_of(node.op), plan.strategies[""]
+    rule, strategies = find_rule(node.op), plan.strategies[""]
     chosen = strategies[node.name]
     if rule is None:
         return [f"  else     nothing: {node.op} has no rule"]
-    op = view(program, node, plan.size)
+    op = make_op_view(program, node, plan.size)
     made = [strategies[r.node].outputs[r.index] if r.node in strategies else B for r in node.inputs]
     options: dict[Strategy, None] = {}
-    for current in _starts(made, [program.type_of(r).shape for r in node.inputs], plan.size):
+    for current in _starts(made, [program.find_type(r).shape for r in node.inputs], plan.size):
         try:
             options.update(dict.fromkeys(rule.strategies(op, current)))
         except PlanError:
@@ -110,8 +109,8 @@ def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
     rows.sort(key=lambda e: (e[0], e[1]))
     lines = []
     for more, times, option in rows[:MOST_ALTERNATIVES]:
-        sent_text = f"{'+' if more >= 0 else '-'}{human_bytes(abs(more))} a step"
-        lines.append(f"  else     {layout_of(option):40} {sent_text:>18}, {times:.2g} x the work on a rank")
+        sent_text = f"{'+' if more >= 0 else '-'}{format_bytes(abs(more))} a step"
+        lines.append(f"  else     {format_layout(option):40} {sent_text:>18}, {times:.2g} x the work on a rank")
     return lines or ["  else     nothing that its operands can be brought to"]
 
 
@@ -125,7 +124,7 @@ def _starts(
         for dim, size in itertools.islice(enumerate(shape or ()), 4):
             if size and size >= parts:
                 one: list[Placement] = [B] * len(made)
-                one[i] = split(dim, even_sizes(size, parts))
+                one[i] = split(dim, divide_evenly(size, parts))
                 yield one
 
 
@@ -134,7 +133,7 @@ def _moved(program: Program, plan: Plan, node: Node, made: Sequence[Placement], 
     impossible.
     """
     strategies, moved = plan.strategies[""], 0
-    pairs = [(program.type_of(r), source, wanted) for r, source, wanted in zip(node.inputs, made, option.inputs)]
+    pairs = [(program.find_type(r), source, wanted) for r, source, wanted in zip(node.inputs, made, option.inputs)]
     for index, placement in enumerate(option.outputs):
         ref = Ref(node.name, index)
         wanted_by = {
@@ -148,5 +147,5 @@ def _moved(program: Program, plan: Plan, node: Node, made: Sequence[Placement], 
             continue
         if not tensor.is_static or change_cost(tensor, source, wanted, plan.size) == float("inf"):
             return None
-        moved += moved_bytes(source, wanted, tensor.bytes, plan.size)
+        moved += count_moved_bytes(source, wanted, tensor.bytes, plan.size)
     return moved

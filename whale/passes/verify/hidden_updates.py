@@ -7,8 +7,8 @@ from __future__ import annotations
 from whale.errors import PlanError
 from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, UPDATES
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, function_refs
-from whale.sharding_rules import rule_of
+from whale.ir.program import Node, Program, iterate_function_refs
+from whale.sharding_rules import find_rule
 
 _LOOP = "take the loop over the dataset out of the step, and call the step once per batch"
 # A dataset of candidates that a metric or a layer reads, mostly, which numbers them in a variable.
@@ -33,7 +33,7 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
             control_flow = node.op in HAS_BODIES
             if control_flow and not strategies[node.name].once:
                 continue  # its bodies are graphs of the plan
-            if not control_flow and (rule_of(node.op) is not None or not _takes_handles(body, node)):
+            if not control_flow and (find_rule(node.op) is not None or not _takes_handles(body, node)):
                 continue
             update = _update_inside(program, node, set())
             if update is not None:
@@ -47,11 +47,11 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
 
 
 def _takes_handles(program: Program, node: Node) -> bool:
-    return any(program.type_of(r).dtype in ("resource", "variant") for r in node.inputs)
+    return any(program.find_type(r).dtype in ("resource", "variant") for r in node.inputs)
 
 
 def _update_inside(program: Program, node: Node, seen: set[str]) -> Node | None:
-    for _, func in function_refs(node):
+    for _, func in iterate_function_refs(node):
         body = program.functions.get(func.name)
         if body is None or func.name in seen:
             continue

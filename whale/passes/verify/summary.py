@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from cost_model.kernels.loop_counts import executions
+from cost_model.kernels.loop_counts import count_executions
 from whale.ir.layout import PerRank, Split
 from whale.ir.ops import CONTRACTIONS
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
-from whale.passes.analysis.cost import matmul_flops
+from whale.passes.analysis.cost import count_matmul_flops
 from whale.passes.normalize.decompose import is_composite
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.sharding_rules import rule_of
-from whale.sharding_rules.graph import view
+from whale.sharding_rules import find_rule
+from whale.sharding_rules.graph import make_op_view
 
 
 def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
@@ -23,13 +23,13 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
       layout: of the program itself, without its functions.
     """
     statistics = [
-        n for n in program.nodes if is_composite(n) and any(type(layout.produced[r]) is PerRank for r in n.refs())
+        n for n in program.nodes if is_composite(n) and any(type(layout.produced[r]) is PerRank for r in n.list_refs())
     ]
     means = [r for r, p in layout.preferred.items() if type(p) is PerRank]
     drawn = [
         n
         for n in program.nodes
-        if (rule := rule_of(n.op)) is not None
+        if (rule := find_rule(n.op)) is not None
         and rule.local_stream
         and any(type(p) is Split for p in layout.strategies[n.name].outputs)
     ]
@@ -51,9 +51,9 @@ def routed(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> 
     for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
         for node in body.nodes:
-            rule = rule_of(node.op)
+            rule = find_rule(node.op)
             if rule is not None and rule.routes:
-                moved = rule.exchanged_bytes(view(body, node, parts), layout.strategies[node.name])
+                moved = rule.count_exchanged_bytes(make_op_view(body, node, parts), layout.strategies[node.name])
                 if moved:
                     found[f"{graph}/{node.name}" if graph else node.name] = moved
     return found
@@ -64,13 +64,13 @@ def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) 
     iteration.
     """
     divided = total = 0
-    often = executions(program)
+    often = count_executions(program)
     for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
         for node in body.nodes:
             if node.op not in CONTRACTIONS:
                 continue
-            flops = matmul_flops(node, [body.type_of(r) for r in node.inputs]) * (often[graph] if graph else 1)
+            flops = count_matmul_flops(node, [body.find_type(r) for r in node.inputs]) * (often[graph] if graph else 1)
             strategy = layout.strategies[node.name]
             total += flops
             if any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):

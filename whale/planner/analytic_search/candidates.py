@@ -8,7 +8,7 @@ import msgspec
 
 from cost_model.analytic.evaluate import Evaluation
 from cost_model.cluster.cluster_file import Cluster
-from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Stage, even_chunks
+from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Stage, divide_chunks
 
 # Fields of `Limits` that a plan is asked for by, and may be told to leave free.
 FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute", "zero", "chunks", "offload")
@@ -73,7 +73,7 @@ class Candidate:
 
     def even(self, layers: int) -> ParallelStrategy:
         """Returns the strategy with equally many of a model's layers per stage and chunk, whether it fits or not."""
-        chunks = even_chunks(layers, self.stages, self.chunks)
+        chunks = divide_chunks(layers, self.stages, self.chunks)
         stages = tuple(Stage(ranges, parts) for ranges, parts in zip(chunks, self.ranks))
         return msgspec.structs.replace(self.settings, stages=stages)
 

@@ -231,4 +231,4 @@ class _Solver:
             found.append(Stage(((low, high),), option.parts))
             again.append(option.recompute)
             low, before = high, option.head
-        return msgspec.structs.replace(self.settings, stages=tuple(found)).recomputing(again), slowest
+        return msgspec.structs.replace(self.settings, stages=tuple(found)).replace_recompute(again), slowest

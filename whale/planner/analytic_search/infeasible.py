@@ -17,7 +17,7 @@ from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines, Pool
 from whale.errors import PlanError
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 from whale.ir.strategy import ParallelStrategy
 from whale.planner.analytic_search.candidates import FIXED, Candidate, Constraints
 from whale.planner.analytic_search.search import Search
@@ -73,15 +73,17 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
     }
     most = max(held, key=lambda name: held[name])
     on_device = used.total_bytes > pool.memory_bytes
-    needs = f"needs {human_bytes(used.total_bytes)} per {pool.device.name}, which has {human_bytes(pool.memory_bytes)}"
+    needs = (
+        f"needs {format_bytes(used.total_bytes)} per {pool.device.name}, which has {format_bytes(pool.memory_bytes)}"
+    )
     if not on_device:
         needs = f"has no room for what is offloaded in the memory of {pool.host.name}"
     proposed = [change.text for change in changes(model, machines, limits, pool, fits)]
     return PlanError(
         "nothing fits into the devices' memory",
         given=f"{model.name} on {machines.devices} devices of {machines.cluster.name}",
-        nearest=f"{strategy.summary()}: stage {stage} {needs}; it lacks {human_bytes(found.lacking_bytes)}",
-        binds=f"{most}, {human_bytes(held[most])}" if on_device else "the hosts' memory",
+        nearest=f"{strategy.format_summary()}: stage {stage} {needs}; it lacks {format_bytes(found.lacking_bytes)}",
+        binds=f"{most}, {format_bytes(held[most])}" if on_device else "the hosts' memory",
         action=", or ".join(proposed) or "change the model: neither more devices nor more memory is enough",
     )
 

@@ -12,7 +12,7 @@ import msgspec
 from cost_model.analytic.layer_costs import LayerCosts, Model, costs_of, slowest_passes_s
 from cost_model.analytic.stage_costs import lacking_bytes, stage_memory
 from cost_model.cluster.pools import Machines
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage, live_chunks
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage, count_live_chunks
 
 # The slowest stage's seconds are found by halving an interval: so often at most, or until it is so small a part.
 HALVINGS, PRECISION = 24, 2e-4
@@ -52,7 +52,7 @@ class Chain:
 
     def live(self, stage: int) -> int:
         """Returns the number of micro-batches that a stage holds at its peak."""
-        return live_chunks(self.settings.schedule, self.stages, 1, self.settings.micro_batches, stage)
+        return count_live_chunks(self.settings.schedule, self.stages, 1, self.settings.micro_batches, stage)
 
     def fits(self, stage: int, how: Recompute, low: int, high: int) -> bool:
         """Tells whether layers low..high-1, recomputed like this, have room on a stage's ranks and in their hosts."""

@@ -87,7 +87,7 @@ def read(path: str | Path) -> LayerProfile:
     Raises:
         ClusterError: a mistake, with line and key.
     """
-    file = yaml_files.File(yaml_files.text(path, "profile"), str(path), "profile")
+    file = yaml_files.YamlFile(yaml_files.read_text(path, "profile"), str(path), "profile")
     beside = Path(path).with_suffix(".csv")
     found = file.decode(LayerProfile)
     measured = list(found.measured)
@@ -99,22 +99,22 @@ def read(path: str | Path) -> LayerProfile:
     checked = []
     for i, one in enumerate(measured):
         if one.layer not in names:
-            raise file.error(
+            raise file.make_error(
                 ["measured", i, "layer"],
                 "a measurement of no layer",
                 given=one.layer,
                 expected=", ".join(sorted(names)),
             )
         try:
-            checked.append(msgspec.structs.replace(one, device=catalogue.device(one.device).name))
+            checked.append(msgspec.structs.replace(one, device=catalogue.find_device(one.device).name))
         except ClusterError as error:
-            raise file.error(["measured", i, "device"], error.message, **error.facts) from None
+            raise file.make_error(["measured", i, "device"], error.message, **error.facts) from None
     if not checked:
-        raise file.error(
+        raise file.make_error(
             ["layers"], "a profile without measurements", expected=f"`measured`, or {beside.name} beside it"
         )
     if missing := _unlike(checked):
-        raise file.error(
+        raise file.make_error(
             ["measured"],
             "layers are not measured alike with recompute",
             given=missing,

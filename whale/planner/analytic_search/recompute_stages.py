@@ -32,7 +32,7 @@ class RecomputeChoice:
         """
         if len(kinds) < 2:
             return strategy
-        return strategy.recomputing(
+        return strategy.replace_recompute(
             [self._of(strategy, stage, live(i), kinds) for i, stage in enumerate(strategy.stages)]
         )
 

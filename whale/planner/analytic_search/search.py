@@ -26,7 +26,7 @@ from cost_model.analytic.evaluate import Evaluation, evaluate
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.cluster.pools import Machines
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, live_chunks
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, count_live_chunks
 from whale.planner.analytic_search.candidates import Candidate, Constraints, SearchResult
 from whale.planner.analytic_search.enumerate_candidates import Families
 from whale.planner.analytic_search.exact import exact
@@ -305,7 +305,9 @@ class Search(Families):
 
     def live(self, strategy: ParallelStrategy, index: int) -> int:
         """Returns how many chunks of micro-batches a stage holds at its peak."""
-        return live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
+        return count_live_chunks(
+            strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index
+        )
 
     def least_memory(self) -> Iterator[Candidate]:
         """Yields what was listed, and then what is divided most and computes most again, however slow it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whale.ir.layout import proportional_sizes
+from whale.ir.layout import divide_proportionally
 
 
 def balanced(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tuple[int, ...]:
@@ -26,4 +26,4 @@ def balanced(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tupl
     weights = [0] * len(once_s)
     for rank in working:
         weights[rank] = round(1e6 * (end_s - once_s[rank]) / (row_s[rank] * rows))
-    return proportional_sizes(rows, tuple(weights))
+    return divide_proportionally(rows, tuple(weights))

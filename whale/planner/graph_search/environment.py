@@ -16,7 +16,7 @@ from cost_model.graph.machine import (
 )
 from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import rank_seconds
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.program import Program
 
 UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
@@ -68,7 +68,7 @@ class SearchEnvironment:
     def machine(self, program: Program) -> Machine:
         """Returns the machine that prices the operations of ranks that run ``program``."""
         if isinstance(self.prices, MachineProfile):
-            return measured_machine(self.prices, len(self.rates), [fingerprint(program)])
+            return measured_machine(self.prices, len(self.rates), [compute_fingerprint(program)])
         return rated_machine(self.rates) if self.prices is None else cluster_machine(self.prices)
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from cost_model.graph.executor_graph import BIAS, MAY_BE_FUSED
 from cost_model.graph.machine import Rates
-from cost_model.kernels.op_work import Work, work
+from cost_model.kernels.op_work import Work, estimate_work
 from whale.ir.ops import CONTRACTIONS, CONVOLUTIONS, FILTER_GRADIENTS, LOOKUPS, READS, ROW_LOOKUPS
 from whale.ir.program import PRODUCT, Node, Program, Ref
 from whale.ir.strategy import ParallelStrategy
@@ -50,7 +50,7 @@ def speed_of(
     def does(name: str, op: str) -> tuple[Program, Node, Work]:
         program = next(one for one in programs if name in one.by_name and one.by_name[name].op == op)
         node = program.by_name[name]
-        return program, node, work(node, [program.type_of(r) for r in node.inputs])
+        return program, node, estimate_work(node, [program.find_type(r) for r in node.inputs])
 
     @cache
     def seconds(name: str, op: str) -> float:
@@ -121,7 +121,7 @@ def of_pipelines(
         pick = max if equal_rows else min
         each = [
             pick(of_stage(kinds[rank], low, high, count * stage.ranks) for rank in stage.bound_ranks)
-            for stage, low, high in strategy.in_order
+            for stage, low, high in strategy.ordered_layers
         ]
         filled = accumulate(each, initial=0.0)
         return max(sum(each) * (1 + (count - 1) / stages), *(count * one + first for one, first in zip(each, filled)))
@@ -154,7 +154,7 @@ class Shares:
             return 1 / self.parts
         if by_rows:
             return self.rows
-        types = (*(program.type_of(r) for r in node.inputs), *node.outputs)
+        types = (*(program.find_type(r) for r in node.inputs), *node.outputs)
         sizes = {size for t in types for size in t.shape or () if size is not None and size >= self.parts}
         return min((size // self.parts / size for size in sizes), default=0.0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cost_model.kernels.contraction import matmul_flops
+from cost_model.kernels.op_work import count_matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
@@ -94,7 +94,7 @@ def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
     for node in readers[1:]:
         after = _after(program, node)
         others = [c for r in node.inputs for c, _ in program.consumers.get(r, ()) if c.name in after]
-        if any(matmul_flops(c, [program.type_of(r) for r in c.inputs]) for c in others):
+        if any(count_matmul_flops(c, [program.find_type(r) for r in c.inputs]) for c in others):
             found.append(node.name)
     return found
 
@@ -104,7 +104,7 @@ def _after(program: Program, node: Node) -> set[str]:
     found: set[str] = set()
     stack = [node]
     while stack:
-        for ref in stack.pop().refs():
+        for ref in stack.pop().list_refs():
             for consumer, _ in program.consumers.get(ref, ()):
                 if consumer.name not in found:
                     found.add(consumer.name)
@@ -244,11 +244,11 @@ def staged(program: Program, strategy: ParallelStrategy) -> Program:
     """Puts each part of the chain into scopes, as if built under a `wh.stage` on its ranks, and a `wh.split`."""
     scopes: list[str] = []
     count, tensor = len(chain(program)), strategy.tensor
-    parts = strategy.in_order if strategy.pipelined else []
+    parts = strategy.ordered_layers if strategy.is_pipelined else []
     lows = [0, *(low for _, low, _ in parts[1:])]
     for number, (low, high) in enumerate(zip(lows, [*lows[1:], count])):
         path = ["auto_parallel"]
-        if strategy.pipelined:
+        if strategy.is_pipelined:
             ranks = parts[number][0].bound_ranks
             path.append(f"stage_{number}(ranks={'+'.join(map(str, ranks))})")
         if tensor > 1:

@@ -10,8 +10,8 @@ from cost_model.cluster.cluster_file import Cluster
 from cost_model.graph.machine import Machine, cluster_machine, measured_machine
 from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import CapturedPrediction, predict_ranks
-from cost_model.kernels.interval import OWN_RUNS, interval_s
-from whale.ir.fingerprint import fingerprint
+from cost_model.kernels.interval import OWN_RUNS, compute_interval_s
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.plan import Plan
 from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.program import Program
@@ -70,7 +70,7 @@ def predict_plan(
     programs = programs or rank_programs(planned)
     carried = as_carried(programs, planned.settings)
     # The ranks' own steps say more than steps of the whole batch, which fill the caches otherwise.
-    marks = [fingerprint(programs[0]), fingerprint(planned.program)]
+    marks = [compute_fingerprint(programs[0]), compute_fingerprint(planned.program)]
     return predict_ranks(carried, machine(on, len(programs), marks, counted_from_bytes), with_timelines)
 
 
@@ -124,7 +124,7 @@ def kept(
         where,
         found.step_s,
         ranks,
-        interval_s(found.step_s, OWN_RUNS) if measured else None,
+        compute_interval_s(found.step_s, OWN_RUNS) if measured else None,
         compute_s=compute_s,
         communication_s=communication_s,
         bubble_s=found.step_s - compute_s - communication_s,

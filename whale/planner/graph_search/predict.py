@@ -119,7 +119,7 @@ class Plans:
         inside = self.scoped(strategy) if strategy.split else None
         program, settings = apply(self.program, self.settings, strategy, inside)
         if plan is None:
-            same = bool(strategy.split) or not (strategy.pipelined or strategy.tensor > 1)  # but for its scopes
+            same = bool(strategy.split) or not (strategy.is_pipelined or strategy.tensor > 1)  # but for its scopes
             plan = make_any_plan(program, settings, self._first if same else None)
         return Made(program, settings, plan)
 
@@ -176,9 +176,9 @@ def apply(
     changed = settings.but(zero__level=strategy.zero) if strategy.zero else settings
     if strategy.offload != "none":
         changed = changed.but(memory__offload=strategy.offload)
-    if strategy.pipelined or strategy.tensor > 1:
+    if strategy.is_pipelined or strategy.tensor > 1:
         # A stage that does not train is sent the values that it reads.
-        last = strategy.in_order[-1][1] if strategy.pipelined else 0
+        last = strategy.ordered_layers[-1][1] if strategy.is_pipelined else 0
         if not trains(program) or len(chain(program)) <= last:
             return program, settings
         program, changed = staged(program, strategy), changed.but(**_in_stages(strategy, settings))
@@ -202,7 +202,7 @@ def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, 
         }
         found["mesh"] = max(meshes.values(), key=lambda axes: axes[0].size * axes[1].size)
         found["stage_meshes"] = meshes if len(set(meshes.values())) > 1 else {}
-    if strategy.pipelined:
+    if strategy.is_pipelined:
         found["time__schedule"] = strategy.schedule
     return found
 
@@ -214,7 +214,7 @@ def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStr
     return msgspec.structs.replace(
         strategy,
         micro_batches=strategy.micro_batches or settings.time.micro_batches,
-        schedule=strategy.schedule if strategy.pipelined else settings.time.schedule,
+        schedule=strategy.schedule if strategy.is_pipelined else settings.time.schedule,
         zero=strategy.zero or settings.zero.level,
         recompute=recompute if strategy.recompute == "none" else strategy.recompute,
         offload=offload if strategy.offload == "none" else strategy.offload,
@@ -237,7 +237,7 @@ def predicted(plans: Plans, strategy: ParallelStrategy, needed_s: float = float(
       WhaleError: the program cannot be spread so.
     """
     settings, environment = plans.settings, plans.environment
-    unlike = bool(strategy.pipelined or strategy.shares or settings.batch.shares) or unequal(environment.rates)
+    unlike = bool(strategy.is_pipelined or strategy.shares or settings.batch.shares) or unequal(environment.rates)
     ranks, made = _played(settings, strategy, environment), plans.made(strategy)
     programs = dict(zip(ranks, plans.lowered(made, ranks)))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
@@ -269,7 +269,7 @@ def _played(settings: PlanSettings, strategy: ParallelStrategy, environment: Sea
     ):
         return range(settings.size)
     first: dict[Hashable, Sequence[int]] = {}
-    if strategy.pipelined:
+    if strategy.is_pipelined:
         # Replicas: each waits for its own ranks of the other stages.
         for replica in zip(*(stage.bound_ranks for stage in strategy.stages)):
             first.setdefault(tuple(kinds[rank] for rank in replica), replica)

@@ -16,8 +16,8 @@ import msgspec
 from cost_model.graph.machine import rated_machine
 from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError
-from whale.ir.layout import Split, proportional_sizes
-from whale.ir.plan_text import human_bytes
+from whale.ir.layout import Split, divide_proportionally
+from whale.ir.plan_text import format_bytes
 from whale.ir.program import Node, Program
 from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.kernels.substitute import substitute_kernels
@@ -135,10 +135,10 @@ class Search:
             self.lost.append(Other(strategy, refused="not looked at, the time is over"))
             self.is_whole = False
             return False
-        if strategy.pipelined and not self._needs_all and (across := self._refused_across(plans)).lost:
+        if strategy.is_pipelined and not self._needs_all and (across := self._refused_across(plans)).lost:
             self._note(strategy, across, None)
             return False
-        if self._needs_all and strategy.pipelined:
+        if self._needs_all and strategy.is_pipelined:
             self.lost.append(Other(strategy, refused=f"cannot run: as {self._needs_all}"))
             return False
         return True
@@ -206,7 +206,7 @@ def best_way(
     # fast they have to be.
     for last in (False, True):
         ready: list[ParallelStrategy] = []
-        for strategy, bound_s in (one for one in looked_at if (one[0].replicated or one[0].pipelined) == last):
+        for strategy, bound_s in (one for one in looked_at if (one[0].replicated or one[0].is_pipelined) == last):
             if strategy.replicated and settings.batch.local:
                 search.lost.append(Other(strategy, refused="every rank is given its own rows only"))
             elif bound_s >= search.to_beat_s():
@@ -216,7 +216,7 @@ def best_way(
             if len(ready) == (at_once if search.found else 1):
                 search.look(plans, *ready)
                 ready = []
-        if not last and any(one.pipelined and bound_s < search.to_beat_s() for one, bound_s in looked_at):
+        if not last and any(one.is_pipelined and bound_s < search.to_beat_s() for one, bound_s in looked_at):
             ready = search.begin_before_stages(plans, ready)
         search.look(plans, *ready)
         _look_at_leaner(search, plans)
@@ -241,7 +241,7 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
     program, settings, captured = plans.program, plans.settings, plans.environment.captured
     for strategy in list(search.full()):
         replicas = strategy.stages[0].ranks
-        level = 1 if strategy.pipelined else 3
+        level = 1 if strategy.is_pipelined else 3
         plain = not (strategy.replicated or strategy.split) and strategy.recompute == "none"
         if plain and strategy.zero < level and _more_divided(program, settings, replicas, level):
             what = "weights and optimizer's" if level == 3 else "optimizer's"
@@ -288,8 +288,8 @@ def _best(search: Search, environment: SearchEnvironment) -> Candidate:
         least, limit = min(search.found, key=lambda way: way.lacking_bytes), min(environment.limits_bytes)
         raise DoesNotFitError(
             "the program fits into the ranks' memory in no way",
-            given=f"{human_bytes(least.bytes)} per rank, {least.strategy.name}, which takes the least",
-            expected=f"at most {human_bytes(limit)}, {human_bytes(least.lacking_bytes)} less",
+            given=f"{format_bytes(least.bytes)} per rank, {least.strategy.name}, which takes the least",
+            expected=f"at most {format_bytes(limit)}, {format_bytes(least.lacking_bytes)} less",
         )
     return best
 
@@ -298,8 +298,8 @@ def _told(best: Candidate, search: Search, environment: SearchEnvironment) -> It
     yield f"{best.strategy.name}, predicted {1e3 * best.seconds:.2f} ms a step ({environment.origin})"
     for way in sorted(search.found, key=lambda w: w.seconds):
         if way is not best:
-            limit = human_bytes(way.bytes - way.lacking_bytes)
-            fits = "" if way.fits else f", does not fit: {human_bytes(way.bytes)} of {limit}"
+            limit = format_bytes(way.bytes - way.lacking_bytes)
+            fits = "" if way.fits else f", does not fit: {format_bytes(way.bytes)} of {limit}"
             yield f"  {way.strategy.name}: {1e3 * way.seconds:.2f} ms{fits}"
     for one in search.lost:
         yield f"  {one.strategy.name}: {one.refused}"
@@ -377,7 +377,7 @@ def _looked_at(
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting
-    if not (lasting := [one for one in lasting if one[0].pipelined and len(one[0].stages) == stages]):
+    if not (lasting := [one for one in lasting if one[0].is_pipelined and len(one[0].stages) == stages]):
         local = bool(settings.batch.local)
         why = why_none(program, settings.size, rows, local, stages, settings.time.micro_batches)
         raise PlanError(
@@ -404,7 +404,7 @@ def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Parallel
     """
     shares = tuple(round(1000 * speed) for speed in speeds)
     if rows >= len(speeds):
-        shares = proportional_sizes(rows, shares)
+        shares = divide_proportionally(rows, shares)
         if min(shares) == max(shares):
             return []
         few, many = (shares.index(most) for most in (min(shares), max(shares)))

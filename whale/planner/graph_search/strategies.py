@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cost_model.kernels.contraction import matmul_flops
+from cost_model.kernels.op_work import count_matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
@@ -91,7 +91,7 @@ def products(program: Program) -> dict[str, list[Node]]:
     """Returns, for each variable of rank 2 or more, by handle, the products and lookups that read it, in order."""
     found: dict[str, list[Node]] = {}
     for node in program.nodes:
-        if node.op not in ROW_LOOKUPS and not matmul_flops(node, [program.type_of(r) for r in node.inputs]):
+        if node.op not in ROW_LOOKUPS and not count_matmul_flops(node, [program.find_type(r) for r in node.inputs]):
             continue
         for ref in node.inputs[:1] if node.op in ROW_LOOKUPS else node.inputs:
             handle = _behind(program, ref)
@@ -163,7 +163,7 @@ def _between(program: Program, products: list[Node], handle: str) -> set[str]:
     # What comes after the weight's last product (its operand's gradient) belongs to the layers before.
     ends = {n.name for n in products[1:]}
     arrows = {
-        n.name: [] if n.name in ends else [c.name for r in n.refs() for c, _ in program.consumers.get(r, ())]
+        n.name: [] if n.name in ends else [c.name for r in n.list_refs() for c, _ in program.consumers.get(r, ())]
         for n in program.nodes
     }
     after = _reached([first.name], arrows)
@@ -188,7 +188,7 @@ def _readers(program: Program, handle: str) -> set[str]:
     found: set[str] = set()
     left = [handle]
     while left:
-        for ref in program.by_name[left.pop()].refs():
+        for ref in program.by_name[left.pop()].list_refs():
             for node, i in program.consumers.get(ref, ()):
                 if i == 0 and node.op in PASSED_ON and node.name not in found:
                     found.add(node.name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from whale.ir.plan_text import human_bytes, human_seconds
+from whale.ir.plan_text import format_bytes, format_seconds
 
 OFF = 0.2  # a figure further off than this is marked
 ROWS = 24  # layers printed at most
@@ -99,7 +99,7 @@ def report(predicted: PredictedStep, measured: Sequence[MeasuredRank]) -> str:
         f"{'':28} {'predicted':>11} {'measured':>11}  off (<-- by more than {100 * OFF:.0f} %)",
         _row("step (median)", predicted.step_s, step_s),
     ]
-    spread = [f"{human_seconds(min(m.steps_s))} to {human_seconds(max(m.steps_s))}" for m in each]
+    spread = [f"{format_seconds(min(m.steps_s))} to {format_seconds(max(m.steps_s))}" for m in each]
     lines.append(f"{'  from the fastest to the slowest':28} {'':>8} {spread[0]}")
     for m, p in zip(each, predicted.ranks):
         stage = predicted.stages[m.rank] if predicted.stages else ""
@@ -109,17 +109,17 @@ def report(predicted: PredictedStep, measured: Sequence[MeasuredRank]) -> str:
             waits_s = max(0.0, predicted.step_s - p.busy_s), max(0.0, median(m.steps_s) - m.busy_s)
             lines.append(_row("  waits, computing nothing", *waits_s, SMALL * step_s))
         else:
-            lines.append(f"{'  compute':28} {human_seconds(p.compute_s):>11} {'not known':>11}")
-        moving = f"{human_seconds(p.exchange_s):>11} {human_seconds(m.moving_s):>11}"
+            lines.append(f"{'  compute':28} {format_seconds(p.compute_s):>11} {'not known':>11}")
+        moving = f"{format_seconds(p.exchange_s):>11} {format_seconds(m.moving_s):>11}"
         lines.append(f"{'  communication alone':28} {moving}  (bytes moving)")
         if m.peak_bytes is not None:
             off = mark(p.peak_bytes, m.peak_bytes)
-            lines.append(f"{'  memory':28} {human_bytes(p.peak_bytes):>11} {human_bytes(m.peak_bytes):>11}  {off}")
+            lines.append(f"{'  memory':28} {format_bytes(p.peak_bytes):>11} {format_bytes(m.peak_bytes):>11}  {off}")
     return "\n".join([*lines, *_layers(predicted, each), "", _verdict(predicted, each, step_s)])
 
 
 def _row(name: str, predicted: float, measured: float, small: float = 0.0) -> str:
-    figures = f"{human_seconds(predicted):>11} {human_seconds(measured):>11}"
+    figures = f"{format_seconds(predicted):>11} {format_seconds(measured):>11}"
     return f"{name:28} {figures}  {mark(predicted, measured, small)}".rstrip()
 
 
@@ -163,7 +163,7 @@ def _short(name: str, limit: int = 26) -> str:
 def _verdict(predicted: PredictedStep, each: Sequence[MeasuredRank], step_s: float) -> str:
     """Says in one line what explains most of the difference."""
     off = step_s / predicted.step_s - 1
-    lead = f"Predicted {human_seconds(predicted.step_s)}, measured {human_seconds(step_s)} ({100 * off:+.0f} %)"
+    lead = f"Predicted {format_seconds(predicted.step_s)}, measured {format_seconds(step_s)} ({100 * off:+.0f} %)"
     slowest = max(each, key=lambda m: median(m.steps_s))
     p = predicted.ranks[slowest.rank]
     if abs(off) <= OFF:

@@ -10,8 +10,8 @@ from typing import Any
 from cost_model.analytic.evaluate import Evaluation, played
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import Tasks, Timeline, memory_curve
-from whale.ir.plan_text import human_seconds
-from whale.ir.schedule import schedule
+from whale.ir.plan_text import format_seconds
+from whale.ir.schedule import make_schedule
 from whale.ir.strategy import ParallelStrategy, Stage
 from whale.planner.report import show
 from whale.planner.report.lanes import short
@@ -30,7 +30,7 @@ def trace(plan: PlanFile) -> str:
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": name})
     tasks, times = played(plan.strategy, found)
     strategy = plan.strategy
-    orders = schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
+    orders = make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
     passes = [one for order in orders for one in order]
     for (chunk, number, backward), row, start, end in zip(passes, tasks.resource, times.start_s, times.end_s):
         event: dict[str, object] = {
@@ -82,7 +82,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
     tracks, shown_s, label = _tracks(plan, found, times)
     return {
         "model": f"{model.name}, batch {plan.batch}",
-        "summary": strategy.summary(),
+        "summary": strategy.format_summary(),
         "cluster": ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
         "cards": _cards(plan, found),
         "kinds": ["forward", "backward", "reduce", "update"],
@@ -94,7 +94,7 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         "fall": _fall(plan, found),
         "fall_label": "seconds of a step, busiest stage",
         "others_title": ("Alternatives that lost", "best of each shape", "why", "plan"),
-        "others": [(one.reason, one.strategy.summary()) for one in plan.alternatives],
+        "others": [(one.reason, one.strategy.format_summary()) for one in plan.alternatives],
         "heat_label": "one column per layer; stronger is more; time of a micro-batch, memory of one device",
         "heat": _heat(plan, found),
         "columns": [f"layer {i}" for i in range(model.count)],
@@ -128,8 +128,8 @@ def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
     cards = [
         (
             "one step",
-            human_seconds(found.step_s),
-            f"not below {human_seconds(plan.bound_s)} on these devices",
+            format_seconds(found.step_s),
+            f"not below {format_seconds(plan.bound_s)} on these devices",
         ),
         ("speed", f"{plan.batch / found.step_s:,.1f} rows/s", f"batch {plan.batch}"),
         ("devices", f"{plan.strategy.ranks:,}", f"of {whole:,}"),
@@ -150,7 +150,7 @@ def _tracks(
       (per stage its passes as (kind, start, end, text), the seconds that are drawn, and what to say of them).
     """
     strategy = plan.strategy
-    orders = schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
+    orders = make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
     shown_s, label = (
         found.step_s,
         f"{strategy.micro_batches} micro-batches, {len(strategy.stages)} stages; the wheel zooms",
@@ -222,7 +222,7 @@ def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], lis
 
 
 def _where(stage: Stage, strategy: ParallelStrategy, machines: Machines) -> str:
-    how = strategy.recompute_of(stage)
+    how = strategy.find_recompute(stage)
     devices = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
     return devices + (f"; {how} recompute" if how != "none" else "")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from cost_model.graph.predict import CapturedPrediction, Span, Timeline
 from whale.ir.layout import Partial, Split, Strategy
-from whale.ir.mesh import tiles_of
+from whale.ir.mesh import find_tiles
 from whale.ir.plan import Plan, strategy_of
-from whale.ir.plan_text import human_bytes, human_seconds
+from whale.ir.plan_text import format_bytes, format_seconds
 from whale.ir.program import Program
 from whale.planner.graph_search.pipelines import levels
 from whale.planner.report.analysis import layer_of
@@ -112,9 +112,9 @@ def _names(plan: Plan, count: int) -> list[tuple[str, str]]:
 
 
 def _summary(plan: Plan) -> str:
-    text = (plan.strategy or strategy_of(plan)).summary()
+    text = (plan.strategy or strategy_of(plan)).format_summary()
     text += f"; {plan.split_flops_fraction:.0%} of products and convolutions divided"
-    sharded = len(tiles_of(plan))
+    sharded = len(find_tiles(plan))
     return text + (f", {sharded} variables are sharded" if sharded else "")
 
 
@@ -127,13 +127,13 @@ def _cards(drawn: Drawn) -> list[tuple[str, str, str]]:
     most = max(range(len(found.ranks)), key=lambda r: found.ranks[r].peak_bytes)
     gain = drawn.alone_s / found.step_s
     return [
-        ("one step", human_seconds(found.step_s), "predicted"),
-        ("against one rank", f"{gain:.2f} x", f"one rank alone: {human_seconds(drawn.alone_s)}"),
-        ("moved", human_bytes(drawn.plan.logical_bytes), "between ranks, in one step"),
+        ("one step", format_seconds(found.step_s), "predicted"),
+        ("against one rank", f"{gain:.2f} x", f"one rank alone: {format_seconds(drawn.alone_s)}"),
+        ("moved", format_bytes(drawn.plan.logical_bytes), "between ranks, in one step"),
         (
             "memory",
-            human_bytes(found.ranks[most].peak_bytes),
-            f"rank {most}, of {human_bytes(drawn.limits_bytes[most])}",
+            format_bytes(found.ranks[most].peak_bytes),
+            f"rank {most}, of {format_bytes(drawn.limits_bytes[most])}",
         ),
         ("bound by", *_bound(drawn)),
     ]
@@ -216,9 +216,9 @@ def _moves(plan: Plan) -> list[tuple[str, str]]:
     for e in plan.edges:
         rows.append((e.bytes, f"{plan.stage_groups[e.source].name} -> {plan.stage_groups[e.target].name}: {e.ref}"))
     ordered = sorted((row for row in rows if row[0]), key=lambda row: -row[0])
-    shown = [(human_bytes(moved), text) for moved, text in ordered[:MOVES]]
+    shown = [(format_bytes(moved), text) for moved, text in ordered[:MOVES]]
     rest = ordered[MOVES:]
-    return shown + ([(human_bytes(sum(moved for moved, _ in rest)), f"{len(rest)} smaller ones")] if rest else [])
+    return shown + ([(format_bytes(sum(moved for moved, _ in rest)), f"{len(rest)} smaller ones")] if rest else [])
 
 
 def _layers(drawn: Drawn) -> list[str]:
@@ -275,10 +275,10 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
         rows.append(("stage", at, [plan.stage_groups[int(v)].name if v >= 0 else "no stage" for v in at]))
     moved, time_s = _moved(plan), _time_s(drawn)
     rows.append(
-        ("bytes moved", [float(moved.get(n, 0)) for n in layers], [human_bytes(moved.get(n, 0)) for n in layers])
+        ("bytes moved", [float(moved.get(n, 0)) for n in layers], [format_bytes(moved.get(n, 0)) for n in layers])
     )
     rows.append(
-        ("kernels' time", [time_s.get(n, 0.0) for n in layers], [human_seconds(time_s.get(n, 0.0)) for n in layers])
+        ("kernels' time", [time_s.get(n, 0.0) for n in layers], [format_seconds(time_s.get(n, 0.0)) for n in layers])
     )
     return rows
 
@@ -347,5 +347,5 @@ def _last(drawn: Drawn) -> str:
     share = ", ".join(f"{n} {v / found.step_s:.0%}" for n, v, _, _ in _fall(drawn) if v > 0)
     return (
         f"Plan: {len(found.ranks)} ranks, {len(moving)} tensors change their layout "
-        f"({human_bytes(plan.logical_bytes)} a step). Predicted {human_seconds(found.step_s)}: {share}."
+        f"({format_bytes(plan.logical_bytes)} a step). Predicted {format_seconds(found.step_s)}: {share}."
     )

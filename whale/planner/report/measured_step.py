@@ -14,7 +14,7 @@ from typing import Any
 
 from cost_model.graph.predict import Span
 from whale.errors import PlanError
-from whale.ir.plan_text import human_seconds
+from whale.ir.plan_text import format_seconds
 from whale.planner.report.lanes import short, side_by_side
 
 KINDS = ("the script's step", "waits for other ranks", "bytes move")
@@ -78,7 +78,7 @@ def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[s
     took_s = (end_us - begin_us) / 1e6
     return {
         "title": "The same step, measured",
-        "label": f"{program} {number}, the middle one by length of {len(later)} in the trace: {human_seconds(took_s)},"
+        "label": f"{program} {number}, the middle one by length of {len(later)} in the trace: {format_seconds(took_s)},"
         f" {took_s / predicted_s - 1:+.0%} of the predicted one; exchanges below each step, as ranks waited in them",
         "kinds": list(KINDS),
         "colours": ["--b", "--u", "--c"],

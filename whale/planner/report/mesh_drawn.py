@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from whale.ir.mesh import Axis, coordinates_of, format_axes, mesh_of
+from whale.ir.mesh import Axis, find_coordinates, format_axes, make_mesh
 from whale.ir.plan import Plan, StageGroup
 from whale.ir.strategy import ParallelStrategy
 
@@ -22,7 +22,7 @@ def mesh_of_plan(plan: Plan) -> dict[str, Any]:
     groups = plan.stage_groups or (StageGroup("", tuple(range(plan.mesh_size)), ()),)
     grids = []
     for index, group in enumerate(groups):
-        axes = mesh_of(plan.of(group), group.ranks).axes
+        axes = make_mesh(plan.find_group_plan(group), group.ranks).axes
         name = f"stage {index}: {group.name}" if plan.stage_groups else "all ranks"
         grids.append(_grid(name, [a for a in axes if a.size > 1] or axes[-1:], group.ranks))
     return _card(grids)
@@ -52,7 +52,7 @@ def _grid(name: str, axes: Sequence[Axis], ranks: Sequence[int]) -> dict[str, An
     sizes = [a.size for a in outer]
     rows = []
     for row in range(high):
-        at = ", ".join(f"{axis.name} {where}" for axis, where in zip(outer, coordinates_of(row, sizes)))
+        at = ", ".join(f"{axis.name} {where}" for axis, where in zip(outer, find_coordinates(row, sizes)))
         rows.append((at, [*ranks[row * last.size : row * last.size + wide]]))
     return {
         "name": name,

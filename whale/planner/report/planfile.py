@@ -24,7 +24,7 @@ from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.plan import FORMAT_VERSION, KIND, Plan, PlanRecord, file_text, record_from_text
-from whale.ir.plan_text import human_bytes, human_seconds
+from whale.ir.plan_text import format_bytes, format_seconds
 from whale.ir.prediction import Prediction
 from whale.ir.strategy import ParallelStrategy
 from whale.planner.analytic_search.candidates import SearchResult
@@ -50,8 +50,8 @@ class Alternative(msgspec.Struct, frozen=True):
         if self.refused:
             return self.refused
         if self.lacking_bytes is not None:
-            return f"does not fit by {human_bytes(self.lacking_bytes)}"
-        return f"slower by {human_seconds(self.slower_s or 0.0)}"
+            return f"does not fit by {format_bytes(self.lacking_bytes)}"
+        return f"slower by {format_seconds(self.slower_s or 0.0)}"
 
 
 class PlanFile(PlanRecord, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
             return wrong
         for index, stage in enumerate(evaluate(model, machines, self.strategy).stages):
             if stage.lacking_bytes > 0:
-                wrong.append(f"stage {index} does not fit: it lacks {human_bytes(stage.lacking_bytes)}")
+                wrong.append(f"stage {index} does not fit: it lacks {format_bytes(stage.lacking_bytes)}")
         return wrong
 
 
@@ -224,7 +224,7 @@ def loads(data: bytes, origin: str = "<text>") -> PlanFile:
     """
     try:
         found = record_from_text(data, PlanFile)
-        if wrong := found.strategy.problem():
+        if wrong := found.strategy.find_problem():
             raise ValueError(f"not a plan file: {wrong}")
         _ = found.plan
     except ValueError as error:

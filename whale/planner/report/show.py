@@ -12,12 +12,17 @@ from cost_model.analytic.layer_costs import Model, costs_of
 from cost_model.analytic.memory import offloaded_bytes
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.ir.plan_diff import changed_layouts
-from whale.ir.plan_explain import op_table
-from whale.ir.plan_text import format_plan, human_bytes, human_seconds, predicted_lines
+from whale.ir.plan_text import (
+    format_bytes,
+    format_plan,
+    format_prediction,
+    format_seconds,
+    list_changed_layouts,
+    list_op_rows,
+)
 from whale.ir.prediction import Prediction
-from whale.ir.schedule import schedule
-from whale.ir.strategy import ParallelStrategy, Stage, counted, expert_ranks
+from whale.ir.schedule import make_schedule
+from whale.ir.strategy import ParallelStrategy, Stage, count_expert_ranks, format_count
 from whale.planner.analytic_search.neighbours import move_cut
 from whale.planner.report.planfile import Alternative, PlanFile
 
@@ -64,17 +69,17 @@ class _Page:
 def show(plan: PlanFile, width: int = WIDTH) -> str:
     """Returns one screen: model, devices, step time by parts, a row per stage, schedule, alternatives, a last line."""
     page = _of_model(plan, width) if plan.program is None else _of_program(plan, width)
-    lines = [page.model, page.devices, f"plan       {plan.strategy.summary()}"]
+    lines = [page.model, page.devices, f"plan       {plan.strategy.format_summary()}"]
     if (found := page.found) is not None:
-        lines.append(f"predicted  {human_seconds(found.step_s)} a step{page.speed}")
+        lines.append(f"predicted  {format_seconds(found.step_s)} a step{page.speed}")
         if found.likely_s is not None:
             low_s, high_s = found.likely_s
-            likely = f"{human_seconds(low_s)} to {human_seconds(high_s)}"
+            likely = f"{format_seconds(low_s)} to {format_seconds(high_s)}"
             lines.append(f"likely     {likely}, as nine of ten {page.of} steps")
         lines.append(f"bound by   {page.bound}")
         if plan.bound_s:
             most = f"at most {found.step_s / plan.bound_s - 1:.0%} to gain"
-            lines.append(f"optimum    not below {human_seconds(plan.bound_s)}: {most}")
+            lines.append(f"optimum    not below {format_seconds(plan.bound_s)}: {most}")
     for table in page.tables:
         lines += ["", *table] if table else []
     lost = alternatives_table(plan.alternatives, width)
@@ -91,7 +96,7 @@ def alternatives_table(alternatives: Sequence[Alternative], width: int = WIDTH) 
     lines = ["", "alternatives that lost"] if alternatives else []
     most = min(REASON, max((len(one.reason) for one in alternatives), default=0))
     for one in alternatives:
-        text = f"  {one.reason:{most}}  {one.strategy.name or one.strategy.summary()}"
+        text = f"  {one.reason:{most}}  {one.strategy.name or one.strategy.format_summary()}"
         lines += wrap(text, width, subsequent_indent=" " * (most + 4))
     return lines
 
@@ -105,7 +110,7 @@ def _of_model(plan: PlanFile, width: int) -> _Page:
         speed += f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device"
     tables = [stage_table(plan, machines, found, width), schedule_lines(strategy)]
     if model.experts:
-        ways = sorted({expert_ranks(model.experts, stage.replicas) for stage in strategy.stages})
+        ways = sorted({count_expert_ranks(model.experts, stage.replicas) for stage in strategy.stages})
         tables.append([f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"])
     if strategy.offload != "none":
         tables.append(host_lines(plan, model, machines))
@@ -144,7 +149,7 @@ def _of_program(plan: PlanFile, width: int) -> _Page:
         bound = f"{name} of rank {slowest} ({most / found.step_s:.0%} of the step)"
     # Where a step is predicted, its peak is the one figure for memory.
     told = replace(program, predicted=None, memory={} if found is not None else program.memory)
-    last = predicted_lines(program, found)[-1] if found is not None else ""
+    last = format_prediction(program, found)[-1] if found is not None else ""
     return _Page(
         model=f"model      {what}{batch}",
         devices=devices,
@@ -170,9 +175,9 @@ def rank_table(plan: PlanFile, found: Prediction, width: int = WIDTH) -> list[st
         one, number = ranks[first], stage_of.get(first, 0)
         part = plan.strategy.stages[min(number, len(plan.strategy.stages) - 1)].parts[0]
         name = str(first) if at == first + 1 else f"{first}-{at - 1}"
-        memory = memory_bar(one.peak_bytes, one.limit_bytes) if one.limit_bytes else human_bytes(one.peak_bytes)
-        cells = [name, str(number), f"{part.replicas}x{part.tensor}", memory, human_bytes(one.resident_bytes)]
-        rows.append([*cells, human_seconds(one.compute_s), human_seconds(one.exchange_s)])
+        memory = memory_bar(one.peak_bytes, one.limit_bytes) if one.limit_bytes else format_bytes(one.peak_bytes)
+        cells = [name, str(number), f"{part.replicas}x{part.tensor}", memory, format_bytes(one.resident_bytes)]
+        rows.append([*cells, format_seconds(one.compute_s), format_seconds(one.exchange_s)])
         first = at
     hidden = len(rows) - ROWS
     lines = columns(head, rows[:ROWS], {"memory"}, width, head.index("kernels"))
@@ -182,7 +187,7 @@ def rank_table(plan: PlanFile, found: Prediction, width: int = WIDTH) -> list[st
 def details(plan: PlanFile) -> list[str]:
     """Returns a row for each layer of a described model, or each operation of a program."""
     program = plan.plan
-    return layer_table(plan) if program is None else op_table(program)
+    return layer_table(plan) if program is None else list_op_rows(program)
 
 
 def _speed(plan: PlanFile, found: Evaluation) -> float:
@@ -244,7 +249,7 @@ def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, firs
     for part, used in zip(stage.parts, cost.memory):
         pool = machines.pools[part.pool]
         cells = [f"{part.ranks * count} {pool.name[:28]}", f"{part.replicas}x{part.tensor}", str(part.rows)]
-        cells += [f"{used.parameters_bytes / 2e9:.2f} G", plan.strategy.recompute_of(stage)]
+        cells += [f"{used.parameters_bytes / 2e9:.2f} G", plan.strategy.find_recompute(stage)]
         bar = memory_bar(used.total_bytes, pool.memory_bytes)
         rows.append([*lead, *cells, bar, *(f"{1e3 * t:.1f} ms" for t in times)])
     return [rows[0]] + [["", "", *row[2:8], "", "", "", ""] for row in rows[1:]]
@@ -290,8 +295,8 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
             used = offloaded_bytes(one, stage.layers, stage.replicas, strategy.zero, strategy.offload)
             most[part.pool] = max(most.get(part.pool, 0.0), used)
     return [
-        f"offloaded  {human_bytes(used * machines.pools[k].on_host)} of "
-        f"{human_bytes(1e9 * (machines.pools[k].host.memory_gb or 0))} of each {machines.pools[k].host.name} host"
+        f"offloaded  {format_bytes(used * machines.pools[k].host_devices)} of "
+        f"{format_bytes(1e9 * (machines.pools[k].host.memory_gb or 0))} of each {machines.pools[k].host.name} host"
         for k, used in sorted(most.items())
     ]
 
@@ -302,7 +307,7 @@ def schedule_lines(strategy: ParallelStrategy) -> list[str]:
         if strategy.micro_batches == 1:
             return ["schedule   the whole batch at once, gradients summed at the end"]
         return [f"schedule   {strategy.micro_batches} micro-batches one after the other, gradients summed at the end"]
-    orders = schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
+    orders = make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
     lines = [
         f"schedule   {strategy.schedule}" + (f", {strategy.chunks} chunks per stage" if strategy.chunks > 1 else "")
     ]
@@ -338,7 +343,7 @@ def layer_table(plan: PlanFile) -> list[str]:
         )
         own += costs.experts_of(((layer, layer + 1),))
         times = f"{1e3 * forward:>7.2f} ms {1e3 * backward:>7.2f} ms"
-        rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {human_bytes(held):>22}")
+        rows.append(f"{layer:>6} {index:>6} {times} {own / 1e6:>8.1f} M {format_bytes(held):>22}")
     return rows
 
 
@@ -351,8 +356,9 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
     data = max(s.replicas for s in strategy.stages)
     whole_or = ["whole" if n == 1 else f"sharded {n} ways" for n in (tensor, data)]
     return (
-        f"Plan: {counted(len(strategy.stages), 'stage')}, layers {whole_or[0]}, rows {whole_or[1]}, {strategy.ranks} "
-        f"of {counted(machines.devices, 'device')}. Predicted {human_seconds(found.step_s)}: {share}."
+        f"Plan: {format_count(len(strategy.stages), 'stage')}, layers {whole_or[0]}, rows {whole_or[1]}, "
+        f"{strategy.ranks} of {format_count(machines.devices, 'device')}. "
+        f"Predicted {format_seconds(found.step_s)}: {share}."
     )
 
 
@@ -369,13 +375,13 @@ def explain_layer(plan: PlanFile, layer: int) -> str:
     for part, used in zip(stage.parts, cost.memory):
         pool = machines.pools[part.pool]
         lines.append(
-            f"  on {part.replicas} x {part.tensor} {pool.name}, {counted(part.rows, 'row')} of each micro-batch, "
-            f"{human_bytes(used.total_bytes)} of {human_bytes(pool.memory_bytes)}"
+            f"  on {part.replicas} x {part.tensor} {pool.name}, {format_count(part.rows, 'row')} of each micro-batch, "
+            f"{format_bytes(used.total_bytes)} of {format_bytes(pool.memory_bytes)}"
         )
     lines.append(
-        f"  a micro-batch: forward {human_seconds(sum(cost.forward_s))}, backward "
-        f"{human_seconds(sum(cost.backward_s))}, send {human_seconds(cost.send_s)}; after the last: reduce "
-        f"{human_seconds(cost.reduce_s)}"
+        f"  a micro-batch: forward {format_seconds(sum(cost.forward_s))}, backward "
+        f"{format_seconds(sum(cost.backward_s))}, send {format_seconds(cost.send_s)}; after the last: reduce "
+        f"{format_seconds(cost.reduce_s)}"
     )
     lines += _other_recompute(plan, model, found, index)
     low, high = stage.layers[0]
@@ -387,24 +393,24 @@ def explain_layer(plan: PlanFile, layer: int) -> str:
         )
         if other is not None:
             lines.append(f"  in {words}: {_against(found, plan.evaluator().evaluate(other))}")
-    lines += [f"  {one.strategy.summary()}: {one.reason}" for one in plan.alternatives[:5]]
+    lines += [f"  {one.strategy.format_summary()}: {one.reason}" for one in plan.alternatives[:5]]
     return "\n".join(lines)
 
 
 def _other_recompute(plan: PlanFile, model: Model, found: Evaluation, index: int) -> Iterator[str]:
     """Yields what the stage computes again, and what it would cost to compute more or less."""
     strategy = plan.strategy
-    own = strategy.recompute_of(strategy.stages[index])
+    own = strategy.find_recompute(strategy.stages[index])
     yield "  activations are all kept" if own == "none" else f"  activations are computed again: {own}"
     for how in (kind for kind in dict.fromkeys(kind for kind, _ in model.recomputes()) if kind != own):
         each = [how if i == index else kind for i, kind in enumerate(strategy.recomputes)]
-        other = plan.evaluator().evaluate(strategy.recomputing(each))
+        other = plan.evaluator().evaluate(strategy.replace_recompute(each))
         yield f"    {how} recompute in this stage: {_against(found, other)}"
 
 
 def _against(found: Evaluation, other: Prediction) -> str:
     if not other.fits:
-        return f"infeasible: a rank lacks {human_bytes(other.lacking_bytes)}"
+        return f"infeasible: a rank lacks {format_bytes(other.lacking_bytes)}"
     return f"{1e3 * (other.step_s - found.step_s):+.2f} ms a step"
 
 
@@ -416,19 +422,19 @@ def diff(one: PlanFile, other: PlanFile) -> str:
     if programs[0] is None and programs[1] is None:
         lines += _changed_stages(one, other)
     if programs[0] is not None and programs[1] is not None:
-        lines += changed_layouts(programs[0], programs[1])
+        lines += list_changed_layouts(programs[0], programs[1])
     if a is not None and b is not None:
         for name, value in a.parts_s.items():
             after = b.parts_s[name]
             if abs(after - value) > SAME_S:
                 more = f"({1e3 * (after - value):+.1f} ms)"
-                lines.append(f"  {name:14} {human_seconds(value)} -> {human_seconds(after)} {more}")
+                lines.append(f"  {name:14} {format_seconds(value)} -> {format_seconds(after)} {more}")
     if not lines:
         return "The plans are equal."
     if a is None or b is None:
         return "\n".join(lines)
     change = b.step_s / a.step_s - 1
-    return "\n".join([*lines, f"Step: {human_seconds(a.step_s)} -> {human_seconds(b.step_s)} ({change:+.1%})."])
+    return "\n".join([*lines, f"Step: {format_seconds(a.step_s)} -> {format_seconds(b.step_s)} ({change:+.1%})."])
 
 
 def _facts(plan: PlanFile) -> list[tuple[str, object]]:
@@ -489,13 +495,13 @@ def against(fixed: PlanFile, free: PlanFile) -> str:
     before, after = parts_of(other), parts_of(mine)
     parts = [f"{name} {1e3 * (after[name] - before[name]):+.1f} ms" for name in before]
     parts = [text for text in parts if not text.endswith(("+0.0 ms", "-0.0 ms"))]
-    total = f"{1e3 * change_s:+.1f} ms ({human_seconds(other.step_s)} -> {human_seconds(mine.step_s)})"
-    return f"{total}: {', '.join(parts)}; without: {free.strategy.summary()}"
+    total = f"{1e3 * change_s:+.1f} ms ({format_seconds(other.step_s)} -> {format_seconds(mine.step_s)})"
+    return f"{total}: {', '.join(parts)}; without: {free.strategy.format_summary()}"
 
 
 def _stage(strategy: ParallelStrategy, stage: Stage, machines: Machines) -> str:
     parts = " + ".join(
-        f"{p.replicas}x{p.tensor} {machines.pools[p.pool].name} ({counted(p.rows, 'row')})" for p in stage.parts
+        f"{p.replicas}x{p.tensor} {machines.pools[p.pool].name} ({format_count(p.rows, 'row')})" for p in stage.parts
     )
-    how = strategy.recompute_of(stage)
+    how = strategy.find_recompute(stage)
     return f"{stage.count} layers on {parts}" + (f", {how} recompute" if how != "none" else "")

@@ -12,12 +12,12 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.errors import CheckpointError, ProgramError
-from whale.runtime.checkpoint.gathering import refuse_different_copies, whole_on_first_rank
+from whale.runtime.checkpoint.gathering import gather_on_first_rank, refuse_different_copies
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.function import Function
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.ranks.trace import span
-from whale.runtime.run.context import Context, current
+from whale.runtime.ranks.trace import open_span
+from whale.runtime.run.context import Context, require_current
 
 
 def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
@@ -38,7 +38,7 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
       ProgramError: a function without ``specs``, or ``specs`` for something else.
       CheckpointError: it cannot be written (on every rank, with the reason).
     """
-    context = current("wh.export")
+    context = require_current("wh.export")
     directory = os.path.abspath(os.fspath(directory))
     is_function = callable(what) and not isinstance(what, tf.Module) and not hasattr(what, "export")
     if is_function != bool(specs):
@@ -49,14 +49,14 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
             expected="a tf.TensorSpec for each argument" if is_function else "none: a model has its own",
             action="wh.export(predict, directory, tf.TensorSpec([None, 10]))" if is_function else "leave them out",
         )
-    with span(context.trace, "export", "checkpoint"):
+    with open_span(context.trace, "export", "checkpoint"):
         failure: Exception | None = None
         try:
             with captures_steps():
-                module = _module_of(what, specs) if is_function else what
+                module = _make_module(what, specs) if is_function else what
             holders = ObjectGraphView(module).breadth_first_traversal()[0]
             refuse_different_copies(holders, context, f"an export to {directory}")
-            with whole_on_first_rank(holders, context):
+            with gather_on_first_rank(holders, context):
                 if context.rank == 0:
                     with captures_steps():
                         _write(module, directory)
@@ -65,7 +65,7 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
         _tell(failure, directory, context)
 
 
-def _module_of(function: Any, specs: Sequence[Any]) -> tf.Module:
+def _make_module(function: Any, specs: Sequence[Any]) -> tf.Module:
     """Makes a module of a function with its variables."""
     python_function = getattr(function, "python_function", function)
     if isinstance(function, Function):
@@ -99,7 +99,7 @@ def _write(module: Any, directory: str) -> None:
 def _tell(failure: Exception | None, directory: str, context: Context) -> None:
     text = f"{type(failure).__name__}: {failure}"[:2000] if failure is not None else ""
     said = [text]
-    if context.between_processes:
+    if context.has_other_processes:
         purpose = f"the export to {directory}"
         everyone = context.comms[0].allgather_bytes("whale/export", text.encode(), WRITE_TIMEOUT_S, purpose)
         said = [other.decode() for other in everyone]

@@ -71,14 +71,14 @@ class CheckpointFolder:
 
     def _take(self, state: CheckpointState) -> None:
         now = time.time()
-        self.latest = self._own(state.model_checkpoint_path)
+        self.latest = self._find_path(state.model_checkpoint_path)
         self._preserved_at = min(state.last_preserved_timestamp, now)
         times = state.all_model_checkpoint_timestamps or [now] * len(state.all_model_checkpoint_paths)
         for path, written in zip(state.all_model_checkpoint_paths, times):
             if not state.last_preserved_timestamp or written > self._preserved_at:
-                self.kept[self._own(path)] = min(written, now)
+                self.kept[self._find_path(path)] = min(written, now)
 
-    def _own(self, name: str) -> str:
+    def _find_path(self, name: str) -> str:
         """Returns the path of a checkpoint that the state file names: one of this folder, wherever that has been moved
         to.
 
@@ -113,7 +113,7 @@ class CheckpointFolder:
 
     def _is_complete(self, path: str) -> bool:
         """Tells whether as many files are there as the name of each says."""
-        data = self._files(path)[1:]
+        data = self._list_files(path)[1:]
         return bool(data) and all(int(name[-5:]) == len(data) for name in data)
 
     def begin(self) -> str:
@@ -155,7 +155,7 @@ class CheckpointFolder:
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=list(parts), destination_prefix=merged, delete_old_dirs=False
         )  # fmt: skip
-        sync_file(f"{merged}.index")
+        sync_to_disk(f"{merged}.index")
         aside = self._set_aside(path)
         files = sorted(os.listdir(os.path.dirname(merged)), key=lambda name: name.endswith(".index"))
         for name in files:  # the index at the end: without it, nobody takes the others for a checkpoint
@@ -181,7 +181,7 @@ class CheckpointFolder:
             return None
         aside = f"{path}.replaced"
         self._delete(aside)
-        for name in reversed(self._files(path)):
+        for name in reversed(self._list_files(path)):
             os.link(name, f"{aside}{name[len(path) :]}")
         self.kept = {aside if p == path else p: t for p, t in self.kept.items()}
         self.latest = aside if self.latest == path else self.latest
@@ -202,14 +202,14 @@ class CheckpointFolder:
             self._delete(path)
         return removed
 
-    def _files(self, path: str) -> list[str]:
+    def _list_files(self, path: str) -> list[str]:
         """Returns the files of a checkpoint, its index first."""
-        data = Path(os.path.dirname(path)).glob(f"{_escaped(os.path.basename(path))}.data-?????-of-?????")
+        data = Path(os.path.dirname(path)).glob(f"{_escape(os.path.basename(path))}.data-?????-of-?????")
         index = [f"{path}.index"] if os.path.exists(f"{path}.index") else []
         return index + sorted(map(str, data))
 
     def _delete(self, path: str) -> None:
-        for name in self._files(path):
+        for name in self._list_files(path):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
 
@@ -238,18 +238,18 @@ def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> No
     """
     keys, specs, tensors = zip(*entries)
     tf.raw_ops.SaveV2(prefix=prefix, tensor_names=keys, shape_and_slices=specs, tensors=tensors)
-    sync_file(f"{prefix}.data-00000-of-00001")
-    sync_file(f"{prefix}.index")
-    with open(mark_of(prefix), "w"):
+    sync_to_disk(f"{prefix}.data-00000-of-00001")
+    sync_to_disk(f"{prefix}.index")
+    with open(find_mark(prefix), "w"):
         pass
 
 
-def mark_of(prefix: str) -> str:
+def find_mark(prefix: str) -> str:
     """Returns the path of the file that says that a part is complete."""
     return f"{prefix}.done"
 
 
-def sync_file(path: str) -> None:
+def sync_to_disk(path: str) -> None:
     """Waits until the file's content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -258,8 +258,8 @@ def sync_file(path: str) -> None:
         os.close(descriptor)
 
 
-sync_directory = sync_file
+sync_directory = sync_to_disk
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from whale.runtime.run.context import Context
-from whale.runtime.variables.checkpoint_regions import lies_split, variable_of
+from whale.runtime.variables.checkpoint_regions import find_variable, is_split
 from whale.runtime.variables.compared import refuse_differences
 from whale.runtime.variables.deferred import make_whole
 
@@ -22,21 +22,23 @@ def refuse_different_copies(holders: Iterable[Any], context: Context, when: str)
     Raises:
       CommError: they differ, with the variables and ranks.
     """
-    if context.between_processes:
-        only = {id(v._handle) for v in map(variable_of, holders) if v is not None}
-        refuse_differences(context.variables.held(context, context.outside, only, trainable=True), context, when)
+    if context.has_other_processes:
+        only = {id(v._handle) for v in map(find_variable, holders) if v is not None}
+        refuse_differences(
+            context.variables.describe_held(context, context.outside, only, trainable=True), context, when
+        )
 
 
-def apart(holders: Iterable[Any]) -> str:
+def describe_unreadable(holders: Iterable[Any]) -> str:
     """Returns, in words, the first variable that a rank cannot read alone, and why; "" if there is none.
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.
     """
     for holder in holders:
-        variable = variable_of(holder)
+        variable = find_variable(holder)
         name = getattr(holder, "path", None) or getattr(variable, "name", "").partition(":")[0]
-        if lies_split(variable):
+        if is_split(variable):
             parts = variable._whale_parts
             if not parts.is_assigned and (parts.tiles.count > 1 or parts.group):
                 return f"the variable {name!r} is sharded over the ranks"
@@ -47,7 +49,7 @@ def apart(holders: Iterable[Any]) -> str:
 
 
 @contextmanager
-def whole_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[None]:
+def gather_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[None]:
     """Lets the first rank, inside, read variables without the other ranks, whether they lie split or are those of
     stages.
 
@@ -56,14 +58,14 @@ def whole_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[No
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.
     """
-    variables = list({id(v): v for v in map(variable_of, holders) if v is not None}.values())
+    variables = list({id(v): v for v in map(find_variable, holders) if v is not None}.values())
     gathered: list[Any] = []
     try:
         for variable in variables:
             make_whole(variable)  # if no step has used it
             # A value that was assigned is whole on all ranks, and stays so.
-            if lies_split(variable) and not variable._whale_parts.is_assigned:
-                whole = variable._whale_parts.whole()
+            if is_split(variable) and not variable._whale_parts.is_assigned:
+                whole = variable._whale_parts.gather_whole()
                 if context.rank == 0:
                     gathered.append(variable)
                     variable._whale_parts.hold(whole)

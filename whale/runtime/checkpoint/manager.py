@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -12,15 +13,14 @@ from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 from whale.errors import CheckpointError
 from whale.log import log
 from whale.runtime.checkpoint import reading as checkpoint_reading
-from whale.runtime.checkpoint.agreement import Said, check_equal, decoded, encoded
 from whale.runtime.checkpoint.folder import CheckpointFolder
 from whale.runtime.checkpoint.gathering import refuse_different_copies
-from whale.runtime.checkpoint.left_out import say_left_out
-from whale.runtime.checkpoint.saving import Saving
-from whale.runtime.checkpoint.shares import digest, entries_of, share_out, snapshot
+from whale.runtime.checkpoint.saving import RankMessage, Saving, check_equal, decode_messages, encode_message
+from whale.runtime.checkpoint.shares import choose_writers, compute_digest, list_entries, read_snapshot
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.ranks.trace import span
-from whale.runtime.run.context import Context, current
+from whale.runtime.ranks.trace import open_span
+from whale.runtime.run.context import Context, require_current
+from whale.runtime.variables.checkpoint_regions import find_variable
 
 _Result = TypeVar("_Result")
 
@@ -64,7 +64,7 @@ class CheckpointManager:
         *,
         asynchronous: bool = False,
     ):
-        self._context: Context = current("wh.CheckpointManager")
+        self._context: Context = require_current("wh.CheckpointManager")
         if max_to_keep is not None and max_to_keep <= 0:
             raise ValueError(f"max_to_keep must be positive or None, not {max_to_keep}")
         if checkpoint_interval is not None and step_counter is None:
@@ -86,15 +86,15 @@ class CheckpointManager:
         self._saving: Saving | None = None
         keep_every_s = keep_checkpoint_every_n_hours and keep_checkpoint_every_n_hours * 3600.0
 
-        def open_folder() -> Said:
+        def open_folder() -> RankMessage:
             if self._context.rank == 0:
                 self._folder = CheckpointFolder(self._directory, checkpoint_name, max_to_keep, keep_every_s)
                 self._folder.clean()
-            return self._state_of_folder()
+            return self._read_folder_state()
 
-        self._open, self._state = open_folder, Said()
+        self._open, self._state = open_folder, RankMessage()
         self._left: int | None = None  # ranks that were gone when it was opened
-        self._context.survived(self._follow)
+        self._context.retry_after_loss(self._follow)
         self._context.before_shutdown.append(self.wait)
 
     @property
@@ -144,31 +144,33 @@ class CheckpointManager:
         if not self._is_time(check_interval):
             return None
         saves = int(self._checkpoint.save_counter)
-        return self._context.survived(lambda: self._save(checkpoint_number, saves))
+        return self._context.retry_after_loss(lambda: self._save(checkpoint_number, saves))
 
     def _save(self, checkpoint_number: Any, saves: int) -> str:
         """Writes a checkpoint after so many others."""
         self._follow()
         context = self._context
-        with span(context.trace, "save checkpoint", "checkpoint"):
+        with open_span(context.trace, "save checkpoint", "checkpoint"):
             counter = self._checkpoint.save_counter
             counter.assign(saves + 1)
             shares: dict[int, list[tuple[str, str, tf.Tensor]]] = {}
             writers: list[int] = []
 
-            def begin() -> Said:
-                entries = entries_of(self._checkpoint, context)
-                writers.extend(share_out(entries, context.size))
-                shares.update((rank, snapshot(entries, writers, rank)) for rank in context.ranks)
+            def begin() -> RankMessage:
+                entries = list_entries(self._checkpoint, context)
+                writers.extend(choose_writers(entries, context.size))
+                shares.update((rank, read_snapshot(entries, writers, rank)) for rank in context.ranks)
                 number = int(counter if checkpoint_number is None else checkpoint_number)
                 temporary = self._folder.begin() if self._folder is not None else ""
-                return Said("", digest(entries, writers), temporary, number, int(counter), place=self._place)
+                return RankMessage(
+                    "", compute_digest(entries, writers), temporary, number, int(counter), place=self._place
+                )
 
             saved = ObjectGraphView(self._checkpoint).breadth_first_traversal()[0]
-            refuse_different_copies(saved, context, self._purpose("begun"))
+            refuse_different_copies(saved, context, self._format_purpose("begun"))
             if context.rank == 0 and not self._said_left_out:
-                self._said_left_out = say_left_out(saved, self._directory)
-            first = self._together("begun", begin)[0]
+                self._said_left_out = is_left_out(saved, self._directory)
+            first = self._act_together("begun", begin)[0]
             counter.assign(first.counter)
             path = os.path.join(self._directory, f"{self._name}-{first.number}")
             self._saving = Saving(self._folder, first.temporary, path, shares, sorted(set(writers)))
@@ -187,7 +189,7 @@ class CheckpointManager:
           CheckpointError: it could not be written.
           CommError: a rank is gone.
         """
-        self._context.survived(self._wait)
+        self._context.retry_after_loss(self._wait)
 
     def _wait(self) -> None:
         self._follow()
@@ -195,16 +197,16 @@ class CheckpointManager:
         if saving is None:
             return
         try:
-            self._together("written", saving.written)
+            self._act_together("written", saving.await_written)
         except BaseException:
             self._abandon(saving)
             raise
 
-        def install() -> Said:
+        def install() -> RankMessage:
             saving.install()
-            return self._state_of_folder()
+            return self._read_folder_state()
 
-        self._state = self._together("installed", install)[0]
+        self._state = self._act_together("installed", install)[0]
 
     def restore(self, path: str | None) -> Any:
         """Restores a checkpoint of any origin on every rank; each reads what it holds.
@@ -223,17 +225,17 @@ class CheckpointManager:
             return self._checkpoint.restore(None)
         status = None
 
-        def read() -> Said:
+        def read() -> RankMessage:
             nonlocal status
             status = checkpoint_reading.restore(self._checkpoint, os.fspath(path), self._context)
-            return Said(place=os.path.abspath(path))
+            return RankMessage(place=os.path.abspath(path))
 
         def restored() -> None:
             self._follow()
-            self._together("restored", read)
+            self._act_together("restored", read)
 
-        with span(self._context.trace, "restore checkpoint", "checkpoint"):
-            self._context.survived(restored)
+        with open_span(self._context.trace, "restore checkpoint", "checkpoint"):
+            self._context.retry_after_loss(restored)
         return status
 
     def restore_or_initialize(self, fallback: bool = False) -> str | None:
@@ -249,7 +251,7 @@ class CheckpointManager:
         self.wait()
         path = self.latest_checkpoint
         if path is not None and fallback:
-            path = self._newest_whole(path)
+            path = self._find_newest_whole(path)
         if path is not None:
             self.restore(path)
             if self._interval is not None:
@@ -260,29 +262,29 @@ class CheckpointManager:
 
     def _follow(self) -> None:
         """Opens the folder, once for the ranks that there are: the first one of them keeps it."""
-        if self._left == self._context.left:
+        if self._left == self._context.lost_count:
             return
-        self._left, self._folder = self._context.left, None
+        self._left, self._folder = self._context.lost_count, None
         if self._saving is not None:  # its parts are those of ranks of which some are gone
             self._abandon(self._saving)
             self._saving = None
-        self._state = self._together("opened", self._open)[0]
+        self._state = self._act_together("opened", self._open)[0]
 
     def _abandon(self, saving: Saving) -> None:
         saving.abandon()
         if self._asynchronous and self._context.elastic is not None and self._context.rank == 0:
             log.warning(f"a checkpoint that was being written to {self._directory} is left out, if it was not complete")
 
-    def _newest_whole(self, latest: str) -> str:
+    def _find_newest_whole(self, latest: str) -> str:
         """Returns the newest checkpoint of which every tensor can be read; those after it are reported as damaged."""
 
-        def look() -> Said:
+        def look() -> RankMessage:
             if self._context.rank != 0:
-                return Said()
+                return RankMessage()
             older = [path for path in reversed(self._state.checkpoints) if path != latest]
-            return Said(latest=checkpoint_reading.newest_whole([latest, *older]))
+            return RankMessage(latest=checkpoint_reading.find_newest_whole([latest, *older]))
 
-        found = self._context.survived(lambda: self._together("looked through", look)[0].latest)
+        found = self._context.retry_after_loss(lambda: self._act_together("looked through", look)[0].latest)
         assert found is not None  # otherwise `newest_whole` raised
         return found
 
@@ -295,26 +297,28 @@ class CheckpointManager:
         self._last_step = step
         return True
 
-    def _state_of_folder(self) -> Said:
+    def _read_folder_state(self) -> RankMessage:
         if self._folder is None:
-            return Said(place=self._place)
-        return Said(latest=self._folder.latest, checkpoints=list(self._folder.kept), place=self._place)
+            return RankMessage(place=self._place)
+        return RankMessage(latest=self._folder.latest, checkpoints=list(self._folder.kept), place=self._place)
 
-    def _purpose(self, when: str) -> str:
+    def _format_purpose(self, when: str) -> str:
         return f"a checkpoint in {self._directory} that is to be {when}"
 
-    def _together(self, when: str, act: Callable[[], Said]) -> list[Said]:
+    def _act_together(self, when: str, act: Callable[[], RankMessage]) -> list[RankMessage]:
         """Acts on every rank. Returns what each of them says, or raises on all ranks if one of them failed."""
         context, failure = self._context, None
         try:
             mine = act()
         except Exception as error:  # told to the others, and raised below
-            failure, mine = error, Said(error=f"{type(error).__name__}: {error}"[:2000])
+            failure, mine = error, RankMessage(error=f"{type(error).__name__}: {error}"[:2000])
         said = [mine]
-        if context.between_processes:
-            purpose = self._purpose(when)
+        if context.has_other_processes:
+            purpose = self._format_purpose(when)
             key = f"whale/checkpoint/{when}"
-            said = decoded(context.comms[0].allgather_bytes(key, encoded(mine), WRITE_TIMEOUT_S, purpose))
+            said = decode_messages(
+                context.comms[0].allgather_bytes(key, encode_message(mine), WRITE_TIMEOUT_S, purpose)
+            )
         failed = [rank for rank, other in enumerate(said) if other.error]
         if not failed:
             check_equal(said)
@@ -329,3 +333,28 @@ class CheckpointManager:
             expected="a directory with room that every rank can use",
             action="see the reason; checkpoints before it are intact",
         ) from failure
+
+
+def is_left_out(saved: Iterable[Any], where: str) -> bool:
+    """Warns of weights of saved models and layers that are not saved themselves; tells whether there are any.
+
+    Args:
+      saved: all objects of a checkpoint.
+      where: its directory.
+    """
+    saved = list(saved)
+    known = {id(v) for v in map(find_variable, saved) if v is not None}
+    missing: dict[str, None] = {}
+    for holder in saved:
+        if hasattr(type(holder), "add_weight"):
+            with contextlib.suppress(ValueError):  # Keras 2: it has not been built
+                missing.update(
+                    (getattr(w, "path", w.name), None) for w in holder.weights if id(find_variable(w)) not in known
+                )
+    if missing:
+        log.warning(
+            f"{len(missing)} weights of a model are not in the checkpoint in {where}, {next(iter(missing))} for one: "
+            "tf.train.Checkpoint does not see layers that a Keras 3 model has in a list. Make each an attribute of the "
+            "model, or name them: tf.train.Checkpoint(model=model, layers=list(model.layers))"
+        )
+    return bool(missing)

@@ -15,7 +15,7 @@ from tensorflow.python.ops import stateful_random_ops
 STATE_KEY = "whale/random_state"  # belongs to no object: TensorFlow's restoring ignores it
 
 
-def random_state() -> str:
+def read_random_state() -> str:
     """Returns the states of this process as JSON."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     state: dict[str, Any] = {
@@ -29,7 +29,7 @@ def random_state() -> str:
 
 
 def set_random_state(text: str) -> None:
-    """Restores what ``random_state`` returned: this process goes on where that one was."""
+    """Restores what ``read_random_state`` returned: this process goes on where that one was."""
     state = json.loads(text)
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))

@@ -17,16 +17,16 @@ from whale.runtime.checkpoint.random_state import STATE_KEY, set_random_state
 from whale.runtime.run.context import Context
 from whale.runtime.variables.checkpoint_regions import (
     assign_regions,
-    lies_in_files,
-    lies_split,
-    own_regions,
-    pieces,
-    restored_by_pieces,
+    find_variable,
+    format_spec,
+    is_in_files,
+    is_split,
+    iterate_pieces,
+    list_own_regions,
+    restore_by_pieces,
     slice_spec,
-    spec_of,
-    variable_of,
 )
-from whale.runtime.variables.deferred import deferred_of, restore_from
+from whale.runtime.variables.deferred import find_deferred, restore_from
 
 _READ_TOGETHER_BYTES = 64 << 20
 _DAMAGES = (tf.errors.DataLossError, tf.errors.OutOfRangeError)
@@ -48,29 +48,29 @@ def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any
         if not reader.has_tensor(OBJECT_GRAPH_PROTO_KEY):  # written by a Saver: values by names
             status = checkpoint.restore(path)
         else:
-            with restored_by_pieces():
+            with restore_by_pieces():
                 status = checkpoint.restore(path)
             _restore_split_variables(status, path, context)
         if reader.has_tensor(STATE_KEY):
             set_random_state(reader.get_tensor(STATE_KEY).decode())
     except tf.errors.OpError as error:
-        raise _explained(error, path) from error
+        raise _explain_error(error, path) from error
     except _NAMELESS as error:
-        tensors, files = damages(path)
+        tensors, files = find_damages(path)
         if not tensors and not files:
             raise  # the program's error, not the files': a variable of another shape
-        raise _damaged(path, tensors, files, str(error)) from error
+        raise _make_damage_error(path, tensors, files, str(error)) from error
     return status
 
 
-def newest_whole(paths: Sequence[str]) -> str:
+def find_newest_whole(paths: Sequence[str]) -> str:
     """Returns the first of these checkpoints of which all can be read; warns of those that are passed over.
 
     Raises:
       CheckpointError: none of them is whole.
     """
     for path in paths:
-        tensors, files = damages(path)
+        tensors, files = find_damages(path)
         if not tensors and not files:
             return path
         what = f"{', '.join(tensors) or 'no tensor'} cannot be read, in {', '.join(files) or 'its index'}"
@@ -87,33 +87,33 @@ def _restore_split_variables(status: Any, path: str, context: Context) -> None:
     found = status._checkpoint  # which of the checkpoint's objects is which of the program's
     waiting = []
     for number, trackable in found.object_by_proto_id.items():
-        variable = variable_of(trackable)
+        variable = find_variable(trackable)
         keys = [a.checkpoint_key for a in found.object_graph_proto.nodes[number].attributes]
-        if deferred_of(variable) is not None:
+        if find_deferred(variable) is not None:
             for key in keys:
                 restore_from(variable, partial(read_region, path, key, tuple(variable.shape.as_list()), variable.dtype))
-        elif lies_in_files(variable):
+        elif is_in_files(variable):
             for key in keys:
                 _restore_pieces(variable, path, key, context)
-        elif lies_split(variable):
+        elif is_split(variable):
             waiting += [(variable, key) for key in keys]
-    for group in _in_groups(waiting, context):
-        wanted = [(variable, key, region) for variable, key in group for region in own_regions(variable, context)]
+    for group in _group_by_bytes(waiting, context):
+        wanted = [(variable, key, region) for variable, key in group for region in list_own_regions(variable, context)]
         values = tf.raw_ops.RestoreV2(
             prefix=path,
             tensor_names=[key for _, key, _ in wanted],
-            shape_and_slices=[spec_of(region, variable.shape) for variable, _, region in wanted],
+            shape_and_slices=[format_spec(region, variable.shape) for variable, _, region in wanted],
             dtypes=[variable.dtype for variable, _, _ in wanted],
         )
         read = dict(zip(((key, region) for _, key, region in wanted), values))
         for variable, key in group:
-            assign_regions(variable, [(p, read[key, p]) for p in own_regions(variable, context)], context)
+            assign_regions(variable, [(p, read[key, p]) for p in list_own_regions(variable, context)], context)
 
 
 def _restore_pieces(variable: Any, path: str, key: str, context: Context) -> None:
     shape = tuple(variable.shape.as_list())
-    for region in own_regions(variable, context):
-        for piece in pieces(region, variable.dtype):
+    for region in list_own_regions(variable, context):
+        for piece in iterate_pieces(region, variable.dtype):
             value = read_region(path, key, shape, variable.dtype, piece.begin, piece.size)
             assign_regions(variable, [(piece, value)], context)
 
@@ -126,16 +126,16 @@ def read_region(
     try:
         return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[key], shape_and_slices=[spec], dtypes=[dtype])[0]
     except tf.errors.OpError as error:
-        raise _explained(error, path) from error
+        raise _explain_error(error, path) from error
 
 
-def _in_groups(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator[list[tuple[Any, str]]]:
+def _group_by_bytes(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator[list[tuple[Any, str]]]:
     """Yields variables that are read together: few at a time, so that hardly more memory is needed than they take."""
     group: list[tuple[Any, str]] = []
     size_bytes = 0
     for variable, key in waiting:
         group.append((variable, key))
-        regions = own_regions(variable, context)
+        regions = list_own_regions(variable, context)
         size_bytes += sum(int(tf.TensorShape(p.size).num_elements() or 0) for p in regions) * variable.dtype.size
         if size_bytes >= _READ_TOGETHER_BYTES:
             yield group
@@ -144,7 +144,7 @@ def _in_groups(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator
         yield group
 
 
-def _explained(error: tf.errors.OpError, path: str) -> CheckpointError:
+def _explain_error(error: tf.errors.OpError, path: str) -> CheckpointError:
     reason = (error.message or str(error)).partition("\n")[0].partition(" [Op:")[0]
     reason = re.sub(r"^\{\{.*?\}\}\s*", "", reason)
     if not isinstance(error, _DAMAGES) and type(error) is not tf.errors.OpError:
@@ -155,10 +155,10 @@ def _explained(error: tf.errors.OpError, path: str) -> CheckpointError:
             expected="a checkpoint of these objects, in a folder that every rank can read",
             action="look for the files; latest_checkpoint names the newest complete one",
         )
-    return _damaged(path, *damages(path), reason)
+    return _make_damage_error(path, *find_damages(path), reason)
 
 
-def _damaged(path: str, tensors: Sequence[str], files: Sequence[str], reason: str) -> CheckpointError:
+def _make_damage_error(path: str, tensors: Sequence[str], files: Sequence[str], reason: str) -> CheckpointError:
     return CheckpointError(
         "a checkpoint is damaged",
         given=path,
@@ -170,7 +170,7 @@ def _damaged(path: str, tensors: Sequence[str], files: Sequence[str], reason: st
     )
 
 
-def damages(path: str) -> tuple[list[str], list[str]]:
+def find_damages(path: str) -> tuple[list[str], list[str]]:
     """Returns the names of the tensors of a checkpoint that cannot be read, and of the files in which they lie.
 
     Reads all of it, one tensor at a time.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 
+import msgspec
 import tensorflow as tf
 
-from whale.runtime.checkpoint.agreement import Said
-from whale.runtime.checkpoint.folder import CheckpointFolder, mark_of, write_part
+from whale.errors import CommError
+from whale.runtime.checkpoint.folder import CheckpointFolder, find_mark, write_part
 
 _LOOK_EVERY_S = 0.02
 
@@ -42,7 +44,7 @@ class Saving:
         self._thread.start()
 
     def write_parts(self) -> None:
-        """Writes the parts of this process's ranks; ``written`` raises what goes wrong."""
+        """Writes the parts of this process's ranks; ``await_written`` raises what goes wrong."""
         try:
             while self._shares:
                 rank, share = self._shares.popitem()
@@ -53,12 +55,12 @@ class Saving:
         self._shares.clear()  # the snapshot: variables can be updated in place again
         self._own_written.set()
 
-    def written(self) -> Said:
+    def await_written(self) -> RankMessage:
         """Waits for this process's parts."""
         self._own_written.wait()
         if self._error is not None:
             raise self._error
-        return Said()
+        return RankMessage()
 
     def install(self) -> None:
         """Waits until the checkpoint is complete; all parts are written."""
@@ -66,7 +68,7 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         elif self._folder is not None:
-            self._complete()
+            self._check_complete()
         if self._error is not None:
             raise self._error
 
@@ -84,13 +86,13 @@ class Saving:
         if self._folder is None or self._error is not None:
             return
         # The parts are awaited by their marks, not by a message: while steps run, ranks exchange nothing else.
-        while not all(map(os.path.exists, map(mark_of, self._parts))):
+        while not all(map(os.path.exists, map(find_mark, self._parts))):
             if self._all_written.wait(_LOOK_EVERY_S):
                 break
         if not self._abandoned:
-            self._complete()
+            self._check_complete()
 
-    def _complete(self) -> None:
+    def _check_complete(self) -> None:
         assert self._folder is not None
         try:
             self._folder.install(self._temporary, self._parts, self._path)
@@ -98,3 +100,61 @@ class Saving:
         except Exception as error:
             self._folder.discard(self._temporary)
             self._error = error
+
+
+class RankMessage(msgspec.Struct):
+    """A rank's message to the others: an error, a digest of what it is about to write, and of the first its folder.
+
+    Attributes:
+      place: the folder, or the checkpoint, that it is about to use; "" where it does not matter.
+      number: of the checkpoint that it is about to write.
+    """
+
+    error: str = ""
+    digest: bytes = b""
+    temporary: str = ""
+    number: int = 0
+    counter: int = 0
+    latest: str | None = None
+    checkpoints: list[str] = []
+    place: str = ""
+
+
+def encode_message(said: RankMessage) -> bytes:
+    """Encodes a message for the other ranks."""
+    return msgspec.msgpack.encode(said)
+
+
+def decode_messages(everyone: Sequence[bytes]) -> list[RankMessage]:
+    """Decodes what the ranks have said, in order of ranks."""
+    return [msgspec.msgpack.decode(one, type=RankMessage) for one in everyone]
+
+
+def check_equal(said: Sequence[RankMessage]) -> None:
+    """Refuses ranks that are about to do different things.
+
+    Raises:
+      CommError: they save other objects, or use other folders or numbers; names the first rank that differs.
+    """
+    first = said[0]
+    for rank, other in enumerate(said):
+        if other.place != first.place:
+            given = f"rank 0 uses {first.place}, rank {rank} uses {other.place}"
+            raise _make_difference_error("the ranks use different checkpoints", given, "the same folder and checkpoint")
+        if other.number != first.number:
+            given = f"rank 0 saves number {first.number}, rank {rank} saves number {other.number}"
+            raise _make_difference_error("the ranks save checkpoints of different numbers", given, "the same number")
+        if other.digest != first.digest:
+            what = "have checkpoints of other variables, or of variables that lie otherwise"
+            raise _make_difference_error(
+                "the ranks save different objects", f"rank 0 and rank {rank} {what}", "the same tf.train.Checkpoint"
+            )
+
+
+def _make_difference_error(message: str, given: str, expected: str) -> CommError:
+    return CommError(
+        message,
+        given=given,
+        expected=f"{expected} on every rank",
+        action="save and restore the same on every rank, at the same place of the script",
+    )

@@ -17,15 +17,22 @@ from tensorflow.python.training.saving.saveable_object import SaveSpec
 from tensorflow.python.training.saving.saveable_object_util import SaveableCompatibilityConverter
 
 from whale.errors import CheckpointError
-from whale.runtime.checkpoint.random_state import STATE_KEY, random_state
+from whale.runtime.checkpoint.random_state import STATE_KEY, read_random_state
 from whale.runtime.run.context import Context
-from whale.runtime.variables.checkpoint_regions import holders, lies_split, region_value, regions, spec_of, variable_of
-from whale.runtime.variables.deferred import deferred_of
-from whale.runtime.variables.partial_initializers import Initial
+from whale.runtime.variables.checkpoint_regions import (
+    find_holders,
+    find_variable,
+    format_spec,
+    is_split,
+    list_variable_regions,
+    read_region_value,
+)
+from whale.runtime.variables.deferred import find_deferred
+from whale.runtime.variables.partial_initializers import DeferredInitial
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CheckpointEntry:
     """A tensor, or a rectangle of one, as it lies in a checkpoint.
 
     Attributes:
@@ -41,7 +48,7 @@ class Entry:
     read: Callable[[int], tf.Tensor | None]
 
 
-def entries_of(checkpoint: tf.train.Checkpoint, context: Context) -> list[Entry]:
+def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[CheckpointEntry]:
     """Lists all that a checkpoint consists of, under the keys of ``tf.train.Checkpoint``; equal on all ranks but for
     values.
 
@@ -56,31 +63,33 @@ def entries_of(checkpoint: tf.train.Checkpoint, context: Context) -> list[Entry]
             expected="variables, iterators and Python state",
             action="leave it out of the checkpoint",
         )
-    found: list[Entry] = []
+    found: list[CheckpointEntry] = []
     for trackable, by_key in tensors.items():
-        variable = variable_of(trackable.obj if isinstance(trackable, SaveableCompatibilityConverter) else trackable)
+        variable = find_variable(trackable.obj if isinstance(trackable, SaveableCompatibilityConverter) else trackable)
         for key, value in by_key.items():
-            initial = deferred_of(variable)
+            initial = find_deferred(variable)
             if initial is not None:  # saved before the first step: computed, and not kept
-                found.append(Entry(key, "", (0,), 0, partial(_whole, initial)))
-            elif lies_split(variable):
-                found += _entries_of_pieces(key, variable, context)
+                found.append(CheckpointEntry(key, "", (0,), 0, partial(_read_whole, initial)))
+            elif is_split(variable):
+                found += _list_piece_entries(key, variable, context)
             elif isinstance(value, dict):
-                found += [Entry(key, spec, (0,), 0, partial(_read, v)) for spec, v in value.items()]
-            elif variable is not None and context.variables.owns(variable):
-                who = context.variables.holders(variable, context)
+                found += [CheckpointEntry(key, spec, (0,), 0, partial(_read, v)) for spec, v in value.items()]
+            elif variable is not None and context.variables.is_owner_of(variable):
+                who = context.variables.find_holders(variable, context)
                 # Read as ever, a variable of a stage would be sent first, which takes all ranks.
-                read = value if len(who) == context.size else partial(context.variables.own_value, variable)
-                found.append(Entry(key, "", who, _bytes(variable.shape, variable.dtype), partial(_read, read)))
+                read = value if len(who) == context.size else partial(context.variables.read_own_value, variable)
+                found.append(
+                    CheckpointEntry(key, "", who, _count_bytes(variable.shape, variable.dtype), partial(_read, read))
+                )
             else:  # Whatever no step has used may differ between ranks: the first one's counts.
-                found.append(Entry(key, "", (0,), 0, partial(_read, value)))
+                found.append(CheckpointEntry(key, "", (0,), 0, partial(_read, value)))
     text = graph.SerializeToString()
-    found.append(Entry(OBJECT_GRAPH_PROTO_KEY, "", (0,), 0, lambda rank: tf.constant(text)))
-    found.append(Entry(STATE_KEY, "", (0,), 0, lambda rank: tf.constant(random_state())))
+    found.append(CheckpointEntry(OBJECT_GRAPH_PROTO_KEY, "", (0,), 0, lambda rank: tf.constant(text)))
+    found.append(CheckpointEntry(STATE_KEY, "", (0,), 0, lambda rank: tf.constant(read_random_state())))
     return found
 
 
-def share_out(entries: Sequence[Entry], size: int) -> list[int]:
+def choose_writers(entries: Sequence[CheckpointEntry], size: int) -> list[int]:
     """Returns the rank that writes each entry, so that the largest share is small: largest first, to who has least so
     far.
     """
@@ -92,13 +101,15 @@ def share_out(entries: Sequence[Entry], size: int) -> list[int]:
     return writers
 
 
-def digest(entries: Sequence[Entry], writers: Sequence[int]) -> bytes:
+def compute_digest(entries: Sequence[CheckpointEntry], writers: Sequence[int]) -> bytes:
     """Returns a digest that differs when ranks would write different things."""
     text = "\n".join(f"{e.key}\t{e.spec}\t{rank}" for e, rank in zip(entries, writers))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def snapshot(entries: Sequence[Entry], writers: Sequence[int], rank: int) -> list[tuple[str, str, tf.Tensor]]:
+def read_snapshot(
+    entries: Sequence[CheckpointEntry], writers: Sequence[int], rank: int
+) -> list[tuple[str, str, tf.Tensor]]:
     """Returns (key, spec, values now) of what ``rank`` writes.
 
     Later steps leave these values alone: as long as they are held, TensorFlow updates a copy of the variable, of one
@@ -108,25 +119,25 @@ def snapshot(entries: Sequence[Entry], writers: Sequence[int], rank: int) -> lis
     return [(e.key, e.spec, value) for e, value in values if value is not None]
 
 
-def _entries_of_pieces(key: str, variable: Any, context: Context) -> list[Entry]:
+def _list_piece_entries(key: str, variable: Any, context: Context) -> list[CheckpointEntry]:
     return [
-        Entry(
+        CheckpointEntry(
             key,
-            spec_of(region, variable.shape),
-            holders(variable, region, context),
-            _bytes(region.size, variable.dtype),
-            partial(region_value, variable, region, context),
+            format_spec(region, variable.shape),
+            find_holders(variable, region, context),
+            _count_bytes(region.size, variable.dtype),
+            partial(read_region_value, variable, region, context),
         )
-        for region in regions(variable)
+        for region in list_variable_regions(variable)
     ]
 
 
-def _bytes(shape: Sequence[int], dtype: tf.DType) -> int:
+def _count_bytes(shape: Sequence[int], dtype: tf.DType) -> int:
     return int(tf.TensorShape(shape).num_elements() or 0) * (dtype.size or 0)
 
 
-def _whole(initial: Initial, rank: int) -> tf.Tensor:
-    return initial.whole()
+def _read_whole(initial: DeferredInitial, rank: int) -> tf.Tensor:
+    return initial.compute_whole()
 
 
 def _read(value: Any, rank: int) -> tf.Tensor | None:

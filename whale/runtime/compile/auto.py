@@ -135,7 +135,7 @@ def _agreed(
             keep_strategy(program, context, settings, found.chosen)
         return found.chosen, found.made
 
-    if dry or not context.between_processes:
+    if dry or not context.has_other_processes:
         return look()
     purpose = f"the search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
     return found_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, environment), look)
@@ -159,7 +159,7 @@ def _kept(program: Program, settings: PlanSettings, context: Context, number: in
     chosen = None
     if context.rank == 0 and context.dry is None and (chosen := kept_strategy(program, context, settings)) is not None:
         say_kept(chosen)
-    if context.dry is not None or not context.between_processes:
+    if context.dry is not None or not context.has_other_processes:
         return chosen
     mine = msgspec.json.encode(chosen) if context.rank == 0 else None
     said = context.comms[0].broadcast_bytes(
@@ -191,7 +191,7 @@ def _profile(context: Context) -> MachineProfile | None:
     path = context.config["mesh.profile"]
     if not path:
         return None
-    if context.between_processes and context.place.local_size != context.size:
+    if context.has_other_processes and context.place.local_size != context.size:
         raise ClusterError(
             "a profile describes one host, and the ranks are on several",
             given=f"mesh.profile: {path}",

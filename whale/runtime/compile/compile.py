@@ -13,16 +13,16 @@ from types import MappingProxyType
 
 import msgspec
 
-from whale.ir.collector import no_garbage_collection
+from whale.ir.collector import suspend_garbage_collection
 from whale.ir.layout import Split
 from whale.ir.mesh import Tiles
 from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
 from whale.ir.plan import Plan, strategy_of
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.kernels.substitute import ready_for_run, substitute_kernels
+from whale.kernels.substitute import prepare_for_run, substitute_kernels
 from whale.log import log
-from whale.partition.lower import decompose_for, lower_ranks, shown_ranks, with_memory
+from whale.partition.lower import add_memory, decompose, lower_ranks, lower_shown_ranks
 from whale.partition.pipeline.microbatch_loop import CALL
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.axes import tiles_that_fit
@@ -46,7 +46,7 @@ from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction, communicates
 from whale.runtime.run.context import Context
-from whale.runtime.run.scopes import one_number
+from whale.runtime.run.scopes import find_micro_batches
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def compile_program(
     plan = agreed_plan(program, number, context, settings, made)
     clock.lap("plan")
     if context.meter is not None:
-        context.meter.planned(program, plan, settings)
-    expanded = decompose_for(program, plan, settings)
+        context.meter.note_plan(program, plan, settings)
+    expanded = decompose(program, plan, settings)
     clock.lap("expand")
     whole = _tell_if_whole(expanded, plan, context)
     on_device = _tell_of_tables(program, plan, settings, context)
@@ -145,12 +145,12 @@ def compile_program(
     _tell_of_backend(lowered[0], plan, settings, context)
     _tell_of_micro_batches(plan, settings, context)
     clock.lap("partition")
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         lowered = substitute_kernels(lowered, settings, context.elastic is not None)
     if settings.fuse != FuseSettings():
         clock.lap("fuse")
     comm = context.comm_name if context.size > 1 else ""
-    ranks = ready_for_run(lowered, settings, context.ranks, comm, number)
+    ranks = prepare_for_run(lowered, settings, context.ranks, comm, number)
     lowered = [beside_files(one, in_files) for one in lowered]
     most_bytes = 0.0
     if context.dry is None:
@@ -236,7 +236,7 @@ class _Clock:
         now_ns = time.monotonic_ns()
         self.seconds[name] = (now_ns - self._start_ns) * 1e-9
         if self._trace is not None:
-            self._trace.past(name, "compile", self._start_ns, now_ns)
+            self._trace.write_past(name, "compile", self._start_ns, now_ns)
         self._start_ns = now_ns
 
 
@@ -253,7 +253,7 @@ def micro_batches_of(program: Program, context: Context) -> int:
       PlanError: it asks for several numbers.
     """
     # A step that is traced while a pipeline is entered belongs to it as well.
-    return one_number(context, all_paths(program).union(context.scopes[-1:]))
+    return find_micro_batches(context, all_paths(program).union(context.scopes[-1:]))
 
 
 def _spread(
@@ -273,8 +273,8 @@ def _show(
     spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
     plan = made_plan(program, context, settings, spread.plan)
-    ranks = shown_ranks(program, plan, settings)
-    plan = with_memory(plan, ranks, settings)
+    ranks = lower_shown_ranks(program, plan, settings)
+    plan = add_memory(plan, ranks, settings)
     found = context.auto.strategy if context.auto is not None else strategy_of(plan)
     plan = replace(plan, strategy=completed(found, settings), searched=context.auto is not None)
     context.dry.seen(plan, program, settings, ranks)
@@ -342,4 +342,4 @@ def bytes_under(
 def compile_alone(program: Program, context: Context) -> Program:
     """Returns the program as one rank runs it alone; not collective."""
     settings = settings_of(context)
-    return ready_for_run([normalise(program, settings)], settings)[0]
+    return prepare_for_run([normalise(program, settings)], settings)[0]

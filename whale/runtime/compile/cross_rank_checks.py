@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from whale.errors import PlanError, ProgramError
-from whale.ir.fingerprint import fingerprint, node_digests
+from whale.ir.fingerprint import compute_fingerprint, list_node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.partition.lower import make_any_plan
@@ -15,7 +15,7 @@ from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.plan_cache import keep_plan, kept_plan
 from whale.runtime.compile.progress import told
-from whale.runtime.ranks.likely_cause import likely_cause
+from whale.runtime.ranks.likely_cause import describe_likely_cause
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 
@@ -38,9 +38,9 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
       CommError: a rank does not take part.
     """
-    if not context.between_processes:
+    if not context.has_other_processes:
         return
-    mark = fingerprint(program)
+    mark = compute_fingerprint(program)
     comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
     mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
     before = context.compiled_for.get(program.name, "")
@@ -59,7 +59,7 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
                     action="use wh.shard for the same arguments on every rank",
                 )
         return
-    rows = node_digests(program)
+    rows = list_node_digests(program)
     types = {f"{node.name} ({node.op})": ", ".join(map(str, node.outputs)) for node in program.nodes}
     mine = msgspec.json.encode([(what, digest.hex(), types.get(what, "")) for what, digest in rows])
     others = [
@@ -90,8 +90,8 @@ def _cause(nodes: Sequence[str], context: Context) -> str:
     seems.
     """
     if nodes[0] != nodes[1]:
-        return likely_cause(context, names=True)
-    return likely_cause(context) if context.other_hashes or not nodes[0].endswith("(Placeholder)") else ""
+        return describe_likely_cause(context, names=True)
+    return describe_likely_cause(context) if context.other_hashes or not nodes[0].endswith("(Placeholder)") else ""
 
 
 def _passed(mark: _Mark) -> str:
@@ -109,7 +109,7 @@ def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
     Raises:
       CommError: a rank does not take part.
     """
-    if context.between_processes:
+    if context.has_other_processes:
         number, before = context.programs, context.compiled_for.get(name, "")
         purpose, timeout_s = _purpose(name, inputs, number, before), context.config["debug.check_timeout_s"]
         said = context.comms[0].allgather_bytes(f"whale/kept/{number}", mark.encode(), timeout_s, purpose)
@@ -138,7 +138,7 @@ def made_plan(program: Program, context: Context, settings: PlanSettings, made: 
     Raises:
       PlanError: the saved plan is not legal for the program, or none can be made.
     """
-    saved = context.saved.of(program, settings) if context.saved is not None else None
+    saved = context.saved.find_plan(program, settings) if context.saved is not None else None
     if context.saved is None or saved is None:
         if (kept := kept_plan(program, context, settings)) is not None:
             return kept
@@ -160,7 +160,7 @@ def agreed_plan(
     Args:
       made: see `made_plan`.
     """
-    if not context.between_processes:
+    if not context.has_other_processes:
         return made_plan(program, context, settings, made)
     comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
     planning = f"the planning of program {number}, `{program.name}` (rank 0 is planning)"

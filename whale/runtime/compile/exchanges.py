@@ -14,8 +14,8 @@ import msgspec
 from whale.errors import PlanError
 from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, function_refs
-from whale.partition.pipeline.microbatch_loop import CALL, phase_of
+from whale.ir.program import Node, Program, iterate_function_refs
+from whale.partition.pipeline.microbatch_loop import CALL, find_phase
 from whale.runtime.run.context import Context
 
 # Phases of messages between two ranks outside of micro-batches: received before them, or sent after them.
@@ -34,7 +34,7 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
     if plan.micro_batches == 1 and plan.inner is None:
         return
     found = {rank: phases_of_exchanges(one, bool(plan.stage_groups)) for rank, one in zip(context.ranks, programs)}
-    if context.between_processes:
+    if context.has_other_processes:
         timeout_s = context.config["debug.check_timeout_s"]
         said = context.comms[0].allgather_bytes(
             f"whale/exchanges/{number}", msgspec.json.encode(found[context.rank]), timeout_s
@@ -62,12 +62,12 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
                 counts = found.setdefault(key, (ranks, {}))[1]
                 counts[phase] = counts.get(phase, 0) + times
             if node.op != CALL:
-                for _, func in function_refs(node):
+                for _, func in iterate_function_refs(node):
                     look(program.functions[func.name], phase, times)
 
     look(program, "", 1)
     calls = [node for node in program.nodes if node.op == CALL]
-    called = Counter((phase_of(node), func.name) for node in calls for _, func in function_refs(node))
+    called = Counter((find_phase(node), func.name) for node in calls for _, func in iterate_function_refs(node))
     for (phase, name), times in called.items():
         look(program.functions[name], phase, times)
     for node in (*_behind(program, calls), *_ahead(program, calls)):

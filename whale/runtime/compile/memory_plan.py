@@ -13,19 +13,19 @@ from typing import Any
 
 import msgspec
 
-from cost_model.cluster.discover import host_resources
+from cost_model.cluster.discover import find_host_resources
 from cost_model.kernels.gpu_memory import tensorflow_bytes
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
 from whale.errors import PlanError, WhaleError
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 from whale.ir.program import Program
 from whale.ir.values import TensorType
-from whale.partition.lower import first_ranks
+from whale.partition.lower import lower_first_ranks
 from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
-from whale.runtime.ranks.device_exchange import device_buffer_bytes
+from whale.runtime.ranks.device_exchange import count_device_buffer_bytes
 from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
 from whale.runtime.run.context import Context
 from whale_ops import gpu_driver
@@ -46,7 +46,7 @@ def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
         return float(config["memory.limit_bytes"]), "memory.limit_bytes"
     if gpus := tf.config.list_physical_devices("GPU"):
         return _gpu_limit_bytes(config, gpu_driver.look(), math.ceil(local_ranks / len(gpus)))
-    _, host_bytes = host_resources(memory_limit_bytes=memory_limit_bytes())
+    _, host_bytes = find_host_resources(memory_limit_bytes=memory_limit_bytes())
     return host_bytes / local_ranks, f"the host's memory, divided by its {local_ranks} ranks"
 
 
@@ -55,9 +55,9 @@ def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: 
     if driver is None or not driver.gpus:
         return math.inf, "no limit is known; memory.limit_bytes sets one"
     gpu = min(driver.gpus, key=lambda one: one.memory_bytes)
-    held = {"CUDA": tensorflow_bytes(gpu.memory_bytes, gpu.capability), "exchanges": device_buffer_bytes(config)}
+    held = {"CUDA": tensorflow_bytes(gpu.memory_bytes, gpu.capability), "exchanges": count_device_buffer_bytes(config)}
     among = f", divided by the {sharing} ranks that share it" if sharing > 1 else ""
-    without = " and ".join(f"{human_bytes(size)} for {what}" for what, size in held.items() if size)
+    without = " and ".join(f"{format_bytes(size)} for {what}" for what, size in held.items() if size)
     limit = gpu.memory_bytes / sharing - sum(held.values())
     return limit, f"memory of the GPU, {gpu.name}{among}, without {without}"
 
@@ -105,7 +105,7 @@ def refuse_what_does_not_fit(
         most_bytes = max(most_bytes, found.bytes or bound_bytes)
         mine.append(found)
     said = dict(zip(programs, mine))
-    if context.between_processes:
+    if context.has_other_processes:
         comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
         each = comm.allgather_bytes(f"whale/memory/{number}", msgspec.json.encode(mine[0]), timeout_s)
         said = {rank: msgspec.json.decode(one, type=_Rank) for rank, one in enumerate(each)}
@@ -114,7 +114,7 @@ def refuse_what_does_not_fit(
     text = ""
     if context.rank == 0:
         text = options()
-    if context.between_processes:
+    if context.has_other_processes:
         comm = context.comms[0]
         key = f"whale/memory/{number}/options"
         text = comm.broadcast_bytes(key, text.encode() if context.rank == 0 else None, 0, PLAN_TIMEOUT_S).decode()
@@ -124,13 +124,13 @@ def refuse_what_does_not_fit(
 def _refusal(name: str, said: Mapping[int, _Rank], options: str) -> PlanError:
     rank, most = max(said.items(), key=lambda item: item[1].bytes - item[1].limit)
     others = sum(not one.fits for one in said.values()) - 1
-    parts = ", ".join(f"{name} {human_bytes(n)}" for name, n in most.memory.items() if n)
+    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in most.memory.items() if n)
     return PlanError(
         "the step does not fit into memory",
         op=name,
         device=f"rank {rank}" + (f", and {others} other ranks" if others else ""),
-        given=f"predicted {human_bytes(most.bytes)} at most ({parts})",
-        expected=f"{human_bytes(most.limit)} ({most.source}), {human_bytes(most.bytes - most.limit)} less",
+        given=f"predicted {format_bytes(most.bytes)} at most ({parts})",
+        expected=f"{format_bytes(most.limit)} ({most.source}), {format_bytes(most.bytes - most.limit)} less",
         action=options,
     )
 
@@ -174,7 +174,7 @@ def options_text(
         other = settings.but(observer=PassObserver(), **option.changes)
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
-            return max(sum(taken_bytes(p, r, other).values()) for r, p in first_ranks(other, source).items())
+            return max(sum(taken_bytes(p, r, other).values()) for r, p in lower_first_ranks(other, source).items())
         except WhaleError:
             return None  # this program cannot run so
 
@@ -186,10 +186,10 @@ def options_text(
         least = found[0][1]
         apart = [o for _, o in found if o.changes.keys().isdisjoint(least.changes)]
         found = sorted([*found, *sizes([least.and_also(o) for o in apart])], key=lambda one: one[0])
-    fitting = [f"{option.name} ({human_bytes(n)})" for n, option in found if n <= limit]
+    fitting = [f"{option.name} ({format_bytes(n)})" for n, option in found if n <= limit]
     if fitting:
         return "set " + ", or ".join(fitting) + "; in parentheses what is predicted then"
-    best = f" (the least is {human_bytes(found[0][0])}, {found[0][1].name})" if found else ""
+    best = f" (the least is {format_bytes(found[0][0])}, {found[0][1].name})" if found else ""
     return f"nothing that was tried makes it fit{best}; use more ranks or a smaller batch"
 
 

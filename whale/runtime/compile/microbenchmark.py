@@ -56,7 +56,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
         flops_per_s = 2.0 * 1024**3 / _seconds(product, seconds)
         return flops_per_s, STREAMED_ARRAYS * y.dtype.size * count / _seconds(stream, seconds / 2)
 
-    between = context.between_processes and not dry
+    between = context.has_other_processes and not dry
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
     devices: Link | None = None
     pairs = _together(context, "first", measured, FIRST_S) if between else [measured(FIRST_S)]

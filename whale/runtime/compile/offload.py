@@ -51,8 +51,8 @@ def offloaded_bytes() -> tuple[int, int]:
     """Returns (bytes that steps of this process have copied to the host's memory, and from it to the device that
     computes).
     """
-    from whale_ops.memory import library
+    from whale_ops.memory import load_library
 
     values = (ctypes.c_int64 * 2)()
-    library().whale_offloaded(values)
+    load_library().whale_offloaded(values)
     return values[0], values[1]

@@ -20,15 +20,15 @@ import msgspec
 import cost_model
 import whale_ops
 from whale.errors import WhaleError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
 from whale.log import log
-from whale.partition.verify_saved_plan import CONTRADICTIONS, illegal
+from whale.partition.verify_saved_plan import CONTRADICTIONS, list_illegal
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.memory_plan import limit_bytes
-from whale.runtime.ranks.cache_files import Damaged, KeptFiles, folder_named
+from whale.runtime.ranks.cache_files import CacheFolder, DamagedFileError, find_folder
 from whale.runtime.run.context import Context
 
 
@@ -41,8 +41,8 @@ def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Pla
         return None
     try:
         plan = plan_from_json(data)
-        same = plan.fingerprint == fingerprint(program) and plan.ranks == settings.size
-        if same and not illegal(program, plan, settings):
+        same = plan.fingerprint == compute_fingerprint(program) and plan.ranks == settings.size
+        if same and not list_illegal(program, plan, settings):
             return plan
     except (WhaleError, *CONTRADICTIONS):
         pass
@@ -78,15 +78,17 @@ def keep_strategy(program: Program, context: Context, settings: PlanSettings, ch
 
 def folder_of(context: Context) -> Path | None:
     """Returns where plans are kept; None: they are not."""
-    return None if context.dry is not None else folder_named(context.config["mesh.plan_cache"])
+    return None if context.dry is not None else find_folder(context.config["mesh.plan_cache"])
 
 
 def _plan_name(program: Program, settings: PlanSettings) -> str:
-    return f"{_digest(fingerprint(program), program.name, program.variables, settings)}.plan"
+    return f"{_digest(compute_fingerprint(program), program.name, program.variables, settings)}.plan"
 
 
 def _strategy_name(program: Program, context: Context, settings: PlanSettings) -> str:
-    return f"{_digest(fingerprint(program), program.name, program.variables, settings, machine(context))}.strategy"
+    return (
+        f"{_digest(compute_fingerprint(program), program.name, program.variables, settings, machine(context))}.strategy"
+    )
 
 
 def machine(context: Context) -> tuple[object, ...]:
@@ -129,24 +131,26 @@ def code_digest() -> tuple[str, ...]:
     return tf.__version__, platform.python_version(), stamp.hexdigest()
 
 
-def files_of(context: Context, settings: PlanSettings) -> KeptFiles | None:
+def files_of(context: Context, settings: PlanSettings) -> CacheFolder | None:
     """Returns where a run keeps what later ones take; None: nowhere."""
     folder = folder_of(context)
-    return None if folder is None or settings.observer.is_on else KeptFiles(folder)  # passes run where they are watched
+    return (
+        None if folder is None or settings.observer.is_on else CacheFolder(folder)
+    )  # passes run where they are watched
 
 
-def get_kept(files: KeptFiles, name: str, what: str) -> bytes | None:
+def get_kept(files: CacheFolder, name: str, what: str) -> bytes | None:
     """Returns what was kept under a name; logs it if that is damaged."""
     try:
         return files.get(name)
     except OSError:
         return None  # `put_kept` logs the reason
-    except Damaged:
+    except DamagedFileError:
         log.warning(f"{what} that was kept is damaged, and is made anew")
         return None
 
 
-def put_kept(files: KeptFiles, context: Context, name: str, data: bytes) -> None:
+def put_kept(files: CacheFolder, context: Context, name: str, data: bytes) -> None:
     """Keeps ``data`` under a name; logs it once if it cannot."""
     try:
         files.put(name, data)
@@ -156,7 +160,7 @@ def put_kept(files: KeptFiles, context: Context, name: str, data: bytes) -> None
             log.warning(f"plans are not kept for later runs ({error}); plan_cache names another folder")
 
 
-def _say_and_forget(files: KeptFiles, name: str, program: Program) -> None:
+def _say_and_forget(files: CacheFolder, name: str, program: Program) -> None:
     log.warning(f"the plan that was kept of `{program.name}` is not legal, and is made anew")
     with contextlib.suppress(OSError):
         files.remove(name)

@@ -20,7 +20,7 @@ from whale.passes.settings import (
 )
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.run.context import Context
-from whale_ops.processor import multiplies_by_avx2
+from whale_ops.processor import can_multiply_by_avx2
 
 
 def settings_of(context: Context) -> PlanSettings:
@@ -76,4 +76,4 @@ def fused_on(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
     """
     if has_compute_device() if cluster is None else "gpu" in cluster.kinds:
         return FuseSettings()
-    return replace(asked, padding=asked.padding and cluster is None and multiplies_by_avx2())
+    return replace(asked, padding=asked.padding and cluster is None and can_multiply_by_avx2())

@@ -16,13 +16,13 @@ import whale_ops
 from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.function import Trace, trace_function
-from whale.capture.sharded import Drawing, ShardedTensor
+from whale.capture.sharded import IteratorReads, ShardedTensor
 from whale.capture.signature import Arguments
-from whale.ir.collector import no_garbage_collection
+from whale.ir.collector import suspend_garbage_collection
 from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan
-from whale.partition.pipeline.microbatches import keeps_own_rows
-from whale.partition.variable_use import VariableUse, uses_of
+from whale.partition.pipeline.microbatches import can_keep_own_rows
+from whale.partition.variable_use import VariableUse, find_variable_uses
 from whale.passes.analysis.stages import has_stages
 from whale.runtime.compile import step_cache
 from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
@@ -34,14 +34,14 @@ from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_functi
 from whale.runtime.input.equal_inputs import as_rows_of, compared
 from whale.runtime.input.traces import SharedTrace
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
-from whale.runtime.ranks.trace import span
-from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
+from whale.runtime.ranks.trace import open_span
+from whale.runtime.run.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.run.context import Context
-from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.run.replica_writes import with_equal_replicas
-from whale.runtime.variables.deferred import capturing, creator_in_traces
-from whale.runtime.variables.given_tiles import refuse_other_tiles
-from whale.runtime.variables.in_files import folder_of
+from whale.runtime.run.loss_scale import find_loss_scale
+from whale.runtime.run.replica_writes import wrap_with_replica_check
+from whale.runtime.variables.deferred import capturing, make_trace_creator
+from whale.runtime.variables.in_files import find_folder
+from whale.runtime.variables.variable_store import refuse_other_tiles
 from whale_ops.memory import trim
 
 
@@ -100,7 +100,7 @@ def compile_step(
     kwargs: Any,
     context: Context,
     shared: SharedTrace,
-    drawing: Drawing | None = None,
+    drawing: IteratorReads | None = None,
 ) -> Step:
     """Traces, plans and lowers ``fn(*args, **kwargs)``, which ``arguments`` are. Collective between processes.
 
@@ -108,7 +108,10 @@ def compile_step(
       shared: the trace that one process would take.
       drawing: reads the batches that ``fn`` takes of iterators.
     """
-    with span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"), no_garbage_collection():
+    with (
+        open_span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"),
+        suspend_garbage_collection(),
+    ):
         return _compiled(fn, arguments, args, kwargs, context, shared, drawing)
 
 
@@ -119,41 +122,41 @@ def _compiled(
     kwargs: Any,
     context: Context,
     shared: SharedTrace,
-    drawing: Drawing | None,
+    drawing: IteratorReads | None,
 ) -> Step:
     if context.dry is None:
         for tensor in arguments.tensors:
             rows_of_run(tensor, context)
 
-    def traced(mark_gradients: bool, drawing: Drawing | None) -> Trace:
+    def traced(mark_gradients: bool, drawing: IteratorReads | None) -> Trace:
         with captures_steps():
             found = trace_function(
                 fn,
                 args,
                 kwargs,
                 mark_gradients=mark_gradients,
-                loss_scale=loss_scale_of(context),
+                loss_scale=find_loss_scale(context),
                 drawing=drawing,
-                creator=creator_in_traces(context.defers),
+                creator=make_trace_creator(context.should_defer),
                 around=shared.tracing,
             )
         shared.traced()
         return found
 
-    with span(context.trace, "capture", "compile"):
+    with open_span(context.trace, "capture", "compile"):
         marks = context.config["memory.recompute"] or context.config["mesh.auto_parallel"] or context.auto is not None
         trace = traced(bool(marks), drawing)
     if context.config["memory.offload"] and context.dry is None:
         compute_device(context.config)  # refused before anything is sent
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {t.op.name: own.sizes for t, own in zip(trace.inputs, tensors) if isinstance(own, ShardedTensor)}
-    with span(context.trace, "look for a kept step", "compile"):
-        layouts = context.variables.layouts(trace.variables)
+    with open_span(context.trace, "look for a kept step", "compile"):
+        layouts = context.variables.list_tiles(trace.variables)
         name, ready = step_cache.find(trace, local, layouts, context.programs, context)
-        if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_text, context):
+        if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_description, context):
             ready = None
     if ready is None:
-        return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.again()), context, shared.streams)
+        return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.repeat()), context, shared.streams)
     return _taken(trace, ready, local, layouts, context, shared.streams)
 
 
@@ -179,18 +182,18 @@ def _lowered(
     staged, saved = has_stages(captured.program), context.saved
     gathers = bool(local) and (
         staged
-        or (saved is not None and saved.takes_whole_batches)
-        or not keeps_own_rows(captured.program, local.values(), micro_batches_of(captured.program, context))
+        or (saved is not None and saved.needs_whole_batches)
+        or not can_keep_own_rows(captured.program, local.values(), micro_batches_of(captured.program, context))
     )
     if gathers:
         local = {}
         context.stages_seen |= staged
-    layouts = context.variables.layouts(captured.variables)
+    layouts = context.variables.list_tiles(captured.variables)
     compiled = compile_program(
         captured.program, context, local, layouts, lambda: _in_scopes(traced().read(), context).program,
         in_files=_in_files(captured.variables),
     )  # fmt: skip
-    uses = uses_of(compiled.program, compiled.plan)
+    uses = find_variable_uses(compiled.program, compiled.plan)
     if context.elastic is not None:
         context.elastic.check(uses, captured.variables)
     if context.dry is None and context.size > 1:
@@ -198,11 +201,11 @@ def _lowered(
         refuse_other_tiles(captured.variables, layouts, planned)
     _adopt(captured.variables, uses, compiled.plan.offloaded, compiled.kinds, context)
     start_s = time.perf_counter()
-    with span(context.trace, "functions", "compile"):
+    with open_span(context.trace, "functions", "compile"):
         load_ops(compiled.ranks)
         tag = step_cache.new_tag(f"whale_{compiled.number}_{_identifier(compiled.program.name)}")
         function = lower_to_function(compiled.ranks, tag, streams)
-        ready = ready_step(compiled, function, uses, context, trace.inputs_text)
+        ready = ready_step(compiled, function, uses, context, trace.inputs_description)
         ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged, streams=streams)
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
     step_cache.keep(kept, ready, function, compiled.plan, context)
@@ -211,7 +214,7 @@ def _lowered(
 
 
 def _in_files(variables: Iterable[CapturedVariable]) -> frozenset[str]:
-    return frozenset(v.node for v in variables if folder_of(v.variable))
+    return frozenset(v.node for v in variables if find_folder(v.variable))
 
 
 def _taken(
@@ -226,7 +229,7 @@ def _taken(
     start_s = time.perf_counter()
     number, context.programs = context.programs, context.programs + 1
     context.stages_seen |= ready.gathers and ready.staged
-    tied, plan = trace.tied(ready.variables), cache(ready.read_plan)
+    tied, plan = trace.collect_ties(ready.variables), cache(ready.read_plan)
     here = {node: tiles for node, tiles in layouts.items() if node in ready.variables}
 
     def predicted() -> dict[str, int]:
@@ -235,9 +238,9 @@ def _taken(
 
     step_cache.remember(ready, plan, predicted, context)
     _adopt(tied.variables, ready.uses, ready.offloaded, ready.kinds, context)
-    with span(context.trace, "functions", "compile"):
+    with open_span(context.trace, "functions", "compile"):
         if ready.communicates:
-            whale_ops.ops()
+            whale_ops.load_ops()
         call = callable_step(tied, ready, ready.function(streams), plan, number, context)
     return _step(call, tied, ready, plan, tuple(local), {"kept": time.perf_counter() - start_s}, context)
 
@@ -249,8 +252,8 @@ def _adopt(
     kinds: Mapping[str, str],
     context: Context,
 ) -> None:
-    with span(context.trace, "send variables", "compile"):
-        new = [id(c.handle) for c in variables if not context.variables.owns(c.variable)]
+    with open_span(context.trace, "send variables", "compile"):
+        new = [id(c.handle) for c in variables if not context.variables.is_owner_of(c.variable)]
         context.variables.adopt(variables, context, uses, on_host)
         if context.outside is not None:
             context.outside.forget_written(new)  # they have the first rank's values
@@ -269,14 +272,14 @@ def _step(
 ) -> Step:
     """A step whose calls are compared between the ranks, as far as that is asked for."""
     call = compared(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
-    call = with_equal_replicas(call, context, ready.program, {id(v.handle) for v in tied.variables})
+    call = wrap_with_replica_check(call, context, ready.program, {id(v.handle) for v in tied.variables})
     trim()
     return Step(call, tied, plan, seconds, ready.gathers, compiled)
 
 
 def _in_scopes(captured: Captured, context: Context) -> Captured:
     """With the scopes of variables, of the run and of its annotations."""
-    return in_scopes_by_name(_with_scopes(captured, context), context)
+    return put_in_named_scopes(_with_scopes(captured, context), context)
 
 
 def _with_scopes(captured: Captured, context: Context) -> Captured:
@@ -286,7 +289,7 @@ def _with_scopes(captured: Captured, context: Context) -> Captured:
     if any(scopes.values()):
         variables = tuple(replace(v, scope=v.scope or scopes.get(v.node, "")) for v in program.variables)
         program = replace(program, variables=variables)
-    program = in_default_scope(program, context)
+    program = put_in_default_scope(program, context)
     return captured if program is captured.program else replace(captured, program=program)
 
 

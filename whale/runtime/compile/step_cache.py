@@ -29,8 +29,8 @@ from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.plan_cache import code_digest, files_of, get_kept, machine, put_kept
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.tensorflow_functions import LoweredFunction
-from whale.runtime.run.annotate import variable_names
-from whale.runtime.run.context import Context, unique
+from whale.runtime.run.annotate import find_variable_names
+from whale.runtime.run.context import Context, make_unique_name
 
 # Of the configuration what changes nothing of what ranks run.
 _NO_MATTER = frozenset({"mesh.plan_cache", "debug.log", "debug.trace", "batch.prefetch", "debug.check_timeout_s"})
@@ -112,7 +112,7 @@ _DIGITS = 8
 
 def new_tag(name: str) -> str:
     """A name for a step's functions; one of the same step in another process is as long."""
-    return unique(name, _DIGITS)
+    return make_unique_name(name, _DIGITS)
 
 
 def find(
@@ -194,12 +194,12 @@ def _digest(
     trace: Trace, local: Mapping[str, tuple[int, ...]], layouts: Mapping[str, Tiles], number: int, context: Context
 ) -> str:
     config = {key: value for key, value in context.config.items() if key not in _NO_MATTER}
-    named: list[Any] = [context.annotations, variable_names(trace.variables) if context.annotations else {}]
+    named: list[Any] = [context.annotations, find_variable_names(trace.variables) if context.annotations else {}]
     auto = context.auto, machine(context) if context.config["mesh.auto_parallel"] else ()
     run = (
         context.size, context.ranks, context.comm_name, context.local_ranks, context.scopes[-1:],
         context.split_everything, context.solo, number,
     )  # fmt: skip
     settings = settings_of(context).but(observer=PassObserver())
-    parts = (trace.digest(), dict(local), dict(layouts), config, settings, named, auto, run)
+    parts = (trace.compute_digest(), dict(local), dict(layouts), config, settings, named, auto, run)
     return blake2b(repr((*parts, code_digest())).encode(), digest_size=16).hexdigest()

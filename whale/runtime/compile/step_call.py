@@ -16,7 +16,7 @@ from whale.capture.captured import Traced
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.kernels.updates.last import written_early
+from whale.kernels.updates.last import list_early_writes
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction
@@ -50,19 +50,19 @@ def callable_step(
     handles = [
         h
         for i, nodes in enumerate(function.handles)
-        for h in context.variables.handles(tied.variables, nodes, i, context.ranks[i])
+        for h in context.variables.list_handles(tied.variables, nodes, i, context.ranks[i])
     ]
     fixed = extra + handles
-    uses = context.variables.uses(tied.variables, ready.uses, context)
+    uses = context.variables.prepare_uses(tied.variables, ready.uses, context)
     name, outputs = function.name.encode(), function.outputs
     pack = _packer(tied)
     what = ready.program
     several, outside, elastic = len(context.ranks) > 1, context.outside, context.elastic
     early, watched = [], None
     if elastic is not None:
-        watched = elastic.watched(plan(), ranks[0])
+        watched = elastic.watch_steps(plan(), ranks[0])
         by_node = {c.node: c for c in tied.variables}
-        early = [(by_node[n].handle, by_node[n].variable.dtype) for n in written_early(ranks[0])]
+        early = [(by_node[n].handle, by_node[n].variable.dtype) for n in list_early_writes(ranks[0])]
 
     def call(tensors: list[Any]) -> Any:
         if record.could_possibly_record() and gradients_util.PossibleTapeGradientTypes(tensors):
@@ -77,20 +77,20 @@ def callable_step(
             assigned = context.variables.settle()
             if outside is not None and outside.written:
                 refuse_lone_writes(context, what)
-            context.variables.before(uses, context)
+            context.variables.prepare_step(uses, context)
 
             def run() -> Any:
                 results = tf_ctx.call_function(name, tensors + fixed, outputs)
-                context.variables.after(uses)
+                context.variables.note_step(uses)
                 return results
 
             if elastic is not None:
-                return elastic.step(run, pack, early, watched, assigned)
+                return elastic.take_step(run, pack, early, watched, assigned)
             if not several:
                 return pack(run())
             context.variables.follow()
             results = tf_ctx.call_function(name, tensors + fixed, outputs)
-            context.variables.after(uses)
+            context.variables.note_step(uses)
             context.variables.leave()
             return pack(results)
         except tf.errors.OpError as error:
@@ -102,7 +102,7 @@ def callable_step(
     found = call if device is None else _on_device(call, device)
     if ready.rolled:
         found = _as_lowered(found)
-    return context.watched(found, what, number, plan)
+    return context.watch_calls(found, what, number, plan)
 
 
 def _forget(context: Any, names: Sequence[str]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from tensorflow.core.framework import function_pb2
 
-from whale.capture.encode import attr_types, to_function_def, to_graph_def, to_node_def
+from whale.capture.encode import encode_function_def, encode_graph_def, encode_node_def, find_attr_types
 from whale.ir.ops import DRAWS_BY_COUNTER, READS
-from whale.ir.program import Node, Program, Ref, const_node, function_refs
+from whale.ir.program import Node, Program, Ref, iterate_function_refs, make_const
 from whale.ir.values import DType, Func, Shape, TensorType
-from whale.kernels.xla import in_other_graphs
+from whale.kernels.xla import change_other_graphs
 from whale.partition.pipeline.microbatch_loop import CALL
 
 _PHILOX = 1
@@ -52,7 +52,7 @@ def load_ops(ranks: Sequence[Program]) -> None:
     if communicates(ranks):
         import whale_ops
 
-        whale_ops.ops()
+        whale_ops.load_ops()
 
 
 def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> LoweredFunction:
@@ -78,7 +78,7 @@ def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> 
             wanted = dict.fromkeys(r.node for r in renamed.outputs if r.node not in renamed.inputs + variables)
             renamed = replace(renamed, effects=tuple(dict.fromkeys((*renamed.effects, *wanted))))
         handles.append(variables)
-        main = to_function_def(_calls_by_name(replace(renamed, inputs=renamed.inputs + variables)), prefix)
+        main = encode_function_def(_calls_by_name(replace(renamed, inputs=renamed.inputs + variables)), prefix)
         if len(ranks) > 1:
             # Inlined side by side, or specialised to the results that are read (the first rank's), equal arithmetic
             # of two ranks would be rewritten in two ways by TensorFlow's optimiser, and their copies of a variable
@@ -95,7 +95,7 @@ def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> 
 
 def function_definitions(program: Program) -> list[Any]:
     """FunctionDefs of the bodies."""
-    return [to_function_def(_calls_by_name(_reads_awaited(body)), name) for name, body in program.functions.items()]
+    return [encode_function_def(_calls_by_name(_reads_awaited(body)), name) for name, body in program.functions.items()]
 
 
 def _reads_awaited(body: Program) -> Program:
@@ -133,14 +133,14 @@ def _calls_by_name(graph: Program) -> Program:
 def lower_to_graph(program: Program, tag: str) -> Any:
     """A rank's program as a GraphDef (for a v1 session); its functions are named after ``tag``."""
     renamed = _rename_functions(program, tag)
-    graph_def = to_graph_def(_calls_by_name(replace(renamed, functions={})))
+    graph_def = encode_graph_def(_calls_by_name(replace(renamed, functions={})))
     graph_def.library.function.extend(function_definitions(renamed))
     return graph_def
 
 
 @cache
 def _carries_functions(op: str) -> bool:
-    return any(kind in ("func", "list(func)") for kind in attr_types(op).values())
+    return any(kind in ("func", "list(func)") for kind in find_attr_types(op).values())
 
 
 def _rename_functions(program: Program, tag: str) -> Program:
@@ -222,7 +222,7 @@ def with_streams(program: Program, name: str) -> Program:
     A stream goes on also where the rank does not look at the numbers, having no rows: in branches and loops, too.
     """
     drawing = _drawing_functions(program)
-    return in_other_graphs(program, lambda graph: _of_graph(graph, name, drawing))
+    return change_other_graphs(program, lambda graph: _of_graph(graph, name, drawing))
 
 
 def _drawing_functions(program: Program) -> frozenset[str]:
@@ -237,7 +237,7 @@ def _drawing_functions(program: Program) -> frozenset[str]:
 
 
 def _calls(node: Node, functions: Collection[str]) -> bool:
-    return any(func.name in functions for _, func in function_refs(node))
+    return any(func.name in functions for _, func in iterate_function_refs(node))
 
 
 def _of_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
@@ -256,9 +256,9 @@ def _of_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
             nodes += made
             effects.append(made[0].name)
         else:
-            nodes.append(_by_kernel(node, f"{name}/{stream}", [graph.type_of(ref) for ref in node.inputs]))
+            nodes.append(_by_kernel(node, f"{name}/{stream}", [graph.find_type(ref) for ref in node.inputs]))
             effects.append(node.name)
-    return replace(graph.with_nodes(tuple(nodes), functions=graph.functions), effects=tuple(dict.fromkeys(effects)))
+    return replace(graph.replace_nodes(tuple(nodes), functions=graph.functions), effects=tuple(dict.fromkeys(effects)))
 
 
 def _by_counter(node: Node, stream: str) -> list[Node]:
@@ -276,15 +276,15 @@ def _by_counter(node: Node, stream: str) -> list[Node]:
         node.scope,
         stateful=True,
     )
-    key = const_node(f"{node.name}/whale_key", np.array([seed & _WORD], np.uint64), scope=node.scope)
-    alg = const_node(f"{node.name}/whale_alg", np.array(_PHILOX, np.int32), scope=node.scope)
+    key = make_const(f"{node.name}/whale_key", np.array([seed & _WORD], np.uint64), scope=node.scope)
+    alg = make_const(f"{node.name}/whale_alg", np.array(_PHILOX, np.int32), scope=node.scope)
     drawn = replace(
         node,
         op=DRAWS_BY_COUNTER[node.op],
         inputs=(shape, Ref(key.name), Ref(advance.name), Ref(alg.name), *bounds),
         attrs={"dtype": node.attrs["Tout" if bounds else "dtype"], "Tshape": sizes},
         stateful=False,
-        marks=node.marks.but(stream=""),
+        marks=node.marks.replace_marks(stream=""),
     )
     return [advance, key, alg, drawn]
 
@@ -292,7 +292,7 @@ def _by_counter(node: Node, stream: str) -> list[Node]:
 def _by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
     """The operation itself, by a kernel that the programs share. ``types``: of its operands."""
     plain = replace(node, attrs={key: value for key, value in node.attrs.items() if not key.startswith("_")})
-    node_def = to_node_def(plain, "draw", [f"operand_{i}" for i in range(len(node.inputs))])
+    node_def = encode_node_def(plain, "draw", [f"operand_{i}" for i in range(len(node.inputs))])
     attrs = {
         "stream": stream,
         "node": node_def.SerializeToString(deterministic=True),
@@ -300,4 +300,4 @@ def _by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
         "Tin": tuple(DType(t.dtype) for t in types),
         "Tout": tuple(DType(t.dtype) for t in node.outputs),
     }
-    return replace(node, op="WhaleDraw", attrs=attrs, stateful=True, marks=node.marks.but(stream=""))
+    return replace(node, op="WhaleDraw", attrs=attrs, stateful=True, marks=node.marks.replace_marks(stream=""))

@@ -1,6 +1,6 @@
 """Captures programs of well-known models from their hyper-parameters, without allocating anything."""
 
-from whale.runtime.described.families import FAMILIES, Description, read
-from whale.runtime.described.program import program_of, traced
+from whale.runtime.described.families import FAMILIES, Description, read_description
+from whale.runtime.described.program import capture_program, trace_program
 
-__all__ = ["FAMILIES", "Description", "program_of", "read", "traced"]
+__all__ = ["FAMILIES", "Description", "capture_program", "read_description", "trace_program"]

@@ -62,7 +62,7 @@ class _Text(_Transformer, frozen=True, kw_only=True):
     vocabulary: Count
 
 
-class _Divided(_Text, frozen=True, kw_only=True):
+class _DividedText(_Text, frozen=True, kw_only=True):
     """The fields of transformers whose weights may be divided.
 
     ``tensor_parallel``: all ranks divide the weights of layers, embedding and logits, as under ``wh.split``.
@@ -83,11 +83,11 @@ class _Divided(_Text, frozen=True, kw_only=True):
             )
 
 
-class Gpt(_Divided, frozen=True, kw_only=True, tag="gpt"):
+class Gpt(_DividedText, frozen=True, kw_only=True, tag="gpt"):
     """Decoder with a causal mask; the logits use the embedding's weights."""
 
 
-class Bert(_Divided, frozen=True, kw_only=True, tag="bert"):
+class Bert(_DividedText, frozen=True, kw_only=True, tag="bert"):
     """Encoder; a loss over all tokens, as for masked words."""
 
 
@@ -149,7 +149,7 @@ FAMILIES = (Gpt, Bert, T5, Moe, Vit, Resnet, Dlrm, Classifier)
 Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm | Classifier
 
 
-def read(path: str | Path) -> Description:
+def read_description(path: str | Path) -> Description:
     """Reads a model file; a mistake is an error with line and key."""
-    file = yaml_files.File(yaml_files.text(path, "model file"), str(path), "model file")
+    file = yaml_files.YamlFile(yaml_files.read_text(path, "model file"), str(path), "model file")
     return file.decode(Description)  # type: ignore[arg-type]

@@ -12,15 +12,15 @@ from whale.config import Config, Mesh
 from whale.errors import ClusterError, ConfigError, PlanError
 from whale.partition.variable_use import VariableUse
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.variables.given_tiles import given_tiles
-from whale.runtime.variables.in_files import folder_of
+from whale.runtime.variables.in_files import find_folder
+from whale.runtime.variables.variable_store import find_given_tiles
 
 
 def refuse(ranks: Ranks, joins: bool = False) -> None:
     """Raises ConfigError for a run that cannot go on when ranks are gone. ``joins``: this process joins it."""
     config = ranks.config
     wrong = ""
-    if ranks.place.launcher != "whale run" or not (ranks.between_processes or joins):
+    if ranks.place.launcher != "whale run" or not (ranks.has_other_processes or joins):
         wrong = f"{ranks.size} ranks started by {ranks.place.launcher}"
     elif config["batch.mode"] == "local":
         wrong = 'batch.mode "local": the rows that a rank brings are gone with it'
@@ -37,7 +37,7 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
         )
 
 
-def divides(uses: Mapping[str, VariableUse], size: int) -> bool:
+def has_divided_variables(uses: Mapping[str, VariableUse], size: int) -> bool:
     """Tells whether a program has variables of which some rank does not hold all."""
     return any(use.tiles is not None or len(use.ranks) < size for use in uses.values())
 
@@ -45,9 +45,9 @@ def divides(uses: Mapping[str, VariableUse], size: int) -> bool:
 def refuse_variables(variables: Sequence[CapturedVariable]) -> None:
     """Raises PlanError for a variable whose parts the ranks that are left could not have."""
     for c in variables:
-        if given_tiles(c) is not None:
+        if find_given_tiles(c) is not None:
             _refuse(c.name, "a LayoutMap that says how it lies", "a layout that Whale can choose again")
-        if folder_of(c.variable):
+        if find_folder(c.variable):
             _refuse(c.name, "a table in files, which go with their rank", "a table in memory")
 
 
@@ -77,7 +77,7 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
             )
 
 
-def nothing_to_go_on_with() -> ClusterError:
+def make_nothing_to_join_error() -> ClusterError:
     """Returns the error of a process that joins a run and cannot know where the others are."""
     return ClusterError(
         "a process that joins a run has to know where the others are",
@@ -87,7 +87,7 @@ def nothing_to_go_on_with() -> ClusterError:
     )
 
 
-def elsewhere(there: str, here: str) -> ClusterError:
+def make_other_place_error(there: str, here: str) -> ClusterError:
     """Returns the error of a process that joins a run and has come to another place of its script than the others."""
     return ClusterError(
         "a process that joins a run has to come to where the others are",
@@ -97,7 +97,7 @@ def elsewhere(there: str, here: str) -> ClusterError:
     )
 
 
-def fitting(config: Config, size: int) -> dict[str, Any]:
+def find_fitting_changes(config: Config, size: int) -> dict[str, Any]:
     """Returns the changes that a configuration needs when ``size`` ranks are left: a mesh, ranks of a split scope,
     stages.
 
@@ -117,19 +117,19 @@ def fitting(config: Config, size: int) -> dict[str, Any]:
     return changes
 
 
-def hosts_left(emulated: Sequence[int], members: Sequence[int]) -> tuple[int, ...]:
+def count_hosts_left(emulated: Sequence[int], members: Sequence[int]) -> tuple[int, ...]:
     """Returns how many of the members are on each emulated host. ``emulated``: the number of ranks of each host."""
-    of = host_of(emulated)
+    of = list_emulated_hosts(emulated)
     left = [of[rank] for rank in members] if of else []
     return tuple(left.count(host) for host in dict.fromkeys(left))
 
 
-def host_name(emulated: Sequence[int], rank: int) -> str:
+def find_host_name(emulated: Sequence[int], rank: int) -> str:
     """Returns the name of the host of the rank that was started as this number; the caller is that rank."""
-    of = host_of(emulated)
+    of = list_emulated_hosts(emulated)
     return str(of[rank]) if rank < len(of) else socket.gethostname()
 
 
-def host_of(emulated: Sequence[int]) -> list[int]:
+def list_emulated_hosts(emulated: Sequence[int]) -> list[int]:
     """Returns the number of each rank's emulated host; empty if there are none."""
     return [host for host, count in enumerate(emulated) for _ in range(count)]

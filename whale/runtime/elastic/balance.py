@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from whale.ir.layout import Split, proportional_sizes
+from whale.ir.layout import Split, divide_proportionally
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, function_refs
+from whale.ir.program import Node, Program, iterate_function_refs
 from whale.log import log
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
@@ -38,7 +38,7 @@ PURPOSE = "comparing how long the ranks work"
 _T = TypeVar("_T")
 
 
-class Watched:
+class WatchedSteps:
     """The steps of one compiled program, as this rank has taken them since the last look.
 
     Attributes:
@@ -53,7 +53,7 @@ class Watched:
                 str(node.attrs["key"])
                 for graph in (program, *program.functions.values())
                 for node in graph.nodes
-                if _moves(node)
+                if _is_exchange(node)
             }
         )
         self.steps, self.seconds = 0, 0.0
@@ -73,7 +73,7 @@ class Watched:
             self.steps, self.seconds = self.steps + 1, self.seconds + time.perf_counter() - start_s
         return result
 
-    def pays_anew(self, weighed: tuple[float, float] | None) -> bool:
+    def is_replanning_worthwhile(self, weighed: tuple[float, float] | None) -> bool:
         """Tells whether steps as long as the shortest one would save more, in those that are left, than planning anew
         takes.
 
@@ -98,11 +98,11 @@ class Watched:
         return found
 
 
-def _moves(node: Node) -> bool:
+def _is_exchange(node: Node) -> bool:
     return node.op in EXCHANGES and "key" in node.attrs
 
 
-def chained_s(program: Program, seconds: Mapping[str, float]) -> float:
+def compute_chained_s(program: Program, seconds: Mapping[str, float]) -> float:
     """Returns the most seconds that exchanges which wait for each other add up to.
 
     Args:
@@ -111,17 +111,17 @@ def chained_s(program: Program, seconds: Mapping[str, float]) -> float:
     ends: dict[str, float] = {}
     most = 0.0
     for node in program.nodes:
-        own = seconds.get(str(node.attrs["key"]), 0.0) if _moves(node) else 0.0
-        for _, func in function_refs(node):
+        own = seconds.get(str(node.attrs["key"]), 0.0) if _is_exchange(node) else 0.0
+        for _, func in iterate_function_refs(node):
             body = program.functions.get(func.name)
-            own += chained_s(body, seconds) if body is not None else 0.0
+            own += compute_chained_s(body, seconds) if body is not None else 0.0
         begins = max([ends[r.node] for r in node.inputs] + [ends[c] for c in node.controls], default=0.0)
         ends[node.name] = begins + own
         most = max(most, ends[node.name])
     return most
 
 
-def divided(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
+def divide_by_speed(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
     """Returns (rows in proportion to speeds, how many times shorter the slowest rank's work is with them).
 
     Args:
@@ -129,7 +129,7 @@ def divided(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple[int, ..
     """
     longest = max(work_s)
     speeds = tuple(round(PRECISION * n * longest / s) for n, s in zip(rows, work_s))
-    found = proportional_sizes(sum(rows), speeds)
+    found = divide_proportionally(sum(rows), speeds)
     expected = max(s * m / n for n, m, s in zip(rows, found, work_s) if n)
     return found, max(work_s) / expected
 
@@ -142,7 +142,7 @@ class Balance:
         self._before_s = 0.0  # seconds of a step under the division before
         self._told: set[str] = set()  # why ranks keep their rows
 
-    def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str, cut: bool) -> Watched | None:
+    def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str, cut: bool) -> WatchedSteps | None:
         """Returns what counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
 
         Args:
@@ -150,19 +150,19 @@ class Balance:
           cut: whether `auto_parallel` has cut the program into stages, and may do it anew.
         """
         if cut and not stays:
-            return Watched((), program)
+            return WatchedSteps((), program)
         placement = plan.batch_inputs[0].placement if plan.batch_inputs else None
         if placement is None:
             return None
         if not stays and isinstance(placement, Split) and len(placement.sizes) == ranks.size:
-            return Watched(placement.sizes, program)
+            return WatchedSteps(placement.sizes, program)
         why = stays or "a batch is not divided among all of them"
         if ranks.rank == 0 and why not in self._told:
             log.info(f"ranks that get slower keep their rows: {why}")
             self._told.add(why)
         return None
 
-    def after(self, watched: Watched, comm: Any) -> tuple[tuple[int, ...], str]:
+    def check_after_step(self, watched: WatchedSteps, comm: Any) -> tuple[tuple[int, ...], str]:
         """Returns, after a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").
 
         Where there are stages, ((), why) if all is to be planned anew.
@@ -182,12 +182,12 @@ class Balance:
         work_s = []
         for taken_s, exchanges_s in said:
             waits_s = {key: own - least for key, own, least in zip(watched.keys, exchanges_s, shortest)}
-            work_s.append(max(LEAST * taken_s, taken_s - chained_s(watched.program, waits_s)))
-        decided = self._decided(watched, work_s, step_s) if watched.rows else self._planned(watched, step_s)
+            work_s.append(max(LEAST * taken_s, taken_s - compute_chained_s(watched.program, waits_s)))
+        decided = self._decide_rows(watched, work_s, step_s) if watched.rows else self._check_stages(watched, step_s)
         watched.due = max(STEPS, round((AGAIN_S if watched.found else SECONDS) / max(step_s, 1e-6)))
         return decided
 
-    def _planned(self, watched: Watched, step_s: float) -> tuple[tuple[int, ...], str]:
+    def _check_stages(self, watched: WatchedSteps, step_s: float) -> tuple[tuple[int, ...], str]:
         """Returns ((), why) where the stages are to be planned anew; else ((), "")."""
         twice, watched.least_s = bool(watched.found), min(watched.least_s, step_s)
         watched.longer = 1 - watched.least_s / step_s
@@ -200,11 +200,13 @@ class Balance:
             "speeds are measured, and stages planned anew"
         )
 
-    def _decided(self, watched: Watched, work_s: Sequence[float], step_s: float) -> tuple[tuple[int, ...], str]:
+    def _decide_rows(
+        self, watched: WatchedSteps, work_s: Sequence[float], step_s: float
+    ) -> tuple[tuple[int, ...], str]:
         if self._before_s and step_s > self._before_s:  # the last division was none too good: divide less readily
             self._gain = min(2.0, 1.2 * self._gain)
         self._before_s = 0.0
-        rows, gain = divided(watched.rows, work_s)
+        rows, gain = divide_by_speed(watched.rows, work_s)
         better = gain >= self._gain and rows != watched.rows
         twice, watched.found = bool(watched.found), rows if better else ()
         if not (better and twice):
@@ -214,10 +216,10 @@ class Balance:
         then_s = step_s - max(work_s) * (1 - 1 / gain)
         return rows, (
             f"rank {slowest} works {work_s[slowest] / min(work_s):.1f} times as long as the fastest rank on its rows: "
-            f"they are divided anew, {_listed(watched.rows)} -> {_listed(rows)}, for {1e3 * then_s:.0f} ms a step in "
-            f"place of {1e3 * step_s:.0f}"
+            f"they are divided anew, {_format_rows(watched.rows)} -> {_format_rows(rows)}, for {1e3 * then_s:.0f} ms "
+            f"a step in place of {1e3 * step_s:.0f}"
         )
 
 
-def _listed(rows: Sequence[int]) -> str:
+def _format_rows(rows: Sequence[int]) -> str:
     return ", ".join(map(str, rows))

@@ -8,11 +8,20 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from whale.capture.sharded import ShardedTensor
+from whale.errors import ClusterError
+from whale.passes.analysis.batch import rows_of_ranks
+from whale.runtime.ranks.ranks import Ranks
+
+# Attribute of a tensor that a rank read while it was alone: (weak reference to the iterator, number of the batch, and
+# of the tensor in it), as the source of a part.
+ALONE = "_whale_source"
+
 _T = TypeVar("_T")
 
 
 @dataclass
-class Progress:
+class CallProgress:
     """The calls and steps that a rank has made so far.
 
     Attributes:
@@ -27,7 +36,7 @@ class Progress:
 
 
 @dataclass
-class Step:
+class ReplayStep:
     """A call that took a step, kept for when the ranks go back to before it.
 
     Attributes:
@@ -45,7 +54,7 @@ class Step:
 
 
 @dataclass
-class Calls:
+class CallLog:
     """The calls of this rank, and what it needs to make the latest again.
 
     Attributes:
@@ -54,9 +63,9 @@ class Calls:
     """
 
     again: Callable[[Any], Any]
-    at: Progress = field(default_factory=Progress)
-    undone: Step | None = None
-    _last: Step | None = None
+    at: CallProgress = field(default_factory=CallProgress)
+    undone: ReplayStep | None = None
+    _last: ReplayStep | None = None
     _steps_before: int = 0  # steps taken before the call that goes on
     _drawn: list[Any] = field(default_factory=list)  # batches of that call
     _drawn_again: int = 0
@@ -65,16 +74,16 @@ class Calls:
         """Prepares for a call that is about to be made."""
         self._drawn, self._drawn_again, self._steps_before = [], 0, self.at.steps
 
-    def once_more(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def prepare_again(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepares for making the call again; returns its arguments, renewed."""
         self._drawn_again = 0
         return tf.nest.map_structure(self.again, (args, kwargs))  # type: ignore[no-any-return]
 
-    def took(self, take: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
+    def record_step(self, take: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
         """Records that the call has taken a step, which may have to be taken again."""
-        self._last = Step(self.at.steps, take, args, kwargs, self._drawn)
+        self._last = ReplayStep(self.at.steps, take, args, kwargs, self._drawn)
 
-    def drawn(self, draw: Callable[[], _T]) -> _T:
+    def draw_batch(self, draw: Callable[[], _T]) -> _T:
         """Returns a batch that a step reads itself: the next one, or the same when the call is made again."""
         if self._drawn_again < len(self._drawn):
             known = self._drawn[self._drawn_again]
@@ -117,15 +126,36 @@ class Calls:
         return self.at.calls, self.at.steps
 
 
-def in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def wrap_in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Wraps ``take`` so that it runs in the scopes that are entered now, wherever the script is when it is called."""
     entered = list(scopes)
 
-    def inside(args: Any, kwargs: Any) -> Any:
+    def run_inside(args: Any, kwargs: Any) -> Any:
         around, scopes[:] = list(scopes), entered
         try:
             return take(args, kwargs)
         finally:
             scopes[:] = around
 
-    return inside
+    return run_inside
+
+
+def cut_rows_again(context: Ranks, value: Any) -> Any:
+    """Returns the rows of a batch that are this rank's now."""
+    if type(value) is not ShardedTensor:
+        reference, *place = getattr(value, ALONE, None) or (lambda: None, 0, 0)
+        iterator = reference() if context.size > 1 else None
+        return value if iterator is None else iterator.read_again(place[0])[place[1]]
+    if len(value.sizes) == context.size:
+        rows = sum(value.sizes)
+        if value.source is None or value.sizes == rows_of_ranks(rows, context.size, context.config["batch.shares"]):
+            return value
+    if value.source is None:
+        raise ClusterError(
+            "rows of a batch that a rank read are gone with it",
+            given="a wh.ShardedTensor that was made by the script",
+            expected="batches of a wh.shard dataset, or whole ones, which are divided anew",
+            action="take batches of wh.shard(dataset)",
+        )
+    iterator, position, leaf = value.source
+    return iterator.read_again(position)[leaf]

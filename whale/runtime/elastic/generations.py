@@ -28,7 +28,7 @@ import whale_ops
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.ownership import Holding
-from whale.runtime.variables.variable_store import VariableOwner
+from whale.runtime.variables.variable_store import VariableStore
 
 ALONE_BYTES = 64 << 10  # a larger piece is a message of its own: joining it with others takes longer
 # What is smaller is not made where peers read it (whale_ops/tf_kernels/memory/arena_allocator.cc).
@@ -36,7 +36,7 @@ LENT_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
-class Moment:
+class Snapshot:
     """The pieces of this rank at one moment.
 
     Attributes:
@@ -51,7 +51,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class _Message:
+class _PieceMessage:
     """Pieces that one rank alone has, sent together: one large one as it lies, or small ones of a dtype in a row.
 
     ``lent``: the rank that keeps copies reads them in that one's memory.
@@ -68,33 +68,33 @@ class _Message:
         """Returns the number of elements of all pieces."""
         return sum(math.prod(shape) for *_, shape in self.pieces)
 
-    def packed(self, mine: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    def pack(self, mine: Sequence[tf.Tensor | None]) -> tf.Tensor:
         """Returns what is sent or lent. ``mine``: this rank's piece of every holding."""
         if self.lent and len(self.pieces) == 1:
             return mine[self.pieces[0][0]]
         return tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in self.pieces], 0)
 
-    def unpacked(self, row: Callable[[], tf.Tensor]) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
+    def unpack(self, row: Callable[[], tf.Tensor]) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
         """Yields (number of the holding, of the piece, what gives the piece). ``row``: gives the row of all pieces."""
         begin = 0
         for i, piece, shape in self.pieces:
             end = begin + math.prod(shape)
-            yield i, piece, functools.partial(_cut, row, begin, end, shape)
+            yield i, piece, functools.partial(_cut_piece, row, begin, end, shape)
             begin = end
 
 
-class Copies:
+class PieceCopies:
     """Copies of pieces that some other ranks alone had. ``received``: messages, each with what gives what came
     of it.
     """
 
-    def __init__(self, received: Sequence[tuple[_Message, Callable[[], tf.Tensor]]]) -> None:
+    def __init__(self, received: Sequence[tuple[_PieceMessage, Callable[[], tf.Tensor]]]) -> None:
         self._received = received
 
-    def pieces(self) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
+    def iterate_pieces(self) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
         """Yields (number of the holding, of the piece, what gives the piece)."""
         for message, row in self._received:
-            yield from message.unpacked(row)
+            yield from message.unpack(row)
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class _Layout:
     places: Sequence[int]
     handles: Sequence[Any]
     exchange: Callable[[], Any]
-    kept: Sequence[_Message]
+    kept: Sequence[_PieceMessage]
 
     def read(self) -> list[tf.Tensor]:
         """Reads this rank's pieces."""
-        return _values([self.holdings[i].dtype for i in self.places], self.handles)
+        return _read_values([self.holdings[i].dtype for i in self.places], self.handles)
 
-    def spread(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+    def distribute_pieces(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Returns this rank's piece of every holding, None where it has none, from the pieces that it has."""
         found: list[tf.Tensor | None] = [None] * len(self.holdings)
         for i, value in zip(self.places, values):
@@ -139,76 +139,76 @@ class Generations:
       copies: number of steps -> pieces of other ranks after so many.
     """
 
-    def __init__(self, ranks: Ranks, variables: VariableOwner, hosts: Sequence[str], copies: bool) -> None:
+    def __init__(self, ranks: Ranks, variables: VariableStore, hosts: Sequence[str], copies: bool) -> None:
         self.ranks, self._variables, self.rank = ranks, variables, ranks.rank
         self._comm = ranks.comms[0]
-        self._keepers = tuple(_keeper(rank, hosts) for rank in range(ranks.size)) if copies else ()
-        self.begun: dict[int, Moment] = {}
-        self.taken: dict[int, Moment] = {}
-        self.copies: dict[int, list[Copies]] = {}
+        self._keepers = tuple(_find_keeper(rank, hosts) for rank in range(ranks.size)) if copies else ()
+        self.begun: dict[int, Snapshot] = {}
+        self.taken: dict[int, Snapshot] = {}
+        self.copies: dict[int, list[PieceCopies]] = {}
         self._lent: dict[int, list[Any]] = {}  # number of steps -> tensors that stay as they are, where they are
         self._layouts: dict[Any, _Layout] = {}
         self._latest: _Layout | None = None
 
-    def before(self, step: int, assigned: Mapping[int, tf.Tensor]) -> None:
+    def record_before(self, step: int, assigned: Mapping[int, tf.Tensor]) -> None:
         """Records what this rank holds before step number ``step``; collective where the variables lie otherwise than
         before.
 
         Args:
           assigned: handle's number -> whole value of which the pieces were just cut.
         """
-        before, layout = self._latest, self._layout()
+        before, layout = self._latest, self._find_layout()
         if layout is not before:
-            self._copied(step - 1, layout)
-        self.begun[step] = Moment(layout.holdings, layout.spread(layout.read()), assigned)
+            self._exchange_copies(step - 1, layout)
+        self.begun[step] = Snapshot(layout.holdings, layout.distribute_pieces(layout.read()), assigned)
         self.begun.pop(step - 2, None)
 
-    def after(self, step: int) -> None:
+    def record_after(self, step: int) -> None:
         """Records what this rank holds after the step, and exchanges copies; collective."""
-        layout = self._layout()
+        layout = self._find_layout()
         for holding in layout.holdings:
             holding.forget_first()
         self.taken.clear()
-        self.taken[step] = Moment(layout.holdings, self._copied(step, layout), {})
+        self.taken[step] = Snapshot(layout.holdings, self._exchange_copies(step, layout), {})
         for kept in (self.copies, self._lent):
             kept.pop(step - 2, None)
 
-    def now(self) -> Moment:
+    def read_now(self) -> Snapshot:
         """Reads what this rank holds; not collective."""
-        holdings = self._variables.holdings(self.ranks.size)
-        own = [holding if holding.piece(self.rank) is not None else None for holding in holdings]
+        holdings = self._variables.list_holdings(self.ranks.size)
+        own = [holding if holding.find_piece(self.rank) is not None else None for holding in holdings]
         values = [
             None if one is None else gen_resource_variable_ops.read_variable_op(one.handle(self.rank), one.dtype)
             for one in own
         ]
-        given = {holding.key: whole for holding in holdings if (whole := holding.assigned()) is not None}
-        return Moment(holdings, values, given)
+        given = {holding.key: whole for holding in holdings if (whole := holding.find_assigned()) is not None}
+        return Snapshot(holdings, values, given)
 
-    def rewritten(self) -> list[tuple[tf.Variable, tf.Tensor]]:
+    def list_rewritten(self) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Returns (variable, value) of those to which the script has given a value since the latest step was taken."""
         step, taken = max(self.taken.items(), key=lambda item: item[0])
-        now, found = self.begun.get(step + 1) or self.now(), []
+        now, found = self.begun.get(step + 1) or self.read_now(), []
         for holding, before, after in zip(taken.holdings, taken.values, now.values):
             if (given := now.assigned.get(holding.key)) is not None:
                 found.append((holding.variable, given))
-            elif holding.is_everywhere and not _are_equal(before, after):
+            elif holding.is_everywhere and not _is_equal(before, after):
                 found.append((holding.variable, after))
         return found
 
-    def _layout(self) -> _Layout:
+    def _find_layout(self) -> _Layout:
         """Returns how the variables lie now."""
-        holdings, rank = self._variables.holdings(self.ranks.size), self.rank
+        holdings, rank = self._variables.list_holdings(self.ranks.size), self.rank
         if self._latest is None or self._latest.holdings is not holdings:
             lie = tuple((holding.key, holding.holders) for holding in holdings)
             if lie not in self._layouts:
-                places = [i for i, holding in enumerate(holdings) if holding.piece(rank) is not None]
+                places = [i for i, holding in enumerate(holdings) if holding.find_piece(rank) is not None]
                 handles = [holdings[i].handle(rank) for i in places]
-                exchange = tf.function(lambda: self._exchanged(holdings), autograph=False).get_concrete_function()
-                self._layouts[lie] = _Layout(holdings, places, handles, exchange, self._kept(holdings))
+                exchange = tf.function(lambda: self._build_exchange(holdings), autograph=False).get_concrete_function()
+                self._layouts[lie] = _Layout(holdings, places, handles, exchange, self._list_kept(holdings))
             self._layouts[lie] = self._latest = replace(self._layouts[lie], holdings=holdings)
         return self._latest
 
-    def _copied(self, steps: int, layout: _Layout) -> list[tf.Tensor | None]:
+    def _exchange_copies(self, steps: int, layout: _Layout) -> list[tf.Tensor | None]:
         """Sends and lends copies, and keeps those of others. Returns this rank's own pieces."""
         try:
             values, lends, rows, places = layout.exchange()
@@ -217,44 +217,44 @@ class Generations:
             raise
         self._lent.setdefault(steps, []).append(lends)
         sent, where = iter(rows), iter([int(place) for few in places for place in few.numpy()])
-        received: list[tuple[_Message, Callable[[], tf.Tensor]]] = []
+        received: list[tuple[_PieceMessage, Callable[[], tf.Tensor]]] = []
         for message in layout.kept:
             lent = functools.partial(self._read, message, next(where)) if message.lent else None
             received.append(
-                (message, functools.partial(_itself, next(sent)) if lent is None else functools.cache(lent))
+                (message, functools.partial(_return_row, next(sent)) if lent is None else functools.cache(lent))
             )
-        self.copies.setdefault(steps, []).append(Copies(received))
-        return layout.spread(values)
+        self.copies.setdefault(steps, []).append(PieceCopies(received))
+        return layout.distribute_pieces(values)
 
-    def _read(self, message: _Message, place: int) -> tf.Tensor:
+    def _read(self, message: _PieceMessage, place: int) -> tf.Tensor:
         """Reads what another rank has lent."""
         row = np.empty(message.elements, message.dtype.as_numpy_dtype)
         self._comm.read_lent(message.rank, place, row.view(np.uint8))
         return tf.constant(row)
 
-    def _exchanged(
+    def _build_exchange(
         self, holdings: Sequence[Holding]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
         """Builds, in a graph, this rank's pieces, what it lends, what it keeps for others, and where what they lend
         lies.
         """
-        ops, rank = whale_ops.ops(), self.rank
-        own = [holding for holding in holdings if holding.piece(rank) is not None]
-        values = _values([holding.dtype for holding in own], [holding.handle(rank) for holding in own])
+        ops, rank = whale_ops.load_ops(), self.rank
+        own = [holding for holding in holdings if holding.find_piece(rank) is not None]
+        values = _read_values([holding.dtype for holding in own], [holding.handle(rank) for holding in own])
         lent: list[tf.Tensor] = []
         if not self._keepers:
             return values, lent, [], []
         comm = ops.whale_communicator(communicator=self.ranks.comm_name, rank=rank)
         left = iter(values)
-        mine = [next(left) if holding.piece(rank) is not None else None for holding in holdings]
-        messages = self._messages(holdings, rank)
+        mine = [next(left) if holding.find_piece(rank) is not None else None for holding in holdings]
+        messages = self._list_messages(holdings, rank)
         for message in messages:
             if not message.lent:
-                ops.whale_send(comm=comm, input=message.packed(mine), key=message.key, peer=self._keepers[rank])
-        if lends := [message.packed(mine) for message in messages if message.lent]:
+                ops.whale_send(comm=comm, input=message.pack(mine), key=message.key, peer=self._keepers[rank])
+        if lends := [message.pack(mine) for message in messages if message.lent]:
             lent, places = ops.whale_lend(inputs=lends)
             ops.whale_send(comm=comm, input=places, key=f"whale/lent/{rank}", peer=self._keepers[rank])
-        kept = self._kept(holdings)
+        kept = self._list_kept(holdings)
         rows = [
             ops.whale_recv(comm=comm, key=one.key, peer=one.rank, shape=[one.elements], T=one.dtype)
             for one in kept
@@ -271,53 +271,53 @@ class Generations:
             ],
         )
 
-    def _kept(self, holdings: Sequence[Holding]) -> list[_Message]:
+    def _list_kept(self, holdings: Sequence[Holding]) -> list[_PieceMessage]:
         """Returns the messages that this rank keeps for others."""
         of = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
-        return [message for rank in of for message in self._messages(holdings, rank)]
+        return [message for rank in of for message in self._list_messages(holdings, rank)]
 
-    def _messages(self, holdings: Sequence[Holding], rank: int) -> list[_Message]:
+    def _list_messages(self, holdings: Sequence[Holding], rank: int) -> list[_PieceMessage]:
         """Returns the messages with all pieces that a rank alone has: this one, or one for which it keeps them."""
         other = self._keepers[rank] if rank == self.rank else rank
-        lends = self._comm.shares_tensors(other)
+        lends = self._comm.is_sharing_tensors(other)
         alone_bytes = LENT_BYTES if lends else ALONE_BYTES
         small: dict[tf.DType, list[tuple[int, int, tuple[int, ...]]]] = {}
         found = []
         for i, holding in enumerate(holdings):
-            if (piece := holding.alone(rank)) is None:
+            if (piece := holding.find_lone_piece(rank)) is None:
                 continue
             one = i, piece, holding.shape(piece)
             if math.prod(one[2]) * holding.dtype.size >= alone_bytes:
-                found.append(_Message(rank, f"whale/copies/{rank}/{i}", holding.dtype, [one], lends))
+                found.append(_PieceMessage(rank, f"whale/copies/{rank}/{i}", holding.dtype, [one], lends))
             else:
                 small.setdefault(holding.dtype, []).append(one)
         for dtype, few in small.items():
-            row = _Message(rank, f"whale/copies/{rank}/{dtype.name}", dtype, few)
+            row = _PieceMessage(rank, f"whale/copies/{rank}/{dtype.name}", dtype, few)
             found.append(replace(row, lent=lends and row.elements * dtype.size >= LENT_BYTES))
         return found
 
 
-def _itself(row: tf.Tensor) -> tf.Tensor:
+def _return_row(row: tf.Tensor) -> tf.Tensor:
     return row
 
 
-def _cut(row: Callable[[], tf.Tensor], begin: int, end: int, shape: tuple[int, ...]) -> tf.Tensor:
+def _cut_piece(row: Callable[[], tf.Tensor], begin: int, end: int, shape: tuple[int, ...]) -> tf.Tensor:
     return tf.reshape(row()[begin:end], shape)
 
 
-def _values(dtypes: Sequence[tf.DType], handles: Sequence[Any]) -> list[tf.Tensor]:
+def _read_values(dtypes: Sequence[tf.DType], handles: Sequence[Any]) -> list[tf.Tensor]:
     """Reads what variables hold."""
     if not handles or any("GPU" in handle.device for handle in handles):
         pairs = zip(handles, dtypes)
         return [gen_resource_variable_ops.read_variable_op(handle, dtype) for handle, dtype in pairs]
-    return list(whale_ops.ops().whale_values(variables=list(handles), T=list(dtypes)))
+    return list(whale_ops.load_ops().whale_values(variables=list(handles), T=list(dtypes)))
 
 
-def _are_equal(before: tf.Tensor | None, after: tf.Tensor | None) -> bool:
+def _is_equal(before: tf.Tensor | None, after: tf.Tensor | None) -> bool:
     return before is None or after is None or np.array_equal(before.numpy(), after.numpy())
 
 
-def _keeper(rank: int, hosts: Sequence[str]) -> int:
+def _find_keeper(rank: int, hosts: Sequence[str]) -> int:
     """Returns the rank that keeps copies for a rank: the next one on another host, or the next one."""
     others = [(rank + i) % len(hosts) for i in range(1, len(hosts))]
     return next((other for other in others if hosts[other] != hosts[rank]), others[0])

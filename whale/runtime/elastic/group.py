@@ -14,21 +14,21 @@ import msgspec
 import whale_ops
 from whale.config import Config
 from whale.log import log
-from whale.runtime.elastic.allowed import fitting, hosts_left
-from whale.runtime.elastic.joining import Members, Welcome, shares_with
-from whale.runtime.elastic.listener import Door
-from whale.runtime.elastic.membership import Alone, gathered, sent
-from whale.runtime.elastic.socket_bootstrap import Apart
-from whale.runtime.ranks.connect import as_configured
+from whale.runtime.elastic.allowed import count_hosts_left, find_fitting_changes
+from whale.runtime.elastic.joining import Members, Welcome, extend_shares
+from whale.runtime.elastic.listener import RankListener
+from whale.runtime.elastic.membership import LoneCommunicator, gather_bytes, send_value
+from whale.runtime.elastic.socket_bootstrap import SocketBootstrap
+from whale.runtime.ranks.connect import configure_communicator
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.ranks.trace import Trace
-from whale.runtime.ranks.watch import Watch
-from whale.runtime.variables.external_updates import Outside
-from whale.runtime.variables.variable_store import VariableOwner
+from whale.runtime.ranks.watch import LauncherWatch
+from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.runtime.variables.variable_store import VariableStore
 from whale.started import GROWS_VARIABLE, PEERS_VARIABLE, ProcessPlace, joins
 
 
-class Run(Protocol):
+class ElasticRun(Protocol):
     """What changes of a run's context when its ranks do."""
 
     config: Config
@@ -37,21 +37,21 @@ class Run(Protocol):
     ranks: tuple[int, ...]
     comms: Sequence[Any]
     comm_name: str
-    watch: Watch | None
+    watch: LauncherWatch | None
     trace: Trace | None
-    variables: VariableOwner
+    variables: VariableStore
     programs: int
     elements: int
     auto: Any
     saved: Any
     described: Any
     compiled_for: dict[str, str]
-    apart: Apart | None
-    outside: Outside | None
+    apart: SocketBootstrap | None
+    outside: ExternalUpdates | None
     at_end: list[Callable[[], None]]
 
 
-class Group:
+class RankGroup:
     """The ranks of a run.
 
     Args:
@@ -65,7 +65,7 @@ class Group:
       door: where others reach this one; None where no rank may join.
     """
 
-    def __init__(self, run: Callable[[], Run]) -> None:
+    def __init__(self, run: Callable[[], ElasticRun]) -> None:
         self._of, context, began_with = run, run(), joins()
         self.number = self.divisions = 0
         self._name = context.comm_name
@@ -73,55 +73,55 @@ class Group:
         started = began_with or context.size
         apart = context.apart
         self.ranks = Members(started, set(range(started)), addresses={} if apart is None else apart.addresses)
-        self.members = () if began_with else self.ranks.left
+        self.members = () if began_with else self.ranks.active
         self._made = [(comm, self.members) for comm in context.comms]
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self.door = None if apart is None else apart.door
         if self.door is None and GROWS_VARIABLE in os.environ:
-            self.door = Door(os.environ[PEERS_VARIABLE])
+            self.door = RankListener(os.environ[PEERS_VARIABLE])
             self._watch.tell({"address": self.door.address})
             context.at_end.append(self.door.close)
 
     @property
-    def _watch(self) -> Watch:
+    def _watch(self) -> LauncherWatch:
         watch = self._of().watch
         assert watch is not None  # every rank of `whale run` has one, if several take part
         return watch
 
     def hear(self, timeout_s: float) -> bool:
         """Whether there is news of ranks; waits for it."""
-        changes = self._watch.changes(self.number, timeout_s)
+        changes = self._watch.list_changes(self.number, timeout_s)
         if len(changes) <= self.number:
             return False
         self.number, self.ranks.changes = len(changes), changes
         return True
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether a rank has come to its end, and so the run."""
-        return self._watch.over
+        return self._watch.is_over
 
     def wait_until_asked_in(self) -> None:
         """Of a process that joins: it is ready, and waits until all ranks know of it."""
         self._watch.tell({"ready": True})
-        while self.me not in self.ranks.there:
+        while self.me not in self.ranks.present:
             self.hear(TURN_TIMEOUT_S)
 
-    def communicator(self, members: Sequence[int], kind: int, **shared: Any) -> whale_ops.Communicator:
-        """Of some of the ranks; ``kind`` and ``shared`` as of ``Members.communicator``. It is looked after."""
-        comm = self.ranks.communicator(self._name, self.me, members, kind, self.door, self._watch, **shared)
+    def make_communicator(self, members: Sequence[int], kind: int, **shared: Any) -> whale_ops.Communicator:
+        """Of some of the ranks; ``kind`` and ``shared`` as of ``Members.connect``. It is looked after."""
+        comm = self.ranks.connect(self._name, self.me, members, kind, self.door, self._watch, **shared)
         self._made.append((comm, tuple(members)))
         self._watch.look_after(comm, members, self.number)
         return comm
 
-    def _left(self, comm: whale_ops.Communicator, ranks: Sequence[int]) -> bool:
+    def _leave(self, comm: whale_ops.Communicator, ranks: Sequence[int]) -> bool:
         """Leaves a communicator that is not used any more; whether all others have, too, or are gone."""
         for i, rank in enumerate(ranks):
-            if rank not in self.ranks.there:
+            if rank not in self.ranks.present:
                 comm.lose(i, "is gone")
         return comm.leave(0.0)
 
-    def share_again(self, dataset: Any) -> None:
+    def register_dataset(self, dataset: Any) -> None:
         """Has a dataset be divided (``divide_again``) whenever the ranks are others, or their shares."""
         self._datasets.add(dataset)
 
@@ -149,7 +149,7 @@ class Group:
         for dataset in list(self._datasets):
             dataset.divide_again()
 
-    def place(self, hosts: Sequence[str], me: int) -> None:
+    def update_places(self, hosts: Sequence[str], me: int) -> None:
         """The run has so many ranks now, on these hosts; variables are whole, and nothing is compiled for it.
 
         Random streams of operations begin anew: newcomers know nothing of them, and a step that failed went on in some.
@@ -159,26 +159,28 @@ class Group:
         here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
         context.place = replace(context.place, rank=me, size=size, local_rank=here.index(me), local_size=len(here))
         context.size, context.ranks = size, (me,)
-        context.variables = VariableOwner(keeps_first=True)
+        context.variables = VariableStore(keeps_first=True)
         context.auto = context.saved = context.described = None
-        if changes := fitting(context.config, size):
+        if changes := find_fitting_changes(context.config, size):
             context.config = context.config.but(changes)
         context.compiled_for.clear()
 
-    def meeting(self, members: Sequence[int], kind: int) -> Any:
-        """Through which some of the ranks talk that are there; ``kind`` as of ``Members.communicator``."""
+    def make_meeting(self, members: Sequence[int], kind: int) -> Any:
+        """Through which some of the ranks talk that are there; ``kind`` as of ``Members.connect``."""
         if len(members) > 1:
-            return self.communicator(members, kind, share_memory=False)
+            return self.make_communicator(members, kind, share_memory=False)
         self._watch.look_after(None, self.members, self.number)  # nobody else is left to be looked after
-        return Alone()
+        return LoneCommunicator()
 
-    def survivors(self, members: Sequence[int]) -> whale_ops.Communicator | None:
+    def make_survivors(self, members: Sequence[int]) -> whale_ops.Communicator | None:
         """Of those that are left, for all that follows; None: this one is alone."""
         if len(members) == 1:
             return None
         config = self._of().config
-        hosts = hosts_left(config.network.hosts, members)
-        return self.communicator(members, 1, share_memory=config["communication.shared_memory"] != "none", hosts=hosts)
+        hosts = count_hosts_left(config.network.hosts, members)
+        return self.make_communicator(
+            members, 1, share_memory=config["communication.shared_memory"] != "none", hosts=hosts
+        )
 
     def offer(self, welcome: Welcome | None) -> tuple[whale_ops.Communicator, tuple[int, ...], list[str], Welcome]:
         """Connects all ranks that are there; (through what, their numbers, their hosts, what newcomers are told).
@@ -188,30 +190,32 @@ class Group:
         Raises:
           CommError: one of them is gone.
         """
-        members = self.ranks.there
-        comm = self.communicator(members, 3, share_memory=self._of().config["communication.shared_memory"] != "none")
-        known = Welcome(*sent(comm, 0, None if welcome is None else tuple(vars(welcome).values())))
-        return comm, members, [one.decode() for one in gathered(comm, socket.gethostname().encode())], known
+        members = self.ranks.present
+        comm = self.make_communicator(
+            members, 3, share_memory=self._of().config["communication.shared_memory"] != "none"
+        )
+        known = Welcome(*send_value(comm, 0, None if welcome is None else tuple(vars(welcome).values())))
+        return comm, members, [one.decode() for one in gather_bytes(comm, socket.gethostname().encode())], known
 
     def grow(
         self, comm: whale_ops.Communicator, members: tuple[int, ...], hosts: Sequence[str], known: Welcome
     ) -> None:
         """The ranks are those that are connected by this, newcomers among them."""
         context = self._of()
-        self.place(hosts, members.index(self.me))
+        self.update_places(hosts, members.index(self.me))
         context.programs, context.elements, self.divisions = known.programs, known.elements, known.divisions
         if known.shares:
-            self.divide(shares_with(known.shares, len(members)))
+            self.divide(extend_shares(known.shares, len(members)))
         self.members, self.ranks.inside = members, self.ranks.inside | set(members)
         if context.outside is None:
-            context.outside = Outside()
+            context.outside = ExternalUpdates()
         self.connect(comm)
 
     def connect(self, comm: whale_ops.Communicator | None) -> None:
         """The ranks exchange through this from now on; None: this one is alone."""
         context = self._of()
         if comm is not None:
-            as_configured(comm, context.config)
+            configure_communicator(comm, context.config)
             if context.trace is not None:
                 comm.trace_start(context.trace.descriptor)
         elif context.outside is not None:  # nobody is left with whom this rank could differ
@@ -219,6 +223,6 @@ class Group:
             context.outside = None
         context.comms = () if comm is None else (comm,)
         self._watch.tell({"members": self.members})
-        self._made = [(old, ranks) for old, ranks in self._made if old is comm or not self._left(old, ranks)]
+        self._made = [(old, ranks) for old, ranks in self._made if old is comm or not self._leave(old, ranks)]
         context.comm_name = "" if comm is None else comm.name
         self.divide_data()

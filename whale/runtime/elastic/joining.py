@@ -11,8 +11,8 @@ from typing import Any
 
 import whale_ops
 from whale.log import log
-from whale.runtime.elastic.listener import Door
-from whale.runtime.ranks.watch import Change, Watch
+from whale.runtime.elastic.listener import RankListener
+from whale.runtime.ranks.watch import LauncherWatch, RankChange
 
 _STEPS = 9  # the median of so many steps is a step's time
 KEPT = 2  # committed states that are kept: ranks are at most one call apart
@@ -31,29 +31,36 @@ class Members:
 
     started: int
     inside: set[int]
-    changes: Sequence[Change] = ()
+    changes: Sequence[RankChange] = ()
     addresses: Mapping[int, str] = field(default_factory=dict)
 
     @property
-    def there(self) -> tuple[int, ...]:
+    def present(self) -> tuple[int, ...]:
         """Returns those that are not gone, also if they have not been taken in."""
         numbers = set(range(self.started)).union(*(change.joined or () for change in self.changes))
         return tuple(sorted(numbers.difference(change.gone for change in self.changes if change.gone is not None)))
 
     @property
-    def left(self) -> tuple[int, ...]:
+    def active(self) -> tuple[int, ...]:
         """Returns those that are not gone, and have been taken in."""
-        return tuple(rank for rank in self.there if rank in self.inside)
+        return tuple(rank for rank in self.present if rank in self.inside)
 
-    def communicator(
-        self, name: str, me: int, members: Sequence[int], kind: int, door: Door | None, watch: Watch, **shared: Any
+    def connect(
+        self,
+        name: str,
+        me: int,
+        members: Sequence[int],
+        kind: int,
+        door: RankListener | None,
+        watch: LauncherWatch,
+        **shared: Any,
     ) -> whale_ops.Communicator:
         """Connects some of the ranks by a communicator.
 
         Args:
           kind: 0 to 3; tells it from others after the same changes.
           door: where ranks that were not started together connect; None: all were.
-          shared: as of ``whale_ops.survivors``.
+          shared: as of ``whale_ops.connect_survivors``.
 
         Raises:
           CommError: one of them is gone.
@@ -61,15 +68,15 @@ class Members:
         group = 4 * len(self.changes) + kind
         name = f"{name}.{group}"
         if members[-1] < self.started and not self.addresses:
-            return whale_ops.survivors(name, members, group, **shared)
+            return whale_ops.connect_survivors(name, members, group, **shared)
         assert door is not None
         latest = next((change.addresses for change in reversed(self.changes) if change.addresses), {})
         addresses = {**self.addresses, **{int(rank): address for rank, address in latest.items()}}
         known = len(self.changes)
-        sockets = door.connected(
-            group, me, members, addresses, lambda: watch.over or len(watch.changes(0, 0.0)) > known
+        sockets = door.connect_group(
+            group, me, members, addresses, lambda: watch.is_over or len(watch.list_changes(0, 0.0)) > known
         )
-        return whale_ops.over_sockets(name, members.index(me), sockets, **shared)
+        return whale_ops.connect_over_sockets(name, members.index(me), sockets, **shared)
 
 
 @dataclass
@@ -91,7 +98,7 @@ class Commits:
             del self.held[next(iter(self.held))]
 
 
-class Times:
+class StepTimes:
     """The seconds that steps take, and that it takes to become other ranks, as this rank has seen them.
 
     Attributes:
@@ -110,7 +117,7 @@ class Times:
         """Records that a call begins."""
         self._begun_s = time.perf_counter()
 
-    def change(self) -> None:
+    def begin_change(self) -> None:
         """Records that the ranks become others now, in the call that goes on."""
         self._begun_s, self._changed = time.perf_counter(), True
 
@@ -123,18 +130,18 @@ class Times:
         elif stepped:
             self._steps_s.append(took_s)
 
-    def weighed(self, steps_left: int | None) -> tuple[float, float] | None:
+    def weigh(self, steps_left: int | None) -> tuple[float, float] | None:
         """Returns (seconds of all steps that are left, seconds to become others); None: it is not known."""
         if steps_left is None or not self._steps_s:
             return None
         return steps_left * statistics.median(self._steps_s), self.moving_s
 
 
-def pays(weighed: tuple[float, float] | None, ranks: int, there: int, tell: bool) -> bool:
-    """Tells whether it pays to go from ``ranks`` ranks to all that are ``there``; newcomers are taken to be as fast.
+def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, tell: bool) -> bool:
+    """Tells whether it pays to go from ``ranks`` ranks to all that are ``present``; newcomers are taken to be as fast.
 
     Args:
-      weighed: as of ``Times.weighed``; None: it does, as far as is known.
+      weighed: as of ``StepTimes.weigh``; None: it does, as far as is known.
       tell: whether what is known is logged.
     """
     if weighed is None:
@@ -170,7 +177,7 @@ class Welcome:
     state: bytes
 
 
-def shares_with(shares: Sequence[int], size: int) -> list[int]:
+def extend_shares(shares: Sequence[int], size: int) -> list[int]:
     """Extends shares of rows by those of newcomers, of whose speed nothing is known: as large as the others' on
     average.
     """

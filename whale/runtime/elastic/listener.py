@@ -21,7 +21,7 @@ _SHOWS_S, _TRIES_S, _LOOKS_S = 5.0, 0.05, 0.1
 _STRANGERS = 64
 
 
-class Door:
+class RankListener:
     """A listening socket on which ranks of the run reach this process, from its making to ``close``.
 
     Args:
@@ -38,7 +38,7 @@ class Door:
         self._strangers = threading.Semaphore(_STRANGERS)
         threading.Thread(target=self._accept, name="whale-door", daemon=True).start()
 
-    def connected(
+    def connect_group(
         self, group: int, me: int, members: Sequence[int], addresses: Mapping[int, str], given_up: Callable[[], bool]
     ) -> list[int]:
         """Returns descriptors of connections with the others of a group, in order; -1 for this rank's own.
@@ -56,10 +56,10 @@ class Door:
         try:
             for other in members:
                 if other < me:
-                    found[other] = self._reach(group, me, other, addresses[other], given_up)
+                    found[other] = self._connect_to(group, me, other, addresses[other], given_up)
             for other in members:
                 if other > me:
-                    found[other] = self._awaited(group, other, given_up)
+                    found[other] = self._await_connection(group, other, given_up)
             for other in members:
                 if other > me:
                     found[other].sendall(b"+")
@@ -67,7 +67,7 @@ class Door:
             for connection in found.values():
                 connection.close()
             if isinstance(error, OSError):
-                raise _gone(members[-1]) from error
+                raise _make_gone_error(members[-1]) from error
             raise
         for connection in found.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,7 +86,7 @@ class Door:
                 connection.close()
             self._came.clear()
 
-    def _reach(self, group: int, me: int, other: int, address: str, given_up: Callable[[], bool]) -> socket.socket:
+    def _connect_to(self, group: int, me: int, other: int, address: str, given_up: Callable[[], bool]) -> socket.socket:
         host, _, port = address.rpartition(":")
         while not given_up():
             try:
@@ -107,13 +107,13 @@ class Door:
             except OSError:
                 pass
             connection.close()
-        raise _gone(other)
+        raise _make_gone_error(other)
 
-    def _awaited(self, group: int, other: int, given_up: Callable[[], bool]) -> socket.socket:
+    def _await_connection(self, group: int, other: int, given_up: Callable[[], bool]) -> socket.socket:
         with self._changed:
             while (group, other) not in self._came:
                 if given_up():
-                    raise _gone(other)
+                    raise _make_gone_error(other)
                 self._changed.wait(_LOOKS_S)
             for late in [key for key in self._came if key[0] < group]:
                 self._came.pop(late).close()
@@ -153,7 +153,7 @@ class Door:
             self._changed.notify_all()
 
 
-def _gone(rank: int) -> CommError:
+def _make_gone_error(rank: int) -> CommError:
     return CommError(
         "a rank is gone while the ranks connect anew",
         given=f"the rank that was started as number {rank}, or another one",

@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from whale.errors import ClusterError
-from whale.runtime.elastic.call_replay import Progress
+from whale.runtime.elastic.call_replay import CallProgress
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 
 
-class Alone:
+class LoneCommunicator:
     """Stands for a communicator of one rank."""
 
     rank, size, name = 0, 1, ""
@@ -53,12 +53,12 @@ class Agreements:
           CommError: one of them is gone. What was agreed on is done in the next meeting, or by nobody.
         """
         self._number, self._act = _TIMES * (_KINDS * news + kind + 1) + time, act
-        gathered(meeting, b"")
+        gather_bytes(meeting, b"")
         self._do()
 
     def catch_up(self, meeting: Any) -> None:
         """Acts on what others have acted on, if this rank has agreed on it: a newcomer may not have."""
-        done = max(int(one) for one in gathered(meeting, str(self._done).encode()))
+        done = max(int(one) for one in gather_bytes(meeting, str(self._done).encode()))
         if self._done < done == self._number:
             self._do()
 
@@ -68,7 +68,7 @@ class Agreements:
 
 
 @dataclass
-class Said:
+class RankStatement:
     """A message of a rank that is left about itself: calls made and steps taken, and what it knows of by now."""
 
     calls: int
@@ -80,10 +80,10 @@ class Said:
     divisions: int
     shares: list[int]
     keeps: bool  # whether what it held before and after its latest steps is known
-    weighed: tuple[float, float] | None  # as of ``Times.weighed``
+    weighed: tuple[float, float] | None  # as of ``Times.weigh``
 
 
-def hear_returned(meeting: Any, said: Sequence[Said], me: int, at: Progress) -> None:
+def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress) -> None:
     """Gives ranks that are one call behind what the latest call returned on a rank that has made it; collective.
 
     Raises:
@@ -99,32 +99,34 @@ def hear_returned(meeting: Any, said: Sequence[Said], me: int, at: Progress) -> 
         )
     if any(one.calls < calls for one in said):
         first = next(rank for rank, one in enumerate(said) if one.calls == calls)
-        returned = sent(meeting, first, at.returned if me == first else None)
+        returned = send_value(meeting, first, at.returned if me == first else None)
         if said[me].calls < calls and said[me].steps == steps:
             at.returned, at.calls = returned, calls
 
 
-def catch_up(meeting: Any, said: Sequence[Said], me: int, at: Progress, known: Sequence[tf.Variable]) -> None:
+def catch_up(
+    meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress, known: Sequence[tf.Variable]
+) -> None:
     """Gives ranks that are one step behind its results, and the variables after it; collective."""
     steps = max(one.steps for one in said)
     if any(one.steps < steps for one in said):
         first = next(rank for rank, one in enumerate(said) if one.steps == steps)
         common = known[: min(one.variables for one in said)]
-        results = sent(meeting, first, [t.numpy() for t in at.results or ()])
-        values = [sent(meeting, first, variable.numpy()) for variable in common]
+        results = send_value(meeting, first, [t.numpy() for t in at.results or ()])
+        values = [send_value(meeting, first, variable.numpy()) for variable in common]
         if said[me].steps < steps:  # all has come: nobody has half of it, if one more is gone
             for variable, value in zip(common, values):
                 variable.assign(np.asarray(value))
             at.results, at.steps = [tf.constant(value) for value in results], steps
 
 
-def gathered(meeting: Any, data: bytes) -> list[bytes]:
+def gather_bytes(meeting: Any, data: bytes) -> list[bytes]:
     """Returns what every rank of a meeting says."""
     purpose = "going on with the ranks that are left"
     return list(meeting.allgather_bytes("whale/elastic", data, TURN_TIMEOUT_S, purpose))
 
 
-def sent(meeting: Any, first: int, value: Any) -> Any:
+def send_value(meeting: Any, first: int, value: Any) -> Any:
     """Returns the value of rank ``first`` of a meeting, on every rank of it."""
     data = pack(value) if meeting.rank == first else None
     return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))

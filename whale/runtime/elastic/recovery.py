@@ -14,8 +14,8 @@ import tensorflow as tf
 
 import whale_ops
 from whale.errors import ClusterError
-from whale.runtime.elastic.generations import Generations, Moment
-from whale.runtime.elastic.membership import Alone
+from whale.runtime.elastic.generations import Generations, Snapshot
+from whale.runtime.elastic.membership import LoneCommunicator
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
@@ -28,7 +28,7 @@ WHOLE = -1  # stands for a piece's number where a rank has the whole value
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveredState:
     """Whole values of variables after ``steps`` steps, in the order in which they came to be known.
 
     ``back``: some ranks had taken one more; ``joined``: how many variables were put together from parts and copies.
@@ -40,7 +40,9 @@ class Recovered:
     joined: int
 
 
-def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, latest: int, taken: int) -> Recovered:
+def recover(
+    meeting: whale_ops.Communicator | LoneCommunicator, generations: Generations, latest: int, taken: int
+) -> RecoveredState:
     """Recovers the variables as the ranks of a meeting can have them; collective.
 
     Args:
@@ -52,17 +54,17 @@ def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, l
     """
     missing: list[str] = []
     for wanted in [latest] * (taken == latest) + [latest - 1]:
-        own, copies, moment = _available(generations, wanted, wanted < latest)
+        own, copies, moment = _find_available(generations, wanted, wanted < latest)
         found = {**copies, **own}
         mine = pack((len(moment.holdings), [(key, key not in own) for key in found]))
         every = [unpack(one) for one in meeting.allgather_bytes("whale/elastic/pieces", mine, TURN_TIMEOUT_S)]
         count, said = min(known for known, _ in every), [dict(keys) for _, keys in every]
-        missing = _missing(said, moment, count)
+        missing = _list_missing(said, moment, count)
         if not missing:
             try:
-                values = _exchanged(meeting, found, said, moment, count)
-                joined = sum(bool(_needs(said, moment, i)) for i in range(count))
-                return Recovered(wanted, values, wanted < latest, joined)
+                values = _exchange_pieces(meeting, found, said, moment, count)
+                joined = sum(bool(_find_needs(said, moment, i)) for i in range(count))
+                return RecoveredState(wanted, values, wanted < latest, joined)
             except tf.errors.OpError as error:
                 raise_comm_error(error, generations.ranks)
                 raise
@@ -75,17 +77,17 @@ def recover(meeting: whale_ops.Communicator | Alone, generations: Generations, l
     )
 
 
-def become_whole(holdings: Sequence[Holding], recovered: Recovered | None) -> None:
+def become_whole(holdings: Sequence[Holding], recovered: RecoveredState | None) -> None:
     """Makes every variable an ordinary one again: with the value that was recovered, or as before any step."""
     values = () if recovered is None else recovered.values
     for i, holding in enumerate(holdings):
         if i >= len(values):
-            holding.be_new()
+            holding.make_new()
         elif recovered is not None and (recovered.back or holding.has_parts):
-            holding.be_whole(values[i])
+            holding.make_whole(values[i])
 
 
-def lost(recovered: Recovered | None) -> str:
+def describe_lost(recovered: RecoveredState | None) -> str:
     """Returns what is lost with ranks that are gone, in words. ``recovered``: None where every rank had everything."""
     back = recovered is not None and recovered.back
     what = "the last of which they take again" if back else "none of which is lost"
@@ -94,62 +96,64 @@ def lost(recovered: Recovered | None) -> str:
     return what
 
 
-def _available(generations: Generations, steps: int, back: bool) -> tuple[_Found, _Found, Moment]:
+def _find_available(generations: Generations, steps: int, back: bool) -> tuple[_Found, _Found, Snapshot]:
     """Returns the pieces after so many steps, this rank's own and copies; and what the script has left on it then."""
     rank = generations.rank
-    moment = generations.begun.get(steps + 1) or generations.now()
+    moment = generations.begun.get(steps + 1) or generations.read_now()
     # Nothing is kept of a step that was taken when its copies could not be sent: it is what there is now.
     after = moment if back else generations.taken.get(steps, moment)
     known = min(len(after.holdings), len(moment.holdings))
     own: _Found = {}
     for i, (holding, value) in enumerate(zip(after.holdings[:known], after.values)):
-        if value is not None and (piece := holding.piece(rank)) is not None:
+        if value is not None and (piece := holding.find_piece(rank)) is not None:
             own[i, piece] = partial(tf.identity, value)
         if (whole := moment.assigned.get(holding.key)) is not None:
             own[i, WHOLE] = partial(tf.identity, whole)
     every = generations.copies.get(steps, ())
-    copied = {(i, piece): value for copies in every for i, piece, value in copies.pieces() if i < known}
-    return own, copied, Moment(moment.holdings[:known], moment.values[:known], moment.assigned)
+    copied = {(i, piece): value for copies in every for i, piece, value in copies.iterate_pieces() if i < known}
+    return own, copied, Snapshot(moment.holdings[:known], moment.values[:known], moment.assigned)
 
 
-def _held(said: _Said, key: _Key) -> list[int]:
+def _find_holders(said: _Said, key: _Key) -> list[int]:
     """Returns the ranks of the meeting that have something; those that have it themselves come before those with a
     copy.
     """
     return sorted((rank for rank, keys in enumerate(said) if key in keys), key=lambda rank: said[rank][key])
 
 
-def _needs(said: _Said, moment: Moment, i: int) -> list[int]:
+def _find_needs(said: _Said, moment: Snapshot, i: int) -> list[int]:
     """Returns the pieces of a variable that have to be sent; [] if everybody has all of it."""
     pieces = range(len(moment.holdings[i].holders))
-    whole = len(_held(said, (i, WHOLE))) == len(said) or (len(pieces) == 1 and len(_held(said, (i, 0))) == len(said))
+    whole = len(_find_holders(said, (i, WHOLE))) == len(said) or (
+        len(pieces) == 1 and len(_find_holders(said, (i, 0))) == len(said)
+    )
     return [] if whole else list(pieces)
 
 
-def _missing(said: _Said, moment: Moment, count: int) -> list[str]:
+def _list_missing(said: _Said, moment: Snapshot, count: int) -> list[str]:
     """Returns the names of the variables of which not every piece is there."""
     return [
         moment.holdings[i].variable.name
         for i in range(count)
-        if any(not _held(said, (i, piece)) for piece in _needs(said, moment, i))
+        if any(not _find_holders(said, (i, piece)) for piece in _find_needs(said, moment, i))
     ]
 
 
-def _exchanged(
-    meeting: whale_ops.Communicator | Alone,
+def _exchange_pieces(
+    meeting: whale_ops.Communicator | LoneCommunicator,
     found: _Found,
     said: _Said,
-    moment: Moment,
+    moment: Snapshot,
     count: int,
 ) -> list[tf.Tensor]:
     """Exchanges pieces. Returns the whole values of the first ``count`` variables."""
-    ops, values = whale_ops.ops(), []
+    ops, values = whale_ops.load_ops(), []
     comm = ops.whale_communicator(communicator=meeting.name, rank=meeting.rank) if meeting.size > 1 else None
     for i in range(count):
         holding = moment.holdings[i]
         pieces = []
-        for piece in _needs(said, moment, i):
-            root = _held(said, (i, piece))[0]
+        for piece in _find_needs(said, moment, i):
+            root = _find_holders(said, (i, piece))[0]
             mine = found[i, piece]() if root == meeting.rank else tf.zeros((0,), holding.dtype)
             if comm is None:
                 pieces.append(mine)
@@ -166,7 +170,7 @@ def _exchanged(
         if (i, WHOLE) in found:
             values.append(found[i, WHOLE]())
         elif pieces:
-            values.append(holding.assembled(pieces))
+            values.append(holding.assemble(pieces))
         else:  # one piece, which a rank may have for another one
             values.append(found[i, 0]() if moment.values[i] is None else moment.values[i])
     return values

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import whale_ops
 from whale.config import Config
 from whale.errors import CommError
-from whale.runtime.elastic.listener import Door
-from whale.runtime.ranks.connect import connect, share_where_possible
-from whale.runtime.ranks.watch import Watch
+from whale.runtime.elastic.listener import RankListener
+from whale.runtime.ranks.connect import connect, share_tensors_if_possible
+from whale.runtime.ranks.watch import LauncherWatch
 from whale.started import APART_VARIABLE, PEERS_VARIABLE, ProcessPlace
 
 _TOGETHER = 0  # the group of all ranks of the run's start; others have larger numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class SocketBootstrap:
     """The listener of this process, and the addresses by which it reaches those of other hosts.
 
     Attributes:
@@ -30,13 +30,13 @@ class Apart:
       addresses: where each rank of the run's start does.
     """
 
-    door: Door
+    door: RankListener
     addresses: Mapping[int, str]
 
 
-def connected(
-    name: str, place: ProcessPlace, config: Config, watch: Watch
-) -> tuple[tuple[whale_ops.Communicator], Apart | None]:
+def connect_ranks(
+    name: str, place: ProcessPlace, config: Config, watch: LauncherWatch
+) -> tuple[tuple[whale_ops.Communicator], SocketBootstrap | None]:
     """Connects this process with all ranks of the run's start, by MPI, or by sockets where hosts have an mpirun of
     their own.
 
@@ -49,12 +49,16 @@ def connected(
     if APART_VARIABLE not in os.environ:
         return connect(name, place, config), None
     if config["communication.shared_memory"] == "tensors":
-        share_where_possible(config, place)
-    known = _reached(watch, place.size)
-    sockets = known.door.connected(
-        _TOGETHER, place.rank, range(place.size), known.addresses, lambda: watch.over or bool(watch.changes(0, 0.0))
+        share_tensors_if_possible(config, place)
+    known = _collect_addresses(watch, place.size)
+    sockets = known.door.connect_group(
+        _TOGETHER,
+        place.rank,
+        range(place.size),
+        known.addresses,
+        lambda: watch.is_over or bool(watch.list_changes(0, 0.0)),
     )
-    comm = whale_ops.over_sockets(
+    comm = whale_ops.connect_over_sockets(
         name,
         place.rank,
         sockets,
@@ -64,14 +68,14 @@ def connected(
     return (comm,), known
 
 
-_known: list[Apart] = []  # of this process: its runs have one door, and `whale run` tells the addresses once
+_known: list[SocketBootstrap] = []  # of this process: its runs have one door, and `whale run` tells the addresses once
 
 
-def _reached(watch: Watch, size: int) -> Apart:
+def _collect_addresses(watch: LauncherWatch, size: int) -> SocketBootstrap:
     if not _known:
-        door = Door(os.environ[PEERS_VARIABLE])
+        door = RankListener(os.environ[PEERS_VARIABLE])
         watch.tell({"address": door.address})
-        addresses = watch.addresses()
+        addresses = watch.read_addresses()
         if len(addresses) != size:
             door.close()
             raise CommError(
@@ -80,5 +84,5 @@ def _reached(watch: Watch, size: int) -> Apart:
                 expected=f"those of {size}",
                 action="look at the launcher's output",
             )
-        _known.append(Apart(door, addresses))
+        _known.append(SocketBootstrap(door, addresses))
     return _known[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from whale.runtime.run.context import running
+from whale.runtime.run.context import find_running
 
 
 @contextmanager
@@ -15,9 +15,9 @@ def common_seed() -> Iterator[None]:
     Random operations without a seed that are made inside then draw the same on every rank. Does nothing where no other
     process takes part. Not collective.
     """
-    context = running()
+    context = find_running()
     if context is None or context.seeds is None:
         yield
         return
-    with context.seeds.as_global():
+    with context.seeds.set_global_seed():
         yield

@@ -35,7 +35,7 @@ from whale.runtime.input.local_batches import (
     rows_of_values,
 )
 from whale.runtime.input.shuffle_orders import Orders, counts_ends, keeps_orders, reshuffles, restarts
-from whale.runtime.run.context import Context, current
+from whale.runtime.run.context import Context, require_current
 
 Element = Any  # a structure of tensors, as the dataset yields it
 _OfDataset = tuple[str, int, int, dict[str, int]]  # its elements, how many, a seed, and what it is built of
@@ -58,22 +58,22 @@ class ShardedDataset:
     ) -> None:
         self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
-        shares_rows = context.between_processes and by == "row" and not agreed
-        self._seed = context.survived(self._common_seed) if shares_rows else self._drawn_seed()
+        shares_rows = context.has_other_processes and by == "row" and not agreed
+        self._seed = context.retry_after_loss(self._common_seed) if shares_rows else self._drawn_seed()
         self._orders, self._counts_ends = Orders(dataset), counts_ends(dataset)
         # Of ranks that go on without others, or with more, each may have begun elsewhere.
         self._every = context.config["debug.check_inputs"] if shares_rows and context.elastic is None else 0
         self._compares = [not drawn for drawn in drawn_leaves(dataset)] if self._every else [False] * len(self._leaves)
         self._divide()
-        several = context.between_processes or context.elastic is not None  # one that is alone may not stay so
-        gave = context.seeds.gave if context.seeds is not None else lambda *_: False
+        several = context.has_other_processes or context.elastic is not None  # one that is alone may not stay so
+        gave = context.seeds.has_given if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
             elements=self._traced,
             begin=lambda: iter(self._read),
             orders=self._orders,
             reshuffles=reshuffles(dataset),
             reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
-            parts=context.size if context.between_processes and by == "file" else 0,
+            parts=context.size if context.has_other_processes and by == "file" else 0,
             cut=self._cut if by == "row" and self._own is None and several else None,
         )
         if context.elastic is not None:
@@ -82,7 +82,9 @@ class ShardedDataset:
     def divide_again(self) -> None:
         """The ranks are others now: this one reads the rows that are its own among them."""
         elastic = self._context.elastic
-        self._epochs.may_grow = elastic is not None and elastic.keeps_commits and not self._context.between_processes
+        self._epochs.may_grow = (
+            elastic is not None and elastic.is_keeping_commits and not self._context.has_other_processes
+        )
         if self._epochs.cut is None:
             self._told = False
             self._divide()
@@ -92,7 +94,7 @@ class ShardedDataset:
         context, options = self._context, tf.data.Options().merge(self._whole.options())
         self._own: OwnRows | None = None
         self._read: tf.data.Dataset = self._whole
-        if not context.between_processes and not context.left:
+        if not context.has_other_processes and not context.lost_count:
             self.report = "one process: it reads whole batches"
         elif self._by == "file":
             self._read, files = self._of_own_files()
@@ -154,13 +156,13 @@ class ShardedDataset:
 
     def _traced(self, start: int) -> Iterator[Element]:
         trace = self._context.trace
-        return self._elements(start) if trace is None else trace.batches(self._elements(start))
+        return self._elements(start) if trace is None else trace.trace_batches(self._elements(start))
 
     def _elements(self, start: int) -> Iterator[Element]:
         """The batches from number ``start`` on."""
         if self._own is not None:
             return self._own_elements(self._own, start)
-        if self._by == "file" and self._context.between_processes:
+        if self._by == "file" and self._context.has_other_processes:
             return self._elements_of_files(start)
         return self._reading(start)
 
@@ -263,7 +265,7 @@ class ShardedDataset:
         """This rank's part of a whole batch."""
         rank, leaves = self._context.rank, tf.nest.flatten(element)
         rows = next((t.shape[0] for t in leaves if _divisible(t)), None)
-        if rows is None or not self._context.between_processes:
+        if rows is None or not self._context.has_other_processes:
             return element
         sizes = self._shares(rows)
         start, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
@@ -350,7 +352,7 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
       ProgramError: the ranks have different datasets, or would see them in different orders; or files cannot be
         shared out.
     """
-    context = current("wh.shard")
+    context = require_current("wh.shard")
     if by not in ("row", "file"):
         raise PlanError(
             "a dataset cannot be shared out that way", given=f"by={by!r}", expected='"row" or "file"', action="use one"

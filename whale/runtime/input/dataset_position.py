@@ -12,7 +12,7 @@ from tensorflow.python.trackable.base import Trackable
 
 from whale.capture.sharded import ShardedTensor, drawing
 from whale.errors import ProgramError
-from whale.runtime.elastic.rows import ALONE
+from whale.runtime.elastic.call_replay import ALONE
 from whale.runtime.input.shuffle_orders import Orders
 
 _KEY = "position"

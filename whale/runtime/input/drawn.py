@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.capture.captured import Traced
-from whale.capture.sharded import Drawing, ShardedTensor, is_iterator, read_inside
+from whale.capture.sharded import IteratorReads, ShardedTensor, is_iterator, read_inside
 from whale.capture.signature import Arguments
 from whale.errors import ProgramError
 from whale.runtime.input.dataset_position import ShardedIterator
@@ -31,13 +31,13 @@ class Source:
         return self.iterator if self.number < 0 else arguments.leaves[self.number]
 
 
-def sources(drawing: Drawing, arguments: Arguments) -> tuple[Source, ...]:
+def sources(drawing: IteratorReads, arguments: Arguments) -> tuple[Source, ...]:
     """Returns the sources from which a traced step reads its batches, in order."""
     numbers = {id(leaf): i for i, leaf in enumerate(arguments.leaves) if is_iterator(leaf)}
     return tuple(Source(numbers[id(one)]) if id(one) in numbers else Source(iterator=one) for one in drawing.iterators)
 
 
-def reads_itself(captured: Traced, drawing: Drawing, arguments: Arguments) -> bool:
+def reads_itself(captured: Traced, drawing: IteratorReads, arguments: Arguments) -> bool:
     """Tells whether the step reads an iterator that is an argument, in a loop or in another form.
 
     Raises:
@@ -83,9 +83,9 @@ def _draw(iterator: Any, context: Context) -> Any:
             return iterator.read()
         except StopIteration:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
-    if context.local_batch:
+    if context.has_local_batch:
         return _as_parts(iterator.get_next(), context)
-    if context.between_processes and not _reads_alike(iterator):
+    if context.has_other_processes and not _reads_alike(iterator):
         return _of_first_rank(iterator, context)
     return iterator.get_next()
 

@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from whale.errors import CommError, ProgramError
 from whale.runtime.input.tables import held_by_tables
-from whale.runtime.ranks.likely_cause import likely_cause
+from whale.runtime.ranks.likely_cause import describe_likely_cause
 from whale.runtime.run.context import Context
-from whale.runtime.variables.compared import checksum
+from whale.runtime.variables.compared import compute_checksum
 
 FIRST_STEPS = 3
 _MOST_BYTES = 1 << 26
@@ -58,7 +58,7 @@ def compared(
     """
     every = context.config["debug.check_inputs"]
     brings = constants or any(name not in parts for name in names) or (parts and context.elastic is None)
-    if not every or not context.between_processes or context.local_batch or not brings:
+    if not every or not context.has_other_processes or context.has_local_batch or not brings:
         return call
     calls = 0
 
@@ -118,7 +118,7 @@ def refuse_other_values(
             op=step,
             argument=found.name,
             given=f"ranks {' and '.join(found.ranks)} have read different values in {when}",
-            **{"likely cause": likely_cause(context, found.reordered)},
+            **{"likely cause": describe_likely_cause(context, found.reordered)},
             expected="the same dataset in the same order on every rank (compared as debug.check_inputs says)",
             action="remove what depends on the rank, give it a seed after wh.init(), or sort it; or, where each rank "
             'is to read files of its own, wh.shard(dataset, by="file") or batch.mode="local"',
@@ -128,7 +128,7 @@ def refuse_other_values(
         op=step,
         argument=found.name,
         given=f"ranks {' and '.join(found.ranks)} pass different values in {when}",
-        **{"likely cause": likely_cause(context, found.reordered)},
+        **{"likely cause": describe_likely_cause(context, found.reordered)},
         expected="the same values on every rank (compared on the first steps and every debug.check_inputs-th)",
         action='use wh.shard(dataset), or batch.mode="local" where each rank reads files of its own; give '
         "shuffles made before wh.init(), and random maps, a seed; remove what depends on the rank",
@@ -141,7 +141,7 @@ def other_datasets(found: Difference, context: Context) -> ProgramError:
         "the ranks share out different datasets",
         argument=found.name,
         given=f"ranks {' and '.join(found.ranks)} have other values there",
-        **{"likely cause": likely_cause(context, found.reordered)},
+        **{"likely cause": describe_likely_cause(context, found.reordered)},
         expected="the same dataset on every rank, of which each reads its rows",
         action="remove what depends on the rank, give it a seed after wh.init(), or sort it; or, where each rank has "
         'files of its own, wh.shard(dataset, by="file") or batch.mode="local"',
@@ -175,7 +175,7 @@ class _Detail(msgspec.Struct):
 
 def checksums(given: Mapping[str, tf.Tensor]) -> dict[str, int]:
     """Returns checksums of a rank's values: equal for equal ones."""
-    return {name: checksum(_sample(value)) for name, value in given.items()}
+    return {name: compute_checksum(_sample(value)) for name, value in given.items()}
 
 
 def find_difference(
@@ -219,7 +219,7 @@ def _is_compared(value: Any) -> bool:
 def _detail(value: tf.Tensor) -> _Detail:
     held = np.asarray(_sample(value).numpy(), object if value.dtype == tf.string else None).reshape(-1)
     if not value.dtype.is_floating:
-        return _Detail([], [], checksum(tf.constant(np.sort(held))))
+        return _Detail([], [], compute_checksum(tf.constant(np.sort(held))))
     numbers = np.nan_to_num(held.astype(np.float64))
     blocks = np.pad(numbers, (0, -numbers.size % _BLOCK)).reshape(-1, _BLOCK)
     weights = 1.0 + np.arange(_BLOCK) / _BLOCK  # elements that change places are noticed

@@ -147,12 +147,12 @@ class Orders:
         """How many seeds each shuffle has drawn; None: that is not known."""
         if self._generators is None:
             return None
-        return tuple([int(whale_ops.ops().whale_shuffle_order(one)) for one in self._generators])
+        return tuple([int(whale_ops.load_ops().whale_shuffle_order(one)) for one in self._generators])
 
     def go_to(self, drawn: Sequence[int]) -> None:
         """The shuffles go on behind so many seeds."""
         for generator, count in zip(self._generators or (), drawn, strict=True):
-            whale_ops.ops().whale_set_shuffle_order(generator, tf.constant(count, tf.int64))
+            whale_ops.load_ops().whale_set_shuffle_order(generator, tf.constant(count, tf.int64))
 
     def begun_at(
         self, drawn: Sequence[int], later: Sequence[int] | None, begin: Callable[[], Iterator[Any]]

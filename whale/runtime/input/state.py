@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from whale.errors import ProgramError
-from whale.runtime.elastic.allowed import elsewhere
+from whale.runtime.elastic.allowed import make_other_place_error
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import Place, ShardedIterator
 from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 
 class State:
@@ -40,7 +40,7 @@ class State:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(self, **values: Any) -> None:
-        context = current("wh.State")
+        context = require_current("wh.State")
         self._elastic = context.elastic
         self._iterator: ShardedIterator | None = None
         self._place: Place | None = None
@@ -49,7 +49,7 @@ class State:
         if said is not None:
             taken_up = unpack(said)
             if not isinstance(taken_up, tuple):
-                raise elsewhere("Keras' fit", "a loop with wh.State")
+                raise make_other_place_error("Keras' fit", "a loop with wh.State")
             values, self._place = taken_up
             vars(self).update(values)
 
@@ -92,7 +92,7 @@ class State:
         Args:
           steps_left: how many the loop has still to take, if that is known.
         """
-        if self._elastic is not None and self._elastic.keeps_commits:
+        if self._elastic is not None and self._elastic.is_keeping_commits:
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             place = self._iterator.place if self._iterator is not None else self._place
             packed = pack((values, place))  # now: the script goes on to change them

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 from whale.capture.signature import Arguments
-from whale.runtime.run.context import unique
+from whale.runtime.run.context import make_unique_name
 
 _DIGITS = 8
 # What the trace that goes on has drawn, and what is left of it where it is traced again.
@@ -24,7 +24,7 @@ _drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar
 
 def new_streams() -> str:
     """What the names of a trace's streams begin with; those of others are as long."""
-    return unique("whale_streams", _DIGITS)
+    return make_unique_name("whale_streams", _DIGITS)
 
 
 class Relaxed:

@@ -22,7 +22,7 @@ def whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:
     Raises:
       CommError: a rank does not take part.
     """
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     try:
         return ops.whale_all_gather(
@@ -46,8 +46,8 @@ def rows_of_run(value: Any, context: Context) -> Any:
     """
     if type(value) is not ShardedTensor:
         return value
-    if not context.between_processes or value.rank != context.rank or len(value.sizes) != context.size:
-        here = f"a part for rank {context.rank} of {context.size}" if context.between_processes else "whole batches"
+    if not context.has_other_processes or value.rank != context.rank or len(value.sizes) != context.size:
+        here = f"a part for rank {context.rank} of {context.size}" if context.has_other_processes else "whole batches"
         raise ProgramError(
             "a part of a batch belongs to another run",
             given=f"{value!r}, made for rank {value.rank} of {len(value.sizes)}",

@@ -59,17 +59,17 @@ def main() -> None:
     Raises:
       ClusterError: ``communication.backend`` asks for GPUs, and a rank has none that it can use.
     """
-    config, comm = Config(), whale_ops.mpi("measure")
+    config, comm = Config(), whale_ops.connect_mpi("measure")
     backend = config["communication.backend"]
-    device_exchange.start(config, process_place(), comm.size, [comm])
+    device_exchange.start_device_exchange(config, process_place(), comm.size, [comm])
     with tf.device("CPU:0"):
-        curves = _curves(comm, "")
+        curves = _measure_curves(comm, "")
         first, (small_bytes, idle_s) = curves[0].kind, curves[0].samples[0]
-        with _computing(max(1, len(os.sched_getaffinity(0)) // comm.size)):
-            call = _exchanges(comm.rank, comm.size)[first]
-            loaded_s = _seconds(comm, "", first, call, int(small_bytes), "loaded")
+        with _keep_computing(max(1, len(os.sched_getaffinity(0)) // comm.size)):
+            call = _make_exchanges(comm.rank, comm.size)[first]
+            loaded_s = _measure_seconds(comm, "", first, call, int(small_bytes), "loaded")
     if backend in DEVICE_BACKENDS:
-        curves += _curves(comm, backend)
+        curves += _measure_curves(comm, backend)
     if comm.rank == 0:
         links = Links(curves, max(0.0, loaded_s - idle_s) / PAUSES)
         Path(sys.argv[1]).write_bytes(msgspec.json.encode(links))
@@ -77,15 +77,17 @@ def main() -> None:
     comm.leave()
 
 
-def _curves(comm: whale_ops.Communicator, through: str) -> list[Curve]:
+def _measure_curves(comm: whale_ops.Communicator, through: str) -> list[Curve]:
     return [
-        Curve(kind, comm.size, [(float(n), _seconds(comm, through, kind, call, n)) for n in SIZES_BYTES], through)
-        for kind, call in _exchanges(comm.rank, comm.size).items()
+        Curve(
+            kind, comm.size, [(float(n), _measure_seconds(comm, through, kind, call, n)) for n in SIZES_BYTES], through
+        )
+        for kind, call in _make_exchanges(comm.rank, comm.size).items()
     ]
 
 
 @contextlib.contextmanager
-def _computing(threads: int) -> Iterator[None]:
+def _keep_computing(threads: int) -> Iterator[None]:
     """Has so many threads of this process compute meanwhile."""
     over = threading.Event()
     x = np.ones((384, 384), np.float32)
@@ -105,25 +107,25 @@ def _computing(threads: int) -> Iterator[None]:
             thread.join()
 
 
-def _exchanges(rank: int, size: int) -> dict[str, Exchange]:
+def _make_exchanges(rank: int, size: int) -> dict[str, Exchange]:
     """Maps each kind to the op on a vector of the whole tensor's bytes; all-reduces first."""
 
-    def own(x: tf.Tensor) -> tf.Tensor:
+    def cut_own(x: tf.Tensor) -> tf.Tensor:
         return x[: x.shape[0] // size]
 
-    def sizes(x: tf.Tensor) -> list[int]:
+    def list_sizes(x: tf.Tensor) -> list[int]:
         return [x.shape[0] // size] * size
 
-    def matrix(x: tf.Tensor) -> tf.Tensor:
+    def make_matrix(x: tf.Tensor) -> tf.Tensor:
         return tf.reshape(x, (size, x.shape[0] // size))
 
-    def rows(x: tf.Tensor) -> tf.Tensor:
+    def make_rows(x: tf.Tensor) -> tf.Tensor:
         return tf.reshape(x, (ROWS, x.shape[0] // ROWS))
 
-    def columns(x: tf.Tensor) -> list[int]:
+    def list_columns(x: tf.Tensor) -> list[int]:
         return [x.shape[0] // ROWS // size] * size
 
-    def point_to_point(do: ExchangeOps, x: tf.Tensor, key: str) -> Any:
+    def send_and_receive(do: ExchangeOps, x: tf.Tensor, key: str) -> Any:
         if rank == 0:
             return do("send", x, peer=1, key=key)
         return do("recv", peer=0, key=key, T=x.dtype, shape=x.shape) if rank == 1 else tf.no_op()
@@ -132,20 +134,28 @@ def _exchanges(rank: int, size: int) -> dict[str, Exchange]:
         "all_reduce": lambda do, x, key: do("all_reduce", [x], key=key)[0],
         "all_reduce packed": lambda do, x, key: do("all_reduce", tf.split(x, 2), key=key)[0],
         "all_gather packed": lambda do, x, key: do(
-            "all_gather", tf.reshape(own(x), (ROWS, -1)), key=key, axis=1, sizes=columns(x)
+            "all_gather", tf.reshape(cut_own(x), (ROWS, -1)), key=key, axis=1, sizes=list_columns(x)
         ),
-        "reduce_scatter packed": lambda do, x, key: do("reduce_scatter", rows(x), key=key, axis=1, sizes=columns(x)),
-        "all_gather": lambda do, x, key: do("all_gather", own(x), key=key, axis=0, sizes=sizes(x)),
-        "reduce_scatter": lambda do, x, key: do("reduce_scatter", x, key=key, axis=0, sizes=sizes(x)),
+        "reduce_scatter packed": lambda do, x, key: do(
+            "reduce_scatter", make_rows(x), key=key, axis=1, sizes=list_columns(x)
+        ),
+        "all_gather": lambda do, x, key: do("all_gather", cut_own(x), key=key, axis=0, sizes=list_sizes(x)),
+        "reduce_scatter": lambda do, x, key: do("reduce_scatter", x, key=key, axis=0, sizes=list_sizes(x)),
         "all_to_all": lambda do, x, key: do(
-            "all_to_all", matrix(x), key=key, split_axis=0, split_sizes=[1] * size, concat_axis=1, concat_sizes=sizes(x)
+            "all_to_all",
+            make_matrix(x),
+            key=key,
+            split_axis=0,
+            split_sizes=[1] * size,
+            concat_axis=1,
+            concat_sizes=list_sizes(x),
         ),
         "broadcast": lambda do, x, key: do("broadcast", [x], key=key, root=0, shapes=[x.shape])[0],
-        "point_to_point": point_to_point,
+        "point_to_point": send_and_receive,
     }
 
 
-def _seconds(
+def _measure_seconds(
     comm: whale_ops.Communicator, through: str, kind: str, call: Exchange, size_bytes: int, when: str = "idle"
 ) -> float:
     """Returns the seconds of one exchange on the slowest rank."""
@@ -153,7 +163,7 @@ def _seconds(
     x = [tf.ones(size_bytes // 4) for _ in range(chain)]
 
     @tf.function
-    def step(x: list[tf.Tensor]) -> list[Any]:
+    def run_step(x: list[tf.Tensor]) -> list[Any]:
         do = ExchangeOps(comm, through)
         found: list[Any] = []  # handed on, so that none lies in another one's memory
         for number, operand in enumerate(x):
@@ -163,27 +173,27 @@ def _seconds(
             return [tf.identity(one) for one in found if isinstance(one, tf.Tensor)] or [tf.constant(0.0)]
 
     @tf.function
-    def nothing(x: list[tf.Tensor]) -> tf.Tensor:
+    def run_nothing(x: list[tf.Tensor]) -> tf.Tensor:
         return tf.constant(0.0)
 
     key = f"{through}/{kind}/{size_bytes}/{when}"
     for _ in range(3):  # the first call traces
         started_s = time.perf_counter()
-        step(x)
+        run_step(x)
         await_gpus()
         once_s = time.perf_counter() - started_s
-    nothing(x)
+    run_nothing(x)
     wanted = b"%d" % max(5, min(MOST_CALLS, int(SECONDS_PER_SIZE / once_s)))
     calls = int(comm.broadcast_bytes(f"calls/{key}", wanted if comm.rank == 0 else None))
     times_s, empty_s = [], []
     for _ in range(calls):
         started_s = time.perf_counter()
-        nothing(x)
+        run_nothing(x)
         await_gpus()
         empty_s.append(time.perf_counter() - started_s)
         comm.barrier(f"start/{key}")
         started_s = time.perf_counter()
-        step(x)
+        run_step(x)
         await_gpus()
         times_s.append(time.perf_counter() - started_s)
     # Under load few take very long, and a step adds up many: there their mean counts.

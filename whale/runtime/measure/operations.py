@@ -22,17 +22,17 @@ from cost_model.graph.executor_graph import copying
 from cost_model.graph.machine_profile import Operation
 from cost_model.graph.signature import signature
 from cost_model.graph.unroll_loops import unrolled
-from cost_model.kernels.op_work import Work, work
+from cost_model.kernels.op_work import Work, estimate_work
 from whale.errors import ProgramError
 from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
-from whale.ir.program import Node, Program, Ref, Variable, const_node
-from whale.ir.values import DType, TensorType, numpy_dtype, static_shape
+from whale.ir.program import Node, Program, Ref, Variable, make_const
+from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
 from whale.kernels.matmuls.einsums import EINSUM
 from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
 from whale.kernels.updates.fuse import UPDATE
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.ranks.gpus import await_gpus
-from whale_ops.memory import memory, reset_peak
+from whale_ops.memory import read_memory, reset_peak
 
 _tags = itertools.count()
 COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps find most of theirs in a cache, too
@@ -47,7 +47,7 @@ _NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program 
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
 
 
-def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
+def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
     """Returns the operations of programs that take time, one of each signature."""
     found: dict[str, tuple[Program, Node]] = {}
     for program in map(unrolled, programs):
@@ -57,7 +57,7 @@ def distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
                 continue
             if node.op in _NOT_ALONE or (node.op.startswith("Whale") and node.op not in _OURS):
                 continue
-            if not _work(program, node).kernels:
+            if not _find_work(program, node).kernels:
                 continue
             found.setdefault(signature(program, node), (program, node))
     return found
@@ -73,61 +73,72 @@ def measure(
         said: is told how far it is.
     """
     end_s = time.monotonic() + budget_s
-    order = sorted(operations, key=lambda one: -_size(*one))
+    order = sorted(operations, key=lambda one: -_estimate_size(*one))
     found, skipped = [], []
-    empty_s = _call_s(_compiled(Program("empty", ()), []))
+    empty_s = _measure_call_s(_compile_program(Program("empty", ()), []))
     for number, (program, node) in enumerate(order):
         if time.monotonic() > end_s:
             skipped += [f"{n.op}: out of time" for _, n in order[number:]]
             break
         try:
-            found.append(_one(program, node, empty_s))
-        except (tf.errors.OpError, _NotMeasured) as error:
+            found.append(_measure_one(program, node, empty_s))
+        except (tf.errors.OpError, _NotMeasurableError) as error:
             skipped.append(f"{node.op}: {str(error).splitlines()[0][:120]}")
         if number % 50 == 49:
             said(f"{number + 1} of {len(order)} operations")
     return found, skipped
 
 
-class _NotMeasured(Exception):
+class _NotMeasurableError(Exception):
     """Raised for an operation that cannot be run alone."""
 
 
-def _work(program: Program, node: Node) -> Work:
+def _find_work(program: Program, node: Node) -> Work:
     """Returns the work of a node; reads that are measured are copies."""
-    return copying(node) if node.op == "ReadVariableOp" else work(node, [program.type_of(r) for r in node.inputs])
-
-
-def _size(program: Program, node: Node) -> float:
-    done = _work(program, node)
-    return done.flops / 10 + done.moved_bytes
-
-
-def _one(program: Program, node: Node, empty_s: float) -> Operation:
-    types = [program.type_of(r) for r in node.inputs]
-    if not all(t.is_static for t in (*types, *node.outputs) if t.dtype not in ("resource", "variant")):
-        raise _NotMeasured("unknown sizes")
-    done = _work(program, node)
-    copies = int(max(1, min(MOST_COPIES, COPIES_BYTES // max(1.0, done.moved_bytes))))
-    chain, values, keep = _chain(program, node, types, copies)
-    call = _compiled(chain, values)
-    call()
-    reset_peak()
-    before = memory().live_bytes
-    call()
-    scratch = memory().peak_bytes - before
-    seconds = max(1e-7, _call_s(call) - empty_s) / copies
-    del keep
-    return Operation(
-        signature(program, node), node.op, done.flops, done.moved_bytes, seconds, max(0, scratch - _new_bytes(node))
+    return (
+        copying(node)
+        if node.op == "ReadVariableOp"
+        else estimate_work(node, [program.find_type(r) for r in node.inputs])
     )
 
 
-def _new_bytes(node: Node) -> int:
+def _estimate_size(program: Program, node: Node) -> float:
+    done = _find_work(program, node)
+    return done.flops / 10 + done.moved_bytes
+
+
+def _measure_one(program: Program, node: Node, empty_s: float) -> Operation:
+    types = [program.find_type(r) for r in node.inputs]
+    if not all(t.is_static for t in (*types, *node.outputs) if t.dtype not in ("resource", "variant")):
+        raise _NotMeasurableError("unknown sizes")
+    done = _find_work(program, node)
+    copies = int(max(1, min(MOST_COPIES, COPIES_BYTES // max(1.0, done.moved_bytes))))
+    chain, values, keep = _make_chain(program, node, types, copies)
+    call = _compile_program(chain, values)
+    call()
+    reset_peak()
+    before = read_memory().live_bytes
+    call()
+    scratch = read_memory().peak_bytes - before
+    seconds = max(1e-7, _measure_call_s(call) - empty_s) / copies
+    del keep
+    return Operation(
+        signature(program, node),
+        node.op,
+        done.flops,
+        done.moved_bytes,
+        seconds,
+        max(0, scratch - _count_new_bytes(node)),
+    )
+
+
+def _count_new_bytes(node: Node) -> int:
     return sum(t.bytes for t in node.outputs if t.bytes >= 256 << 10)
 
 
-def _chain(program: Program, node: Node, types: Sequence[TensorType], copies: int) -> tuple[Program, list[Any], Any]:
+def _make_chain(
+    program: Program, node: Node, types: Sequence[TensorType], copies: int
+) -> tuple[Program, list[Any], Any]:
     """Returns a program with so many copies of the node, one after the other; its arguments; what has to stay alive."""
     nodes: list[Node] = []
     inputs: list[str] = []
@@ -144,8 +155,8 @@ def _chain(program: Program, node: Node, types: Sequence[TensorType], copies: in
             if t.dtype == "resource":
                 variable = program.variable_of.get(ref.node)
                 if variable is None:
-                    raise _NotMeasured("a resource that is no variable")
-                made = tf.Variable(_value(variable.type, generator))
+                    raise _NotMeasurableError("a resource that is no variable")
+                made = tf.Variable(_draw_value(variable.type, generator))
                 if node.op == "ReadVariableOp":  # a variable whose rows were taken is copied from then on
                     tf.raw_ops.ResourceGather(resource=made.handle, indices=[0], dtype=made.dtype)
                 alive.append(made)
@@ -153,13 +164,13 @@ def _chain(program: Program, node: Node, types: Sequence[TensorType], copies: in
                 nodes.append(Node(name, "Placeholder", (), (), program.by_name[ref.node].attrs, (t,)))
                 variables.append(Variable(name, name, variable.type))
             elif (constant := program.const(ref)) is not None:
-                nodes.append(const_node(name, constant, t.dtype))
+                nodes.append(make_const(name, constant, t.dtype))
             elif t.dtype in ("variant", "string"):
-                raise _NotMeasured(f"an operand of dtype {t.dtype}")
+                raise _NotMeasurableError(f"an operand of dtype {t.dtype}")
             else:
                 nodes.append(Node(name, "Placeholder", (), (), {"dtype": DType(t.dtype)}, (t,)))
                 inputs.append(name)
-                values.append(_operand(node, i, types, t, generator))
+                values.append(_draw_operand(node, i, types, t, generator))
             operands.append(Ref(name))
         name = f"copy_{copy}"
         nodes.append(replace(node, name=name, inputs=tuple(operands), controls=(before,) if before else ()))
@@ -169,21 +180,21 @@ def _chain(program: Program, node: Node, types: Sequence[TensorType], copies: in
     return chain, [*values, *handles], alive
 
 
-def _value(t: TensorType, generator: np.random.Generator) -> tf.Tensor:
+def _draw_value(t: TensorType, generator: np.random.Generator) -> tf.Tensor:
     shape = tuple(d or 0 for d in t.shape or ())
     if t.dtype == "bool":
         return tf.constant(generator.random(shape) > 0.5)
     scale = 0.05 if t.dtype.startswith(("float", "bfloat", "complex")) else 2.0
-    return tf.constant((scale * generator.random(shape)).astype(numpy_dtype(t.dtype)))
+    return tf.constant((scale * generator.random(shape)).astype(find_numpy_dtype(t.dtype)))
 
 
-def _operand(
+def _draw_operand(
     node: Node, i: int, types: Sequence[TensorType], t: TensorType, generator: np.random.Generator
 ) -> tf.Tensor:
     if not t.dtype.startswith(("int", "uint")):
-        return _value(t, generator)
+        return _draw_value(t, generator)
     if i and t.elements <= 8 and node.op not in _TAKES_INDICES and len(types) > 1 and types[0].dtype != t.dtype:
-        raise _NotMeasured("sizes or positions that are not constants")
+        raise _NotMeasurableError("sizes or positions that are not constants")
     bound = 2
     if node.op in ROW_LOOKUPS or node.op == "ResourceScatterAdd":
         bound = (types[0].shape or (2,))[0] or 2
@@ -191,10 +202,10 @@ def _operand(
         bound = (types[0].shape or (2,))[-1] or 2
     elif node.op == "UnsortedSegmentSum":
         bound = (node.outputs[0].shape or (2,))[0] or 2
-    return tf.constant(generator.integers(bound, size=static_shape(t)).astype(numpy_dtype(t.dtype)))
+    return tf.constant(generator.integers(bound, size=require_static_shape(t)).astype(find_numpy_dtype(t.dtype)))
 
 
-def _compiled(program: Program, values: Sequence[Any], outputs: int = 0) -> Callable[[], Any]:
+def _compile_program(program: Program, values: Sequence[Any], outputs: int = 0) -> Callable[[], Any]:
     load_ops([program])
     lowered = lower_to_function([program], f"whale_measured_{next(_tags)}")
     context = tf_context.context()
@@ -205,7 +216,7 @@ def _compiled(program: Program, values: Sequence[Any], outputs: int = 0) -> Call
     return lambda: context.call_function(name, arguments, outputs)
 
 
-def _call_s(call: Callable[[], Any]) -> float:
+def _measure_call_s(call: Callable[[], Any]) -> float:
     """Returns the median over rounds of one call's seconds."""
     start_s = time.perf_counter()
     call()
@@ -222,7 +233,7 @@ def _call_s(call: Callable[[], Any]) -> float:
     return statistics.median(rounds)
 
 
-def whole_step(program: Program) -> Callable[[], Any]:
+def compile_whole_step(program: Program) -> Callable[[], Any]:
     """Returns a callable that runs a program of one device on random values; its variables are made anew.
 
     Raises:
@@ -240,12 +251,14 @@ def whole_step(program: Program) -> Callable[[], Any]:
                 action="leave the script out: `whale profile` without it measures the machine",
             )
         if t.dtype.startswith(("int", "uint")):
-            bound = _bound(program, Ref(name))
-            values.append(tf.constant(generator.integers(bound, size=static_shape(t)).astype(numpy_dtype(t.dtype))))
+            bound = _find_bound(program, Ref(name))
+            values.append(
+                tf.constant(generator.integers(bound, size=require_static_shape(t)).astype(find_numpy_dtype(t.dtype)))
+            )
         else:
-            values.append(_value(t, generator))
-    variables = [tf.Variable(_value(v.type, generator)) for v in program.variables]
-    run = _compiled(program, [*values, *(v.handle for v in variables)], len(program.outputs))
+            values.append(_draw_value(t, generator))
+    variables = [tf.Variable(_draw_value(v.type, generator)) for v in program.variables]
+    run = _compile_program(program, [*values, *(v.handle for v in variables)], len(program.outputs))
 
     def call(variables: Sequence[tf.Variable] = variables) -> Any:  # which keeps them alive
         return run()
@@ -253,7 +266,7 @@ def whole_step(program: Program) -> Callable[[], Any]:
     return call
 
 
-def _bound(program: Program, ref: Ref) -> int:
+def _find_bound(program: Program, ref: Ref) -> int:
     """Returns how many different numbers an argument may hold: rows of the tables that it is looked up in, classes;
     else 2.
     """
@@ -261,7 +274,7 @@ def _bound(program: Program, ref: Ref) -> int:
     while waiting:
         one = waiting.pop()
         for node, place in program.consumers.get(one, ()):
-            first = program.type_of(node.inputs[0])
+            first = program.find_type(node.inputs[0])
             if node.op in ROW_LOOKUPS and place == 1:
                 variable = program.variable_of.get(node.inputs[0].node)
                 found.append((variable.type if variable else first).shape)
@@ -274,13 +287,13 @@ def _bound(program: Program, ref: Ref) -> int:
     return min((shape[0] or 2 for shape in found if shape), default=2)
 
 
-def overheads() -> tuple[float, float]:
+def measure_overheads() -> tuple[float, float]:
     """Measures (seconds of calling an empty step, seconds that the executor takes for a node that computes nothing)."""
-    empty_s = _call_s(_compiled(Program("empty", ()), []))
+    empty_s = _measure_call_s(_compile_program(Program("empty", ()), []))
     count = 200
     t = TensorType("float32", ())
     nodes = [Node("x", "Placeholder", (), (), {"dtype": DType("float32")}, (t,))]
     for i in range(count):
         nodes.append(Node(f"n{i}", "Identity", (Ref(nodes[-1].name),), (), {"T": DType("float32")}, (t,)))
     chain = Program("chain", tuple(nodes), ("x",), (), (), (nodes[-1].name,))
-    return empty_s, max(1e-8, (_call_s(_compiled(chain, [tf.constant(0.0)])) - empty_s) / count)
+    return empty_s, max(1e-8, (_measure_call_s(_compile_program(chain, [tf.constant(0.0)])) - empty_s) / count)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.ir.program import Program
-from whale.kernels.matmuls.einsums import einsums_by_own_kernel
+from whale.kernels.matmuls.einsums import replace_einsums
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 
@@ -21,18 +21,20 @@ CONVOLUTIONS = ((8, 16, 16), (32, 32, 32))
 LENGTH, HEADS = 64, 4
 
 
-def programs() -> list[Program]:
+def make_programs() -> list[Program]:
     """Returns the normalised programs, and the same with our kernel for products, which may be off in a run."""
-    steps = [_transformer(*sizes) for sizes in TRANSFORMERS] + [_convolution(*sizes) for sizes in CONVOLUTIONS]
+    steps = [_make_transformer(*sizes) for sizes in TRANSFORMERS] + [
+        _make_convolution(*sizes) for sizes in CONVOLUTIONS
+    ]
     found = [normalise(capture_function(step, specs, {}).program, PlanSettings(size=1)) for step, specs in steps]
-    return found + list(map(einsums_by_own_kernel, found))
+    return found + list(map(replace_einsums, found))
 
 
-def _transformer(rows: int, width: int, words: int) -> tuple[Callable[..., tf.Tensor], Sequence[tf.TensorSpec]]:
+def _make_transformer(rows: int, width: int, words: int) -> tuple[Callable[..., tf.Tensor], Sequence[tf.TensorSpec]]:
     table = tf.Variable(tf.zeros((words, width)))
     weights = [tf.Variable(tf.zeros(shape)) for shape in ((width, 3 * width), (width, 4 * width), (4 * width, width))]
     weights += [tf.Variable(tf.zeros((4 * width,))), tf.Variable(tf.zeros((width, words))), table]
-    update = _adam(weights)
+    update = _make_adam(weights)
 
     def step(tokens: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -58,16 +60,16 @@ def _transformer(rows: int, width: int, words: int) -> tuple[Callable[..., tf.Te
     return step, (spec, spec)
 
 
-def _convolution(rows: int, side: int, channels: int) -> tuple[Callable[..., tf.Tensor], Sequence[tf.TensorSpec]]:
+def _make_convolution(rows: int, side: int, channels: int) -> tuple[Callable[..., tf.Tensor], Sequence[tf.TensorSpec]]:
     shapes = ((3, 3, 3, channels), (3, 3, channels, 2 * channels), (1, 1, 2 * channels, channels), (channels, 10))
     weights = [tf.Variable(tf.zeros(shape)) for shape in shapes]
     speeds = [tf.Variable(tf.zeros(shape)) for shape in shapes]
 
     def step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            hidden = tf.nn.relu(_normed(tf.nn.conv2d(images, weights[0], 1, "SAME")))
+            hidden = tf.nn.relu(_normalize(tf.nn.conv2d(images, weights[0], 1, "SAME")))
             hidden = tf.nn.max_pool2d(hidden, 2, 2, "VALID")
-            hidden = tf.nn.relu(_normed(tf.nn.conv2d(hidden, weights[1], 1, "SAME")))
+            hidden = tf.nn.relu(_normalize(tf.nn.conv2d(hidden, weights[1], 1, "SAME")))
             hidden = tf.nn.relu(tf.nn.conv2d(hidden, weights[2], 2, "SAME"))
             logits = tf.matmul(tf.reduce_mean(hidden, (1, 2)), weights[3])
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
@@ -79,12 +81,12 @@ def _convolution(rows: int, side: int, channels: int) -> tuple[Callable[..., tf.
     return step, (tf.TensorSpec((rows, side, side, 3)), tf.TensorSpec((rows,), tf.int32))
 
 
-def _normed(x: tf.Tensor) -> tf.Tensor:
+def _normalize(x: tf.Tensor) -> tf.Tensor:
     mean, variance = tf.nn.moments(x, (0, 1, 2))
     return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
 
 
-def _adam(weights: Sequence[tf.Variable]) -> Callable[[tf.GradientTape, tf.Tensor], None]:
+def _make_adam(weights: Sequence[tf.Variable]) -> Callable[[tf.GradientTape, tf.Tensor], None]:
     first = [tf.Variable(tf.zeros(w.shape)) for w in weights]
     second = [tf.Variable(tf.zeros(w.shape)) for w in weights]
 

@@ -25,7 +25,7 @@ ROUNDS, STEPS = 5, 5
 WARM_STEPS = 3
 
 
-def step_seconds(runs: Sequence[Sequence[Program]]) -> list[float]:
+def measure_step_seconds(runs: Sequence[Sequence[Program]]) -> list[float]:
     """Returns seconds of a step of each run, on random values: the mean of its processes' medians.
 
     Runs take turns, so that what disturbs the machine for a while disturbs all of them.
@@ -93,10 +93,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def main() -> None:
     """Runs one process: told a program's number, it runs a step of it and prints its seconds."""
-    from whale.runtime.measure.operations import whole_step
+    from whale.runtime.measure.operations import compile_whole_step
     from whale.runtime.ranks.gpus import await_gpus
 
-    calls = [whole_step(program) for program in pickle.loads(Path(sys.argv[1]).read_bytes())]
+    calls = [compile_whole_step(program) for program in pickle.loads(Path(sys.argv[1]).read_bytes())]
     for call in calls:
         for _ in range(WARM_STEPS):
             call()

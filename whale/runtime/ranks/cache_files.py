@@ -18,7 +18,7 @@ DEFAULT = "auto"
 _DIGEST = 32
 
 
-def folder_named(asked: str) -> Path | None:
+def find_folder(asked: str) -> Path | None:
     """Returns the folder that the key `plan_cache` names; None: nothing is kept."""
     if not asked:
         return None
@@ -28,11 +28,11 @@ def folder_named(asked: str) -> Path | None:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "whale"
 
 
-class Damaged(Exception):
+class DamagedFileError(Exception):
     """Raised when a kept file does not hold what was written; the file is removed."""
 
 
-class KeptFiles:
+class CacheFolder:
     """Byte strings by name, in a folder. Those that were not used for longest are removed first.
 
     Args:
@@ -51,7 +51,7 @@ class KeptFiles:
         """
         if not self.folder.exists():
             return None
-        with self._opened() as folder:
+        with self._open_folder() as folder:
             try:
                 file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
             except OSError:
@@ -61,9 +61,9 @@ class KeptFiles:
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > self.most_bytes:
                     return None
                 data = opened.read()
-            if len(data) < _DIGEST or _digest(data[_DIGEST:]) != data[:_DIGEST]:
+            if len(data) < _DIGEST or _compute_digest(data[_DIGEST:]) != data[:_DIGEST]:
                 self._remove(folder, name)
-                raise Damaged(name)
+                raise DamagedFileError(name)
             with contextlib.suppress(OSError):
                 os.utime(name, dir_fd=folder, follow_symlinks=False)
             return data[_DIGEST:]
@@ -77,13 +77,13 @@ class KeptFiles:
         if len(data) + _DIGEST > self.most_bytes:
             return
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._opened() as folder:
+        with self._open_folder() as folder:
             other = f"{name}.{os.getpid()}.new"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._remove(folder, other)
             try:
                 with open(os.open(other, flags, 0o600, dir_fd=folder), "wb") as opened:
-                    opened.write(_digest(data) + data)
+                    opened.write(_compute_digest(data) + data)
                 os.rename(other, name, src_dir_fd=folder, dst_dir_fd=folder)
             except OSError:
                 self._remove(folder, other)
@@ -92,11 +92,11 @@ class KeptFiles:
 
     def remove(self, name: str) -> None:
         """Forgets what was kept under a name."""
-        with self._opened() as folder:
+        with self._open_folder() as folder:
             self._remove(folder, name)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _open_folder(self) -> Iterator[int]:
         """Opens the folder, after checking that it is a folder, this user's, and closed to all others."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -128,5 +128,5 @@ class KeptFiles:
             os.unlink(name, dir_fd=folder)
 
 
-def _digest(data: bytes) -> bytes:
+def _compute_digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=_DIGEST).digest()

@@ -49,10 +49,10 @@ def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) ->
     Args:
       now: reads it as it lies now; afterwards it may be an ordinary variable, which is read as such.
     """
-    if not ranks.goes_on:
+    if not ranks.is_elastic:
         return now()
     reads = iter((now,))
-    return tf.constant(ranks.survived(lambda: next(reads, variable.read_value)().numpy()))
+    return tf.constant(ranks.retry_after_loss(lambda: next(reads, variable.read_value)().numpy()))
 
 
 def call_together(ranks: Ranks, function: str, what: str, why: str = "") -> None:
@@ -67,7 +67,7 @@ def call_together(ranks: Ranks, function: str, what: str, why: str = "") -> None
     Raises:
       CommError: a rank calls another one, does something else, or its script has ended.
     """
-    if not ranks.between_processes:
+    if not ranks.has_other_processes:
         return
     purpose = f"{what}, which every rank has to call" + (f": {why}" if why else "")
     data = msgspec.json.encode((function, what))

@@ -19,12 +19,12 @@ from tensorflow.python.ops import stateful_random_ops
 
 import whale_ops
 from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.ranks.script_line import script_line
+from whale.runtime.ranks.script_line import find_script_line
 
 _KERAS_GENERATOR = "global_seed_generator"  # the attribute in which Keras 3 keeps it
 
 
-def random_state() -> bytes:
+def read_random_state() -> bytes:
     """The random states of this process that belong to nobody, and a number from which seeds are to follow.
 
     They are Python's, NumPy's, TensorFlow's global seed and global generator, and those of each Keras that is imported.
@@ -32,11 +32,11 @@ def random_state() -> bytes:
     number = random.SystemRandom().getrandbits(62)
     generator = stateful_random_ops.global_generator
     kind = int(generator.algorithm) if generator is not None else 0
-    tensorflow = tf_context.global_seed(), kind, _state_of(generator)
-    return pack((random.getstate(), np.random.get_state(), tensorflow, _keras_states(), number))
+    tensorflow = tf_context.global_seed(), kind, _find_generator_state(generator)
+    return pack((random.getstate(), np.random.get_state(), tensorflow, _read_keras_states(), number))
 
 
-def number_of(state: bytes) -> int:
+def compute_state_number(state: bytes) -> int:
     """The number of a random state."""
     return int(unpack(state)[-1])
 
@@ -59,17 +59,17 @@ def take_random_state(state: bytes) -> int:
     return int(number)
 
 
-def _state_of(generator: Any) -> np.ndarray | None:
+def _find_generator_state(generator: Any) -> np.ndarray | None:
     """The state of a generator that keeps it in a variable, as those of TensorFlow and Keras 3 do; None without one."""
     return generator.state.numpy() if generator is not None else None
 
 
-def _keras_states() -> dict[str, Any]:
+def _read_keras_states() -> dict[str, Any]:
     """The states of the generators that each Keras draws from where a script names none; None: it has none yet."""
     found: dict[str, Any] = {}
-    if (kept := _keras3_attributes()) is not None:
-        found["keras"] = _state_of(kept.get_global_attribute(_KERAS_GENERATOR))
-    for name, seeds in _keras2_seeds():
+    if (kept := _find_keras3_attributes()) is not None:
+        found["keras"] = _find_generator_state(kept.get_global_attribute(_KERAS_GENERATOR))
+    for name, seeds in _iterate_keras2_seeds():
         generator = getattr(seeds, "generator", None)
         found[name] = generator.getstate() if generator is not None else None
     return found
@@ -77,7 +77,7 @@ def _keras_states() -> dict[str, Any]:
 
 def _take_keras_states(states: Mapping[str, Any]) -> None:
     """Forgets the state of a Keras that the first rank has not imported yet: it is made again when it is asked for."""
-    if (kept := _keras3_attributes()) is not None:
+    if (kept := _find_keras3_attributes()) is not None:
         mine, state = kept.get_global_attribute(_KERAS_GENERATOR), states.get("keras")
         if state is None:
             kept.set_global_attribute(_KERAS_GENERATOR, None)
@@ -86,7 +86,7 @@ def _take_keras_states(states: Mapping[str, Any]) -> None:
                 mine = sys.modules["keras"].random.SeedGenerator(0)
                 kept.set_global_attribute(_KERAS_GENERATOR, mine)
             mine.state.assign(state)
-    for name, seeds in _keras2_seeds():
+    for name, seeds in _iterate_keras2_seeds():
         if (state := states.get(name)) is None:
             seeds.generator = None
         else:
@@ -94,12 +94,12 @@ def _take_keras_states(states: Mapping[str, Any]) -> None:
             seeds.generator.setstate(state)
 
 
-def _keras3_attributes() -> Any:
+def _find_keras3_attributes() -> Any:
     """The module in which Keras 3 keeps what is global, if it is imported."""
     return sys.modules.get("keras.src.backend.common.global_state")
 
 
-def _keras2_seeds() -> Iterator[tuple[str, Any]]:
+def _iterate_keras2_seeds() -> Iterator[tuple[str, Any]]:
     """(name, what holds the generator) of each Keras 2 that is imported; of this thread, as Keras has it."""
     for name in ("keras", "tf_keras"):
         seeds = getattr(sys.modules.get(f"{name}.src.backend"), "_SEED_GENERATOR", None)
@@ -127,8 +127,8 @@ class CommonSeeds:
         self._replaced: list[tuple[Any, str, Any]] = []
         self._original = self._replace(dataset_seeds, "get_seed", self._get_seed)
         self._seed_of_operation = self._replace(operation_seeds, "get_seed", self._get_operation_seed)
-        self._replace(np.random.bit_generator, "randbits", self._entropy)
-        self._fresh_state = self._replace(stateful_random_ops, "non_deterministic_ints", self._generator_state)
+        self._replace(np.random.bit_generator, "randbits", self._draw_entropy)
+        self._fresh_state = self._replace(stateful_random_ops, "non_deterministic_ints", self._draw_generator_state)
 
     def take_back(self) -> None:
         """Leaves what has no seed from now on to TensorFlow and NumPy."""
@@ -149,12 +149,12 @@ class CommonSeeds:
         setattr(where, name, by)
         return original
 
-    def gave(self, seed: int, seed2: int) -> bool:
+    def has_given(self, seed: int, seed2: int) -> bool:
         """Whether these are seeds of this run, which another run does not have."""
         return (seed, seed2) in self._given
 
     @property
-    def asked(self) -> dict[str, int]:
+    def draw_counts(self) -> dict[str, int]:
         """How often each line of the script has asked."""
         return dict(self._asked)
 
@@ -164,16 +164,16 @@ class CommonSeeds:
 
     def draw(self) -> int:
         """A positive number of 62 bits for the line that asks; the next one when it asks again."""
-        return int.from_bytes(self._bytes(8), "little") % (1 << 62) + 1
+        return int.from_bytes(self._draw_bytes(8), "little") % (1 << 62) + 1
 
-    def _bytes(self, count: int) -> bytes:
-        line = script_line()
+    def _draw_bytes(self, count: int) -> bytes:
+        line = find_script_line()
         self._asked[line] += 1
         text = f"{self._number} {line} {self._asked[line]}"
         return hashlib.blake2b(text.encode(), digest_size=count).digest()
 
     @contextmanager
-    def as_global(self) -> Iterator[None]:
+    def set_global_seed(self) -> Iterator[None]:
         """Inside, TensorFlow's global seed is one of these, unless the script has set one."""
         if tf_context.global_seed() is not None:
             yield
@@ -204,25 +204,25 @@ class CommonSeeds:
         seeds: tuple[Any, Any] = self._seed_of_operation(op_seed)
         if seeds != (None, None) or not tf.executing_eagerly():
             return seeds
-        text = f"{self._number} {sys._getframe(1).f_code.co_name} {script_line()}"
+        text = f"{self._number} {sys._getframe(1).f_code.co_name} {find_script_line()}"
         drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         return (drawn >> 33) + 1, drawn & 0x7FFFFFFF
 
-    def _entropy(self, bits: int) -> int:
+    def _draw_entropy(self, bits: int) -> int:
         """Returns the seed of a NumPy generator that is given none."""
-        return int.from_bytes(self._bytes(-(-bits // 8)), "little") >> -bits % 8
+        return int.from_bytes(self._draw_bytes(-(-bits // 8)), "little") >> -bits % 8
 
-    def _generator_state(self, shape: Any, dtype: Any = tf.int64) -> tf.Tensor:
+    def _draw_generator_state(self, shape: Any, dtype: Any = tf.int64) -> tf.Tensor:
         """Returns the seed of a TensorFlow generator, the global one too, that is given none."""
         if not tf.executing_eagerly():
             return self._fresh_state(shape, dtype)
         dtype = tf.as_dtype(dtype)
         count = int(np.prod(shape)) * dtype.size
-        drawn = b"".join(self._bytes(min(64, count - begin)) for begin in range(0, count, 64))
+        drawn = b"".join(self._draw_bytes(min(64, count - begin)) for begin in range(0, count, 64))
         return tf.constant(np.frombuffer(drawn, dtype.as_numpy_dtype).reshape(shape))
 
 
-def streams_begin_anew() -> Callable[[], None]:
+def restart_streams() -> Callable[[], None]:
     """From now on streams begin anew with each ``tf.random.set_seed``, as those of TensorFlow's kernels do.
 
     Returns:

@@ -18,9 +18,9 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
       CommError: MPI cannot be loaded or started.
     """
     if config["communication.shared_memory"] == "tensors":
-        share_where_possible(config, place)
+        share_tensors_if_possible(config, place)
     shares = config["communication.shared_memory"] != "none"
-    comm = whale_ops.mpi(name, share_memory=shares, hosts=config.network.hosts)
+    comm = whale_ops.connect_mpi(name, share_memory=shares, hosts=config.network.hosts)
     if comm.size != place.size:
         raise ClusterError(
             "MPI and the launcher disagree about the number of ranks",
@@ -31,14 +31,14 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
     return (comm,)
 
 
-def as_configured(comm: whale_ops.Communicator, config: Config) -> None:
+def configure_communicator(comm: whale_ops.Communicator, config: Config) -> None:
     """Sets a communicator's algorithm and emulated link from the configuration."""
     comm.set_algorithm(config["communication.algorithm"])
     if (link := config.network.link) is not None:
         comm.set_link(link.latency_s, link.bandwidth_bytes_per_s)
 
 
-def share_where_possible(config: Config, place: ProcessPlace) -> None:
+def share_tensors_if_possible(config: Config, place: ProcessPlace) -> None:
     """Has TensorFlow place large tensors where the machine's other ranks can map them; warns if it cannot."""
     if place.local_size == 1 or config.network.link is not None:  # an emulated link carries all that ranks exchange
         return

@@ -17,16 +17,17 @@ from whale.config import Config
 from whale.errors import ClusterError, CommError, ConfigError
 from whale.log import log
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, PINNED
-from whale.runtime.ranks import device_code
-from whale.runtime.ranks.cache_files import folder_named
+from whale.runtime.ranks.cache_files import CacheFolder, DamagedFileError, find_folder
 from whale.started import ProcessPlace, joins
-from whale_ops import device_library
+from whale_ops import device_code, device_library, gpu_driver
 
 NO_GPU = "TensorFlow sees no GPU"
 _LEAST_BUFFER_BYTES = 1 << 20  # tensors of more bytes travel in parts
 
 
-def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_ops.Communicator]) -> None:
+def start_device_exchange(
+    config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_ops.Communicator]
+) -> None:
     """Gives a rank's process its GPU, and opens it where the configuration asks for it; collective.
 
     Where the process sees several GPUs, TensorFlow gets that of the process's number on its host, and no other, with
@@ -41,7 +42,7 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
     """
     backend, threads = config["communication.backend"], config["communication.in_process_ranks"] > 0
     if backend not in DEVICE_BACKENDS:
-        if (size > 1 or joins()) and not threads and (lacks := own_gpu(place.local_rank).lacks):
+        if (size > 1 or joins()) and not threads and (lacks := claim_gpu(place.local_rank).lacks):
             log.warning(f"all ranks of this host compute on its first GPU: {lacks}")
         return
     if threads:
@@ -56,8 +57,8 @@ def start(config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_
     (comm,) = comms
     gpu = take_gpu(place.local_rank)
     if gpu.ordinal is not None and not gpu.lacks:
-        folder = folder_named(config["mesh.plan_cache"])
-        gpu = Gpu(gpu.ordinal, device_code.lacks(library(), backend, gpu.ordinal, folder))
+        folder = find_folder(config["mesh.plan_cache"])
+        gpu = Gpu(gpu.ordinal, find_missing(find_library(), backend, gpu.ordinal, folder))
     open_device(config, comm, gpu)
 
 
@@ -78,7 +79,7 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
     """Opens a rank's device, after all ranks have told each other what they have and lack.
 
     Raises:
-      ClusterError: as `start`.
+      ClusterError: as `start_device_exchange`.
     """
     backend, buffer_bytes = config["communication.backend"], config["communication.bucket_bytes"]
     lacks = gpu.lacks or ("" if gpu.ordinal is not None or backend == PINNED else NO_GPU)
@@ -105,7 +106,7 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
         without = ", ".join(str(rank) for rank, has in enumerate(have) if not has)
         log.info(f'communication.backend="{backend}": ranks without a GPU compute on their processors: {without}')
     try:
-        path = library() if gpu.ordinal is not None else ""
+        path = find_library() if gpu.ordinal is not None else ""
         comm.open_device(path, backend, gpu.ordinal or 0, max(buffer_bytes, _LEAST_BUFFER_BYTES))
     except CommError as error:
         others = " or ".join(f'"{name}"' for name in (*DEVICE_BACKENDS, "whale") if name != backend)
@@ -118,13 +119,13 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
         ) from error
 
 
-def device_buffer_bytes(config: Config) -> int:
+def count_device_buffer_bytes(config: Config) -> int:
     """Returns the bytes of GPU memory that exchanges take, beside what NCCL itself allocates."""
     copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # pinned: of the host
     return copies * max(config["communication.bucket_bytes"], _LEAST_BUFFER_BYTES)
 
 
-def library() -> Path:
+def find_library() -> Path:
     """Returns the path of the library for GPUs."""
     return device_library.PATH
 
@@ -136,18 +137,18 @@ def take_gpu(local_rank: int) -> Gpu:
     gpus = tf.config.list_physical_devices("GPU")
     if not tf.config.get_visible_devices("GPU"):
         return Gpu(None)
-    if not library().exists():
-        return Gpu(0, f"{library().name} is not built: python -m whale_ops.build")
+    if not find_library().exists():
+        return Gpu(0, f"{find_library().name} is not built: python -m whale_ops.build")
     try:
-        there = whale_ops.count_devices(library())
+        there = whale_ops.count_devices(find_library())
     except CommError as error:
         return Gpu(0, str(error))
     if there != len(gpus):
         return Gpu(0, f"TensorFlow sees {len(gpus)} GPUs, the driver {there}: set CUDA_VISIBLE_DEVICES")
-    return own_gpu(local_rank)
+    return claim_gpu(local_rank)
 
 
-def own_gpu(local_rank: int) -> Gpu:
+def claim_gpu(local_rank: int) -> Gpu:
     """Makes one GPU the only one that TensorFlow sees from now on; its memory is taken only as it is needed.
 
     It is the one that the script has made visible, or that of this process's number on its host.
@@ -176,7 +177,7 @@ class ExchangeOps:
     """
 
     def __init__(self, comm: whale_ops.Communicator, through: str) -> None:
-        self._ops, self._prefix = whale_ops.ops(), "whale_device_" if through else "whale_"
+        self._ops, self._prefix = whale_ops.load_ops(), "whale_device_" if through else "whale_"
         place = {"communicator": comm.name, "rank": comm.rank}
         # The devices' ops name the communicator; the host's take its handle.
         self._attrs: dict[str, Any] = place if through else {}
@@ -185,3 +186,53 @@ class ExchangeOps:
     def __call__(self, kind: str, *inputs: Any, **attrs: Any) -> Any:
         """Adds the op of one exchange and returns its outputs. ``kind`` is "all_reduce", "all_gather", "send", ..."""
         return getattr(self._ops, self._prefix + kind)(*self._handle, *inputs, **self._attrs, **attrs)
+
+
+def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
+    """Loads the kernels onto a GPU.
+
+    Args:
+      library: the library for GPUs.
+      folder: where machine code is kept; None: nowhere.
+
+    Raises:
+      CommError: the GPU cannot be asked, no compiler for it is found, or the driver refuses what it has made.
+    """
+    architecture = device_library.find_architecture(library, ordinal)
+    driver = gpu_driver.look()
+    newest = driver.cuda[0] if driver is not None and not driver.failure else None
+    nvrtc = device_code.choose([*device_code.find_nvrtcs()], architecture, newest)
+    device_library.load_kernels(library, ordinal, load_code(nvrtc, architecture, folder))
+
+
+def load_code(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) -> bytes:
+    """Returns machine code for GPUs of an architecture: kept from the same sources and compiler, or compiled now."""
+    files = None if folder is None else CacheFolder(folder)
+    version = ".".join(map(str, nvrtc.version))
+    name = f"{nvrtc.find_target(architecture)}-nvrtc-{version}-{device_code.compute_source_digest()}.kernels"
+    try:
+        if files is not None and (kept := files.get(name)) is not None:
+            return kept
+    except DamagedFileError:
+        log.warning("the GPU kernels that were kept are damaged, and are compiled anew")
+    except OSError:
+        pass  # writing says why
+    code = device_code.compile_kernels(nvrtc, architecture)
+    try:
+        if files is not None:
+            files.put(name, code)
+    except OSError as error:
+        log.warning(f"GPU kernels are not kept for later runs ({error}); plan_cache names another folder")
+    return code
+
+
+def find_missing(library: Path, backend: str, ordinal: int, folder: Path | None) -> str:
+    """Prepares a GPU for a backend. Returns what is missing for it; "" is nothing."""
+    try:
+        if backend == "nccl":
+            device_library.load_nccl()
+        if backend != "pinned":  # which only copies
+            load_kernels(library, ordinal, folder)
+    except CommError as error:
+        return " ".join(str(error).split())
+    return ""

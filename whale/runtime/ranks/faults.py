@@ -21,7 +21,7 @@ def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
 
     A failure in any other op of this rank is told to the other ranks first, which would wait for it otherwise.
     """
-    marked = of_exchange(error)
+    marked = find_exchange_error(error)
     if marked is not None:
         raise CommError(re.sub(_AROUND, "", marked.message, flags=re.S).strip() or marked.message) from None
     text = error.message or ""
@@ -29,7 +29,7 @@ def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
         comm.abort(f"rank {context.rank} failed: {type(error).__name__}: {text.splitlines()[0] if text else ''}")
 
 
-def of_exchange(error: tf.errors.OpError) -> tf.errors.OpError | None:
+def find_exchange_error(error: tf.errors.OpError) -> tf.errors.OpError | None:
     """Returns the error that an exchange reported, or None.
 
     Such errors are known by the mark that the ops' kernels give them, not by names or texts. What fails before the

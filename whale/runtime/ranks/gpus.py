@@ -18,13 +18,13 @@ def await_gpus() -> None:
         tf.test.experimental.sync_devices()
 
 
-def told_of_processors(programs: Sequence[Program]) -> list[str]:
+def describe_processor_operations(programs: Sequence[Program]) -> list[str]:
     """Returns lines for people that list which of the ranks' operations TensorFlow computes on processors."""
     import tensorflow as tf
 
     if not tf.test.is_built_with_cuda():
         return ["Which operations have no kernel for GPUs is told by a TensorFlow for GPUs: tensorflow[and-cuda]"]
-    whale_ops.ops()  # their kernels, too
+    whale_ops.load_ops()  # their kernels, too
     return processor_lines(programs, has_gpu_kernel)
 
 

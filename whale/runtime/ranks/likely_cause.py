@@ -21,7 +21,7 @@ _NAMES = (
 )
 
 
-def likely_cause(ranks: Ranks, reordered: bool = False, names: bool = False) -> str:
+def describe_likely_cause(ranks: Ranks, reordered: bool = False, names: bool = False) -> str:
     """Returns what to look for where ranks differ, in words.
 
     Args:

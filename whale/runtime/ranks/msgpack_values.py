@@ -26,7 +26,7 @@ def pack(value: Any) -> bytes:
       ValueError: it is nested too deeply.
     """
     try:
-        return msgspec.msgpack.encode(_tree(value))
+        return msgspec.msgpack.encode(_replace_values(value))
     except RecursionError:
         raise ValueError("the value is nested too deeply, or holds itself") from None
 
@@ -43,7 +43,7 @@ def unpack(data: bytes) -> Any:
         raise ValueError(f"not a packed value: {error}") from error
 
 
-def _tree(value: Any) -> Any:
+def _replace_values(value: Any) -> Any:
     """Replaces what MessagePack cannot hold by extensions. Types are compared exactly: numpy.float64 is a float, and a
     named tuple a tuple.
     """
@@ -51,29 +51,39 @@ def _tree(value: Any) -> Any:
     if value is None or kind in (bool, float, bytes) or (kind is int and value in _INT64):
         return value
     if kind is str:
-        return value if value.isprintable() or _is_utf8(value) else _ext(_TEXT, value.encode("utf-8", "surrogatepass"))
+        return (
+            value
+            if value.isprintable() or _is_utf8(value)
+            else _decode_extension(_TEXT, value.encode("utf-8", "surrogatepass"))
+        )
     if kind is list:
-        return [_tree(one) for one in value]
+        return [_replace_values(one) for one in value]
     if kind is tuple:
-        return _ext(_TUPLE, [_tree(one) for one in value])
+        return _decode_extension(_TUPLE, [_replace_values(one) for one in value])
     if kind is dict:
-        return _ext(_DICT, [[_tree(key), _tree(one)] for key, one in value.items()])
+        return _decode_extension(_DICT, [[_replace_values(key), _replace_values(one)] for key, one in value.items()])
     if kind in (set, frozenset):
-        return _ext(_SET if kind is set else _FROZENSET, [_tree(one) for one in value])
+        return _decode_extension(_SET if kind is set else _FROZENSET, [_replace_values(one) for one in value])
     if kind is int:
-        return _ext(_INTEGER, hex(value))
+        return _decode_extension(_INTEGER, hex(value))
     if kind is complex:
-        return _ext(_COMPLEX, [value.real, value.imag])
+        return _decode_extension(_COMPLEX, [value.real, value.imag])
     if isinstance(value, np.ndarray) and value.dtype == object:
-        return _ext(_OBJECTS, [list(value.shape), [_tree(one) for one in value.ravel().tolist()]])
+        return _decode_extension(
+            _OBJECTS, [list(value.shape), [_replace_values(one) for one in value.ravel().tolist()]]
+        )
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufcSU":
         whole = np.asarray(value)
         said = [whole.dtype.str, list(whole.shape), whole.tobytes()]
-        return _ext(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind == "V" and value.dtype.name in _extended():
+        return _decode_extension(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
+    if (
+        isinstance(value, np.generic | np.ndarray)
+        and value.dtype.kind == "V"
+        and value.dtype.name in _list_extended_dtypes()
+    ):
         whole = np.asarray(value)  # bfloat16 and the like, of ml_dtypes
         said = [whole.dtype.name, list(whole.shape), whole.tobytes()]
-        return _ext(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
+        return _decode_extension(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
     raise TypeError(f"a value of {kind.__module__}.{kind.__qualname__} is no plain value")
 
 
@@ -85,14 +95,14 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _extended() -> dict[str, np.dtype[Any]]:
+def _list_extended_dtypes() -> dict[str, np.dtype[Any]]:
     import ml_dtypes
 
     names = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint4")
     return {name: np.dtype(getattr(ml_dtypes, name)) for name in names if hasattr(ml_dtypes, name)}
 
 
-def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
+def _decode_extension(code: int, content: Any) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, content if isinstance(content, bytes) else msgspec.msgpack.encode(content))
 
 
@@ -117,9 +127,9 @@ def _from_extension(code: int, data: memoryview) -> Any:
         return objects.reshape(shape)
     if code in (_SCALAR, _ARRAY):
         name, shape, held = content
-        if name not in _extended() and not _DTYPE.fullmatch(name):
+        if name not in _list_extended_dtypes() and not _DTYPE.fullmatch(name):
             raise ValueError(f"not a packed value: elements of {name!r}")
-        dtype = _extended()[name] if name in _extended() else np.dtype(name)
+        dtype = _list_extended_dtypes()[name] if name in _list_extended_dtypes() else np.dtype(name)
         whole = np.frombuffer(held, dtype).reshape(shape).copy()
         return whole[()] if code == _SCALAR else whole
     raise ValueError(f"not a packed value: extension {code}")

@@ -10,7 +10,7 @@ from whale.errors import ConfigError
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
 
 
-class Notice:
+class PreemptionNotice:
     """Hears SIGTERM, which does not end this process, until ``stop``. A second SIGTERM does.
 
     Raises:
@@ -28,9 +28,9 @@ class Notice:
         self._told = False
         self._before = signal.signal(signal.SIGTERM, self._hear)
 
-    def reached(self, ranks: Ranks) -> bool:
+    def has_reached(self, ranks: Ranks) -> bool:
         """Tells whether SIGTERM has come to any rank; collective."""
-        if not ranks.between_processes:
+        if not ranks.has_other_processes:
             return self._told
         purpose = "wh.preempted(), which every rank has to call"
         said = ranks.comms[0].allgather_bytes("whale/preempted", b"%d" % self._told, WRITE_TIMEOUT_S, purpose)

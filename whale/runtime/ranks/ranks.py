@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from whale.config import Config
 from whale.runtime.ranks.common_seeds import CommonSeeds
 from whale.runtime.ranks.trace import Trace
-from whale.runtime.ranks.watch import Watch
+from whale.runtime.ranks.watch import LauncherWatch
 from whale.started import ProcessPlace
 
 # How long a rank waits for what another one does alone, which may take very long: an initializer that is
@@ -46,7 +46,7 @@ class Ranks:
     ranks: tuple[int, ...]
     comms: Sequence[Any]
     comm_name: str
-    watch: Watch | None = None
+    watch: LauncherWatch | None = None
     trace: Trace | None = None
     seeds: CommonSeeds | None = None
     other_hashes: tuple[int, ...] = ()
@@ -58,11 +58,11 @@ class Ranks:
         return self.ranks[0]
 
     @property
-    def goes_on(self) -> bool:
+    def is_elastic(self) -> bool:
         """Tells whether this rank goes on when others are gone."""
         return False
 
-    def survived(self, call: Callable[[], _T]) -> _T:
+    def retry_after_loss(self, call: Callable[[], _T]) -> _T:
         """Calls something that exchanges and returns its result; calls it again where this rank goes on without others.
 
         The result has to be something that ``msgpack_values.pack`` takes, since another rank may have been told it.
@@ -70,6 +70,6 @@ class Ranks:
         return call()
 
     @property
-    def between_processes(self) -> bool:
+    def has_other_processes(self) -> bool:
         """Tells whether other processes take part."""
         return self.size > len(self.ranks)

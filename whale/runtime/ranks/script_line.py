@@ -11,7 +11,7 @@ _LIBRARIES = (str(Path(__file__).parents[2]) + os.sep, os.path.dirname(os.__file
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "__autograph_generated_file", "<")
 
 
-def script_line() -> str:
+def find_script_line() -> str:
     """Returns file and line number of the innermost frame outside libraries: "train.py:12"; "" if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None and _is_of_library(frame.f_code.co_filename):

@@ -23,7 +23,7 @@ def all_reduce(ranks: Ranks, tensors: Sequence[Any], key: str, reduction: str = 
     """
     if ranks.size == 1:
         return [tf.identity(t) for t in tensors]
-    with _exchange(ranks) as (ops, comm):
+    with _open_exchange(ranks) as (ops, comm):
         return list(ops.whale_all_reduce(comm, list(tensors), key=key, reduction=reduction))
 
 
@@ -31,7 +31,7 @@ def all_gather(ranks: Ranks, tensor: Any, key: str) -> Any:
     """Concatenates the ranks' tensors along dimension 0, in which their sizes may differ."""
     if ranks.size == 1:
         return tf.identity(tensor)
-    with _exchange(ranks) as (ops, comm):
+    with _open_exchange(ranks) as (ops, comm):
         return ops.whale_all_gather(comm, tensor, key=key)
 
 
@@ -40,7 +40,7 @@ def broadcast(ranks: Ranks, tensors: Sequence[Any], root: int, key: str) -> list
     if ranks.size == 1:
         return [tf.identity(t) for t in tensors]
     known = all(t.shape.is_fully_defined() for t in tensors)
-    with _exchange(ranks) as (ops, comm):
+    with _open_exchange(ranks) as (ops, comm):
         shapes = [t.shape for t in tensors] if known else []
         return list(ops.whale_broadcast(comm, list(tensors), key=key, root=root, shapes=shapes))
 
@@ -50,7 +50,7 @@ def all_to_all(ranks: Ranks, tensor: Any, key: str) -> Any:
     if ranks.size == 1:
         return tf.identity(tensor)
     ones = [1] * ranks.size
-    with _exchange(ranks) as (ops, comm):
+    with _open_exchange(ranks) as (ops, comm):
         # From a share of the senders and all receivers to all senders and a share of the receivers.
         sent = tensor[tf.newaxis]
         found = ops.whale_all_to_all(
@@ -63,14 +63,14 @@ def reduce_scatter(ranks: Ranks, tensor: Any, sizes: Sequence[int], key: str, re
     """Reduces element-wise over the ranks; each keeps its own rows of the result, ``sizes[rank]`` of them."""
     if ranks.size == 1:
         return tf.identity(tensor)
-    with _exchange(ranks) as (ops, comm):
+    with _open_exchange(ranks) as (ops, comm):
         return ops.whale_reduce_scatter(comm, tensor, key=key, reduction=reduction, axis=0, sizes=list(sizes))
 
 
 @contextmanager
-def _exchange(ranks: Ranks) -> Iterator[tuple[Any, Any]]:
+def _open_exchange(ranks: Ranks) -> Iterator[tuple[Any, Any]]:
     """Yields the op library and the communicator's handle; raises errors of exchanges as those of Whale."""
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     try:
         yield ops, ops.whale_communicator(communicator=ranks.comm_name, rank=ranks.rank)
     except tf.errors.OpError as error:

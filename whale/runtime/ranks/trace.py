@@ -59,12 +59,12 @@ class Trace:
             self._write({"name": "process_sort_index", "ph": "M", "args": {"sort_index": rank}}, rank)
 
     @contextlib.contextmanager
-    def span(self, name: str, category: str, **arguments: Any) -> Iterator[None]:
+    def open_span(self, name: str, category: str, **arguments: Any) -> Iterator[None]:
         """Writes an event around what is done under it. Its start is written at once, so that what never ends is seen
         as well.
         """
         start: dict[str, Any] = {"args": arguments} if arguments else {}
-        self._event(name, "B", cat=category, **start)
+        self._write_event(name, "B", cat=category, **start)
         end: dict[str, Any] = {}
         try:
             yield
@@ -72,34 +72,34 @@ class Trace:
             end["args"] = {"error": f"{type(error).__name__}: {error}"[:_NAME_LIMIT]}
             raise
         finally:
-            self._event(name, "E", **end)
+            self._write_event(name, "E", **end)
 
-    def past(self, name: str, category: str, start_ns: int, end_ns: int) -> None:
+    def write_past(self, name: str, category: str, start_ns: int, end_ns: int) -> None:
         """Writes an event that has ended; times are of the monotonic clock."""
-        self._event(name, "X", start_ns, cat=category, dur=(end_ns - start_ns) / 1e3)
+        self._write_event(name, "X", start_ns, cat=category, dur=(end_ns - start_ns) / 1e3)
 
     def mark(self, name: str) -> None:
         """Writes a point in time."""
-        self._event(name, "i", s="p")
+        self._write_event(name, "i", s="p")
 
-    def steps(self, call: Callable[..., _T], name: str, program: int) -> Callable[..., _T]:
+    def trace_steps(self, call: Callable[..., _T], name: str, program: int) -> Callable[..., _T]:
         """Returns the same callable, each call of which is an event: the step's name, and its number among the steps of
         that name.
         """
 
-        def traced(*args: Any) -> _T:
+        def run_traced(*args: Any) -> _T:
             number = self._calls[name]
             self._calls[name] += 1
-            with self.span(f"{name} {number}", "step", number=number, program=program):
+            with self.open_span(f"{name} {number}", "step", number=number, program=program):
                 return call(*args)
 
-        return traced
+        return run_traced
 
-    def batches(self, elements: Iterator[_T]) -> Iterator[_T]:
+    def trace_batches(self, elements: Iterator[_T]) -> Iterator[_T]:
         """Yields the same elements; the wait for each is an event."""
         end = object()
         while True:
-            with self.span("next batch", "input"):
+            with self.open_span("next batch", "input"):
                 element = next(elements, end)
             if element is end:
                 return
@@ -107,17 +107,19 @@ class Trace:
 
     def stop(self, reason: str) -> None:
         """Writes the last event, which says why the trace ends here; nothing may write afterwards."""
-        self._event(reason, "i", s="p", last=True)
+        self._write_event(reason, "i", s="p", last=True)
         if self._is_file:
             os.close(self.descriptor)
 
-    def _event(self, name: str, phase: str, when_ns: int | None = None, last: bool = False, **fields: Any) -> None:
+    def _write_event(
+        self, name: str, phase: str, when_ns: int | None = None, last: bool = False, **fields: Any
+    ) -> None:
         when_us = (time.monotonic_ns() if when_ns is None else when_ns) / 1e3
-        track = _FIRST_TRACK if phase == "i" else self._track()
+        track = _FIRST_TRACK if phase == "i" else self._find_track()
         for rank in self._ranks:
             self._write({"name": name[:_NAME_LIMIT], "ph": phase, "ts": when_us, "tid": track, **fields}, rank, last)
 
-    def _track(self) -> int:
+    def _find_track(self) -> int:
         """Returns the calling thread's track; the first call in a thread makes and names it."""
         thread = threading.get_ident()
         track = self._tracks.get(thread)
@@ -180,7 +182,7 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
         return Trace(pipe, ranks, is_file=False)
     if not asked:
         return None
-    path = path_of(asked, place, run)
+    path = find_path(asked, place, run)
     try:
         # Appending, so that lines of several threads do not overwrite each other.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -195,7 +197,7 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
     return Trace(descriptor, ranks, is_file=True)
 
 
-def path_of(asked: str, place: ProcessPlace, run: int) -> Path:
+def find_path(asked: str, place: ProcessPlace, run: int) -> Path:
     """Returns the path of this process's own file: ``trace.json``, ``trace.rank1.json`` where there are several,
     ``trace.run2.json``.
     """
@@ -205,6 +207,6 @@ def path_of(asked: str, place: ProcessPlace, run: int) -> Path:
     return path.with_name(f"{path.stem}{rank}{again}{path.suffix}")
 
 
-def span(trace: Trace | None, name: str, category: str) -> contextlib.AbstractContextManager[None]:
+def open_span(trace: Trace | None, name: str, category: str) -> contextlib.AbstractContextManager[None]:
     """Returns the context of an event around what is done under it; does nothing if there is no trace."""
-    return contextlib.nullcontext() if trace is None else trace.span(name, category)
+    return contextlib.nullcontext() if trace is None else trace.open_span(name, category)

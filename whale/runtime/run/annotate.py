@@ -14,8 +14,8 @@ from whale.errors import ConfigError, PlanError
 from whale.ir.program import Program
 from whale.passes.analysis.patterns import Named, Pattern, in_named_scopes, nearest
 from whale.planner.graph_search.strategies import trains
-from whale.runtime.run.context import Context, current
-from whale.runtime.run.scopes import NamedScope, scope_part
+from whale.runtime.run.context import Context, require_current
+from whale.runtime.run.scopes import NamedScope, format_scope_part
 
 _EVERYTHING = "split_0"  # the scope of a program of which everything stands inside of ``wh.split``
 _EXAMPLE = '{"decoder/layers_[0-5]": {"stage": 0}, "*/mlp/*kernel": {"split": {"dim": -1}}}'
@@ -28,7 +28,7 @@ def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
       ClusterError: called before ``wh.init``.
       PlanError: devices that are no ranks of the run, or ranks that each train by themselves.
     """
-    context = current("wh.annotate()")
+    context = require_current("wh.annotate()")
     if patterns and (context.solo or context.own_programs is not None):
         raise PlanError(
             "annotations say how a program is divided, and the ranks of this run each run one of their own",
@@ -38,7 +38,9 @@ def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
         )
     for text, scopes in patterns.items():
         for scope in scopes:
-            context.annotations.append(Pattern(text, scope.kind, scope_part(scope, len(context.annotations), context)))
+            context.annotations.append(
+                Pattern(text, scope.kind, format_scope_part(scope, len(context.annotations), context))
+            )
             context.dividing_scope_seen |= scope.kind in ("split", "stage")
             context.stages_seen |= scope.kind == "stage"
 
@@ -58,7 +60,7 @@ class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
     split: _Arguments | None = None
     stage: int | _Arguments | None = None
 
-    def named(self) -> list[NamedScope]:
+    def list_scopes(self) -> list[NamedScope]:
         found = []
         for kind in ("replica", "split", "stage"):
             given = getattr(self, kind)
@@ -86,17 +88,17 @@ def read_annotations(path: str) -> dict[str, list[NamedScope]]:
             expected=f"a JSON file like {_EXAMPLE}",
             action="correct the file, or the path in the key mesh.annotations (whale run --annotate)",
         ) from error
-    return {text: scopes.named() for text, scopes in found.items()}
+    return {text: scopes.list_scopes() for text, scopes in found.items()}
 
 
-def in_default_scope(program: Program, context: Context) -> Program:
+def put_in_default_scope(program: Program, context: Context) -> Program:
     """Returns ``program`` with all that is in no scope inside of ``wh.split``, where the run has that for a default."""
     if not context.split_everything:
         return program
-    return program.with_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
+    return program.replace_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
 
 
-def in_scopes_by_name(captured: Captured, context: Context) -> Captured:
+def put_in_named_scopes(captured: Captured, context: Context) -> Captured:
     """Returns ``captured`` with the scopes of this run's annotations.
 
     Raises:
@@ -104,7 +106,7 @@ def in_scopes_by_name(captured: Captured, context: Context) -> Captured:
     """
     if not context.annotations:
         return captured
-    named = in_named_scopes(captured.program, context.annotations, variable_names(captured.variables))
+    named = in_named_scopes(captured.program, context.annotations, find_variable_names(captured.variables))
     context.annotated.update(named.matched)
     if trains(captured.program):
         _refuse_unmatched(named, context)
@@ -124,13 +126,13 @@ def _refuse_unmatched(named: Named, context: Context) -> None:
         )
 
 
-def unmatched(context: Context) -> str:
+def describe_unmatched(context: Context) -> str:
     """Returns a sentence, for the end of a run, about annotations that matched nothing; "" if there are none."""
     missing = list(dict.fromkeys(repr(p.text) for p in context.annotations if p.text not in context.annotated))
     return f"no step of this run had anything for the annotations {', '.join(missing)}" if missing else ""
 
 
-def variable_names(captured: Sequence[CapturedVariable]) -> dict[str, str]:
+def find_variable_names(captured: Sequence[CapturedVariable]) -> dict[str, str]:
     """Maps handle nodes to the variable's name with its layers': Keras 3 keeps that in an object of its own."""
     variables = [c.variable for c in captured if c.variable is not None]
     paths: dict[int, str] = {}

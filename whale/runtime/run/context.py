@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from cost_model.cluster.cluster_file import Cluster
 from whale.capture.captured import CapturedVariable
-from whale.capture.scaling import FedScale, LossScale
+from whale.capture.scaling import LossScale, LossScaleFeed
 from whale.config import Mesh
 from whale.errors import ClusterError, ConfigError
 from whale.ir.plan import Plan
@@ -22,14 +22,14 @@ from whale.passes.analysis.stages import TENSOR
 from whale.passes.run_passes import PassLog
 from whale.passes.settings import PlanSettings
 from whale.planner.report.planfile import PlanFile
-from whale.runtime.elastic.balance import Watched
-from whale.runtime.elastic.socket_bootstrap import Apart
-from whale.runtime.ranks.preemption import Notice
+from whale.runtime.elastic.balance import WatchedSteps
+from whale.runtime.elastic.socket_bootstrap import SocketBootstrap
+from whale.runtime.ranks.preemption import PreemptionNotice
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.run.graph_semantics import Meaning
+from whale.runtime.run.graph_semantics import GraphSemantics
 from whale.runtime.run.saved_plan import SavedPlan
-from whale.runtime.variables.external_updates import Outside
-from whale.runtime.variables.variable_store import VariableOwner
+from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.runtime.variables.variable_store import VariableStore
 
 _T = TypeVar("_T")
 # Under auto_parallel, variables of up to _SMALL_BYTES are made at once, up to _AT_ONCE_BYTES of them together:
@@ -73,15 +73,15 @@ class OwnPrograms:
 class Meter(Protocol):
     """Looks at the steps of a run."""
 
-    def planned(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
+    def note_plan(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
         """Takes note that a normalised program is about to run under a plan."""
 
-    def steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    def measure_steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         """Returns the same callable, measured."""
         ...
 
 
-class GoesOn(Protocol):
+class ElasticHooks(Protocol):
     """Has this rank go on when others are gone; see ``whale.runtime.run.elastic``."""
 
     @property
@@ -94,20 +94,20 @@ class GoesOn(Protocol):
         """Returns how often rows were divided anew, or ranks taken in."""
         ...
 
-    def watched(self, plan: Plan, program: Program) -> Watched | None:
+    def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:
         """Returns what counts the steps of a program of this rank under a plan."""
 
-    def step(
+    def take_step(
         self,
         run: Callable[[], Any],
         pack_results: Callable[[Any], Any],
         early: Sequence[Any],
-        watched: Watched | None,
+        watched: WatchedSteps | None,
         assigned: Mapping[int, Any],
     ) -> Any:
         """Takes a step."""
 
-    def through(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
+    def retry(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
         """Makes a call that exchanges something, as often as it takes."""
         ...
 
@@ -115,7 +115,7 @@ class GoesOn(Protocol):
     share_again: Callable[[Any], None]  # has a dataset be divided among those that there are
 
     @property
-    def keeps_commits(self) -> bool:
+    def is_keeping_commits(self) -> bool:
         """Tells whether other processes may come to take up what the script commits."""
         ...
 
@@ -175,7 +175,7 @@ class Context(Ranks):
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
     """
 
-    variables: VariableOwner = field(default_factory=VariableOwner)
+    variables: VariableStore = field(default_factory=VariableStore)
     programs: int = 0
     elements: int = 0
     scopes: list[str] = field(default_factory=list)
@@ -185,11 +185,11 @@ class Context(Ranks):
     predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
     offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
     loss_scale: LossScale | None = None
-    fed_scale: FedScale | None = None
+    fed_scale: LossScaleFeed | None = None
     failed: bool = False
     dry: DryRun | None = None
     after_horovod: bool = False
-    apart: Apart | None = None
+    apart: SocketBootstrap | None = None
     at_once_bytes: int = 0
     searched_all: bool = True
     auto: ChosenStrategy | None = None
@@ -197,7 +197,7 @@ class Context(Ranks):
     described: tuple[PlanFile, str] | None = None
     meter: Meter | None = None
     own_programs: OwnPrograms | None = None
-    meaning: Meaning | None = None
+    meaning: GraphSemantics | None = None
     split_ranks: int = 0
     split_everything: bool = False
     written: set[str] = field(default_factory=set)
@@ -207,36 +207,38 @@ class Context(Ranks):
     whole: set[str] = field(default_factory=set)
     on_device: set[str] = field(default_factory=set)
     plans_not_kept: bool = False
-    outside: Outside | None = None
+    outside: ExternalUpdates | None = None
     distributed: bool = False
     solo: bool = False
-    notice: Notice | None = None
-    elastic: GoesOn | None = None
+    notice: PreemptionNotice | None = None
+    elastic: ElasticHooks | None = None
     between_runs: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
-    def watched(self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]) -> Callable[..., _T]:
+    def watch_calls(
+        self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]
+    ) -> Callable[..., _T]:
         """Wraps a program's callable so that its calls are counted, traced and measured where that is asked for."""
         if self.watch is not None and self.watch.progress is not None:
-            call = self.watch.progress.steps(call, name)
+            call = self.watch.progress.count_steps(call, name)
         if self.trace is not None:
-            call = self.trace.steps(call, name, number)
-        return call if self.meter is None else self.meter.steps(call, plan())
+            call = self.trace.trace_steps(call, name, number)
+        return call if self.meter is None else self.meter.measure_steps(call, plan())
 
     @property
-    def goes_on(self) -> bool:
+    def is_elastic(self) -> bool:
         """Tells whether this rank goes on when others are gone."""
         return self.elastic is not None
 
-    def survived(self, call: Callable[[], _T]) -> _T:
+    def retry_after_loss(self, call: Callable[[], _T]) -> _T:
         """Calls something that exchanges and returns its result; calls it again where this rank goes on without
         others.
         """
-        return call() if self.elastic is None else self.elastic.through(lambda *_: call())
+        return call() if self.elastic is None else self.elastic.retry(lambda *_: call())
 
     @property
-    def left(self) -> int:
+    def lost_count(self) -> int:
         """Returns how many ranks are gone without which this run goes on."""
         return 0 if self.elastic is None else self.elastic.number
 
@@ -264,16 +266,16 @@ class Context(Ranks):
     @property
     def local_ranks(self) -> int:
         """Returns how many of the ranks that programs are planned for share this host."""
-        return max(1, self.place.local_size if self.between_processes else self.planned_size)
+        return max(1, self.place.local_size if self.has_other_processes else self.planned_size)
 
     @property
-    def local_batch(self) -> bool:
+    def has_local_batch(self) -> bool:
         """Tells whether every rank brings a batch of its own."""
-        spread = self.between_processes or self.dry is not None
+        spread = self.has_other_processes or self.dry is not None
         return spread and self.config["batch.mode"] == "local"
 
     @property
-    def _only_replicates(self) -> bool:
+    def _is_only_replicating(self) -> bool:
         """Tells whether the scopes that are entered leave variables whole on all ranks, and no plan is given that does
         not.
 
@@ -288,19 +290,19 @@ class Context(Ranks):
         """Tells whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
         if self.dry is not None or (self.size == 1 and not self.config["memory.offload"]):
             return False
-        return bool(self._asks_to_divide or self.config["mesh.auto_parallel"])
+        return bool(self._is_asked_to_divide or self.config["mesh.auto_parallel"])
 
     @property
-    def _asks_to_divide(self) -> bool:
+    def _is_asked_to_divide(self) -> bool:
         """Tells whether the script or its configuration divides variables; else the search may."""
         return bool(
             self.config["memory.zero"]
             or self.config["memory.offload"]
-            or (self.scopes and not self._only_replicates)
+            or (self.scopes and not self._is_only_replicating)
             or self.dividing_scope_seen
         )
 
-    def defers(self, size_bytes: int | None) -> bool:
+    def should_defer(self, size_bytes: int | None) -> bool:
         """Tells whether a variable that is created now waits for a plan to say which part of it a rank holds.
 
         Args:
@@ -309,7 +311,7 @@ class Context(Ranks):
         if not self.may_divide_variables:
             return False
         given = self.saved is not None or self.described is not None
-        if size_bytes is None or size_bytes > _SMALL_BYTES or self._asks_to_divide or given:
+        if size_bytes is None or size_bytes > _SMALL_BYTES or self._is_asked_to_divide or given:
             return True
         self.at_once_bytes += size_bytes
         return self.at_once_bytes > _AT_ONCE_BYTES
@@ -323,7 +325,7 @@ class Process:
       context: of the run that goes on.
       runs: number of runs so far; their communicators are named by it.
       dry, meter: what the next ``init`` makes of its run.
-      names: number of names made by ``unique``.
+      names: number of names made by ``make_unique_name``.
       alone: why the process ends with code 2, if it does: what its ranks trained alone.
     """
 
@@ -338,19 +340,19 @@ class Process:
 process = Process()
 
 
-def unique(name: str, digits: int = 1) -> str:
+def make_unique_name(name: str, digits: int = 1) -> str:
     """Appends a number to ``name``: TensorFlow's functions and nodes are known by their names in all of the process."""
     process.names += 1
     return f"{name}_{process.names:0{digits}}"
 
 
-def running() -> Context | None:
+def find_running() -> Context | None:
     """Returns the context of the run that goes on, if any."""
     return process.context
 
 
 @contextmanager
-def measured_run(meter: Meter) -> Iterator[None]:
+def measure_run(meter: Meter) -> Iterator[None]:
     """Has an ``init`` inside begin a run whose steps are measured."""
     process.meter = meter
     try:
@@ -359,7 +361,7 @@ def measured_run(meter: Meter) -> Iterator[None]:
         process.meter = None
 
 
-def current(what: str = "this call") -> Context:
+def require_current(what: str = "this call") -> Context:
     """Returns the context; raises ClusterError, naming ``what``, when ``wh.init`` was not called."""
     if process.context is None:
         raise ClusterError(
@@ -373,22 +375,22 @@ def current(what: str = "this call") -> Context:
 
 def rank() -> int:
     """Returns the number of this process's rank (the first one with the in-process transport)."""
-    return current("wh.rank()").rank
+    return require_current("wh.rank()").rank
 
 
 def size() -> int:
     """Returns the number of ranks."""
-    return current("wh.size()").size
+    return require_current("wh.size()").size
 
 
 def local_rank() -> int:
     """Returns the number of this process among those on its host."""
-    return current("wh.local_rank()").place.local_rank
+    return require_current("wh.local_rank()").place.local_rank
 
 
 def local_ranks(context: Context) -> tuple[int, ...]:
     """Returns each rank's number among those on its host; collective between processes."""
-    if not context.between_processes:
+    if not context.has_other_processes:
         return (context.place.local_rank,)
     said = context.comms[0].allgather_bytes("whale/local_ranks", str(context.place.local_rank).encode())
     return tuple(map(int, said))
@@ -407,7 +409,7 @@ def preempted() -> bool:
       ConfigError: ``fault.notice_s`` is 0, so that SIGTERM ends the run at once.
       CommError: a rank does something else, or is gone.
     """
-    context = current("wh.preempted()")
+    context = require_current("wh.preempted()")
     if context.notice is None:
         raise ConfigError(
             "nobody waits for what this run would save when it is told to end",
@@ -416,4 +418,4 @@ def preempted() -> bool:
             action='set it: wh.init({"fault.notice_s": 60}), or WHALE_FAULT_NOTICE_S=60',
         )
     notice = context.notice
-    return context.survived(lambda: notice.reached(context))
+    return context.retry_after_loss(lambda: notice.has_reached(context))

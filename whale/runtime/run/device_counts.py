@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from whale.errors import PlanError
 from whale.passes.analysis.stages import TENSOR
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 _SCHEDULES = {"preferbackward": "1f1b", "preferbackwardoptimizer": "1f1b", "preferforward": "gpipe"}
 
 
 def check_count(kind: str, count: int | None) -> None:
     """Raises PlanError where so many devices of a replica do not divide the ranks."""
-    size = current(f"the scope wh.{kind}").planned_size
+    size = require_current(f"the scope wh.{kind}").planned_size
     if count is not None and (count < 1 or (size > 1 and size % count)):
         raise PlanError(
             f"the ranks cannot be divided among parts of wh.{kind}",
@@ -21,13 +21,13 @@ def check_count(kind: str, count: int | None) -> None:
         )
 
 
-def split_over(count: int | None) -> None:
+def set_split_ranks(count: int | None) -> None:
     """Has so many ranks in a row divide tensors together, in all of the run.
 
     Raises:
       PlanError: it does not divide the ranks, or the run has another number.
     """
-    context = current("the scope wh.split")
+    context = require_current("the scope wh.split")
     if count is None or context.planned_size == 1:
         return
     check_count("split", count)
@@ -43,7 +43,7 @@ def split_over(count: int | None) -> None:
     context.split_ranks = count
 
 
-def one_of_a_stage(count: int | None) -> None:
+def refuse_unnamed_stage(count: int | None) -> None:
     """Raises PlanError for a stage of several ranks that are not named."""
     if count not in (None, 1):
         raise PlanError(
@@ -54,14 +54,14 @@ def one_of_a_stage(count: int | None) -> None:
         )
 
 
-def configured_number() -> int:
+def read_micro_batches() -> int:
     """Returns the number of micro-batches that the configuration asks for."""
-    return int(current("the scope wh.pipeline").config["pipeline.micro_batches"])
+    return int(require_current("the scope wh.pipeline").config["pipeline.micro_batches"])
 
 
-def same_schedule(strategy: str | None) -> None:
+def check_schedule(strategy: str | None) -> None:
     """Raises PlanError where a pipeline asks for another order of micro-batches than the run has."""
-    config = current("the scope wh.pipeline").config
+    config = require_current("the scope wh.pipeline").config
     if strategy is None or _SCHEDULES.get(strategy.lower(), strategy) == config["pipeline.schedule"]:
         return
     raise PlanError(

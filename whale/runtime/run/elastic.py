@@ -26,32 +26,31 @@ from whale.ir.program import Program
 from whale.log import log
 from whale.partition.variable_use import VariableUse
 from whale.runtime.elastic.allowed import (
-    divides,
-    host_name,
-    nothing_to_go_on_with,
+    find_host_name,
+    has_divided_variables,
+    make_nothing_to_join_error,
     refuse,
     refuse_plan,
     refuse_variables,
 )
-from whale.runtime.elastic.balance import Balance, Watched
-from whale.runtime.elastic.call_replay import Calls, in_scopes
+from whale.runtime.elastic.balance import Balance, WatchedSteps
+from whale.runtime.elastic.call_replay import CallLog, cut_rows_again, wrap_in_scopes
 from whale.runtime.elastic.generations import Generations
-from whale.runtime.elastic.group import Group
-from whale.runtime.elastic.joining import Commits, Times, Welcome, pays
+from whale.runtime.elastic.group import RankGroup
+from whale.runtime.elastic.joining import Commits, StepTimes, Welcome, is_worthwhile
 from whale.runtime.elastic.membership import (
     ANEW,
     GROWN,
     MET,
     WHOLE,
     Agreements,
-    Alone,
-    Said,
+    LoneCommunicator,
+    RankStatement,
     catch_up,
-    gathered,
+    gather_bytes,
     hear_returned,
 )
-from whale.runtime.elastic.recovery import Recovered, become_whole, lost, recover
-from whale.runtime.elastic.rows import rows_again
+from whale.runtime.elastic.recovery import RecoveredState, become_whole, describe_lost, recover
 from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 from whale.runtime.run.context import Context
@@ -75,13 +74,13 @@ class Elastic:
         context.variables.keeps_first = True
         self._context: weakref.ref[Context] = weakref.ref(context)
         self._balance = Balance() if context.config["fault.rebalance"] else None
-        self._watched: Watched | None = None  # the program of the latest step
-        self._group = Group(lambda: self._run)
-        self._commits, self._times = Commits(), Times()
-        self._calls = Calls(lambda value: rows_again(self._run, value))
+        self._watched: WatchedSteps | None = None  # the program of the latest step
+        self._group = RankGroup(lambda: self._run)
+        self._commits, self._times = Commits(), StepTimes()
+        self._calls = CallLog(lambda value: cut_rows_again(self._run, value))
         self._at = self._calls.at
-        self.drawn: Callable[[Callable[[], Any]], Any] = self._calls.drawn
-        self.share_again: Callable[[Any], None] = self._group.share_again
+        self.drawn: Callable[[Callable[[], Any]], Any] = self._calls.draw_batch
+        self.share_again: Callable[[Any], None] = self._group.register_dataset
         self._kept: list[tuple[Any, tf.Tensor]] = []  # handles and values from before the step that is being taken
         self._pack: Callable[[Any], Any] = lambda results: results
         self._inside = False
@@ -98,7 +97,7 @@ class Elastic:
         """Returns how often rows were divided anew among the same ranks, or ranks were taken in."""
         return self._group.divisions
 
-    def watched(self, plan: Plan, program: Program) -> Watched | None:
+    def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:
         """Returns what counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay
         so.
         """
@@ -106,15 +105,15 @@ class Elastic:
         if self._balance is None:
             return None
         given = (run.saved is not None or run.described is not None) * "their plan is given"
-        cut = run.auto is not None and run.auto.strategy.pipelined
+        cut = run.auto is not None and run.auto.strategy.is_pipelined
         return self._balance.watch(plan, program, run, given or run.stages_seen * "each has its stage", cut)
 
-    def step(
+    def take_step(
         self,
         run: Callable[[], Any],
         pack_results: Callable[[Any], Any],
         early: Sequence[Any],
-        watched: Watched | None = None,
+        watched: WatchedSteps | None = None,
         assigned: Mapping[int, tf.Tensor] | None = None,
     ) -> Any:
         """Takes a step.
@@ -127,17 +126,17 @@ class Elastic:
         """
         step, generations = self._at.steps + 1, self._generations if self._run.comms else None
         if generations is not None:
-            generations.before(step, assigned or {})
+            generations.record_before(step, assigned or {})
         self._kept = [(handle, gen_resource_variable_ops.read_variable_op(handle, dtype)) for handle, dtype in early]
         self._pack = pack_results
         results = run() if watched is None else watched.take(run)
         self._kept, self._watched = [], watched
         self._at.results, self._at.steps = results, step
         if generations is not None:
-            generations.after(step)
+            generations.record_after(step)
         return pack_results(results)
 
-    def through(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
+    def retry(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
         """Calls ``take(args, kwargs)``, which exchanges something, as often as it takes.
 
         Where another rank has made this call before somebody was gone, returns what it returned there. Of a call that
@@ -150,7 +149,7 @@ class Elastic:
         if self._inside:
             return take(args, kwargs)
         if not self._group.members:
-            raise nothing_to_go_on_with()
+            raise make_nothing_to_join_error()
         self._inside = True
         self._calls.begin()
         self._times.begin()
@@ -159,7 +158,7 @@ class Elastic:
             while True:
                 try:
                     if self._take_in():
-                        args, kwargs = self._calls.once_more(args, kwargs)
+                        args, kwargs = self._calls.prepare_again(args, kwargs)
                     calls, steps = self._calls.redo()
                     result = take(args, kwargs)
                     break
@@ -170,9 +169,9 @@ class Elastic:
                     break
                 if self._at.calls > calls:
                     return self._at.returned  # type: ignore[no-any-return]
-                args, kwargs = self._calls.once_more(args, kwargs)
+                args, kwargs = self._calls.prepare_again(args, kwargs)
             if self._generations is not None and self._at.steps > steps:
-                self._calls.took(in_scopes(self._run.scopes, take), args, kwargs)
+                self._calls.record_step(wrap_in_scopes(self._run.scopes, take), args, kwargs)
         finally:
             self._inside = False
         self._at.calls = calls + 1
@@ -182,16 +181,16 @@ class Elastic:
             self._look(self._balance, self._watched)
         return result
 
-    def _look(self, balance: Balance, watched: Watched) -> None:
+    def _look(self, balance: Balance, watched: WatchedSteps) -> None:
         """Divides rows anew, after a step, where ranks are faster or slower than their shares."""
         context = self._run
         self._calls.begin()  # a step that is gone now is one that an earlier call has taken
         try:
-            rows, why = balance.after(watched, context.comms[0])
-            if why and not rows and self._group.ranks.there == self._group.members:
-                said = self._said(context.comms[0])
-                if watched.pays_anew(said[0].weighed):
-                    self._be_whole(context.comms[0], said, ANEW)
+            rows, why = balance.check_after_step(watched, context.comms[0])
+            if why and not rows and self._group.ranks.present == self._group.members:
+                said = self._hear_statements(context.comms[0])
+                if watched.is_replanning_worthwhile(said[0].weighed):
+                    self._make_variables_whole(context.comms[0], said, ANEW)
         except CommError as error:
             self._go_on(error)
             return
@@ -206,13 +205,13 @@ class Elastic:
           CommError: a rank is gone.
         """
         context = self._run
-        if not divides(uses, context.size) or not context.comms:
+        if not has_divided_variables(uses, context.size) or not context.comms:
             return
         copies = context.config["fault.elastic"] == "memory"
         refuse_variables(variables)
         refuse_plan(uses, {c.node: c.name for c in variables}, context.size, copies)
         if self._generations is None:
-            host = host_name(context.config.network.hosts, self._group.me)
+            host = find_host_name(context.config.network.hosts, self._group.me)
             said = context.comms[0].allgather_bytes("whale/elastic/hosts", host.encode(), TURN_TIMEOUT_S)
             self._generations = Generations(context, context.variables, [one.decode() for one in said], copies)
 
@@ -239,19 +238,19 @@ class Elastic:
         where.
         """
         context, group = self._run, self._group
-        self._times.change()
+        self._times.begin_change()
         for handle, value in self._kept:
             gen_resource_variable_ops.assign_variable_op(handle, value)
         self._kept = []
-        there = group.ranks.there
-        meeting = group.meeting(there, 0)
+        there = group.ranks.present
+        meeting = group.make_meeting(there, 0)
         self._agreements.catch_up(meeting)
-        members = group.ranks.left
+        members = group.ranks.active
         if group.me not in members:
             return
         if members != there:
-            meeting = group.meeting(members, 2)
-        said = self._said(meeting)
+            meeting = group.make_meeting(members, 2)
+        said = self._hear_statements(meeting)
         me, recovered = members.index(group.me), None
         if self._generations is not None and all(one.keeps for one in said):
             taken = [one.steps for one in said]
@@ -260,27 +259,31 @@ class Elastic:
             hear_returned(meeting, said, me, self._at)
         if recovered is None:
             catch_up(meeting, said, me, self._at, context.variables.known)
-        self._agreements.agree(group.number, MET, meeting, partial(self._become, members, said, recovered))
-        group.connect(group.survivors(members))
+        self._agreements.agree(group.number, MET, meeting, partial(self._become_ranks, members, said, recovered))
+        group.connect(group.make_survivors(members))
 
-    def _said(self, meeting: Any) -> list[Said]:
+    def _hear_statements(self, meeting: Any) -> list[RankStatement]:
         """Returns what every rank of a meeting says of itself."""
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
         counted = self._at.calls, self._at.steps, len(context.variables.known), context.programs, context.elements
         mine = *counted, socket.gethostname(), self.divisions, list(context.config["batch.shares"]), keeps
         left = self._commits.steps_left if context.config["fault.join"] == "weighed" else None
-        return [Said(*unpack(one)) for one in gathered(meeting, pack((*mine, self._times.weighed(left))))]
+        return [RankStatement(*unpack(one)) for one in gather_bytes(meeting, pack((*mine, self._times.weigh(left))))]
 
-    def _become(
-        self, members: tuple[int, ...], said: Sequence[Said], recovered: Recovered | None, divisions: int = 0
+    def _become_ranks(
+        self,
+        members: tuple[int, ...],
+        said: Sequence[RankStatement],
+        recovered: RecoveredState | None,
+        divisions: int = 0,
     ) -> None:
         """Makes the run one of these ranks; what was compiled before is compiled again."""
         context, group, generations = self._run, self._group, self._generations
         if recovered is not None and generations is not None:
-            self._calls.go_back(recovered.steps, generations.rewritten)
-        become_whole(context.variables.holdings(context.size), recovered)
-        group.place([one.host for one in said], members.index(group.me))
+            self._calls.go_back(recovered.steps, generations.list_rewritten)
+        become_whole(context.variables.list_holdings(context.size), recovered)
+        group.update_places([one.host for one in said], members.index(group.me))
         self._generations = None
         context.programs = max(one.programs for one in said)
         context.elements = max(one.elements for one in said)
@@ -291,22 +294,24 @@ class Elastic:
         fewer = len(members) < len(group.members)
         group.members = members
         if context.rank == 0 and fewer:
-            log.info(f"{len(said)} ranks go on after {max(one.steps for one in said)} steps, {lost(recovered)}")
+            log.info(
+                f"{len(said)} ranks go on after {max(one.steps for one in said)} steps, {describe_lost(recovered)}"
+            )
 
-    def _be_whole(self, meeting: Any, said: Sequence[Said], kind: int) -> None:
+    def _make_variables_whole(self, meeting: Any, said: Sequence[RankStatement], kind: int) -> None:
         """Makes every variable whole on all ranks, which stay the same; nothing is compiled for them."""
-        self._times.change()
+        self._times.begin_change()
         group, generations, recovered = self._group, self._generations, None
         if generations is not None and generations.begun:
             recovered = recover(meeting, generations, self._at.steps, self._at.steps)
         divisions = group.divisions + (kind == ANEW)
-        act = partial(self._become, group.members, said, recovered, divisions)
+        act = partial(self._become_ranks, group.members, said, recovered, divisions)
         self._agreements.agree(group.number, kind, meeting, act, divisions)
 
     # -- ranks have come
 
     @property
-    def keeps_commits(self) -> bool:
+    def is_keeping_commits(self) -> bool:
         """Tells whether other processes may come to take up what the script commits."""
         return self._group.door is not None
 
@@ -329,9 +334,9 @@ class Elastic:
             try:
                 self._meet()
                 if not self._group.members:
-                    self._grow(None)
+                    self._take_in_newcomers(None)
             except CommError:
-                if self._group.over:
+                if self._group.is_over:
                     log.warning("the others have come to their end, and this process has not joined them")
                     self._run.outside = None  # it has trained nothing that could be compared
                     raise SystemExit(0) from None
@@ -339,12 +344,12 @@ class Elastic:
                     raise
         return self._commits.held[self._at.calls]()
 
-    def _grow(self, welcome: Welcome | None) -> None:
+    def _take_in_newcomers(self, welcome: Welcome | None) -> None:
         comm, members, hosts, known = self._group.offer(welcome)
-        act = partial(self._grown, comm, members, hosts, known)
+        act = partial(self._apply_growth, comm, members, hosts, known)
         self._agreements.agree(self._group.number, GROWN, comm, act)
 
-    def _grown(self, comm: Any, members: tuple[int, ...], hosts: Sequence[str], known: Welcome) -> None:
+    def _apply_growth(self, comm: Any, members: tuple[int, ...], hosts: Sequence[str], known: Welcome) -> None:
         more = len(members) - len(self._group.members)
         self._group.grow(comm, members, hosts, known)
         self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
@@ -359,17 +364,17 @@ class Elastic:
         context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
         if state is not None and not context.comms and group.hear(0.0):  # nothing fails here when somebody comes
             self._meet()
-        there = group.ranks.there
+        there = group.ranks.present
         if state is None or there in (group.members, self._times.declined):
             return False
-        meeting = context.comms[0] if context.comms else Alone()
-        said = self._said(meeting)
-        if not pays(said[0].weighed, len(said), len(there), tell=context.rank == 0):
+        meeting = context.comms[0] if context.comms else LoneCommunicator()
+        said = self._hear_statements(meeting)
+        if not is_worthwhile(said[0].weighed, len(said), len(there), tell=context.rank == 0):
             self._times.declined = there
             return False
-        self._be_whole(meeting, said, WHOLE)
+        self._make_variables_whole(meeting, said, WHOLE)
         counted = self._at.calls, self._at.steps, context.programs, context.elements, group.divisions + 1
-        self._grow(Welcome(*counted, list(context.config["batch.shares"]), state()))
+        self._take_in_newcomers(Welcome(*counted, list(context.config["batch.shares"]), state()))
         return True
 
 

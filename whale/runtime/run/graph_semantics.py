@@ -9,7 +9,7 @@ from whale.ir.program import Program
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchReaders:
     """The ranks that bring the parts of a session's batch.
 
     Attributes:
@@ -23,17 +23,17 @@ class Batches:
     whole: bool = False
 
 
-class Meaning(Protocol):
+class GraphSemantics(Protocol):
     """The semantics that an interface gives to a script's graphs."""
 
-    def batches(self, graph: Any) -> Batches:
+    def find_batch_readers(self, graph: Any) -> BatchReaders:
         """Returns who brings the batches of runs of ``graph``."""
         ...
 
-    def scoped(self, program: Program, graph: Any) -> Program:
+    def apply_scopes(self, program: Program, graph: Any) -> Program:
         """Returns a captured part of ``graph`` with the scopes that the script's annotations stand for."""
         ...
 
-    def fetched(self, graph: Any, fetch: Any) -> Any:
+    def find_fetched(self, graph: Any, fetch: Any) -> Any:
         """Returns the tensor of ``graph`` whose value is given where the script fetches ``fetch``."""
         ...

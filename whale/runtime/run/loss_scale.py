@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from whale.capture.scaling import FedScale, LossScale
+from whale.capture.scaling import LossScale, LossScaleFeed
 from whale.config import Config
 from whale.errors import ConfigError
-from whale.runtime.run.context import Context, current
+from whale.runtime.run.context import Context, require_current
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**15, 2000  # of a scale that adapts, as Keras' LossScaleOptimizer has them
 _NEVER = 2**31 - 1  # steps until a scale grows that does not
@@ -17,7 +17,7 @@ def _first_and_growth(config: Config) -> tuple[float, int]:
     return (fixed, _NEVER) if fixed else (FIRST_SCALE, GROWTH_STEPS)
 
 
-def loss_scale_of(context: Context) -> LossScale | None:
+def find_loss_scale(context: Context) -> LossScale | None:
     """Returns the scale that all steps of the run share, made for the first one; None where losses are not scaled."""
     config = context.config
     if config["precision.compute_dtype"] != "float16":
@@ -27,13 +27,13 @@ def loss_scale_of(context: Context) -> LossScale | None:
     return context.loss_scale
 
 
-def fed_scale_of(context: Context) -> FedScale | None:
+def find_loss_scale_feed(context: Context) -> LossScaleFeed | None:
     """Returns the scale of the losses of graphs that sessions run; None where losses are not scaled."""
     config = context.config
     if config["precision.compute_dtype"] != "float16":
         return None
     if context.fed_scale is None:
-        context.fed_scale = FedScale(*_first_and_growth(config))
+        context.fed_scale = LossScaleFeed(*_first_and_growth(config))
     return context.fed_scale
 
 
@@ -46,10 +46,10 @@ def loss_scale() -> float:
       ClusterError: called before ``wh.init``.
       ConfigError: losses are not scaled.
     """
-    context = current("wh.loss_scale()")
+    context = require_current("wh.loss_scale()")
     if context.fed_scale is not None and context.loss_scale is None:
         return context.fed_scale.scale
-    found = loss_scale_of(context)
+    found = find_loss_scale(context)
     if found is None:
         raise ConfigError(
             "losses are not scaled",

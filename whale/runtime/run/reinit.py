@@ -10,7 +10,7 @@ from typing import Any
 from whale.config import Config
 from whale.errors import ClusterError
 from whale.log import set_level
-from whale.runtime.run.context import Context, running
+from whale.runtime.run.context import Context, find_running
 
 # Keys of settings that the ranks were connected with; these stay as they are until ranks are connected again.
 _CONNECTED = ("communication.", "fault.", "debug.trace", "debug.emulate")
@@ -25,7 +25,7 @@ def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
       ConfigError: an unknown key or a wrong value.
       ClusterError: the ranks would have to be connected in another way.
     """
-    context = running()
+    context = find_running()
     if context is None:
         return False
     config = config if isinstance(config, Config) else Config(config or {})

@@ -29,23 +29,23 @@ def refuse_lone_writes(context: Context, step: str) -> None:
       CommError: other ranks assigned nothing, or something else.
     """
     assert context.outside is not None
-    found = context.variables.written(context.outside)
+    found = context.variables.list_written(context.outside)
     context.outside.forget_written()
     if not found:
         return
     names = ", ".join(list(found.values())[:_MOST]) + f" and {len(found) - _MOST} more" * (len(found) > _MOST)
     what = f"`{step}`, after this rank assigned to {names} outside of steps"
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     try:
         comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
         ops.whale_check(comm=comm, key="whale/check", fingerprint="assigned", what=what, ranks=[])
     except tf.errors.OpError as error:
         raise_comm_error(error, context)
         raise
-    refuse_differences(context.variables.held(context, None, found), context, f"the step `{step}`")
+    refuse_differences(context.variables.describe_held(context, None, found), context, f"the step `{step}`")
 
 
-def with_equal_replicas(
+def wrap_with_replica_check(
     call: Callable[[list[Any]], Any], context: Context, step: str, handles: Collection[int]
 ) -> Callable[[list[Any]], Any]:
     """Wraps ``call``: copies of a step's variables are compared before every ``debug.check_replicas``-th call.
@@ -55,16 +55,16 @@ def with_equal_replicas(
       handles: numbers (``id``) of the handles of its variables.
     """
     every = context.config["debug.check_replicas"]
-    if not every or not context.between_processes:
+    if not every or not context.has_other_processes:
         return call
     calls = 0
 
-    def checked(tensors: list[Any]) -> Any:
+    def run_checked(tensors: list[Any]) -> Any:
         nonlocal calls
         if not calls % every:
             when = f"call {calls} of the step `{step}` (debug.check_replicas)"
-            refuse_differences(context.variables.held(context, None, handles), context, when)
+            refuse_differences(context.variables.describe_held(context, None, handles), context, when)
         calls += 1
         return call(tensors)
 
-    return checked
+    return run_checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import Split
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
@@ -32,31 +32,31 @@ class SavedPlan:
     used: bool = False
 
     @property
-    def chosen(self) -> ChosenStrategy | None:
+    def chosen_strategy(self) -> ChosenStrategy | None:
         """Returns the strategy that `auto_parallel` found for the program, where the plan comes from there."""
         searched = self.plan.strategy if self.plan.searched else None
         return ChosenStrategy(searched) if searched is not None else None
 
     @property
-    def takes_whole_batches(self) -> bool:
+    def needs_whole_batches(self) -> bool:
         """Tells whether ranks that pass rows of their own are to bring them together: the plan has several axes, or
         stages.
         """
         return self.plan.inner is not None or bool(self.plan.stage_groups)
 
-    def of(self, program: Program, settings: PlanSettings) -> Plan | None:
+    def find_plan(self, program: Program, settings: PlanSettings) -> Plan | None:
         """Returns the plan, if it is this program's; else None.
 
         Raises:
           PlanError: the program has the plan's name and inputs, trains, and is another one, or passes its batch in
             other parts.
         """
-        if fingerprint(program) != self.plan.fingerprint:
+        if compute_fingerprint(program) != self.plan.fingerprint:
             # Runs of a session all have one name: initial values and evaluation are told apart by what they do.
             inputs = {b.name for b in self.plan.batch_inputs}
             same = program.name == self.plan.program and inputs <= set(program.inputs)
             # `whale plan` takes the first step with a batch: where another one trains first, the script is another.
-            if (same or (self.plan.script and _takes_rows(program))) and trains(program) and not self.used:
+            if (same or (self.plan.script and _has_row_inputs(program))) and trains(program) and not self.used:
                 raise PlanError(
                     "the saved plan was made for another program",
                     op=program.name,
@@ -66,17 +66,17 @@ class SavedPlan:
                 )
             return None
         self.used = True
-        plan = replace(self.plan, batch_inputs=tuple(self._passed(b, settings) for b in self.plan.batch_inputs))
-        return self._of_own_rows(program, plan, settings) if any(b.local for b in plan.batch_inputs) else plan
+        plan = replace(self.plan, batch_inputs=tuple(self._adapt_input(b, settings) for b in self.plan.batch_inputs))
+        return self._adapt_to_own_rows(program, plan, settings) if any(b.local for b in plan.batch_inputs) else plan
 
-    def _of_own_rows(self, program: Program, plan: Plan, settings: PlanSettings) -> Plan:
+    def _adapt_to_own_rows(self, program: Program, plan: Plan, settings: PlanSettings) -> Plan:
         """Adapts the plan, which was made for whole batches, to ranks that pass their own rows: all else lies as it
         says.
 
         Raises:
           PlanError: it has several axes, or stages, and a session cannot bring the rows together.
         """
-        if self.takes_whole_batches:
+        if self.needs_whole_batches:
             raise PlanError(
                 "a saved plan of several axes, or of stages, takes whole batches",
                 op=program.name,
@@ -88,7 +88,7 @@ class SavedPlan:
         found = complete_plan(seen_along(program, plan.axis), here, plan)
         return replace(plan, strategies=found.strategies, returned=found.returned, reshards=found.reshards)
 
-    def _passed(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:
+    def _adapt_input(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:
         """Returns the input as this run's ranks pass it: whole, or each its own rows."""
         sizes = settings.batch.local.get(batch.name)
         if sizes is None:
@@ -104,7 +104,7 @@ class SavedPlan:
         return replace(batch, local=True)
 
 
-def _takes_rows(program: Program) -> bool:
+def _has_row_inputs(program: Program) -> bool:
     return any(program.by_name[name].outputs[0].shape for name in program.inputs)
 
 

@@ -15,7 +15,7 @@ from whale.capture.attrs import AGAIN, CHECKPOINT, SCOPE_ATTR, mark_attributes
 from whale.errors import PlanError
 from whale.passes.analysis.scopes import micro_batches_in, ranks_of_scope, split_scope
 from whale.passes.analysis.stages import CONTEXT, stage_of
-from whale.runtime.run.context import Context, current
+from whale.runtime.run.context import Context, require_current
 
 _DEVICE = re.compile(
     r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?(?:/(?:device:)?(?:cpu|gpu|CPU|GPU):(?P<device>\d+))?"
@@ -23,7 +23,7 @@ _DEVICE = re.compile(
 
 
 @contextmanager
-def entered(
+def enter_scope(
     kind: str,
     devices: tuple[int | str, ...] | None,
     dim: int | None = None,
@@ -38,16 +38,16 @@ def entered(
       PlanError: devices that are no ranks of the run; ``sequence`` or ``context`` is neither 0 nor 1, or stands beside
         what it excludes; ``axis`` is no name.
     """
-    run = current(f"the scope wh.{kind}")
-    with _in_scope(run, kind, _settings(NamedScope(kind, devices, dim, sequence, axis, context=context), run)):
+    run = require_current(f"the scope wh.{kind}")
+    with _enter_path(run, kind, _format_settings(NamedScope(kind, devices, dim, sequence, axis, context=context), run)):
         yield
 
 
-def _settings(scope: NamedScope, context: Context) -> str:
+def _format_settings(scope: NamedScope, context: Context) -> str:
     """Returns what a replica's or a split's part of a path says behind its number."""
-    size, devices = context.planned_size, _checked(scope.kind, scope.devices, context)
+    size, devices = context.planned_size, _check_devices(scope.kind, scope.devices, context)
     axis = (CONTEXT,) if scope.axis is None and scope.context is not None else scope.axis
-    settings = [f"axis={'+'.join(_named_axes(axis))}"] if axis is not None else []
+    settings = [f"axis={'+'.join(_check_axes(axis))}"] if axis is not None else []
     settings += [f"dim={scope.dim}"] if scope.dim is not None else []
     if scope.context is not None and (scope.dim is not None or scope.sequence is not None):
         raise PlanError(
@@ -69,11 +69,11 @@ def _settings(scope: NamedScope, context: Context) -> str:
         settings.append(f"{name}={at}")
     inside_of = ranks_of_scope("/".join(context.scopes[-1:]))
     if devices is not None and (len(devices) < size or inside_of is not None):
-        settings.append(_ranks(sorted(devices)))
+        settings.append(_format_ranks(sorted(devices)))
     return f"({','.join(settings)})" if settings else ""
 
 
-def _named_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+def _check_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Returns ``axes``; raises PlanError for what cannot be the name of one."""
     for axis in axes:
         if not isinstance(axis, str) or not axis.isidentifier() or axis == "stage":
@@ -99,7 +99,7 @@ class NamedScope:
     context: int | None = None
 
 
-def scope_part(scope: NamedScope, number: int, context: Context) -> str:
+def format_scope_part(scope: NamedScope, number: int, context: Context) -> str:
     """Returns the part of a path that a scope of ``wh.annotate`` stands for.
 
     Args:
@@ -109,22 +109,22 @@ def scope_part(scope: NamedScope, number: int, context: Context) -> str:
       PlanError: devices that are no ranks of the run; a ``sequence`` that is none.
     """
     if scope.kind != "stage":
-        return f"{scope.kind}_{number}{_settings(scope, context)}"
-    devices = _checked("stage", scope.devices, context)
-    ranks = "" if devices is None else f"({_ranks(devices)})"
+        return f"{scope.kind}_{number}{_format_settings(scope, context)}"
+    devices = _check_devices("stage", scope.devices, context)
+    ranks = "" if devices is None else f"({_format_ranks(devices)})"
     return f"stage_{number if scope.number is None else scope.number}{ranks}"
 
 
 @contextmanager
-def entered_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
+def enter_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
     """Annotates what is built inside with a new stage of a pipeline.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
       PlanError: a stage inside a stage, or devices that are no ranks of the run.
     """
-    context = current("the scope wh.stage")
-    ranks = _checked("stage", devices, context)
+    context = require_current("the scope wh.stage")
+    ranks = _check_devices("stage", devices, context)
     if stage_of("/".join(context.scopes[-1:])):
         raise PlanError(
             "a stage inside a stage",
@@ -132,7 +132,7 @@ def entered_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
             expected="stages beside each other",
             action="leave the inner wh.stage out",
         )
-    with _in_scope(context, "stage", "" if ranks is None else f"({_ranks(ranks)})"):
+    with _enter_path(context, "stage", "" if ranks is None else f"({_format_ranks(ranks)})"):
         yield
 
 
@@ -146,18 +146,18 @@ def refuse_number(number: int) -> None:
     )
 
 
-def _ranks(devices: Iterable[int]) -> str:
+def _format_ranks(devices: Iterable[int]) -> str:
     return f"ranks={'+'.join(map(str, devices))}"
 
 
-def _checked(kind: str, devices: tuple[int | str, ...] | None, context: Context) -> tuple[int, ...] | None:
+def _check_devices(kind: str, devices: tuple[int | str, ...] | None, context: Context) -> tuple[int, ...] | None:
     """Returns the ranks of ``devices``; raises PlanError for devices that are none of them. None: those that are left
     choose anew.
     """
-    if devices is None or context.left:
+    if devices is None or context.lost_count:
         return None
     size = context.planned_size
-    ranks = _numbered(kind, devices, context)
+    ranks = _number_devices(kind, devices, context)
     if not ranks or not set(ranks) <= set(range(size)) or len(set(ranks)) < len(ranks):
         raise PlanError(
             f"wh.{kind} is on ranks that do not exist, on one twice, or on none",
@@ -168,7 +168,7 @@ def _checked(kind: str, devices: tuple[int | str, ...] | None, context: Context)
     return ranks
 
 
-def _numbered(kind: str, devices: tuple[int | str, ...], context: Context) -> tuple[int, ...]:
+def _number_devices(kind: str, devices: tuple[int | str, ...], context: Context) -> tuple[int, ...]:
     """Returns ranks by number, or by TensorFlow's names of devices: a task has as many ranks as this host, or one."""
     named = [d for d in devices if isinstance(d, str)]
     found = [_DEVICE.fullmatch(name) for name in named]
@@ -189,14 +189,14 @@ def _numbered(kind: str, devices: tuple[int | str, ...], context: Context) -> tu
 
 
 @contextmanager
-def entered_pipeline(num_micro_batch: int) -> Iterator[None]:
+def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
     """Annotates what is built inside with a new pipeline.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
       PlanError: no positive integer; a pipeline inside a stage or split, or where another number holds.
     """
-    context = current("the scope wh.pipeline")
+    context = require_current("the scope wh.pipeline")
     if not isinstance(num_micro_batch, int) or isinstance(num_micro_batch, bool) or num_micro_batch < 1:
         raise PlanError(
             "a batch cannot be cut into that many micro-batches",
@@ -213,12 +213,12 @@ def entered_pipeline(num_micro_batch: int) -> Iterator[None]:
             action="enter wh.pipeline around them",
         )
     settings = f"(micro_batches={num_micro_batch})"
-    one_number(context, [*context.scopes[-1:], f"pipeline_0{settings}"])
-    with _in_scope(context, "pipeline", settings):
+    find_micro_batches(context, [*context.scopes[-1:], f"pipeline_0{settings}"])
+    with _enter_path(context, "pipeline", settings):
         yield
 
 
-def one_number(context: Context, paths: Iterable[str]) -> int:
+def find_micro_batches(context: Context, paths: Iterable[str]) -> int:
     """Returns into how many micro-batches a program with scopes of these ``paths`` cuts each rank's rows.
 
     Raises:
@@ -240,7 +240,7 @@ def one_number(context: Context, paths: Iterable[str]) -> int:
 
 
 @contextmanager
-def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
+def _enter_path(context: Context, kind: str, settings: str) -> Iterator[None]:
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     # Numbered within a graph, so that tracing it again gives the same names; behind those that layers were created in.
     number = getattr(graph, "_whale_scopes", context.scope_count) if graph is not None else context.scope_count
@@ -250,7 +250,7 @@ def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
     else:
         context.scope_count = number + 1
 
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
+    def create_in_scope(next_creator: Any, **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
         setattr(variable, SCOPE_ATTR, path)
         return variable
@@ -260,14 +260,14 @@ def _in_scope(context: Context, kind: str, settings: str) -> Iterator[None]:
     context.scopes.append(path)
     with ExitStack() as stack:
         stack.callback(context.scopes.pop)
-        stack.enter_context(tf.variable_creator_scope(creator))
+        stack.enter_context(tf.variable_creator_scope(create_in_scope))
         if graph is not None:
             attribute = attr_value_pb2.AttrValue(s=path.encode())
             stack.enter_context(graph._attr_scope({SCOPE_ATTR: attribute}))
         yield
 
 
-def held(tensor: Any) -> Any:
+def mark_held(tensor: Any) -> Any:
     """Marks ``tensor`` as held until the backward pass; returns it as it is outside of a graph."""
     if tf.executing_eagerly():
         return tensor
@@ -276,7 +276,7 @@ def held(tensor: Any) -> Any:
 
 
 @contextmanager
-def marked(mark: str) -> Iterator[None]:
+def enter_mark(mark: str) -> Iterator[None]:
     """Gives what is built inside a mark of ``whale.capture.attrs``; outside of a graph nothing is marked."""
     with ExitStack() as stack:
         if not tf.executing_eagerly():
@@ -284,12 +284,12 @@ def marked(mark: str) -> Iterator[None]:
         yield
 
 
-def again() -> AbstractContextManager[None]:
+def mark_recomputed() -> AbstractContextManager[None]:
     """Marks what is built inside as what is computed again for the backward pass."""
-    return marked(AGAIN)
+    return enter_mark(AGAIN)
 
 
-def joined_path(context: Context, path: str) -> str:
+def join_path(context: Context, path: str) -> str:
     """Returns the path of an earlier scope for code that is built inside the scopes that are entered now."""
     outer = "".join(context.scopes[-1:])
     if not outer or outer == path or path.startswith(f"{outer}/"):
@@ -298,7 +298,7 @@ def joined_path(context: Context, path: str) -> str:
 
 
 @contextmanager
-def on_path(path: str) -> Iterator[None]:
+def enter_path(path: str) -> Iterator[None]:
     """Puts what is built inside into the scope of this path, in the graph at hand; there need be no run."""
     with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTR: attr_value_pb2.AttrValue(s=path.encode())}):
         yield

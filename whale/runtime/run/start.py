@@ -5,44 +5,49 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from tensorflow.python.autograph.pyct import loader
 
 import whale_ops
 from whale.config import Config
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.log import log, set_level
-from whale.runtime.elastic.socket_bootstrap import Apart, connected
+from whale.runtime.elastic.socket_bootstrap import SocketBootstrap, connect_ranks
 from whale.runtime.ranks import device_exchange, horovod
 from whale.runtime.ranks.common_seeds import (
     CommonSeeds,
-    number_of,
-    random_state,
-    streams_begin_anew,
+    compute_state_number,
+    read_random_state,
+    restart_streams,
     take_random_state,
 )
-from whale.runtime.ranks.connect import as_configured, share_where_possible
-from whale.runtime.ranks.preemption import Notice
-from whale.runtime.ranks.trace import Trace, open_trace, span
-from whale.runtime.ranks.watch import Watch
-from whale.runtime.run.annotate import annotate, read_annotations, unmatched
-from whale.runtime.run.context import Context, DryRun, OwnPrograms, current, local_ranks, process
+from whale.runtime.ranks.connect import configure_communicator, share_tensors_if_possible
+from whale.runtime.ranks.preemption import PreemptionNotice
+from whale.runtime.ranks.trace import Trace, open_span, open_trace
+from whale.runtime.ranks.watch import LauncherWatch
+from whale.runtime.run.annotate import annotate, describe_unmatched, read_annotations
+from whale.runtime.run.context import Context, DryRun, OwnPrograms, local_ranks, process, require_current
 from whale.runtime.run.elastic import Elastic
 from whale.runtime.run.reinit import begin_again
 from whale.runtime.run.saved_plan import SavedPlan, read_saved_plan
-from whale.runtime.run.source_files import keep_sources_with_run
 from whale.runtime.run.tf_config import check_alone
-from whale.runtime.run.unsynchronized_training import trained_alone
+from whale.runtime.run.unsynchronized_training import find_unsynchronized_training
 from whale.runtime.variables import deferred
-from whale.runtime.variables.external_updates import Outside
-from whale.started import PROGRESS_VARIABLE, ProcessPlace, joins, process_place
+from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.started import FILES_VARIABLE, PROGRESS_VARIABLE, ProcessPlace, joins, process_place
+
+_FOLDER = "python"
+_FREE_BYTES = 1 << 24  # a folder in memory that is all but full stays as it is
 
 _ANY_TEXT = "whale"  # of which each rank says its hash
 
 
 @contextmanager
-def planning_run(dry: DryRun) -> Iterator[None]:
+def plan_only(dry: DryRun) -> Iterator[None]:
     """An ``init`` inside makes a dry run, which ends with the scope."""
     process.dry = dry
     try:
@@ -110,7 +115,7 @@ def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
       ClusterError: the ranks cannot be connected, or Whale runs.
     """
     config = config if isinstance(config, Config) else Config(config or {})
-    if _in_process(config) and config["communication.in_process_ranks"] > 1:
+    if _is_in_process(config) and config["communication.in_process_ranks"] > 1:
         raise ConfigError(
             "the ranks of one process have no programs of their own",
             given=f"communication.in_process_ranks={config['communication.in_process_ranks']}",
@@ -135,33 +140,33 @@ def _begin(
         set_level(config["debug.log"])
     place = process_place()
     _check_in_process(config, place)
-    if place.launcher == "none" and not (solo or _in_process(config) or process.dry is not None):
+    if place.launcher == "none" and not (solo or _is_in_process(config) or process.dry is not None):
         check_alone()
     # What a file says is known before the ranks are connected: one that cannot be read is nothing to undo.
     path = (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["mesh.plan"]
-    saved = read_saved_plan(path, _size(config, place)) if path else None
+    saved = read_saved_plan(path, _find_planned_size(config, place)) if path else None
     annotations = read_annotations(config["mesh.annotations"]) if config["mesh.annotations"] else {}
     process.runs += 1
     keep_sources_with_run()
     trace = None
     if process.dry is None:
-        ranks = tuple(range(config["communication.in_process_ranks"])) if _in_process(config) else (place.rank,)
+        ranks = tuple(range(config["communication.in_process_ranks"])) if _is_in_process(config) else (place.rank,)
         trace = open_trace(config, place, ranks, process.runs)
     try:
-        with span(trace, "wh.init", "init"):
+        with open_span(trace, "wh.init", "init"):
             context = _start(config, place, f"whale{process.runs}", trace)
             if own_programs:
                 context.own_programs = OwnPrograms(local_ranks(context))
-            elif context.between_processes or joins():
+            elif context.has_other_processes or joins():
                 _share_random_state(context, solo)
             if isinstance(saved, SavedPlan):
-                context.saved, context.auto = saved, saved.chosen
+                context.saved, context.auto = saved, saved.chosen_strategy
             elif saved is not None:
                 context.described = saved, path
             context.solo = solo
             annotate(annotations)
-            deferred.install(lambda size_bytes: not context.ended and context.defers(size_bytes))
-            context.at_end.append(streams_begin_anew())
+            deferred.install(lambda size_bytes: not context.ended and context.should_defer(size_bytes))
+            context.at_end.append(restart_streams())
     except BaseException as error:
         _undo()
         if trace is not None:
@@ -171,7 +176,7 @@ def _begin(
         for comm in context.comms:
             comm.trace_start(trace.descriptor)
     if process.runs == 1:
-        atexit.register(_at_exit)
+        atexit.register(_end_at_exit)
     log.debug(f"rank {context.rank} of {context.size} takes part ({place.launcher})")
 
 
@@ -192,19 +197,19 @@ def _undo() -> None:
         context.watch.stop()
 
 
-def _size(config: Config, place: ProcessPlace) -> int:
+def _find_planned_size(config: Config, place: ProcessPlace) -> int:
     """How many ranks programs will be planned for."""
     if process.dry is not None:
         return process.dry.size
-    return config["communication.in_process_ranks"] if _in_process(config) else place.size
+    return config["communication.in_process_ranks"] if _is_in_process(config) else place.size
 
 
-def _in_process(config: Config) -> bool:
+def _is_in_process(config: Config) -> bool:
     return bool(config["communication.in_process_ranks"])
 
 
 def _check_in_process(config: Config, place: ProcessPlace) -> None:
-    if not _in_process(config) or process.dry is not None:
+    if not _is_in_process(config) or process.dry is not None:
         return
     if place.size > 1:
         raise ConfigError(
@@ -227,18 +232,18 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     after_horovod = horovod.is_running()
     ranks: tuple[int, ...]
     comms: Sequence[whale_ops.Communicator]
-    watch: Watch | None = None
-    apart: Apart | None = None
+    watch: LauncherWatch | None = None
+    apart: SocketBootstrap | None = None
     if process.dry is not None:
         size, ranks, comms = 1, (0,), ()
-    elif _in_process(config):
+    elif _is_in_process(config):
         size = config["communication.in_process_ranks"]
         ranks = tuple(range(size))
-        comms = whale_ops.in_process(name, size, hosts=config.network.hosts) if size > 1 else ()
+        comms = whale_ops.connect_in_process(name, size, hosts=config.network.hosts) if size > 1 else ()
     elif place.size > 1 and not joins():
-        watch = Watch(config, trace)
+        watch = LauncherWatch(config, trace)
         try:
-            comms, apart = connected(name, place, config, watch)
+            comms, apart = connect_ranks(name, place, config, watch)
         except BaseException:
             watch.stop()
             raise
@@ -252,15 +257,15 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
                 expected="the configuration of the other ranks",
                 action="call wh.init(elastic=True) in all of them",
             )
-        watch = Watch(config, trace)
+        watch = LauncherWatch(config, trace)
         size, ranks, comms = 1, (0,), ()
         if config["communication.shared_memory"] == "tensors":
-            share_where_possible(config, place)
+            share_tensors_if_possible(config, place)
         watch.look_after(None)
     else:
         size, ranks, comms = 1, (0,), ()
         if PROGRESS_VARIABLE in os.environ or config["fault.notice_s"]:  # what `whale run` hears of a lone rank
-            watch = Watch(config, trace)
+            watch = LauncherWatch(config, trace)
             watch.look_after(None)
     process.context = Context(
         config, place, size, ranks, comms, name, watch, trace,
@@ -269,14 +274,14 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if config["communication.backend"] == "horovod" and process.dry is None:
         horovod.start(config, size, ranks)
     if process.dry is None and config["fault.notice_s"]:
-        process.context.notice = Notice()
+        process.context.notice = PreemptionNotice()
         process.context.at_end.append(process.context.notice.stop)
     if process.dry is None and config["fault.elastic"] and (size > 1 or joins()):
         process.context.elastic = Elastic(process.context)
     if process.dry is None:
-        device_exchange.start(config, place, size, comms)
+        device_exchange.start_device_exchange(config, place, size, comms)
     for comm in comms:
-        as_configured(comm, config)
+        configure_communicator(comm, config)
     return process.context
 
 
@@ -308,13 +313,13 @@ def _end() -> None:
         context.outside.take_back()
     if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
         log.warning(f"no step of this run was the one of the saved plan {context.saved.path}")
-    if context.dry is None and context.rank == 0 and (missing := unmatched(context)):
+    if context.dry is None and context.rank == 0 and (missing := describe_unmatched(context)):
         log.warning(missing)
     if not context.after_horovod:
         horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
     if context.watch is not None:
         context.watch.tell_counters()
-    with span(context.trace, "wh.shutdown", "end"):
+    with open_span(context.trace, "wh.shutdown", "end"):
         for comm in context.comms:
             comm.close_device()
             comm.leave()
@@ -325,12 +330,14 @@ def _end() -> None:
 
 def _conclude(context: Context) -> None:
     """What this rank has to say at the end of its run: that it trained alone, or what trainable variables hold."""
-    if (error := trained_alone(context)) is not None:
+    if (error := find_unsynchronized_training(context)) is not None:
         process.alone = str(error)
     if context.watch is None or context.outside is None or context.solo:
         return
     outside = context.outside
-    if not context.watch.tell_end(process.alone, lambda: context.variables.held(context, outside, trainable=True)):
+    if not context.watch.tell_end(
+        process.alone, lambda: context.variables.describe_held(context, outside, trainable=True)
+    ):
         if process.alone:
             log.warning(process.alone)
 
@@ -347,14 +354,14 @@ def check_replicas() -> int:
     Raises:
       CommError: copies differ from the first rank's, with the variables and ranks.
     """
-    context = current("wh.check_replicas()")
+    context = require_current("wh.check_replicas()")
     compared = context.variables.check(context, context.outside)
     if context.rank == 0:
         log.info(f"{compared} variables are equal on all ranks")
     return compared
 
 
-def _at_exit() -> None:
+def _end_at_exit() -> None:
     """An orderly end tells the others that this rank leaves; after an exception they hear what happened instead."""
     context = process.context
     error = getattr(sys, "last_value", None)
@@ -400,8 +407,8 @@ def _share_random_state(context: Context, solo: bool) -> None:
     Python's string hashes cannot be changed any more; it is said where they differ.
     """
     first = context.rank == 0 and not joins()
-    mine = random_state() if first else b""
-    if first and context.elastic is not None and context.elastic.keeps_commits:
+    mine = read_random_state() if first else b""
+    if first and context.elastic is not None and context.elastic.is_keeping_commits:
         context.watch.tell({"start": mine.hex()})  # type: ignore[union-attr]
     if joins():
         said = bytes.fromhex(context.watch.start())  # type: ignore[union-attr]
@@ -415,8 +422,38 @@ def _share_random_state(context: Context, solo: bool) -> None:
                 "Python's string hashes differ between the ranks, and with them the order of sets, and what the script "
                 "makes in that order: start the ranks with PYTHONHASHSEED=0 in their environment, or by `whale run`"
             )
-    number = number_of(said) if first else take_random_state(said)
+    number = compute_state_number(said) if first else take_random_state(said)
     context.seeds = CommonSeeds(number)
-    if solo or context.local_batch:
+    if solo or context.has_local_batch:
         context.seeds.leave_draws_to_ranks()
-    context.outside = Outside()
+    context.outside = ExternalUpdates()
+
+
+# Keeps the Python that AutoGraph writes in the run's own folder: TensorFlow removes it at the end of a process only.
+def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
+    """Has AutoGraph write, from now on, into the folder that `whale run` removes, if this process has one from it.
+
+    A rank that is killed, as the others are after a fault, would leave its files in the temporary folder for ever.
+    """
+    folder = (os.environ if environment is None else environment).get(FILES_VARIABLE)
+    if folder:
+        loader.tempfile = _Files(os.path.join(folder, _FOLDER))
+
+
+class _Files:
+    """The part of the module ``tempfile`` that AutoGraph uses, with files in a given folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def NamedTemporaryFile(self, **options: Any) -> Any:
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            free = os.statvfs(self._folder)
+            folder = self._folder if free.f_bavail * free.f_frsize >= _FREE_BYTES else None
+        except OSError:
+            folder = None
+        return tempfile.NamedTemporaryFile(**{"dir": folder, **options})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tempfile, name)

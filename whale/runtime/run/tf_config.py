@@ -16,7 +16,7 @@ VARIABLE = "TF_CONFIG"
 _WORKERS = ("chief", "worker")  # in the order of ranks
 
 
-def tf_config(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def read_tf_config(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Reads ``TF_CONFIG``; {} where it is not set.
 
     Raises:
@@ -44,13 +44,13 @@ def tf_config(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     return {"cluster": cluster, "task": task}
 
 
-def check(said: Mapping[str, Any], rank: int, size: int, launcher: str) -> None:
+def check_tf_config(said: Mapping[str, Any], rank: int, size: int, launcher: str) -> None:
     """Compares ``TF_CONFIG`` with the ranks that there are.
 
     Raises:
       ClusterError: it names other workers, or another place for this process.
     """
-    addresses = _addresses(said)
+    addresses = _list_addresses(said)
     if not addresses:
         return
     hosts = [address.rpartition(":")[0] for address in addresses]
@@ -86,7 +86,7 @@ def check_alone(environment: Mapping[str, str] | None = None) -> None:
       ConfigError: it cannot be read, or has tasks that are no workers.
     """
     environment = os.environ if environment is None else environment
-    check(tf_config(environment), 0, 1, "none")
+    check_tf_config(read_tf_config(environment), 0, 1, "none")
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks not in ("", "1") and "SLURM_JOB_ID" in environment:
         log.warning(
@@ -95,6 +95,6 @@ def check_alone(environment: Mapping[str, str] | None = None) -> None:
         )
 
 
-def _addresses(said: Mapping[str, Any]) -> list[str]:
+def _list_addresses(said: Mapping[str, Any]) -> list[str]:
     cluster = said.get("cluster") or {}
     return [address for kind in _WORKERS for address in cluster.get(kind, ())]

@@ -10,7 +10,7 @@ from whale.runtime.run.context import Context
 _MOST = 5
 
 
-def trained_alone(context: Context) -> ProgramError | None:
+def find_unsynchronized_training(context: Context) -> ProgramError | None:
     """Returns the error of a run in which every rank has trained by itself; None where that is not so, or was asked
     for.
     """
@@ -23,7 +23,7 @@ def trained_alone(context: Context) -> ProgramError | None:
     ]
     more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
     facts = {"trained on every rank": "; ".join(found[:_MOST]) + more}
-    if beside := _beside():
+    if beside := _describe_other_distribution():
         facts["beside it"] = beside
     return ProgramError(
         f"Whale has distributed nothing: each of the {context.size} ranks has trained alone",
@@ -34,7 +34,7 @@ def trained_alone(context: Context) -> ProgramError | None:
     )
 
 
-def _beside() -> str:
+def _describe_other_distribution() -> str:
     """Returns a sentence about what else distributes in this process, or ""."""
     for name in ("horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras"):
         found = sys.modules.get(name)

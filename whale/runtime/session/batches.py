@@ -15,25 +15,25 @@ from whale.runtime.input.equal_inputs import FIRST_STEPS, refuse_other_values
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, exchange, failed
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
 from whale.runtime.run.context import Context
-from whale.runtime.run.graph_semantics import Batches
+from whale.runtime.run.graph_semantics import BatchReaders
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
 from whale.runtime.session.ranks_graph import Run
 
 Read = Callable[[], Sequence[np.ndarray]]
 
 
-def batches_of(context: Context, graph: tf.Graph) -> Batches | None:
+def find_batch_readers(context: Context, graph: tf.Graph) -> BatchReaders | None:
     """Returns which ranks bring the batches of runs of ``graph``; None: the first rank, or whoever feeds, brings the
     whole one.
     """
     if context.meaning is not None:
-        return context.meaning.batches(graph)
-    if not context.local_batch:
+        return context.meaning.find_batch_readers(graph)
+    if not context.has_local_batch:
         return None
-    return Batches(tuple(range(context.planned_size)), whole=context.stages_seen)
+    return BatchReaders(tuple(range(context.planned_size)), whole=context.stages_seen)
 
 
-def read_parts(read: Read, names: Sequence[str], batches: Batches, context: Context) -> list[np.ndarray]:
+def read_parts(read: Read, names: Sequence[str], batches: BatchReaders, context: Context) -> list[np.ndarray]:
     """Reads this rank's part of a batch, or the whole batch, which all ranks then have. Collective.
 
     Args:
@@ -44,37 +44,37 @@ def read_parts(read: Read, names: Sequence[str], batches: Batches, context: Cont
       tf.errors.OpError: a rank could not read its part; on every rank.
       ProgramError: the parts do not fit together.
     """
-    if not context.between_processes:
-        return joined([read() for _ in range(batches.turns)], names)
+    if not context.has_other_processes:
+        return join_parts([read() for _ in range(batches.turns)], names)
     if not batches.whole:
         try:
-            return joined([read() for _ in range(batches.turns)], names)
+            return join_parts([read() for _ in range(batches.turns)], names)
         except tf.errors.OpError as error:
             exchange(failed(error), context)
             raise
     said = b""
     if context.rank in batches.readers:
         try:
-            said = pack_values(joined([read() for _ in range(batches.turns)], names))
+            said = pack_values(join_parts([read() for _ in range(batches.turns)], names))
         except tf.errors.OpError as error:
             said = pack_error(error)
     key, context.elements = f"whale/element/{context.elements}", context.elements + 1
     everyone = context.comms[0].allgather_bytes(key, said, ELEMENT_TIMEOUT_S)
-    return joined([unpack_values(everyone[rank]) for rank in batches.readers], names)
+    return join_parts([unpack_values(everyone[rank]) for rank in batches.readers], names)
 
 
-def fed_parts(
-    feeds: Mapping[tf.Tensor, np.ndarray], batches: Batches | None, context: Context
+def join_fed_parts(
+    feeds: Mapping[tf.Tensor, np.ndarray], batches: BatchReaders | None, context: Context
 ) -> Mapping[tf.Tensor, np.ndarray]:
     """Returns what a run is fed with: joins what all readers have fed, where every rank is to have the whole batch."""
-    if batches is None or not batches.whole or not feeds or not context.between_processes:
+    if batches is None or not batches.whole or not feeds or not context.has_other_processes:
         return feeds
-    once = Batches(batches.readers, whole=True)
+    once = BatchReaders(batches.readers, whole=True)
     values = read_parts(lambda: list(feeds.values()), [t.name for t in feeds], once, context)
     return dict(zip(feeds, values))
 
 
-def fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int, ...]]]:
+def replace_fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """Replaces a rank's rows of batches (`ShardedTensor`) in ``feed_dict`` by tensors, and returns the rows of every
     rank as well.
 
@@ -99,7 +99,7 @@ def fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int
     return feeds, rows
 
 
-def compared_feeds(run: Run, context: Context, name: str, number: int, fed: Collection[str]) -> Run:
+def wrap_with_feed_check(run: Run, context: Context, name: str, number: int, fed: Collection[str]) -> Run:
     """Wraps ``run`` so that its feeds are compared between the ranks, each of which feeds the whole batch and takes
     rows of it.
 
@@ -110,11 +110,11 @@ def compared_feeds(run: Run, context: Context, name: str, number: int, fed: Coll
       fed: names of what every rank feeds.
     """
     every = context.config["debug.check_inputs"]
-    if not every or not context.between_processes or not fed:
+    if not every or not context.has_other_processes or not fed:
         return run
     calls = 0
 
-    def compared(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
+    def run_compared(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
         nonlocal calls
         if calls < FIRST_STEPS or not calls % every:
             whole = {t.name: v for t, v in feeds.items() if t.name in fed and (v.ndim or t.dtype != tf.string)}
@@ -124,10 +124,10 @@ def compared_feeds(run: Run, context: Context, name: str, number: int, fed: Coll
         calls += 1
         return run(feeds, settings)
 
-    return compared
+    return run_compared
 
 
-def joined(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[np.ndarray]:
+def join_parts(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[np.ndarray]:
     """Joins the values of several parts: concatenates rows, and takes everything else as it is in all of them.
 
     Rows are values that have as many as the first that has any.
@@ -142,13 +142,15 @@ def joined(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[
     for name, values in zip(names, zip(*parts)):
         if all(np.ndim(v) and np.shape(v)[0] == n for v, n in zip(values, rows)):
             if len({np.shape(v)[1:] for v in values}) > 1:
-                raise _unlike(name, [np.shape(v) for v in values], "rows of one shape")
+                raise _make_unlike_error(name, [np.shape(v) for v in values], "rows of one shape")
             found.append(np.concatenate(values))
         elif all(np.array_equal(v, values[0]) for v in values[1:]):
             found.append(np.asarray(values[0]))
         else:
             shapes = [np.shape(v) for v in values]
-            raise _unlike(name, shapes, f"as many rows as the other values of the batch ({rows[0]}), or equal values")
+            raise _make_unlike_error(
+                name, shapes, f"as many rows as the other values of the batch ({rows[0]}), or equal values"
+            )
     return found
 
 
@@ -166,7 +168,7 @@ def refuse_fixed_rows(shapes: Mapping[tf.Tensor, Sequence[int]]) -> None:
             )
 
 
-def _unlike(name: str, shapes: Sequence[tuple[int, ...]], expected: str) -> ProgramError:
+def _make_unlike_error(name: str, shapes: Sequence[tuple[int, ...]], expected: str) -> ProgramError:
     return ProgramError(
         "parts of a batch do not fit together",
         value=name,

@@ -25,7 +25,7 @@ class _Message(msgspec.Struct):
 
 def pack_values(values: Sequence[np.ndarray]) -> bytes:
     """Encodes arrays of numbers, booleans and byte strings; ``unpack_values`` is the inverse."""
-    return msgspec.msgpack.encode(_Message([_packed(v) for v in values]))
+    return msgspec.msgpack.encode(_Message([_pack_value(v) for v in values]))
 
 
 def pack_error(error: tf.errors.OpError) -> bytes:
@@ -42,17 +42,17 @@ def unpack_values(data: bytes) -> list[np.ndarray]:
     message = msgspec.msgpack.decode(data, type=_Message)
     if message.error_code:
         raise tf.compat.v1.errors.exception_type_from_error_code(message.error_code)(None, None, message.error)
-    return [_unpacked(v) for v in message.values]
+    return [_unpack_value(v) for v in message.values]
 
 
-def _packed(value: np.ndarray) -> _Value:
+def _pack_value(value: np.ndarray) -> _Value:
     if value.dtype.kind in "OSU":
         strings = [bytes(s) if isinstance(s, bytes) else str(s).encode() for s in value.ravel()]
         return _Value("", value.shape, strings)
     return _Value(tf.as_dtype(value.dtype).name, value.shape, np.ascontiguousarray(value).tobytes())
 
 
-def _unpacked(value: _Value) -> np.ndarray:
+def _unpack_value(value: _Value) -> np.ndarray:
     if isinstance(value.data, list):
         found = np.empty(value.shape, object)
         found.ravel()[:] = value.data

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.attrs import LOSS_SCALE
-from whale.capture.scaling import FedScale
+from whale.capture.scaling import LossScaleFeed
 from whale.capture.v1 import GraphCapture
 from whale.errors import PlanError
 from whale.ir.program import Program
@@ -22,11 +22,11 @@ class ScaledLosses:
       scale: of the run; None: losses are not scaled.
     """
 
-    def __init__(self, scale: FedScale | None, captures: GraphCapture) -> None:
+    def __init__(self, scale: LossScaleFeed | None, captures: GraphCapture) -> None:
         self._scale, self._captures = scale, captures
         self._known: dict[Hashable, list[tf.Operation]] = {}
 
-    def asked(
+    def extend_run(
         self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]
     ) -> tuple[Mapping[tf.Tensor, np.ndarray], list[tf.Tensor]]:
         """Returns what a run of ``wanted`` is fed with, and what else it fetches: whether all gradients are finite."""
@@ -34,16 +34,16 @@ class ScaledLosses:
             return feeds, []
         key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._known:
-            found = self._captures.behind(wanted, feeds, ("PlaceholderWithDefault",))
+            found = self._captures.find_operations(wanted, feeds, ("PlaceholderWithDefault",))
             self._known[key] = [op for op in found if LOSS_SCALE in op.node_def.attr]
         scales = self._known[key]
         fed = {op.outputs[0]: np.float32(self._scale.scale) for op in scales}
-        return {**feeds, **fed}, [FedScale.answer(op) for op in scales]
+        return {**feeds, **fed}, [LossScaleFeed.answer(op) for op in scales]
 
-    def after(self, answers: Sequence[Any]) -> None:
+    def update_scale(self, answers: Sequence[Any]) -> None:
         """Adjusts the scale after a run, by what it answered about its gradients."""
         if self._scale is not None and answers:
-            self._scale.after(all(answers))
+            self._scale.update(all(answers))
 
     def refuse(self, program: Program) -> None:
         """Raises PlanError where updates read gradients of losses that were not scaled."""

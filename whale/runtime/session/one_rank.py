@@ -10,17 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.v1 import GraphCapture
-from whale.ir.program import Program, without
+from whale.ir.program import Program, remove_work
 from whale.runtime.compile.compile import compile_alone
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S
-from whale.runtime.ranks.trace import span
+from whale.runtime.ranks.trace import open_span
 from whale.runtime.run.context import Context
 from whale.runtime.session.fetched_bytes import pack_error, pack_values, unpack_values
 from whale.runtime.session.ranks_graph import RanksGraph, Run
-from whale.runtime.session.variables import SessionVariables, used_names
+from whale.runtime.session.variables import SessionVariables, list_used_names
 
 
-class OneRank:
+class SingleRankRuns:
     """Runs parts of a graph on one rank of the run.
 
     Args:
@@ -45,7 +45,7 @@ class OneRank:
         """Forgets the runs, so that they are built again: variables lie in another memory now."""
         self._runs.clear()
 
-    def first_ranks(
+    def run_on_first_rank(
         self,
         outputs: Sequence[tf.Tensor],
         feeds: Mapping[tf.Tensor, np.ndarray],
@@ -60,7 +60,7 @@ class OneRank:
         them.
         """
         context = self._context
-        if not context.between_processes:
+        if not context.has_other_processes:
             return self.run(outputs, targets or (), feeds, (options, None), written, and_before)
         key = f"whale/element/{context.elements}"
         context.elements += 1
@@ -75,7 +75,7 @@ class OneRank:
         comm.broadcast_bytes(key, pack_values(values), 0, ELEMENT_TIMEOUT_S)
         return values
 
-    def names(
+    def find_variable_names(
         self,
         find: Callable[[Program], list[str]],
         wanted: Sequence[Any],
@@ -84,13 +84,13 @@ class OneRank:
         and_before: bool = False,
     ) -> list[str]:
         """Returns the variables' names that ``find`` tells of a run whose operations in ``written`` are left out (see
-        ``without``).
+        ``remove_work``).
         """
         key = (find, run_key([], wanted, feeds), written)
         with self._lock:
             if key not in self._used:
                 captured = self._captures.capture(wanted, {t: v.shape for t, v in feeds.items()})
-                self._used[key] = find(without(captured.program, written, and_before))
+                self._used[key] = find(remove_work(captured.program, written, and_before))
             return self._used[key]
 
     def run(
@@ -105,15 +105,15 @@ class OneRank:
         """Runs in this process only; operations in ``written`` do nothing more."""
         names = ", ".join(w.name for w in (*fetches, *targets))
         key = ("alone", run_key(fetches, targets, feeds), written)
-        with span(self._context.trace, names, "input"):
+        with open_span(self._context.trace, names, "input"):
             with self._lock:
                 if key not in self._runs:
                     captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
-                    program = compile_alone(without(captured.program, written, and_before), self._context)
+                    program = compile_alone(remove_work(captured.program, written, and_before), self._context)
                     on_host = self._variables.on_host
                     inputs, fed = captured.inputs, captured.fed
                     run = self._graph.run_of([program], "whale_alone", inputs, fed, alone=True, on_host=on_host)
-                    self._runs[key], self._used[key] = run, used_names(program)
+                    self._runs[key], self._used[key] = run, list_used_names(program)
                 self._variables.refuse_alone(self._used[key])
             return [np.asarray(v) for v in self._runs[key](feeds, settings)]
 

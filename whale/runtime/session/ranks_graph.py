@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.client import session
 
 from whale.config import Config
 from whale.ir.program import Program
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.tensorflow_functions import lower_to_graph, with_streams
 from whale.runtime.input.traces import new_streams
-from whale.runtime.run.context import unique
-from whale.runtime.session.names import own_resources
-from whale.runtime.session.passthrough import PlainSession
+from whale.runtime.run.context import make_unique_name
+from whale.runtime.session.names import rename_resources
 
 # (what is fed, (options, metadata) of Session.run) -> what is fetched
 Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
@@ -67,12 +67,12 @@ class RanksGraph:
           alone: not all ranks make this run, so it must not advance random streams that they share.
           on_host: names of the variables that lie in the host's memory beside an accelerator.
         """
-        tag = unique(name)
+        tag = make_unique_name(name)
         inputs: list[Any] = []
         results: list[Any] = []
         effects: list[Any] = []
         for position, program in enumerate(ranks):
-            program = own_resources(program, position, on_host)
+            program = rename_resources(program, position, on_host)
             if not alone:
                 program = with_streams(program, f"{self._streams}/{position}")
             names = [f"{r.node}:{r.index}" for r in program.outputs]
@@ -109,3 +109,7 @@ class RanksGraph:
             return self.session._do_run(None, effects, results, given, *settings)
 
         return run
+
+
+class PlainSession(session.Session):  # type: ignore[misc]
+    """A session of this process alone, whatever stands for ``tf.compat.v1.Session`` at the time."""

@@ -13,13 +13,13 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 from whale.errors import CheckpointError, ProgramError
-from whale.ir.layout import even_sizes, split
-from whale.ir.mesh import Region, one_axis
+from whale.ir.layout import divide_evenly, split
+from whale.ir.mesh import Region, make_one_axis_tiles
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
 from whale.runtime.run.context import Context
-from whale.runtime.session.one_rank import OneRank
-from whale.runtime.session.variables import SessionVariables, changed_names, used_names
-from whale.runtime.variables.checkpoint_regions import regions_of, slice_spec, spec_of
+from whale.runtime.session.one_rank import SingleRankRuns
+from whale.runtime.session.variables import SessionVariables, list_changed_names, list_used_names
+from whale.runtime.variables.checkpoint_regions import format_spec, list_regions, slice_spec
 
 Feeds = Mapping[tf.Tensor, np.ndarray]
 Settings = tuple[Any, Any]  # options and metadata of Session.run
@@ -27,7 +27,7 @@ Settings = tuple[Any, Any]  # options and metadata of Session.run
 _Part = tuple[str, str, Callable[[], Any]]
 
 
-class Saves:
+class CheckpointRuns:
     """The runs of a session that write checkpoints: on the first rank, but for what others have.
 
     Args:
@@ -37,7 +37,7 @@ class Saves:
 
     def __init__(
         self,
-        one_rank: OneRank,
+        one_rank: SingleRankRuns,
         variables: SessionVariables,
         run_on_all: Callable[[Sequence[Any], Sequence[Any], Feeds, Settings], list[Any]],
         saves_behind: Callable[[Sequence[Any], Feeds], Sequence[tf.Operation]],
@@ -64,11 +64,11 @@ class Saves:
         """
         files, rest = [op for op in saves if op.type == "SaveV2"], [*fetches, *targets]
         found: dict[tf.Tensor, Any] = {}
-        changes = bool(self._one_rank.names(changed_names, rest, feeds))
+        changes = bool(self._one_rank.find_variable_names(list_changed_names, rest, feeds))
         if changes:
             rest = [w for w in rest if self._behind([w], feeds)]
             names = frozenset(op.name for op in files)
-            if late := self._one_rank.names(changed_names, rest, feeds, names, changes):
+            if late := self._one_rank.find_variable_names(list_changed_names, rest, feeds, names, changes):
                 raise ProgramError(
                     "a run changes variables after it has written a checkpoint",
                     op=late[0],
@@ -76,16 +76,16 @@ class Saves:
                     expected="changes before the checkpoint, or in another run",
                     action="save in a run of its own, and run the operation after it",
                 )
-            found = self._before(files, rest, fetches, targets, feeds, settings)
+            found = self._run_before(files, rest, fetches, targets, feeds, settings)
         done = self._write(files, found, feeds, settings[0])
-        self._variables.bring_whole(self._one_rank.names(used_names, rest, feeds, done, changes))
+        self._variables.bring_whole(self._one_rank.find_variable_names(list_used_names, rest, feeds, done, changes))
         last = [t for t in fetches if t not in found]
         wait = [op for op in targets if op in rest]
-        values = self._one_rank.first_ranks(last, feeds, settings[0], wait, done, changes)
+        values = self._one_rank.run_on_first_rank(last, feeds, settings[0], wait, done, changes)
         found |= dict(zip(last, (v[()] for v in values)))
         return [found[t] for t in fetches]
 
-    def _before(
+    def _run_before(
         self,
         files: Sequence[tf.Operation],
         rest: Sequence[Any],
@@ -109,25 +109,25 @@ class Saves:
         """
         done = set()
         for op in files:
-            values, (prefix, *others) = found, _computed_by(op)
+            values, (prefix, *others) = found, _list_saved_tensors(op)
             if not found:
-                if not any(map(self._variables.is_apart, _variables_behind(op))):
+                if not any(map(self._variables.is_not_whole_here, _list_saved_variables(op))):
                     continue
-                values = {prefix: self._one_rank.first_ranks([prefix], feeds, options, ())[0]}
+                values = {prefix: self._one_rank.run_on_first_rank([prefix], feeds, options, ())[0]}
                 values |= dict(zip(others, self._run_on_all(others, [], feeds, (options, None)) if others else ()))
             _write_parts(op, tf.compat.as_str(np.asarray(values[prefix]).item()), values, self._variables)
             done.add(op.name)
         return frozenset(done)
 
 
-def _variables_behind(save: tf.Operation) -> list[str]:
+def _list_saved_variables(save: tf.Operation) -> list[str]:
     """Returns the names of the variables that a SaveV2 writes."""
-    return [name for name in map(_variable, save.inputs[3:]) if name is not None]
+    return [name for name in map(_find_variable, save.inputs[3:]) if name is not None]
 
 
-def _computed_by(save: tf.Operation) -> list[tf.Tensor]:
+def _list_saved_tensors(save: tf.Operation) -> list[tf.Tensor]:
     """Returns the tensor that names a SaveV2's files, and what it writes that is no variable's value."""
-    return [save.inputs[0], *(t for t in save.inputs[3:] if _variable(t) is None)]
+    return [save.inputs[0], *(t for t in save.inputs[3:] if _find_variable(t) is None)]
 
 
 def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.ndarray], held: SessionVariables) -> None:
@@ -143,9 +143,9 @@ def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.nd
     keys, specs = ([text.decode() for text in tf.get_static_value(t)] for t in save.inputs[1:3])
     shares: list[list[_Part]] = [[] for _ in range(held.context.size)]
     for key, spec, tensor in zip(keys, specs, save.inputs[3:]):
-        name = None if tensor in values else _variable(tensor)
-        if name is not None and held.is_apart(name):
-            for rank, part in _parts(key, spec, name, held):
+        name = None if tensor in values else _find_variable(tensor)
+        if name is not None and held.is_not_whole_here(name):
+            for rank, part in _list_parts(key, spec, name, held):
                 shares[rank].append(part)
         elif name is not None:
             shares[0].append((key, spec, partial(held.read, name, 0, tensor.dtype)))
@@ -167,7 +167,7 @@ def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.nd
 
     for when, act in (("written", write), ("merged", merge)):
         try:
-            _together(when, act, path, held.context)
+            _act_together(when, act, path, held.context)
         except CheckpointError:
             for rank in held.context.ranks:
                 for left in glob.glob(f"{glob.escape(parts[rank])}.*") if rank in parts else ():
@@ -175,7 +175,7 @@ def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.nd
             raise
 
 
-def _together(when: str, act: Callable[[], None], path: str, context: Context) -> None:
+def _act_together(when: str, act: Callable[[], None], path: str, context: Context) -> None:
     """Acts on every rank; raises CheckpointError on all of them where one fails."""
     said = [b""]
     try:
@@ -183,7 +183,7 @@ def _together(when: str, act: Callable[[], None], path: str, context: Context) -
             act()
     except (OSError, tf.errors.OpError) as error:
         said = [f"{type(error).__name__}: {error}"[:2000].encode()]
-    if context.between_processes:
+    if context.has_other_processes:
         purpose = f"a checkpoint {path} that is to be {when}"
         said = context.comms[0].allgather_bytes(f"whale/saver/{when}", said[0], WRITE_TIMEOUT_S, purpose)
     failed = [rank for rank, text in enumerate(said) if text]
@@ -198,7 +198,7 @@ def _together(when: str, act: Callable[[], None], path: str, context: Context) -
         )
 
 
-def _parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
+def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
     """Returns (rank, what it writes) for a variable that lies split, or elsewhere than on the first rank, or waits for
     its value.
 
@@ -207,46 +207,49 @@ def _parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple
     Args:
       spec: the slice of what the checkpoint calls ``key`` that the variable is; "": all of it.
     """
-    initial = held.held(name)
+    initial = held.find_deferred(name)
     if initial is not None:
         size, shape = held.context.size, initial.shape
         if not initial.is_divisible or not shape or shape[0] < size:
-            return [(0, (key, spec, initial.whole))]
-        even = one_axis(split(0, even_sizes(shape[0], size)))
+            return [(0, (key, spec, initial.compute_whole))]
+        even = make_one_axis_tiles(split(0, divide_evenly(shape[0], size)))
 
-        def made(place: int) -> tf.Tensor:
-            return initial.part(even, place).read_value()
+        def compute_part(place: int) -> tf.Tensor:
+            return initial.make_part(even, place).read_value()
 
-        return [(p.place, (key, _within(spec, p, shape), partial(made, p.place))) for p in regions_of(even, shape)]
-    lying, held_type = held.lying(name), held.type_of(name)
+        return [
+            (p.place, (key, _format_slice(spec, p, shape), partial(compute_part, p.place)))
+            for p in list_regions(even, shape)
+        ]
+    lying, held_type = held.find_sharding(name), held.find_type(name)
     dtype = tf.as_dtype(held_type.dtype)
 
-    def part_of(rank: int) -> np.ndarray:
+    def read_part(rank: int) -> np.ndarray:
         return held.read(name, held.context.ranks.index(rank), dtype)
 
     if lying.tiles is None:
         holder = min(lying.ranks)
-        return [(holder, (key, spec, partial(part_of, holder)))]
+        return [(holder, (key, spec, partial(read_part, holder)))]
     shape = tuple(n or 0 for n in held_type.shape or ())
 
     def read(region: Region) -> np.ndarray:
-        part = part_of(lying.order[region.place])
+        part = read_part(lying.order[region.place])
         return part[tuple(slice(i, i + n) for i, n in zip(region.start, region.size))]
 
-    regions = regions_of(lying.tiles, shape)
-    return [(lying.order[p.place], (key, _within(spec, p, shape), partial(read, p))) for p in regions]
+    regions = list_regions(lying.tiles, shape)
+    return [(lying.order[p.place], (key, _format_slice(spec, p, shape), partial(read, p))) for p in regions]
 
 
-def _within(spec: str, region: Region, shape: tuple[int, ...]) -> str:
+def _format_slice(spec: str, region: Region, shape: tuple[int, ...]) -> str:
     """Returns the slice that a region of a variable is; the variable itself may be a slice."""
     if not spec:
-        return spec_of(region, shape)
+        return format_spec(region, shape)
     *whole, slices = spec.split(" ")
     begins = [0 if of_one == "-" else int(of_one.partition(",")[0]) for of_one in slices.split(":")]
     return slice_spec(tuple(map(int, whole)), [b + o for b, o in zip(begins, region.begin)], region.size)
 
 
-def _variable(tensor: tf.Tensor) -> str | None:
+def _find_variable(tensor: tf.Tensor) -> str | None:
     """Returns the name of the variable whose value a tensor is; None: it is something else."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]

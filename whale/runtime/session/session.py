@@ -15,10 +15,11 @@ from tensorflow.python.client.session import BaseSession
 
 from whale.capture.captured import Captured
 from whale.capture.retype import is_loose, retype
-from whale.capture.v1 import BEGINS, SAVES, GraphCapture
+from whale.capture.v1 import BEGINS, SAVES, GraphCapture, Source
 from whale.errors import ProgramError
+from whale.ir.ops import READS
 from whale.ir.plan import Plan
-from whale.ir.program import without
+from whale.ir.program import Node, Program, Ref, remove_work
 from whale.passes.normalize.inline import inline
 from whale.passes.normalize.specialise import specialise
 from whale.passes.normalize.unpack_grouped_ops import unpack
@@ -26,25 +27,32 @@ from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.tensorflow_functions import load_ops
 from whale.runtime.input.local_batches import brought, exchange, rows_of_values
 from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.ranks.trace import span
-from whale.runtime.run.annotate import in_default_scope, in_scopes_by_name
-from whale.runtime.run.context import current
+from whale.runtime.ranks.trace import open_span
+from whale.runtime.run.annotate import put_in_default_scope, put_in_named_scopes
+from whale.runtime.run.context import Context, require_current
 from whale.runtime.run.elastic import refuse_session
-from whale.runtime.run.loss_scale import fed_scale_of
-from whale.runtime.session.batches import batches_of, compared_feeds, fed_parts, fed_rows, refuse_fixed_rows
-from whale.runtime.session.deferred_initializers import Waiting
-from whale.runtime.session.fetched_reads import read_last
+from whale.runtime.run.graph_semantics import BatchReaders
+from whale.runtime.run.loss_scale import find_loss_scale_feed
+from whale.runtime.session.batches import (
+    find_batch_readers,
+    join_fed_parts,
+    join_parts,
+    read_parts,
+    refuse_fixed_rows,
+    replace_fed_rows,
+    wrap_with_feed_check,
+)
+from whale.runtime.session.deferred_initializers import DeferredAssignments
 from whale.runtime.session.loss_scaling import ScaledLosses
-from whale.runtime.session.one_rank import OneRank, run_key
+from whale.runtime.session.one_rank import SingleRankRuns, run_key
 from whale.runtime.session.ranks_graph import RanksGraph, Run
-from whale.runtime.session.saving import Saves
-from whale.runtime.session.sources import Sources
+from whale.runtime.session.saving import CheckpointRuns
 from whale.runtime.session.variables import Layout, SessionVariables
 
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
 
 
-class SpreadSession(BaseSession):  # type: ignore[misc]
+class DistributedSession(BaseSession):  # type: ignore[misc]
     """Runs parts of a graph on all ranks: what the sessions below share.
 
     Every rank makes the same runs. What is fed is global (the whole batch), and so is what is fetched. The first run of
@@ -68,7 +76,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
     """
 
     def __init__(self, target: str = "", graph: tf.Graph | None = None, config: Any = None):
-        self._whale = current("wh.Session")
+        self._whale = require_current("wh.Session")
         if target:
             raise ProgramError(
                 "wh.Session runs in this process",
@@ -87,14 +95,18 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         self._saving: dict[Hashable, list[tf.Operation]] = {}  # operations of a run that write checkpoints
         self._lock = threading.Lock()  # queue runners run beside the main thread
         self._captures = GraphCapture(self.graph, bool(self._whale.config["memory.recompute"]))
-        self._scaled = ScaledLosses(fed_scale_of(self._whale), self._captures)
+        self._scaled = ScaledLosses(find_loss_scale_feed(self._whale), self._captures)
         self._capture_only = False
         graph = self._ranks_graph
         self._variables = SessionVariables(self._whale, graph)
-        self._one_rank = OneRank(self._whale, self._captures, self._variables, graph, self._lock)
+        self._one_rank = SingleRankRuns(self._whale, self._captures, self._variables, graph, self._lock)
         self._sources = Sources(self._whale, self._captures, self._one_rank, self._lock)
-        self._saves = Saves(self._one_rank, self._variables, self._run_on_all, partial(self._behind, ops=SAVES))
-        self._waiting: dict[Hashable, Waiting] = {}  # assignments of a run that are made by the run that uses them
+        self._saves = CheckpointRuns(
+            self._one_rank, self._variables, self._run_on_all, partial(self._find_operations, ops=SAVES)
+        )
+        self._waiting: dict[
+            Hashable, DeferredAssignments
+        ] = {}  # assignments of a run that are made by the run that uses them
         self._layouts: dict[Hashable, dict[str, Layout]] = {}
 
     def plan(self, fetches: Any, feed_dict: Any = None) -> Plan:
@@ -151,7 +163,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
 
     def run(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
         """Runs as TensorFlow's session does. Batches of ``wh.shard`` may be fed: each rank feeds its rows of them."""
-        feeds, self._fed.rows = fed_rows(feed_dict, self._whale)
+        feeds, self._fed.rows = replace_fed_rows(feed_dict, self._whale)
         try:
             return super().run(fetches, feeds, options, run_metadata)
         finally:
@@ -162,7 +174,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
     ) -> Any:
         """Runs fetches and feeds that TensorFlow's session has already flattened and converted."""
         values = self._run_parts(handle, target_list, fetch_list, feed_dict, options, run_metadata)
-        if self._whale.between_runs and not self._acts_between and not _fills_queues(target_list, fetch_list):
+        if self._whale.between_runs and not self._acts_between and not _is_only_filling_queues(target_list, fetch_list):
             self._acts_between = True  # what is done between runs makes runs
             try:
                 for act in list(self._whale.between_runs):
@@ -184,11 +196,11 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         feeds: Mapping[tf.Tensor, np.ndarray] = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
         settings = options, run_metadata
         if self._whale.meaning is not None:
-            fetch_list = [self._whale.meaning.fetched(self.graph, t) for t in fetch_list]
-        if _fills_queues(target_list, fetch_list):
+            fetch_list = [self._whale.meaning.find_fetched(self.graph, t) for t in fetch_list]
+        if _is_only_filling_queues(target_list, fetch_list):
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
             return self._one_rank.run([], target_list, feeds, settings)
-        if saves := self._behind([*fetch_list, *target_list], feeds, SAVES):
+        if saves := self._find_operations([*fetch_list, *target_list], feeds, SAVES):
             return self._saves.run(saves, fetch_list, target_list, feeds, settings)
         return self._run_on_all(fetch_list, target_list, feeds, settings)
 
@@ -201,33 +213,35 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
     ) -> list[Any]:
         """Runs on all ranks, after the sources that bring data in for the run."""
         options = settings[0]
-        batches = batches_of(self._whale, self.graph)
-        feeds = fed_parts(feeds, batches, self._whale)
+        batches = find_batch_readers(self._whale, self.graph)
+        feeds = join_fed_parts(feeds, batches, self._whale)
         begun = self._begin_datasets([*fetch_list, *target_list], feeds, options)
         given, done = self._sources.bring_in([*fetch_list, *target_list], feeds, options, self._capture_only, batches)
         done |= begun
         fetches = [t for t in fetch_list if t not in given]
         targets = [op for op in target_list if op.name not in done]
-        values = iter(self._run_spread(fetches, targets, given, done, settings))
+        values = iter(self._run_distributed(fetches, targets, given, done, settings))
         return [given[t] if t in given else next(values) for t in fetch_list]
 
-    def _behind(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], ops: Any) -> list[tf.Operation]:
+    def _find_operations(
+        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], ops: Any
+    ) -> list[tf.Operation]:
         """Returns the operations of some kinds that run for what is wanted."""
         key = ops, tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._saving:
             with self._lock:
-                self._saving[key] = self._captures.behind(wanted, feeds, ops)
+                self._saving[key] = self._captures.find_operations(wanted, feeds, ops)
         return self._saving[key]
 
     def _begin_datasets(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any) -> set[str]:
         """Begins iterators over datasets that are each rank's own. Returns the names of what has run."""
-        if not self._whale.local_batch:
+        if not self._whale.has_local_batch:
             return set()
-        if begins := self._behind(wanted, feeds, BEGINS):
+        if begins := self._find_operations(wanted, feeds, BEGINS):
             self._one_rank.run([], begins, feeds, (options, None))
         return {op.name for op in begins}
 
-    def _run_spread(
+    def _run_distributed(
         self,
         fetches: Sequence[Any],
         targets: Sequence[Any],
@@ -238,21 +252,21 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         """Runs on all ranks; ``settings`` are the options and metadata buffers of Session.run."""
         if not fetches and not targets:
             return []
-        feeds, answers = self._scaled.asked([*fetches, *targets], feeds)
+        feeds, answers = self._scaled.extend_run([*fetches, *targets], feeds)
         fetches = [*fetches, *answers]
-        local = self._parts(feeds)
+        local = self._find_fed_rows(feeds)
         key: Hashable = (run_key(fetches, targets, feeds), tuple(local.items()))
         with self._lock:
             captured = None
             if key not in self._waiting:
                 captured = self._capture(fetches, targets, feeds, local, done)
-                self._waiting[key] = self._variables.waiting_in(captured, self.graph)
+                self._waiting[key] = self._variables.find_deferred_assignments(captured, self.graph)
             waiting = self._waiting[key]
-            paths = waiting.restored_from(feeds)
+            paths = waiting.find_checkpoints(feeds)
             if paths is None:
-                key, waiting, paths = (key, "at once"), Waiting({}), {}
+                key, waiting, paths = (key, "at once"), DeferredAssignments({}), {}
             if key not in self._runs:
-                with span(self._whale.trace, "compile run", "compile"):
+                with open_span(self._whale.trace, "compile run", "compile"):
                     captured = captured or self._capture(fetches, targets, feeds, local, done)
                     name = ", ".join(w.name for w in (*fetches, *targets))
                     self._plans[key] = self._compile(key, name, captured, local, waiting)
@@ -262,7 +276,7 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
             self._settle(key)
             results = self._runs[key](feeds, settings)
             self._variables.wait(waiting, paths)
-            self._scaled.after(results[len(fetches) - len(answers) :])
+            self._scaled.update_scale(results[len(fetches) - len(answers) :])
             return results[: len(fetches) - len(answers)]
         except tf.errors.OpError as error:
             raise_comm_error(error, self._whale)
@@ -277,13 +291,13 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         if self._variables.on_host.intersection(moved):
             self._one_rank.forget()
 
-    def _parts(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    def _find_fed_rows(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
         """Maps fed tensors of which each rank has a part of its own to the rows of every rank. Collective with local
         batches.
         """
         context = self._whale
-        batches, rows = batches_of(context, self.graph), getattr(self._fed, "rows", {})
-        if rows or not context.local_batch or not feeds or (batches is not None and batches.whole):
+        batches, rows = find_batch_readers(context, self.graph), getattr(self._fed, "rows", {})
+        if rows or not context.has_local_batch or not feeds or (batches is not None and batches.whole):
             return {t.name: rows[t.name] for t in feeds if t.name in rows}
         names = [t.name for t in feeds]
         marked = [name for name in names if name.partition(":")[0] in context.config["batch.inputs"]]
@@ -299,49 +313,54 @@ class SpreadSession(BaseSession):  # type: ignore[misc]
         done: Collection[str],
     ) -> Captured:
         shapes = {t: (sum(local[t.name]), *v.shape[1:]) if t.name in local else v.shape for t, v in feeds.items()}
-        if self._whale.local_batch:
+        if self._whale.has_local_batch:
             refuse_fixed_rows(shapes)
         captured = self._captures.capture([*fetches, *targets], shapes, done)
         program = read_last(captured.program)
-        if self._whale.local_batch:
-            program = without(program, {n for n in done if self.graph.get_operation_by_name(n).type in BEGINS})
+        if self._whale.has_local_batch:
+            program = remove_work(program, {n for n in done if self.graph.get_operation_by_name(n).type in BEGINS})
         if self._whale.meaning is not None:
-            program = self._whale.meaning.scoped(program, self.graph)
-        captured = in_scopes_by_name(replace(captured, program=program), self._whale)
-        return replace(captured, program=in_default_scope(captured.program, self._whale))
+            program = self._whale.meaning.apply_scopes(program, self.graph)
+        captured = put_in_named_scopes(replace(captured, program=program), self._whale)
+        return replace(captured, program=put_in_default_scope(captured.program, self._whale))
 
     def _compile(
-        self, key: Hashable, name: str, captured: Captured, local: Mapping[str, tuple[int, ...]], waiting: Waiting
+        self,
+        key: Hashable,
+        name: str,
+        captured: Captured,
+        local: Mapping[str, tuple[int, ...]],
+        waiting: DeferredAssignments,
     ) -> Compiled:
-        program = waiting.left_out(captured.program)
+        program = waiting.remove_from(captured.program)
         self._scaled.refuse(program)
-        known = self._variables.known(program)
+        known = self._variables.find_known_tiles(program)
         if is_loose(program):
             program = retype(unpack(specialise(inline(program))))
         parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
         compiled = compile_program(program, self._whale, parts, known, movable=True)
         load_ops(compiled.ranks)
-        self._layouts[key] = self._variables.wanted(compiled)
+        self._layouts[key] = self._variables.find_wanted_layouts(compiled)
         on_host = {name for name, (_, _, there) in self._layouts[key].items() if there}
         run = self._ranks_graph.run_of(
             compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host
         )
-        if batches_of(self._whale, self.graph) is None:
-            run = compared_feeds(run, self._whale, name, compiled.number, set(captured.fed) - set(local))
-        self._runs[key] = self._whale.watched(run, name, compiled.number, lambda: compiled.plan)
+        if find_batch_readers(self._whale, self.graph) is None:
+            run = wrap_with_feed_check(run, self._whale, name, compiled.number, set(captured.fed) - set(local))
+        self._runs[key] = self._whale.watch_calls(run, name, compiled.number, lambda: compiled.plan)
         return compiled
 
 
-def _fills_queues(targets: Sequence[tf.Operation], fetches: Sequence[Any]) -> bool:
+def _is_only_filling_queues(targets: Sequence[tf.Operation], fetches: Sequence[Any]) -> bool:
     """Tells whether a run only puts something into queues, as those of queue runners do."""
     return bool(targets) and not fetches and all(op.type in _QUEUE_WRITERS for op in targets)
 
 
-class Session(SpreadSession, tf.compat.v1.Session):  # type: ignore[misc]
-    """Takes the place of tf.compat.v1.Session, as a context manager too; see ``SpreadSession``."""
+class Session(DistributedSession, tf.compat.v1.Session):  # type: ignore[misc]
+    """Takes the place of tf.compat.v1.Session, as a context manager too; see ``DistributedSession``."""
 
 
-class InteractiveSession(SpreadSession, tf.compat.v1.InteractiveSession):  # type: ignore[misc]
+class InteractiveSession(DistributedSession, tf.compat.v1.InteractiveSession):  # type: ignore[misc]
     """Takes the place of tf.compat.v1.InteractiveSession: the default session from its making on."""
 
 
@@ -350,3 +369,114 @@ class _PlanOnly(BaseException):
 
     def __init__(self, plan: Plan):
         self.plan = plan
+
+
+def read_last(program: Program) -> Program:
+    """Returns ``program`` with every fetched read of a variable ordered after the run's updates of it.
+
+    Without an order TensorFlow reads a resource variable before or after; a variable of version 1 by reference, after.
+    A read that the script has put in an order keeps it, and so does what else reads the same node.
+    """
+    outputs = list(program.outputs)
+    added: dict[str, Node] = {}
+    for i, ref in enumerate(outputs):
+        read = _find_read(program, ref)
+        if read is None:
+            continue
+        updates = _list_updates(program, read)
+        if updates:
+            name = f"{read.name}/fetched"
+            added[name] = replace(read, name=name, controls=tuple(updates))
+            outputs[i] = Ref(name)
+    if not added:
+        return program
+    return replace(program, nodes=(*program.nodes, *added.values()), outputs=tuple(outputs))
+
+
+def _find_read(program: Program, ref: Ref) -> Node | None:
+    """Returns the read of a variable that a fetched tensor is, if no control input orders it; else None."""
+    node = program.by_name[ref.node]
+    return node if node.op == "ReadVariableOp" and not node.controls else None
+
+
+def _list_updates(program: Program, read: Node) -> list[str]:
+    """Returns the names of the nodes that change what is read, or may."""
+    users = program.consumers.get(read.inputs[0], ())
+    return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))
+
+
+# Runs what brings data into a session's runs (iterators, dequeues, Python functions) on the first rank, ahead of the
+# rest.
+class Sources:
+    """The sources of a session's graph, found once for each set of fetches.
+
+    Args:
+      lock: held while they are looked for.
+    """
+
+    def __init__(
+        self, context: Context, captures: GraphCapture, one_rank: SingleRankRuns, lock: threading.Lock
+    ) -> None:
+        self._context, self._captures, self._one_rank, self._lock = context, captures, one_rank, lock
+        self._sources: dict[Hashable, list[Source]] = {}
+        self._seen: dict[str, Sequence[int]] = {}  # shapes of what they brought in last
+
+    def bring_in(
+        self,
+        wanted: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        options: Any,
+        plan_only: bool,
+        batches: BatchReaders | None = None,
+    ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
+        """Runs what brings data in (iterators, dequeues). Returns (all that is fed then, names of what has run).
+
+        Args:
+          wanted: fetches and targets.
+          plan_only: nothing runs; what would be brought in has its shapes, and no values.
+          batches: the ranks that run it; None: the first one.
+        """
+        given, done = dict(feeds), set[str]()
+        while True:
+            key = (tuple(w.name for w in wanted), tuple(t.name for t in given))
+            if key not in self._sources:
+                with self._lock:
+                    self._sources[key] = self._captures.find_sources(wanted, given)
+            if not self._sources[key]:
+                # Values that were brought in go first: the first input tells which size is the batch's.
+                return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
+            for source in self._sources[key]:
+                outputs = list(source.operation.outputs)
+                if plan_only:
+                    values = [
+                        np.zeros(shape, t.dtype.as_numpy_dtype) for t, shape in self._find_expected_shapes(outputs)
+                    ]
+                    if batches is not None:
+                        times = batches.turns * (len(batches.readers) if batches.whole else 1)
+                        values = join_parts([values] * times, [t.name for t in outputs])
+                else:
+                    needed = {t: v for t, v in given.items() if t.name in source.fed}
+                    if batches is None:
+                        values = self._one_rank.run_on_first_rank(outputs, needed, options)
+                    else:
+                        read = partial(self._one_rank.run, outputs, [], needed, (options, None))
+                        values = read_parts(read, [t.name for t in outputs], batches, self._context)
+                    self._seen.update({t.name: v.shape for t, v in zip(outputs, values)})
+                given.update(zip(outputs, values))
+                done.add(source.operation.name)
+
+    def _find_expected_shapes(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
+        """Returns the shapes of what a source will bring, known from the graph or else from the last run."""
+        found: list[tuple[tf.Tensor, Sequence[int]]] = []
+        for t in outputs:
+            shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)
+            if shape is None:
+                raise ProgramError(
+                    "a plan needs to know the size of the batch, and only a run brings it in",
+                    op=t.name,
+                    given=t.shape,
+                    expected="a static shape",
+                    action="run the step once before asking for its plan, or batch with drop_remainder=True",
+                )
+            found.append((t, shape))
+        return found

@@ -30,7 +30,7 @@ from whale.ir.program import Program
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan
 from whale.planner.report.analysis import MeasuredRank, PredictedRank, PredictedStep
-from whale.runtime.run.context import current, measured_run
+from whale.runtime.run.context import measure_run, require_current
 from whale.runtime.run.start import shutdown
 from whale.runtime.tools.as_main import as_main
 
@@ -61,13 +61,13 @@ class _Meter:
         self.peak_bytes: int | None = None
         self.kernels: defaultdict[str, float] = defaultdict(float)
 
-    def planned(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
-        saved = current().saved
+    def note_plan(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
+        saved = require_current().saved
         if saved is not None and plan.fingerprint == saved.plan.fingerprint:
             self.seen = Planned(program, plan, settings)
 
-    def steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-        saved = current().saved
+    def measure_steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+        saved = require_current().saved
         if saved is None or plan.fingerprint != saved.plan.fingerprint:
             return call
         return lambda *args: self._step(call, args)
@@ -94,7 +94,7 @@ class _Meter:
     def _end(self) -> None:
         """Records the figures of the timed steps, which are over."""
         self.moving_s = (_moving_s() - self.counted_s) / len(self.taken)
-        held = _try(whale_ops.memory.memory)
+        held = _try(whale_ops.memory.read_memory)
         self.peak_bytes = held.peak_bytes if held is not None else None
 
     def _profiled(self, call: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -138,7 +138,7 @@ def _try(call: Callable[[], Any]) -> Any:
 
 def _moving_s() -> float:
     """Returns the seconds so far in which this rank's exchanges moved, after all had come."""
-    found = [c for comm in current().comms for c in comm.counters()]
+    found = [c for comm in require_current().comms for c in comm.counters()]
     return float(sum(c.seconds - c.waiting_seconds for c in found))
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     folder, steps, profile, script, *args = sys.argv[1:]
     meter = _Meter(int(steps))
     try:
-        with as_main(script, args), measured_run(meter):
+        with as_main(script, args), measure_run(meter):
             runpy.run_path(script, run_name="__main__")
     except _Done:
         pass
@@ -180,8 +180,8 @@ def main() -> None:
             expected=f"{WARM + meter.steps_wanted + 1} steps",
             action="let it train longer, or give --steps a smaller number",
         )
-    rank = current().rank
-    if current().size > 1 and len(current().ranks) > 1:
+    rank = require_current().rank
+    if require_current().size > 1 and len(require_current().ranks) > 1:
         raise PlanError("the ranks of one process cannot be measured apart", action="leave in-process transport out")
     shutdown()
     if meter.seen is None:

@@ -11,15 +11,15 @@ from dataclasses import replace
 
 import msgspec
 
-from cost_model.cluster.allocation import named_cluster
+from cost_model.cluster.allocation import read_named_cluster
 from cost_model.cluster.cluster_file import Cluster
 from whale.cgroup import cpu_quota
 from whale.errors import DoesNotFitError, PlanError
-from whale.ir.fingerprint import fingerprint
+from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ParallelStrategy
-from whale.partition.lower import shown_ranks, with_memory
+from whale.partition.lower import add_memory, lower_shown_ranks
 from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
@@ -33,7 +33,7 @@ from whale.planner.report.planfile import Alternative, PlanFile
 from whale.planner.report.show import show, terminal_width
 from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.compile.settings import fused_on
-from whale.runtime.described import Description, program_of
+from whale.runtime.described import Description, capture_program
 from whale.runtime.described.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
 
 FAMILIES: dict[str, type[Description]] = {
@@ -80,7 +80,7 @@ def found_for(described: Description, cluster: Cluster, budget_s: float | None =
     Raises:
       PlanError: the model can be spread in no way, or fits in none.
     """
-    captured = program_of(described, mark_gradients=True)
+    captured = capture_program(described, mark_gradients=True)
     settings = _settings(cluster)
     program = normalise(captured, settings)
     environment = SearchEnvironment.of_cluster(cluster, program, settings.size, captured)
@@ -112,9 +112,9 @@ def planned_again(plan: PlanFile, path: str) -> Planned:
     assert plan.cluster is not None
     layouts = plan.plan
     assert layouts is not None
-    captured = program_of(read(plan.description, plan.batch), mark_gradients=True)
+    captured = capture_program(read(plan.description, plan.batch), mark_gradients=True)
     program, settings = ProgramEvaluator(captured, _settings(plan.cluster), plan.cluster).applied(plan.strategy)
-    if fingerprint(program) != layouts.fingerprint:
+    if compute_fingerprint(program) != layouts.fingerprint:
         raise PlanError("the saved plan was made for another program", given=path, op=program.name)
     return Planned(program, layouts, settings, tuple(verify_saved_plan(program, layouts, settings, path)))
 
@@ -126,7 +126,7 @@ def _settings(cluster: Cluster) -> PlanSettings:
 def _told(strategy: ParallelStrategy, made: Planned, cluster: Cluster) -> Plan:
     """Returns the plan of a strategy with what it is predicted to take."""
     program, settings = made.program, made.settings
-    plan = with_memory(made.plan, shown_ranks(program, made.plan, settings), settings)
+    plan = add_memory(made.plan, lower_shown_ranks(program, made.plan, settings), settings)
     return replace(plan, predicted=predicted_on(made, cluster), strategy=completed(strategy, settings), searched=True)
 
 
@@ -164,7 +164,7 @@ def main(
       ClusterError: the cluster cannot be read.
       PlanError: the description cannot be read, or nothing fits.
     """
-    machines = named_cluster(cluster, network, cpu_quota())
+    machines = read_named_cluster(cluster, network, cpu_quota())
     plan = file_of(text, machines, *found_for(read(text, batch), machines, budget_s))
     found()
     if out is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from whale.runtime.function import function as spread
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 from whale.runtime.run.start import init, shutdown
 
 
@@ -26,13 +26,13 @@ def main() -> None:
     together = _train(spread)
     scale = max(float(np.max(np.abs(value))) for value in alone)
     difference = max(float(np.max(np.abs(one - other))) for one, other in zip(alone, together)) / scale
-    counters = [counter for comm in current().comms for counter in comm.counters()]
+    counters = [counter for comm in require_current().comms for counter in comm.counters()]
     results = {
-        "ranks": current().size,
+        "ranks": require_current().size,
         "difference": difference,
         "moved_bytes": sum(counter.wire_bytes for counter in counters if counter.kind == "AllReduce"),
     }
-    if current().rank == 0:
+    if require_current().rank == 0:
         text = json.dumps(results)
         if len(sys.argv) > 1:
             Path(sys.argv[1]).write_text(text)

@@ -14,18 +14,18 @@ from typing import Any
 
 import msgspec
 
-from cost_model.cluster.allocation import named_cluster
+from cost_model.cluster.allocation import read_named_cluster
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.graph.machine_profile import MachineProfile, default_path, read
 from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
 from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
 from whale.ir.plan import Plan, strategy_of
-from whale.ir.plan_text import human_bytes, step_lines
+from whale.ir.plan_text import format_bytes, format_step
 from whale.ir.prediction import Prediction
 from whale.ir.program import Program
 from whale.kernels.substitute import REWRITE
-from whale.partition.lower import PARTITION, make_any_plan, shown_ranks, with_memory
+from whale.partition.lower import PARTITION, add_memory, lower_shown_ranks, make_any_plan
 from whale.passes.memory.step_bytes import nccl_memory
 from whale.passes.pass_manager import NORMALIZE, PLAN, make_plan, normalise
 from whale.passes.plan_builder import expand
@@ -51,14 +51,14 @@ from whale.planner.report.show import show, terminal_width
 from whale.planner.report.sliders import captured_sliders
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
-from whale.runtime.ranks.gpus import told_of_processors
-from whale.runtime.run.context import DryRun, process, running
-from whale.runtime.run.loss_scale import loss_scale_of
-from whale.runtime.run.start import planning_run
+from whale.runtime.ranks.gpus import describe_processor_operations
+from whale.runtime.run.context import DryRun, find_running, process
+from whale.runtime.run.loss_scale import find_loss_scale
+from whale.runtime.run.start import plan_only
 from whale.runtime.tools.as_main import as_main, beside, failures_told, located
 from whale.runtime.tools.described_ways import planned_again
 from whale.runtime.tools.what_if import compared, read_what_if
-from whale.runtime.variables.external_updates import Outside
+from whale.runtime.variables.external_updates import ExternalUpdates
 
 _MOST = 5
 
@@ -76,15 +76,15 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
       PlanError: the batch cannot be split as asked.
     """
     settings, scale = PlanSettings(size=ranks or 1), None
-    if (run := running()) is not None:
-        scale = loss_scale_of(run)
+    if (run := find_running()) is not None:
+        scale = find_loss_scale(run)
         settings = settings_of(run).but(size=ranks or run.size)
     marked = bool(settings.memory.recompute)
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
     found = make_any_plan(program, settings)
     found = replace(found, strategy=completed(strategy_of(found), settings))
-    return with_memory(found, shown_ranks(program, found, settings), settings)
+    return add_memory(found, lower_shown_ranks(program, found, settings), settings)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PredictionTarget:
         Raises:
           ClusterError: its file cannot be read.
         """
-        return None if self.cluster is None else named_cluster(self.cluster, self.network, cpu_quota())
+        return None if self.cluster is None else read_named_cluster(self.cluster, self.network, cpu_quota())
 
     def devices(self) -> int:
         """Returns how many devices a cluster file has; 0: none is named, or this machine, which has no number of ranks.
@@ -215,8 +215,8 @@ def main(
     if planned.settings.exchange.backend in DEVICE_BACKENDS:
         programs = rank_programs(planned)
         memory = nccl_memory(programs[0], 0, planned.settings)
-        taken = [f"{name} takes some {human_bytes(size)} of the first rank's GPU" for name, size in memory.items()]
-        sys.stdout.write("\n".join([*host_lines(programs), *taken, *told_of_processors(programs), ""]))
+        taken = [f"{name} takes some {format_bytes(size)} of the first rank's GPU" for name, size in memory.items()]
+        sys.stdout.write("\n".join([*host_lines(programs), *taken, *describe_processor_operations(programs), ""]))
     sys.stdout.write(why)
     if passes is not None:
         sys.stdout.write("\n".join(["", *passes.lines((NORMALIZE, PLAN, PARTITION, REWRITE))]) + "\n")
@@ -299,25 +299,27 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     table = read(measured)
     planned = _described(model, ranks)
     found = predict_plan(planned, table)
-    text = "\n".join(step_lines(kept(found, f"{table.host} as `whale profile` measured it", measured=True))) + "\n"
+    text = "\n".join(format_step(kept(found, f"{table.host} as `whale profile` measured it", measured=True))) + "\n"
     limits = machine(table, ranks).memory_bytes
     fits = True
     for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):
         if ran.peak_bytes > limit:
             fits = False
-            text += f"does not fit: rank {rank} lacks {human_bytes(ran.peak_bytes - limit)}\n"
+            text += f"does not fit: rank {rank} lacks {format_bytes(ran.peak_bytes - limit)}\n"
     return text, fits
 
 
 def _described(path: str, ranks: int, passes: PassLog | None = None) -> Planned:
     from whale.runtime import described
 
-    description = described.read(path)
+    description = described.read_description(path)
     settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "marked")
     watched = settings.but(observer=PassObserver("", passes))
-    program = normalise(described.program_of(description), watched)
+    program = normalise(described.capture_program(description), watched)
     plan = make_any_plan(program, watched)
-    return Planned(program, plan, settings, tuple(shown_ranks(program, plan, watched)) if passes is not None else ())
+    return Planned(
+        program, plan, settings, tuple(lower_shown_ranks(program, plan, watched)) if passes is not None else ()
+    )
 
 
 def first_step(
@@ -356,9 +358,9 @@ def first_step(
             raise _Planned
         seen[program.name] = None
 
-    runs, outside, dry = process.runs, Outside(), DryRun(ranks, stop, saved, on, passes)
+    runs, outside, dry = process.runs, ExternalUpdates(), DryRun(ranks, stop, saved, on, passes)
     try:
-        with as_main(script, args), planning_run(dry), suppress(_Planned), failures_told(script):
+        with as_main(script, args), plan_only(dry), suppress(_Planned), failures_told(script):
             runpy.run_path(script, run_name="__main__")
     finally:
         outside.take_back()
@@ -367,7 +369,7 @@ def first_step(
     return planned[0]
 
 
-def _nothing_to_plan(script: str, started: bool, outside: Outside, seen: Sequence[str]) -> ProgramError:
+def _nothing_to_plan(script: str, started: bool, outside: ExternalUpdates, seen: Sequence[str]) -> ProgramError:
     """Returns the error of a script that ended without a step to plan.
 
     Args:

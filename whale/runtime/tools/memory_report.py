@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from whale.errors import CommError
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 from whale.passes.memory.footprint import CATEGORIES
 from whale.runtime.compile.offload import offloaded_bytes
-from whale.runtime.run.context import current
+from whale.runtime.run.context import require_current
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MemoryReport:
       variables: category (parameters, slots, buffers) -> bytes of the variables that these ranks hold now, exactly.
       predicted: name of a program -> category -> bytes at the fullest moment of a step, of the first of these ranks:
         variables, gradients, weights that are gathered, activations.
-      on_host_bytes: of the variables, what lies in the host's memory beside an accelerator (``memory.offload``).
+      on_host_bytes: of the variables, what lies in the host's memory beside an accelerator (``read_memory.offload``).
       copied: bytes that steps have copied to the host's memory, and from it, since the process began.
       copied_each_step: name of a program -> bytes that a step of it is predicted to copy to the host's memory, and from
         it, on all of these ranks; without rows of which only the step knows how many there are.
@@ -53,25 +53,25 @@ class MemoryReport:
     def __str__(self) -> str:
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]} to {self.ranks[-1]}"
         lines = [f"memory of {who}", "  variables held now"]
-        lines += [f"    {name:<24} {human_bytes(n)}" for name, n in self.variables.items()]
+        lines += [f"    {name:<24} {format_bytes(n)}" for name, n in self.variables.items()]
         for program, categories in self.predicted.items():
             lines.append(f"  predicted for a step of {program}, rank {self.ranks[0]}")
-            lines += [f"    {name:<24} {human_bytes(n)}" for name, n in categories.items()]
-            lines.append(f"    {'together':<24} {human_bytes(sum(categories.values()))}")
+            lines += [f"    {name:<24} {format_bytes(n)}" for name, n in categories.items()]
+            lines.append(f"    {'together':<24} {format_bytes(sum(categories.values()))}")
         for program, (there, back) in self.copied_each_step.items():
             lines.append(f"  predicted for a step of {program}, beside the host's memory")
-            lines += [f"    {'copied to the host':<24} {human_bytes(there)}"]
-            lines += [f"    {'copied from the host':<24} {human_bytes(back)}"]
+            lines += [f"    {'copied to the host':<24} {format_bytes(there)}"]
+            lines += [f"    {'copied from the host':<24} {format_bytes(back)}"]
         lines.append("  measured")
         if self.copied_each_step:
-            lines.append(f"    {'held by the host':<24} {human_bytes(self.on_host_bytes)}")
-            lines.append(f"    {'copied to the host':<24} {human_bytes(self.copied[0])}, of all steps")
-            lines.append(f"    {'copied from the host':<24} {human_bytes(self.copied[1])}, of all steps")
+            lines.append(f"    {'held by the host':<24} {format_bytes(self.on_host_bytes)}")
+            lines.append(f"    {'copied to the host':<24} {format_bytes(self.copied[0])}, of all steps")
+            lines.append(f"    {'copied from the host':<24} {format_bytes(self.copied[1])}, of all steps")
         if self.allocated_bytes is not None and self.allocated_peak_bytes is not None:
-            lines.append(f"    {'allocated':<24} {human_bytes(self.allocated_bytes)}")
-            lines.append(f"    {'allocated at most':<24} {human_bytes(self.allocated_peak_bytes)}")
-        lines.append(f"    {'resident':<24} {human_bytes(self.resident_bytes)}")
-        lines.append(f"    {'resident at most':<24} {human_bytes(self.resident_peak_bytes)}")
+            lines.append(f"    {'allocated':<24} {format_bytes(self.allocated_bytes)}")
+            lines.append(f"    {'allocated at most':<24} {format_bytes(self.allocated_peak_bytes)}")
+        lines.append(f"    {'resident':<24} {format_bytes(self.resident_bytes)}")
+        lines.append(f"    {'resident at most':<24} {format_bytes(self.resident_peak_bytes)}")
         return "\n".join(lines)
 
 
@@ -84,13 +84,13 @@ def memory_report() -> MemoryReport:
     Raises:
       ClusterError: called before ``wh.init``.
     """
-    from whale_ops.memory import memory
+    from whale_ops.memory import read_memory
 
-    context = current("wh.memory_report()")
+    context = require_current("wh.memory_report()")
     held: Counter[str] = Counter(dict.fromkeys(CATEGORIES[:3], 0))
-    held.update(context.variables.held_bytes())
+    held.update(context.variables.count_held_bytes())
     try:
-        measured = memory()
+        measured = read_memory()
         allocated: tuple[int | None, int | None] = measured.live_bytes, measured.peak_bytes
     except CommError:
         allocated = None, None
@@ -103,7 +103,7 @@ def memory_report() -> MemoryReport:
         *allocated,
         resident,
         most,
-        context.variables.held_on_host_bytes(),
+        context.variables.count_host_bytes(),
         offloaded_bytes() if context.offloaded else (0, 0),
         dict(context.offloaded),
     )

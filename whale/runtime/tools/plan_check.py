@@ -10,8 +10,8 @@ from cost_model.cluster.cluster_file import Cluster
 from cost_model.graph.machine import cluster_machine
 from whale.errors import PlanError
 from whale.ir.plan import Plan
-from whale.ir.plan_text import human_bytes
-from whale.partition.verify_saved_plan import in_a_line
+from whale.ir.plan_text import format_bytes
+from whale.partition.verify_saved_plan import format_in_a_line
 from whale.passes.memory.step_bytes import taken_bytes
 from whale.planner.graph_search.plan_prediction import rank_programs
 from whale.planner.report.planfile import PlanFile
@@ -38,13 +38,13 @@ def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
         planned = captured_again(plan, path)
         programs = rank_programs(planned)
     except PlanError as error:  # made_plan has proved it
-        return [in_a_line(error)]
+        return [format_in_a_line(error)]
     for rank, program in enumerate(programs):
         needed = sum(taken_bytes(program, rank, planned.settings).values())
         if cluster is not None and needed > devices[rank]:
-            lacking = human_bytes(round(needed - devices[rank]))
+            lacking = format_bytes(round(needed - devices[rank]))
             found.append(
-                f"rank {rank} needs {human_bytes(needed)}, and its device has {human_bytes(round(devices[rank]))}: "
+                f"rank {rank} needs {format_bytes(needed)}, and its device has {format_bytes(round(devices[rank]))}: "
                 f"{lacking} too much"
             )
     return found

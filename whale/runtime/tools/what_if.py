@@ -18,7 +18,7 @@ from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import PlanError
 from whale.ir.mesh import Axis
 from whale.ir.ops import EXCHANGES
-from whale.ir.plan_text import human_bytes
+from whale.ir.plan_text import format_bytes
 from whale.ir.program import Program, Ref
 from whale.partition.lower import make_any_plan
 from whale.passes.analysis.scopes import split_scope
@@ -153,7 +153,7 @@ def compared(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None)
             changes.append(f"{abs(more)} {'more' if more > 0 else 'fewer'} {name}")
     before, after = planned.plan.logical_bytes, other.plan.logical_bytes
     if before != after:
-        changes.append(f"{human_bytes(before)} -> {human_bytes(after)} moved a step")
+        changes.append(f"{format_bytes(before)} -> {format_bytes(after)} moved a step")
     split = [p.plan.split_flops_fraction for p in (planned, other)]
     if split[0] != split[1]:
         changes.append(f"products divided {split[0]:.0%} -> {split[1]:.0%}")

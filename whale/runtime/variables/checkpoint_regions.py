@@ -14,13 +14,13 @@ import tensorflow as tf
 
 from whale.ir.mesh import Region, Tiles
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.variables.in_files import written
+from whale.runtime.variables.in_files import write_block
 
 _PIECE_BYTES = 64 << 20
 _by_regions: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restores_by_regions", default=False)
 
 
-def spec_of(region: Region, shape: Sequence[int]) -> str:
+def format_spec(region: Region, shape: Sequence[int]) -> str:
     """Returns a region of a variable of ``shape`` in the form of ``slice_spec``."""
     return slice_spec(shape, region.begin, region.size)
 
@@ -30,53 +30,57 @@ def slice_spec(shape: Sequence[int], begin: Sequence[int], size: Sequence[int]) 
     return f"{' '.join(map(str, shape))} {':'.join(f'{b},{s}' for b, s in zip(begin, size))}"
 
 
-def variable_of(trackable: Any) -> Any:
+def find_variable(trackable: Any) -> Any:
     """Returns the tf.Variable that an object of a checkpoint is, or that it wraps (Keras 3); None for other objects."""
     found = trackable if isinstance(trackable, tf.Variable) else getattr(trackable, "_value", None)
     return found if isinstance(found, tf.Variable) else None
 
 
-def lies_split(variable: Any) -> bool:
+def is_split(variable: Any) -> bool:
     """Tells whether the ranks hold parts of the variable."""
     return getattr(variable, "_whale_parts", None) is not None
 
 
-def regions(variable: Any) -> list[Region]:
+def list_variable_regions(variable: Any) -> list[Region]:
     """Returns the rectangles into which a variable that lies split is cut; those without elements are left out."""
-    return regions_of(variable._whale_parts.tiles, tuple(variable.shape.as_list()))
+    return list_regions(variable._whale_parts.tiles, tuple(variable.shape.as_list()))
 
 
-def regions_of(tiles: Tiles, shape: Sequence[int]) -> list[Region]:
+def list_regions(tiles: Tiles, shape: Sequence[int]) -> list[Region]:
     """Returns the rectangles into which a value is cut; those without elements are left out."""
-    return [region for place in range(tiles.count) for region in tiles.regions(shape, place)]
+    return [region for place in range(tiles.count) for region in tiles.iterate_regions(shape, place)]
 
 
-def holders(variable: Any, region: Region, context: Ranks) -> tuple[int, ...]:
+def find_holders(variable: Any, region: Region, context: Ranks) -> tuple[int, ...]:
     """Returns the ranks that have a region."""
-    found: tuple[int, ...] = variable._whale_parts.holders(region.place)
+    found: tuple[int, ...] = variable._whale_parts.find_holders(region.place)
     return found
 
 
-def region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf.Tensor:
+def read_region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf.Tensor:
     """Returns the region's values now, whatever later steps do, from a rank of this process."""
     variable._whale_parts.settle()
-    part = variable._whale_parts.value_of(rank)
+    part = variable._whale_parts.read_value(rank)
     if tuple(part.shape) == region.size:
         return part
     return tf.slice(part, region.start, region.size)
 
 
-def own_regions(variable: Any, context: Ranks) -> list[Region]:
+def list_own_regions(variable: Any, context: Ranks) -> list[Region]:
     """Returns the regions that ranks of this process have."""
-    return [p for p in regions(variable) if any(rank in context.ranks for rank in holders(variable, p, context))]
+    return [
+        p
+        for p in list_variable_regions(variable)
+        if any(rank in context.ranks for rank in find_holders(variable, p, context))
+    ]
 
 
-def lies_in_files(variable: Any) -> bool:
+def is_in_files(variable: Any) -> bool:
     """Tells whether a variable lies split, and in files: such a one is read in pieces, one after the other."""
-    return lies_split(variable) and bool(variable._whale_parts.folder)
+    return is_split(variable) and bool(variable._whale_parts.folder)
 
 
-def pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
+def iterate_pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
     """Cuts a region by rows into pieces that are small enough for memory."""
     rows, *row = region.size
     each = max(1, _PIECE_BYTES // max(1, math.prod(row) * dtype.size))
@@ -86,26 +90,28 @@ def pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
 
 
 def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], context: Ranks) -> None:
-    """Sets all of ``own_regions``, or ``pieces`` of them; a whole value that was assigned before is gone."""
+    """Sets all of ``list_own_regions``, or ``iterate_pieces`` of them; a whole value that was assigned before is
+    gone.
+    """
     parts = variable._whale_parts
     parts.settle()
     for rank in context.ranks:
-        place = parts.place(rank)
+        place = parts.find_place(rank)
         mine = [(region, value) for region, value in values if region.place == place]
         if parts.folder:
             for region, value in mine:
-                written(parts.of_rank(rank), region.start, value)
+                write_block(parts.find_rank_part(rank), region.start, value)
         elif len(mine) == 1:
-            parts.of_rank(rank).assign(mine[0][1])
+            parts.find_rank_part(rank).assign(mine[0][1])
         elif mine:
-            whole = np.empty(parts.of_rank(rank).shape.as_list(), parts.dtype.as_numpy_dtype)
+            whole = np.empty(parts.find_rank_part(rank).shape.as_list(), parts.dtype.as_numpy_dtype)
             for region, value in mine:
                 whole[tuple(slice(i, i + n) for i, n in zip(region.start, region.size))] = value.numpy()
-            parts.of_rank(rank).assign(whole)
+            parts.find_rank_part(rank).assign(whole)
 
 
 @contextlib.contextmanager
-def restored_by_pieces() -> Iterator[None]:
+def restore_by_pieces() -> Iterator[None]:
     """Has TensorFlow's restoring leave out variables that lie split, inside the context: their regions are read
     instead.
     """
@@ -116,6 +122,6 @@ def restored_by_pieces() -> Iterator[None]:
         _by_regions.reset(token)
 
 
-def restores_by_regions() -> bool:
-    """Tells whether ``restored_by_pieces`` is in effect: values are read region by region, and not by TensorFlow."""
+def is_restoring_by_regions() -> bool:
+    """Tells whether ``restore_by_pieces`` is in effect: values are read region by region, and not by TensorFlow."""
     return _by_regions.get()

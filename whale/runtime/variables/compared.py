@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from whale.errors import CommError
 from whale.replicas import Said, differing, in_words
-from whale.runtime.ranks.likely_cause import likely_cause
+from whale.runtime.ranks.likely_cause import describe_likely_cause
 from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
 
 
-def checksum(value: tf.Tensor) -> int:
+def compute_checksum(value: tf.Tensor) -> int:
     """Returns a checksum of a tensor's elements; with equal shapes and types, other values give another one but for
     chance.
     """
@@ -26,7 +26,7 @@ def checksum(value: tf.Tensor) -> int:
     return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 
-def held(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) -> dict[str, tuple[int, bool]]:
+def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) -> dict[str, tuple[int, bool]]:
     """Describes this rank's variables by checksums. ``variables``: (name, its value here or None where others hold it,
     whether it must be equal).
 
@@ -40,7 +40,7 @@ def held(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) -> dict[str, t
         seen[name] += 1
         if value is not None:
             shape = ",".join(map(str, value.shape))
-            found[f"{name}#{seen[name]}/{count[name]}[{shape}]"] = checksum(value), must
+            found[f"{name}#{seen[name]}/{count[name]}[{shape}]"] = compute_checksum(value), must
     return found
 
 
@@ -48,7 +48,7 @@ def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
     """Compares what the ranks hold; collective.
 
     Args:
-      mine: what ``held`` says of this rank's variables.
+      mine: what ``describe_variables`` says of this rank's variables.
       when: what is about to happen with them, in words.
 
     Returns:
@@ -66,7 +66,7 @@ def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
             "a variable differs between ranks" if len(found) == 1 else f"{len(found)} variables differ between ranks",
             variable=in_words(found),
             given=f"other values than the first rank's, seen at {when}",
-            **{"likely cause": f"an update on one rank alone, or {likely_cause(context)}"},
+            **{"likely cause": f"an update on one rank alone, or {describe_likely_cause(context)}"},
             expected="equal copies",
             action="assign to variables on every rank, or inside a step; train in steps that Whale distributes only",
         )

@@ -20,9 +20,9 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
-from whale.runtime.variables.checkpoint_regions import restores_by_regions
+from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
 from whale.runtime.variables.initializer_recording import record
-from whale.runtime.variables.partial_initializers import LITTLE_BYTES, Initial, Reader, uniform_value
+from whale.runtime.variables.partial_initializers import LITTLE_BYTES, DeferredInitial, Reader, record_uniform_value
 from whale.runtime.variables.split_variable import NEED_WHOLE
 
 # While a step is captured its graph refers to handles, whatever lies behind them.
@@ -35,13 +35,13 @@ _OURS = "_whale_defers"
 _PLAIN = {"use_resource": (None, True), "validate_shape": (None, True)}
 
 
-def deferred_of(variable: Any) -> Initial | None:
+def find_deferred(variable: Any) -> DeferredInitial | None:
     """Returns the initial value of a variable that has not been made; None: the variable holds a value."""
     return getattr(variable, "_whale_initial", None)
 
 
 @contextmanager
-def knowing_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
+def announce_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
     """Announces shape and type of the variable that is created inside; its initializer may not tell them before it has
     run.
     """
@@ -61,14 +61,14 @@ def install(wanted: Callable[[int | None], bool]) -> None:
     Args:
       wanted: is asked for each variable that is not little, with its bytes, or None where these are not known yet.
     """
-    ours = creator(wanted)
+    ours = make_creator(wanted)
     setattr(ours, _OURS, True)
     graph = tf.compat.v1.get_default_graph()
     others = [entry for entry in graph._variable_creator_stack if not getattr(entry[1], _OURS, False)]
     graph._variable_creator_stack = [(0, ours), *others]  # asked last, after the user's own
 
 
-def creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
+def make_creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
     """Returns a variable creator for TensorFlow that defers what is ``wanted``, and passes the others on."""
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
@@ -76,12 +76,12 @@ def creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
         little = size_bytes is not None and size_bytes <= LITTLE_BYTES
         if little or not tf.executing_eagerly() or not wanted(size_bytes):
             return next_creator(**kwargs)
-        return _created(next_creator, kwargs)
+        return _create_variable(next_creator, kwargs)
 
     return create
 
 
-def creator_in_traces(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
+def make_trace_creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
     """Returns a variable creator for traced functions, which defers what begins with constants, as an optimizer's state
     does.
 
@@ -92,17 +92,17 @@ def creator_in_traces(wanted: Callable[[int | None], bool]) -> Callable[..., Any
     def create(next_creator: Any, **kwargs: Any) -> Any:
         size_bytes = _known_bytes.get()
         little = size_bytes is not None and size_bytes <= LITTLE_BYTES
-        if not little and wanted(size_bytes) and _of_constants(kwargs.get("initial_value"), kwargs.get("dtype")):
+        if not little and wanted(size_bytes) and _is_constant_value(kwargs.get("initial_value"), kwargs.get("dtype")):
             with tf.init_scope():
-                initial = _initial(kwargs)
-                if isinstance(initial, Initial):
-                    return _uninitialized(initial, kwargs)
+                initial = _read_initial(kwargs)
+                if isinstance(initial, DeferredInitial):
+                    return _create_uninitialized(initial, kwargs)
         return next_creator(**kwargs)
 
     return create
 
 
-def _of_constants(value: Any, dtype: Any) -> bool:
+def _is_constant_value(value: Any, dtype: Any) -> bool:
     """Tells whether an initial value depends neither on random numbers nor on a function's tensors."""
     if not callable(value):
         return value is not None and not isinstance(value, tf.Variable) and not tf.is_symbolic_tensor(value)
@@ -115,16 +115,16 @@ def _of_constants(value: Any, dtype: Any) -> bool:
     return not graph.captures and not any(op.op_def.is_stateful for op in graph.get_operations())
 
 
-def _created(next_creator: Any, kwargs: dict[str, Any]) -> Any:
-    initial = _initial(kwargs)
+def _create_variable(next_creator: Any, kwargs: dict[str, Any]) -> Any:
+    initial = _read_initial(kwargs)
     if initial is None:
         return next_creator(**kwargs)
-    if not isinstance(initial, Initial):
+    if not isinstance(initial, DeferredInitial):
         return next_creator(**{**kwargs, "initial_value": initial})
-    return _uninitialized(initial, kwargs)
+    return _create_uninitialized(initial, kwargs)
 
 
-def _uninitialized(initial: Initial, kwargs: dict[str, Any]) -> Any:
+def _create_uninitialized(initial: DeferredInitial, kwargs: dict[str, Any]) -> Any:
     passed = {name: kwargs[name] for name in _PASSED_ON if kwargs.get(name) is not None}
     variable = resource_variable_ops.UninitializedVariable(
         shape=tf.TensorShape(initial.shape), dtype=tf.as_dtype(initial.dtype), **passed
@@ -133,7 +133,7 @@ def _uninitialized(initial: Initial, kwargs: dict[str, Any]) -> Any:
     return variable
 
 
-def _initial(kwargs: dict[str, Any]) -> Initial | tf.Tensor | None:
+def _read_initial(kwargs: dict[str, Any]) -> DeferredInitial | tf.Tensor | None:
     """Returns what to make of a creation: a deferred initial value, a little one that is computed, or None: leave it
     alone.
     """
@@ -143,7 +143,7 @@ def _initial(kwargs: dict[str, Any]) -> Initial | tf.Tensor | None:
     if odd or any(kwargs.get(name) not in values for name, values in _PLAIN.items()):
         return None
     value, dtype, shape = kwargs.get("initial_value"), kwargs.get("dtype"), kwargs.get("shape")
-    found: Initial | tf.Tensor | None = None
+    found: DeferredInitial | tf.Tensor | None = None
     if callable(value):
         states = random.getstate(), np.random.get_state()
         try:
@@ -154,21 +154,25 @@ def _initial(kwargs: dict[str, Any]) -> Initial | tf.Tensor | None:
             random.setstate(states[0])
             np.random.set_state(states[1])
     elif isinstance(value, tf.__internal__.EagerTensor) and dtype in (None, value.dtype):
-        found = uniform_value(value)
-    if isinstance(found, Initial) and shape is not None and tf.TensorShape(shape) != tf.TensorShape(found.shape):
-        return Initial(found.shape, found.dtype, found.little, found.ops, found.result).whole()
+        found = record_uniform_value(value)
+    if (
+        isinstance(found, DeferredInitial)
+        and shape is not None
+        and tf.TensorShape(shape) != tf.TensorShape(found.shape)
+    ):
+        return DeferredInitial(found.shape, found.dtype, found.little, found.ops, found.result).compute_whole()
     return found
 
 
-def defer(variable: Any, initial: Initial) -> None:
+def defer(variable: Any, initial: DeferredInitial) -> None:
     """Makes ``variable``, which holds nothing, one that will hold ``initial``."""
     variable._whale_initial = initial
-    variable.__class__ = _deferred_class()
+    variable.__class__ = _make_deferred_class()
 
 
 def forget(variable: Any) -> None:
     """Ends the deferral of ``variable``, which then holds nothing: its caller gives it a value now."""
-    if deferred_of(variable) is not None:
+    if find_deferred(variable) is not None:
         variable.__class__ = resource_variable_ops.ResourceVariable
         del variable._whale_initial
 
@@ -180,24 +184,24 @@ def restore_from(variable: Any, reader: Reader) -> None:
       reader: called with (begin, size) of a region of the global value, over all dimensions; returns what lies there.
     """
     initial = variable._whale_initial
-    variable._whale_initial = Initial(initial.shape, initial.dtype, {}, (), 0, reader)
+    variable._whale_initial = DeferredInitial(initial.shape, initial.dtype, {}, (), 0, reader)
 
 
 def make_whole(variable: Any) -> None:
     """Gives a deferred variable its whole value."""
-    initial = deferred_of(variable)
+    initial = find_deferred(variable)
     if initial is not None:
         with tf.init_scope():
-            value = initial.whole()
+            value = initial.compute_whole()
             forget(variable)
             gen_resource_variable_ops.assign_variable_op(variable._handle, value)
 
 
 @cache
-def _deferred_class() -> type:
+def _make_deferred_class() -> type:
     kind = resource_variable_ops.ResourceVariable
 
-    def first_made(name: str) -> Any:
+    def wrap_with_making(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if tf.executing_eagerly() or not capturing.get():
                 make_whole(self)
@@ -206,19 +210,21 @@ def _deferred_class() -> type:
 
         return method
 
-    def given(name: str) -> Any:
+    def wrap_assignment(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if tf.executing_eagerly():
                 forget(self)
                 return getattr(self, name)(*args, **kwargs)
-            return first_made(name)(self, *args, **kwargs)
+            return wrap_with_making(name)(self, *args, **kwargs)
 
         return method
 
-    def serialized(self: Any) -> dict[str, Any]:
-        return {} if restores_by_regions() else kind._serialize_to_tensors(self)
+    def serialize(self: Any) -> dict[str, Any]:
+        return {} if is_restoring_by_regions() else kind._serialize_to_tensors(self)
 
-    members: dict[str, Any] = {name: first_made(name) for name in ("_read_variable_op", "is_initialized", *NEED_WHOLE)}
-    members.update((name, given(name)) for name in ("assign", "_restore_from_tensors"))
-    members["_serialize_to_tensors"] = serialized
+    members: dict[str, Any] = {
+        name: wrap_with_making(name) for name in ("_read_variable_op", "is_initialized", *NEED_WHOLE)
+    }
+    members.update((name, wrap_assignment(name)) for name in ("assign", "_restore_from_tensors"))
+    members["_serialize_to_tensors"] = serialize
     return type(kind.__name__, (kind,), members)

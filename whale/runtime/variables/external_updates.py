@@ -15,8 +15,8 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import gen_resource_variable_ops, gen_training_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable, _UnreadVariable
 
-from whale.runtime.ranks.script_line import script_line
-from whale.runtime.variables.deferred import capturing, deferred_of
+from whale.runtime.ranks.script_line import find_script_line
+from whale.runtime.variables.deferred import capturing, find_deferred
 
 # Methods of variables by which a step of training adds something, and those that give a value from anywhere.
 _ADDS = tuple(name for name in dir(BaseResourceVariable) if name.startswith(("assign_", "scatter_", "batch_scatter_")))
@@ -29,7 +29,7 @@ _TRAINS = ("ResourceApply", "ResourceSparseApply", "Apply", "SparseApply")
 
 
 @dataclass
-class Made:
+class TrackedVariable:
     """A trainable variable of floating point that was made, or written to, since the run began.
 
     Attributes:
@@ -43,7 +43,7 @@ class Made:
     given: int = 0
 
 
-class Outside:
+class ExternalUpdates:
     """Notes what changes variables beside the run's programs, from its making to ``take_back``.
 
     Attributes:
@@ -54,19 +54,19 @@ class Outside:
     def __init__(self) -> None:
         self.written: dict[int, None] = {}
         self.trained: dict[str, dict[str, None]] = {}
-        self._made: dict[int, Made] = {}
+        self._made: dict[int, TrackedVariable] = {}
         self._sessions: set[tuple[int, ...]] = set()
         self._differentiated = False  # whether a gradient was computed beside the run's programs
         self._replaced: list[tuple[Any, str, Any]] = []
-        self._put(BaseResourceVariable, "__init__", self._making)
+        self._put(BaseResourceVariable, "__init__", self._wrap_init)
         for kind in (BaseResourceVariable, ResourceVariable):  # which has some of the methods once more
             for name in (*_ADDS, *_GIVES):
                 if name in vars(kind):
-                    self._put(kind, name, functools.partial(self._writing, name in _ADDS))
-        self._put(GradientTape, "gradient", self._differentiating)
-        self._put(BaseSession, "_do_run", self._running)
+                    self._put(kind, name, functools.partial(self._wrap_write, name in _ADDS))
+        self._put(GradientTape, "gradient", self._wrap_gradient)
+        self._put(BaseSession, "_do_run", self._wrap_run)
         for module, call in (("pywrap_tfe", "TFE_Py_FastPathExecute"), ("_op_def_library", "_apply_op_helper")):
-            passed_on = _PassedOn(getattr(gen_training_ops, module), call, self._optimizing)
+            passed_on = _OpListener(getattr(gen_training_ops, module), call, self._note_optimizer)
             self._replaced.append((gen_training_ops, module, getattr(gen_training_ops, module)))
             setattr(gen_training_ops, module, passed_on)
 
@@ -76,7 +76,9 @@ class Outside:
             setattr(where, name, original)
         self._replaced.clear()
 
-    def held(self, other_than: Collection[int], only: Collection[int] | None) -> Iterator[tuple[str, tf.Tensor, bool]]:
+    def iterate_held(
+        self, other_than: Collection[int], only: Collection[int] | None
+    ) -> Iterator[tuple[str, tf.Tensor, bool]]:
         """Yields (name, value, whether it was trained) of the noted variables that hold a value, in the order of their
         making.
 
@@ -89,7 +91,7 @@ class Outside:
             if variable is None or key in other_than or (only is not None and key not in only):
                 continue
             handle = variable._handle
-            if deferred_of(variable) is None and bool(gen_resource_variable_ops.var_is_initialized_op(handle)):
+            if find_deferred(variable) is None and bool(gen_resource_variable_ops.var_is_initialized_op(handle)):
                 value = gen_resource_variable_ops.read_variable_op(handle, variable.dtype)
                 yield made.name, value, made.trained
 
@@ -107,44 +109,44 @@ class Outside:
         self._replaced.append((where, name, original))
         setattr(where, name, functools.wraps(original)(wrap(original)))
 
-    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def init(variable: Any, *args: Any, **kwargs: Any) -> None:
             original(variable, *args, **kwargs)
             if type(variable) is not _UnreadVariable:
-                self._known(variable)
+                self._find_tracked(variable)
 
         return init
 
-    def _writing(self, adds: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_write(self, adds: bool, original: Callable[..., Any]) -> Callable[..., Any]:
         def write(variable: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(variable, *args, **kwargs)
             if not capturing.get():
-                self._written(variable, adds)
+                self._note_written(variable, adds)
             return result
 
         return write
 
-    def _differentiating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_gradient(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def gradient(*args: Any, **kwargs: Any) -> Any:
             self._differentiated = self._differentiated or not capturing.get()
             return original(*args, **kwargs)
 
         return gradient
 
-    def _running(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def do_run(session: Any, handle: Any, targets: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
             wanted = (id(session.graph), *map(id, targets), *map(id, fetches))
             if wanted not in self._sessions:
                 self._sessions.add(wanted)
-                if names := _trained_by([*targets, *(f.op for f in fetches)]):
-                    self._trained(f"a {type(session).__name__} run{_place()}", names)
+                if names := _list_trained([*targets, *(f.op for f in fetches)]):
+                    self._note_trained(f"a {type(session).__name__} run{_format_place()}", names)
             return original(session, handle, targets, fetches, *args, **kwargs)
 
         return do_run
 
-    def _written(self, variable: Any, adds: bool) -> None:
+    def _note_written(self, variable: Any, adds: bool) -> None:
         key = id(variable._handle)
-        made = self._known(variable)
+        made = self._find_tracked(variable)
         if tf.executing_eagerly():
             self.written[key] = None
         if made is None:
@@ -153,12 +155,12 @@ class Outside:
             made.given += 1
             if adds or (made.given >= _OFTEN and self._differentiated):
                 made.trained = True
-                self._trained(f"updates{_place()}", [made.name])
+                self._note_trained(f"updates{_format_place()}", [made.name])
         elif adds or self._differentiated:
             made.trained = True
-            self._trained_in_function([made.name])
+            self._note_trained_in_function([made.name])
 
-    def _optimizing(self, op: str, handle: Any) -> None:
+    def _note_optimizer(self, op: str, handle: Any) -> None:
         """Notes that an operation of TensorFlow's optimizers is built, or run."""
         if capturing.get():
             return
@@ -168,24 +170,24 @@ class Outside:
             made.trained = True
         if tf.executing_eagerly():
             self.written[id(handle)] = None
-            self._trained(f"{op}{_place()}", names)
+            self._note_trained(f"{op}{_format_place()}", names)
         else:
-            self._trained_in_function(names)
+            self._note_trained_in_function(names)
 
-    def _trained_in_function(self, names: Iterable[str]) -> None:
+    def _note_trained_in_function(self, names: Iterable[str]) -> None:
         """Notes that a function is traced that writes to variables; graphs of TensorFlow 1 are seen when they run."""
         graph, outermost = tf.compat.v1.get_default_graph(), None
         while isinstance(graph, FuncGraph):
             graph, outermost = graph.outer_graph, graph
         if outermost is not None and outermost.name != _FIRST_VALUES:
-            self._trained(f"the tf.function `{outermost.name}`{_place(', called at')}", names)
+            self._note_trained(f"the tf.function `{outermost.name}`{_format_place(', called at')}", names)
 
-    def _trained(self, what: str, names: Iterable[str]) -> None:
+    def _note_trained(self, what: str, names: Iterable[str]) -> None:
         if tf.distribute.has_strategy():
             what += f", under {type(tf.distribute.get_strategy()).__name__}"
         self.trained.setdefault(what, {}).update(dict.fromkeys(names))
 
-    def _known(self, variable: Any) -> Made | None:
+    def _find_tracked(self, variable: Any) -> TrackedVariable | None:
         """Returns what is noted of a variable; None where it is not one that is trained."""
         handle = getattr(variable, "_handle", None)
         if not isinstance(handle, tf.__internal__.EagerTensor):
@@ -199,7 +201,7 @@ class Outside:
             and type(variable) is not _UnreadVariable
         ):
             forget = functools.partial(self._forget, key)
-            found = self._made[key] = Made(weakref.ref(variable, forget), variable.name.partition(":")[0])
+            found = self._made[key] = TrackedVariable(weakref.ref(variable, forget), variable.name.partition(":")[0])
         return found
 
     def _forget(self, key: int, _: Any) -> None:
@@ -207,30 +209,30 @@ class Outside:
         self.written.pop(key, None)
 
 
-class _PassedOn:
+class _OpListener:
     """A module one of whose functions is listened to: ``hear`` gets the operation's name and the variable's handle."""
 
     def __init__(self, module: Any, call: str, hear: Callable[[str, Any], None]) -> None:
         self._module, self._hear = module, hear
-        setattr(self, call, functools.partial(self._heard, getattr(module, call)))
+        setattr(self, call, functools.partial(self._wrap_heard, getattr(module, call)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def _heard(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _wrap_heard(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         op = next(arg for arg in args if isinstance(arg, str))
         if op.startswith(_TRAINS):
             self._hear(op, kwargs["var"] if "var" in kwargs else args[3])
         return original(*args, **kwargs)
 
 
-def _place(before: str = " at") -> str:
+def _format_place(before: str = " at") -> str:
     """Returns ``before`` and the line of the script that has called, or "" if none in this thread has."""
-    line = script_line()
+    line = find_script_line()
     return f"{before} {line}" if line else ""
 
 
-def _trained_by(ops: Collection[tf.Operation]) -> list[str]:
+def _list_trained(ops: Collection[tf.Operation]) -> list[str]:
     """Returns the names of the variables that an optimizer updates in a run of these operations."""
     found: dict[str, None] = {}
     seen, left = {op.name for op in ops}, list(ops)

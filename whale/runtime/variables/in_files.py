@@ -4,7 +4,8 @@ A part's tensor is a file that the system maps (``WhaleMappedTensor``): TensorFl
 of it, what is used is in memory while there is room, and what was changed is written back. Files have no names, and go
 with the process. That is for variables of which steps read and write rows; who reads one whole has it in memory.
 
-``keep_in_files``, ``folder_of``: which variables. ``mapped``: a part. ``written``: a block of it. ``copied``: a value.
+``keep_in_files``, ``find_folder``: which variables. ``make_mapped_variable``: a part. ``write_block``: a block of it.
+``copy_part``: a value.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ def keep_in_files(variable: tf.Variable, folder: str) -> None:
     setattr(variable, _FOLDER, folder)
 
 
-def folder_of(variable: Any) -> str:
+def find_folder(variable: Any) -> str:
     """Returns the folder in whose files a variable's parts lie; empty: they lie in memory."""
     return str(getattr(variable, _FOLDER, ""))
 
 
-def mapped(folder: str, shape: Sequence[int], dtype: str, name: str) -> tf.Variable:
+def make_mapped_variable(folder: str, shape: Sequence[int], dtype: str, name: str) -> tf.Variable:
     """Makes a variable of zeros in a file.
 
     Raises:
       PlanError: the folder cannot have such a file.
     """
     try:
-        value = whale_ops.ops().whale_mapped_tensor(folder=folder, shape=list(shape), T=dtype)
+        value = whale_ops.load_ops().whale_mapped_tensor(folder=folder, shape=list(shape), T=dtype)
     except tf.errors.OpError as error:
         raise PlanError(
             "a table does not go into a file",
@@ -51,7 +52,7 @@ def mapped(folder: str, shape: Sequence[int], dtype: str, name: str) -> tf.Varia
     return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)
 
 
-def written(part: tf.Variable, begin: Sequence[int], value: tf.Tensor) -> None:
+def write_block(part: tf.Variable, begin: Sequence[int], value: tf.Tensor) -> None:
     """Writes a block of a part, in place: nothing else refers to its memory."""
     first = np.array(begin, np.int64)
     tf.raw_ops.ResourceStridedSliceAssign(
@@ -62,6 +63,6 @@ def written(part: tf.Variable, begin: Sequence[int], value: tf.Tensor) -> None:
     tf.raw_ops.DisableCopyOnRead(resource=part.handle)
 
 
-def copied(part: tf.Variable, folder: str) -> tf.Tensor:
+def copy_part(part: tf.Variable, folder: str) -> tf.Tensor:
     """Returns the value of a part now, whatever later steps do; the copy lies in a file, too."""
-    return whale_ops.ops().whale_mapped_copy(variable=part.handle, folder=folder, T=part.dtype)
+    return whale_ops.load_ops().whale_mapped_copy(variable=part.handle, folder=folder, T=part.dtype)

@@ -15,7 +15,14 @@ from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import func_graph, random_seed
 
 from whale.ir.ops import ASSIGNS
-from whale.runtime.variables.partial_initializers import LITTLE_BYTES, PHILOX, RESERVED, Initial, Op, execute_op
+from whale.runtime.variables.partial_initializers import (
+    LITTLE_BYTES,
+    PHILOX,
+    RESERVED,
+    DeferredInitial,
+    RecordedOp,
+    execute_op,
+)
 
 # Stateful ops of graphs -> the op that draws the same numbers from the same place of the stream.
 _STREAMS = {
@@ -27,7 +34,7 @@ _STREAMS = {
 _OF_STATES = ASSIGNS | {"ReadVariableOp"}
 
 
-def record(make: Callable[[], Any], dtype: Any = None) -> Initial | tf.Tensor | None:
+def record(make: Callable[[], Any], dtype: Any = None) -> DeferredInitial | tf.Tensor | None:
     """Records what ``make`` computes: a value that is not computed yet, or a little one; None: it has to be run to
     know.
 
@@ -38,15 +45,15 @@ def record(make: Callable[[], Any], dtype: Any = None) -> Initial | tf.Tensor | 
     with graph.as_default(), tf.variable_creator_scope(_refuse_variable):
         made = tf.convert_to_tensor(make(), dtype=tf.as_dtype(dtype) if dtype is not None else None)
     outer = {id(inner): external for external, inner in graph.captures}
-    found = _recorded(graph.get_operations(), made, outer)
-    if not isinstance(found, Recorded):
+    found = _record_operations(graph.get_operations(), made, outer)
+    if not isinstance(found, RecordedInitializer):
         return found
     if any(any(stream.seeds) for stream in found.streams):
         return None  # eager ops of equal seeds share a stream, and nobody knows how far it has come
-    return found.run(Counter(), _eager_seeds)
+    return found.run(Counter(), _find_eager_seeds)
 
 
-def _eager_seeds(number: int) -> tuple[int, int]:
+def _find_eager_seeds(number: int) -> tuple[int, int]:
     """Returns the seeds of the next random op that is run eagerly without a seed of its own."""
     first, second = random_seed.get_seed(None)
     if first is None:
@@ -66,10 +73,10 @@ class _Stream:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedInitializer:
     """A graph's computation as an initial value, complete but for the present state of its random ops."""
 
-    initial: Initial
+    initial: DeferredInitial
     streams: tuple[_Stream, ...] = ()
 
     @property
@@ -84,7 +91,7 @@ class Recorded:
         what = (self.initial.shape, self.initial.dtype, little, self.initial.ops, self.initial.result, self.streams)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
-    def run(self, runs: Counter[str], seeds: Callable[[int], tuple[int, int]]) -> Initial:
+    def run(self, runs: Counter[str], seeds: Callable[[int], tuple[int, int]]) -> DeferredInitial:
         """Returns the initial value that the next run computes.
 
         Args:
@@ -100,7 +107,7 @@ class Recorded:
         return replace(self.initial, little=little)
 
 
-def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> Recorded | None:
+def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> RecordedInitializer | None:
     """Records what a session's graph computes for ``made``; None: it depends on more than constants and seeds.
 
     Args:
@@ -120,13 +127,15 @@ def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> Recorded | None
         return None
     try:
         with tf_context.eager_mode():
-            found = _recorded(sorted(wanted, key=lambda op: op._id), made, {})
+            found = _record_operations(sorted(wanted, key=lambda op: op._id), made, {})
     except ValueError:
         return None
-    return found if isinstance(found, Recorded) else None
+    return found if isinstance(found, RecordedInitializer) else None
 
 
-def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any]) -> Recorded | tf.Tensor | None:
+def _record_operations(
+    operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any]
+) -> RecordedInitializer | tf.Tensor | None:
     """Records the operations behind ``made``; see ``record``."""
     if not all(op.type in _STREAMS or _is_recordable(op, outer) for op in operations):
         return None
@@ -134,7 +143,7 @@ def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any])
         return None
     numbers: dict[int, int] = {}
     little: dict[int, Any] = {}
-    later: list[Op] = []
+    later: list[RecordedOp] = []
     found: list[_Stream] = []
     for op in operations:
         first = len(numbers)
@@ -153,17 +162,19 @@ def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any])
             steps = math.prod(shapes[0]) * RESERVED
             found.append(_Stream(op.name, key, key - 1, (op.get_attr("seed"), op.get_attr("seed2")), steps))
             attrs = ("dtype", op.get_attr("dtype").as_datatype_enum, "Tshape", op.get_attr("T").as_datatype_enum)
-            later.append(Op(_STREAMS[op.type], attrs, (operands[0], key, key - 1, key - 2), first, shapes, dtypes))
+            later.append(
+                RecordedOp(_STREAMS[op.type], attrs, (operands[0], key, key - 1, key - 2), first, shapes, dtypes)
+            )
             continue
-        if op.type == "Const" and not _is_little(op):
+        if op.type == "Const" and not _is_small(op):
             dims, value = len(numbers), len(numbers) + 1
             numbers.update({-dims: dims, -value: value})  # these numbers belong to no tensor
-            little[dims], little[value] = tf.constant(shapes[0], tf.int64), tf.constant(_repeated(op))
+            little[dims], little[value] = tf.constant(shapes[0], tf.int64), tf.constant(_find_repeated_element(op))
             attrs = ("T", op.get_attr("dtype").as_datatype_enum, "index_type", tf.int64.as_datatype_enum)
-            later.append(Op("Fill", attrs, (dims, value), first, shapes, dtypes))
+            later.append(RecordedOp("Fill", attrs, (dims, value), first, shapes, dtypes))
             continue
-        recorded = Op(op.type, _attrs(op), operands, first, shapes, dtypes)
-        if all(n in little for n in operands) and _is_little(op):
+        recorded = RecordedOp(op.type, _list_attrs(op), operands, first, shapes, dtypes)
+        if all(n in little for n in operands) and _is_small(op):
             values = execute_op(recorded, [little[n] for n in operands])
             little.update((first + i, v) for i, v in enumerate(values))
         elif op.op_def.is_stateful:
@@ -173,10 +184,10 @@ def _recorded(operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any])
     result = numbers[id(made)]
     if result in little:
         return tf.convert_to_tensor(little[result])
-    needed = _needed(later, result)
+    needed = _find_needed(later, result)
     kept = {n: little[n].numpy() for op in needed for n in op.operands if n in little}
-    initial = Initial(tuple(made.shape.as_list()), made.dtype.name, kept, tuple(needed), result)
-    return Recorded(initial, tuple(found))
+    initial = DeferredInitial(tuple(made.shape.as_list()), made.dtype.name, kept, tuple(needed), result)
+    return RecordedInitializer(initial, tuple(found))
 
 
 def _refuse_variable(next_creator: Any, **kwargs: Any) -> Any:
@@ -188,16 +199,16 @@ def _is_recordable(op: Any, outer: dict[int, Any]) -> bool:
         return id(op.outputs[0]) in outer
     if op.op_def.is_stateful and op.type not in _OF_STATES:
         return False
-    if any(_carries_function(a.type) for a in op.op_def.attr):
+    if any(_is_function_attr(a.type) for a in op.op_def.attr):
         return False
     if not all(t.shape.is_fully_defined() for t in op.outputs):
         return False
     if op.type == "Const":
-        return _is_little(op) or _repeated(op) is not None
-    return _is_little(op) if op.op_def.is_stateful else True
+        return _is_small(op) or _find_repeated_element(op) is not None
+    return _is_small(op) if op.op_def.is_stateful else True
 
 
-def _repeated(op: Any) -> np.ndarray | None:
+def _find_repeated_element(op: Any) -> np.ndarray | None:
     """Returns the element of a constant whose elements are all alike, by the form it has in the graph; else None."""
     proto = op.get_attr("value")
     values = [value for field, value in proto.ListFields() if field.name.endswith("_val")]
@@ -210,15 +221,15 @@ def _repeated(op: Any) -> np.ndarray | None:
     return found
 
 
-def _carries_function(kind: str) -> bool:
+def _is_function_attr(kind: str) -> bool:
     return kind in ("func", "list(func)")
 
 
-def _is_little(op: Any) -> bool:
+def _is_small(op: Any) -> bool:
     return sum(t.shape.num_elements() * max(1, t.dtype.size) for t in op.outputs) <= LITTLE_BYTES
 
 
-def _needed(ops: Sequence[Op], result: int) -> list[Op]:
+def _find_needed(ops: Sequence[RecordedOp], result: int) -> list[RecordedOp]:
     wanted, found = {result}, []
     for op in reversed(ops):
         if any(op.first + i in wanted for i in range(len(op.shapes))):
@@ -227,7 +238,7 @@ def _needed(ops: Sequence[Op], result: int) -> list[Op]:
     return found[::-1]
 
 
-def _attrs(op: Any) -> tuple[Any, ...]:
+def _list_attrs(op: Any) -> tuple[Any, ...]:
     found: list[Any] = []
     for attr in op.op_def.attr:
         value = op.get_attr(attr.name)

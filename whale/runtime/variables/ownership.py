@@ -14,9 +14,9 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from whale.runtime.variables.deferred import defer
-from whale.runtime.variables.partial_initializers import Initial
-from whale.runtime.variables.split_variable import Parts
-from whale.runtime.variables.stage_variables import Home
+from whale.runtime.variables.partial_initializers import DeferredInitial
+from whale.runtime.variables.split_variable import VariableParts
+from whale.runtime.variables.stage_variables import VariableHome
 
 
 class Holding:
@@ -28,12 +28,12 @@ class Holding:
       is_everywhere: whether every rank has all of it.
     """
 
-    def __init__(self, variable: Any, handle: Any, parts: Parts | None, home: Home | None, size: int):
+    def __init__(self, variable: Any, handle: Any, parts: VariableParts | None, home: VariableHome | None, size: int):
         self.variable, self.key = variable, id(handle)
         self._handle, self._parts, self._home = handle, parts, home
         everyone = tuple(range(size))
         if parts is not None:
-            self.holders = tuple(parts.holders(place) for place in range(parts.tiles.count))
+            self.holders = tuple(parts.find_holders(place) for place in range(parts.tiles.count))
         else:
             self.holders = (everyone if home is None or home.ranks is None else tuple(sorted(home.ranks)),)
         self.is_everywhere = self.holders == (everyone,)
@@ -48,24 +48,24 @@ class Holding:
         """Returns the type of its elements."""
         return self.variable.dtype
 
-    def piece(self, rank: int) -> int | None:
+    def find_piece(self, rank: int) -> int | None:
         """Returns the number of the piece that a rank has; None: it has none."""
         return next((piece for piece, ranks in enumerate(self.holders) if rank in ranks), None)
 
-    def alone(self, rank: int) -> int | None:
+    def find_lone_piece(self, rank: int) -> int | None:
         """Returns the number of the piece that a rank has, and no other rank; None: there is none."""
         return next((piece for piece, ranks in enumerate(self.holders) if ranks == (rank,)), None)
 
     def handle(self, rank: int) -> Any:
         """Returns the handle of the memory in which this process's rank has its piece."""
-        return self._handle if self._parts is None else self._parts.of_rank(rank).handle
+        return self._handle if self._parts is None else self._parts.find_rank_part(rank).handle
 
     def shape(self, piece: int) -> tuple[int, ...]:
         """Returns the shape of a piece."""
         whole = tuple(self.variable.shape)
-        return whole if self._parts is None else tuple(self._parts.tiles.local_shape(whole, piece))
+        return whole if self._parts is None else tuple(self._parts.tiles.find_local_shape(whole, piece))
 
-    def assigned(self) -> tf.Tensor | None:
+    def find_assigned(self) -> tf.Tensor | None:
         """Returns the whole value that a script has given to a variable that lies split, and that no step has cut yet;
         else None.
         """
@@ -73,34 +73,34 @@ class Holding:
             return None
         return gen_resource_variable_ops.read_variable_op(self._handle, self.dtype)
 
-    def assembled(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+    def assemble(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         """Assembles the whole value from all pieces in order."""
         if self._parts is None:
             return pieces[0]
         shape = tuple(self.variable.shape)
         whole = np.empty(shape, self.dtype.as_numpy_dtype)
         for place, piece in enumerate(pieces):
-            for region in self._parts.tiles.regions(shape, place):
-                to, of = _slices(region.begin, region.size), _slices(region.start, region.size)
+            for region in self._parts.tiles.iterate_regions(shape, place):
+                to, of = _make_slices(region.begin, region.size), _make_slices(region.start, region.size)
                 whole[to] = piece.numpy()[of]
         return tf.constant(whole)
 
-    def be_whole(self, value: tf.Tensor) -> None:
+    def make_whole(self, value: tf.Tensor) -> None:
         """Makes the variable an ordinary one, as before any program used it, with this value."""
         self._leave()
         gen_resource_variable_ops.assign_variable_op(self._handle, value)
 
-    def be_new(self) -> None:
+    def make_new(self) -> None:
         """Restores the variable to what it was before any program used it. No step has changed it."""
         first = self._first
         self._leave()
-        if isinstance(first, Initial):
+        if isinstance(first, DeferredInitial):
             defer(self.variable, first)
         elif first is not None:
             gen_resource_variable_ops.assign_variable_op(self._handle, first)
 
     @property
-    def _first(self) -> Initial | tf.Tensor | None:
+    def _first(self) -> DeferredInitial | tf.Tensor | None:
         owner = self._parts or self._home
         return None if owner is None else owner.first
 
@@ -116,14 +116,14 @@ class Holding:
                 owner.leave()
 
 
-class Held:
+class HoldingsCache:
     """The holdings of all known variables, kept between steps: they are asked for at every step."""
 
     def __init__(self) -> None:
         self._lie: list[Any] = []
         self._holdings: list[Holding] = []
 
-    def of(self, entries: Mapping[int, Any], homes: Mapping[int, Home], size: int) -> list[Holding]:
+    def list_holdings(self, entries: Mapping[int, Any], homes: Mapping[int, VariableHome], size: int) -> list[Holding]:
         """Returns the holdings of the owner's entries, each with its home if it has one; the same list as before if
         they lie as before.
         """
@@ -135,5 +135,5 @@ class Held:
         return self._holdings
 
 
-def _slices(begin: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+def _make_slices(begin: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(b, b + s) for b, s in zip(begin, size))

@@ -22,7 +22,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from whale.ir.mesh import Tiles
 from whale.ir.ops import IDENTITIES, STREAM_DRAWS
-from whale.runtime.variables.in_files import mapped, written
+from whale.runtime.variables.in_files import make_mapped_variable, write_block
 
 # Values up to this size are computed at once when a variable is created; smaller variables are made as ever.
 LITTLE_BYTES = 4096
@@ -45,7 +45,7 @@ Reader = Callable[[tuple[int, ...], tuple[int, ...]], Any]
 
 
 @dataclass(frozen=True)
-class Op:
+class RecordedOp:
     """One recorded op: operands are numbers of values, results are numbered from ``first``."""
 
     kind: str
@@ -57,7 +57,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Initial:
+class DeferredInitial:
     """An initial value that has not been computed.
 
     Attributes:
@@ -70,7 +70,7 @@ class Initial:
     shape: tuple[int, ...]
     dtype: str
     little: dict[int, np.ndarray]
-    ops: tuple[Op, ...]
+    ops: tuple[RecordedOp, ...]
     result: int
     reader: Reader | None = None
 
@@ -84,13 +84,13 @@ class Initial:
         """Tells whether a part is computed without the whole."""
         return self.reader is not None or all(_is_divisible(op) for op in self.ops)
 
-    def whole(self) -> tf.Tensor:
+    def compute_whole(self) -> tf.Tensor:
         """Computes the whole value on this rank."""
         if self.reader is not None:
             return self._read((0,) * len(self.shape), self.shape)
         return _Region(self, (0,) * len(self.shape), self.shape).value()
 
-    def part(self, tiles: Tiles, place: int, name: str = "part", folder: str = "") -> tf.Variable:
+    def make_part(self, tiles: Tiles, place: int, name: str = "part", folder: str = "") -> tf.Variable:
         """Makes a variable that holds part number ``place``; that takes a megabyte or two beside the part.
 
         A value that is not divisible is whole for a moment.
@@ -101,15 +101,19 @@ class Initial:
         Raises:
           PlanError: there is no room in the folder.
         """
-        blocks = self._blocks(tiles, place)
+        blocks = self._cut_blocks(tiles, place)
         if len(blocks) == 1 and not folder:
             (_, begin, size), *_ = blocks
-            return _variable(self._region(begin, size), name)
-        shape = tiles.local_shape(self.shape, place)
-        found = mapped(folder, shape, self.dtype, name) if folder else _variable(tf.zeros(shape, self.dtype), name)
+            return _make_variable(self._compute_region(begin, size), name)
+        shape = tiles.find_local_shape(self.shape, place)
+        found = (
+            make_mapped_variable(folder, shape, self.dtype, name)
+            if folder
+            else _make_variable(tf.zeros(shape, self.dtype), name)
+        )
         if not (folder and self._is_zero):  # a new file is
             for start, begin, size in blocks:
-                written(found, start, self._region(begin, size))
+                write_block(found, start, self._compute_region(begin, size))
         return found
 
     @property
@@ -117,10 +121,10 @@ class Initial:
         fills = self.reader is None and [op.kind for op in self.ops] == ["Fill"]
         return fills and not self.little[self.ops[0].operands[1]].any()
 
-    def _blocks(self, tiles: Tiles, place: int) -> list[_Block]:
+    def _cut_blocks(self, tiles: Tiles, place: int) -> list[_Block]:
         """Cuts a part into blocks of rows."""
         found: list[_Block] = []
-        for region in tiles.regions(self.shape, place):
+        for region in tiles.iterate_regions(self.shape, place):
             rows, *rest = region.size
             row_bytes = max(1, math.prod(rest) * tf.as_dtype(self.dtype).size)
             at_once = max(1, _BLOCK_BYTES // row_bytes) if self.is_divisible else rows
@@ -129,11 +133,11 @@ class Initial:
                 found.append((place_of, begin, (min(at_once, rows - first), *rest)))
         return found
 
-    def _region(self, begin: tuple[int, ...], size: tuple[int, ...]) -> tf.Tensor:
+    def _compute_region(self, begin: tuple[int, ...], size: tuple[int, ...]) -> tf.Tensor:
         if self.reader is not None:
             return self._read(begin, size)
         if not self.is_divisible:
-            return own_memory(tf.slice(self.whole(), begin, size))
+            return copy_to_own_memory(tf.slice(self.compute_whole(), begin, size))
         return _Region(self, begin, size).value()
 
     def _read(self, begin: tuple[int, ...], size: tuple[int, ...]) -> tf.Tensor:
@@ -141,7 +145,7 @@ class Initial:
         return tf.convert_to_tensor(self.reader(begin, size), tf.as_dtype(self.dtype))
 
 
-def uniform_value(value: tf.Tensor) -> Initial | None:
+def record_uniform_value(value: tf.Tensor) -> DeferredInitial | None:
     """Records an eager tensor whose elements are all alike (zeros of an optimizer's slot), to be made again; None for
     others.
     """
@@ -152,12 +156,12 @@ def uniform_value(value: tf.Tensor) -> Initial | None:
     if any(np.any(words[i : i + _BLOCK_BYTES] != words[0]) for i in range(0, words.size, _BLOCK_BYTES)):
         return None
     attrs = ("T", dtype.as_datatype_enum, "index_type", tf.int64.as_datatype_enum)
-    fill = Op("Fill", attrs, (0, 1), 2, (shape,), (dtype.name,))
+    fill = RecordedOp("Fill", attrs, (0, 1), 2, (shape,), (dtype.name,))
     little = {0: np.array(shape, np.int64), 1: value.numpy().reshape(-1)[0].copy()}
-    return Initial(shape, dtype.name, little, (fill,), 2)
+    return DeferredInitial(shape, dtype.name, little, (fill,), 2)
 
 
-def execute_op(op: Op, operands: Sequence[Any]) -> list[tf.Tensor]:
+def execute_op(op: RecordedOp, operands: Sequence[Any]) -> list[tf.Tensor]:
     """Runs the op's own kernel, as an eager call would."""
     if op.kind == "Const":
         return [tf.constant(tf.make_ndarray(op.attrs[op.attrs.index("value") + 1]))]
@@ -165,14 +169,14 @@ def execute_op(op: Op, operands: Sequence[Any]) -> list[tf.Tensor]:
     return list(execute.execute(op.kind.encode(), len(op.shapes), tensors, op.attrs, tf_context.context()))
 
 
-def _is_divisible(op: Op) -> bool:
+def _is_divisible(op: RecordedOp) -> bool:
     return len(op.shapes) == 1 and (op.kind in _POINTWISE or op.kind in STREAM_DRAWS or op.kind == "Fill")
 
 
 class _Region:
     """Computes a region of a recorded value: all rows that lie behind each other, and of each a part."""
 
-    def __init__(self, initial: Initial, begin: tuple[int, ...], size: tuple[int, ...]):
+    def __init__(self, initial: DeferredInitial, begin: tuple[int, ...], size: tuple[int, ...]):
         self.initial, self.begin, self.size = initial, begin, size
         self.is_whole = size == initial.shape
         self.made = {op.first + i for op in initial.ops for i in range(len(op.shapes))}
@@ -182,38 +186,38 @@ class _Region:
     def value(self) -> tf.Tensor:
         result = self.initial.result
         for op in self.initial.ops:
-            self.done.update((op.first + i, v) for i, v in enumerate(self._results(op)))
+            self.done.update((op.first + i, v) for i, v in enumerate(self._compute_results(op)))
             for n in op.operands:  # a value goes as soon as nobody needs it
                 self.readers[n] -= 1
                 if not self.readers[n] and n != result:
                     self.done.pop(n, None)
         return self.done[result]
 
-    def _results(self, op: Op) -> list[tf.Tensor]:
+    def _compute_results(self, op: RecordedOp) -> list[tf.Tensor]:
         if self.is_whole:
             return execute_op(op, [self.done[n] if n in self.made else self.initial.little[n] for n in op.operands])
         if op.kind in STREAM_DRAWS:
-            return [self._random(op, op.shapes[0])]
+            return [self._compute_random(op, op.shapes[0])]
         if op.kind == "Fill":
-            attrs = _with(op.attrs, "index_type", tf.int64.as_datatype_enum)
-            dims = np.array(self._of(op.shapes[0])[1], np.int64)
+            attrs = _replace_attr(op.attrs, "index_type", tf.int64.as_datatype_enum)
+            dims = np.array(self._find_bounds(op.shapes[0])[1], np.int64)
             return execute_op(replace(op, attrs=attrs), [dims, self.initial.little[op.operands[1]]])
-        return execute_op(op, [self._operand(n) for n in op.operands])
+        return execute_op(op, [self._compute_operand(n) for n in op.operands])
 
-    def _of(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    def _find_bounds(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
         """Returns (begin, size) of the region in a tensor of ``shape``, given NumPy's broadcasting."""
         missing = len(self.initial.shape) - len(shape)
         pairs = [(0, 1) if n == 1 else (self.begin[missing + d], self.size[missing + d]) for d, n in enumerate(shape)]
         return [b for b, _ in pairs], [n for _, n in pairs]
 
-    def _operand(self, number: int) -> Any:
+    def _compute_operand(self, number: int) -> Any:
         if number in self.made:
             return self.done[number]
         value = self.initial.little[number]
-        return tf.slice(value, *self._of(value.shape)) if value.shape else value
+        return tf.slice(value, *self._find_bounds(value.shape)) if value.shape else value
 
-    def _random(self, op: Op, shape: tuple[int, ...]) -> tf.Tensor:
-        begin, size = self._of(shape)
+    def _compute_random(self, op: RecordedOp, shape: tuple[int, ...]) -> tf.Tensor:
+        begin, size = self._find_bounds(shape)
         cut = max((d for d, n in enumerate(shape) if size[d] != n), default=0)
         inner = math.prod(shape[cut + 1 :])
         first, count = begin[cut] * inner, size[cut] * inner
@@ -235,7 +239,7 @@ class _Region:
         return tf.reshape(tf.concat(pieces, axis=0), size)
 
 
-def _draw(op: Op, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
+def _draw(op: RecordedOp, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
     """Draws elements ``begin`` to ``begin + count`` of the stream that the whole tensor takes its elements from."""
     _, key, counter, algorithm = (little[n] for n in op.operands)
     assert int(algorithm) in (PHILOX, _ANY_ALGORITHM), algorithm
@@ -247,24 +251,24 @@ def _draw(op: Op, little: dict[int, np.ndarray], begin: int, count: int, shape: 
     where = np.array([moved & (2**64 - 1), (moved >> 64) & (2**64 - 1)], np.uint64)
     before = begin - skipped * group
     dims = np.array([before + count], np.int64)
-    attrs = _with(op.attrs, "Tshape", tf.int64.as_datatype_enum)
-    flat = Op(op.kind, attrs, (), 0, op.shapes, op.dtypes)
+    attrs = _replace_attr(op.attrs, "Tshape", tf.int64.as_datatype_enum)
+    flat = RecordedOp(op.kind, attrs, (), 0, op.shapes, op.dtypes)
     (drawn,) = execute_op(flat, [dims, key, where, algorithm])
     return tf.reshape(drawn[before:] if before else drawn, shape)
 
 
-def _with(attrs: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
+def _replace_attr(attrs: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
     at = attrs.index(name) + 1
     return (*attrs[:at], value, *attrs[at + 1 :])
 
 
-def own_memory(value: tf.Tensor) -> tf.Tensor:
+def copy_to_own_memory(value: tf.Tensor) -> tf.Tensor:
     """Copies a value: rows that were cut out lie in the whole tensor's memory, which a variable of them would hold on
     to.
     """
     return tf.raw_ops.DeepCopy(x=value)
 
 
-def _variable(value: tf.Tensor, name: str) -> tf.Variable:
+def _make_variable(value: tf.Tensor, name: str) -> tf.Variable:
     """Makes a variable past tf.Variable, which asks who defers creations."""
     return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)

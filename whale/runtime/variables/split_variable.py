@@ -20,12 +20,12 @@ from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_o
 import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.ir.layout import Split
-from whale.ir.mesh import Tiles, coordinates_of
+from whale.ir.mesh import Tiles, find_coordinates
 from whale.runtime.ranks.collective_call_check import read_surviving, read_together
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.variables.checkpoint_regions import restores_by_regions
-from whale.runtime.variables.in_files import copied, folder_of, mapped, written
-from whale.runtime.variables.partial_initializers import Initial, own_memory
+from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
+from whale.runtime.variables.in_files import copy_part, find_folder, make_mapped_variable, write_block
+from whale.runtime.variables.partial_initializers import DeferredInitial, copy_to_own_memory
 
 # Methods that need the whole value in the variable itself.
 NEED_WHOLE = (
@@ -35,7 +35,7 @@ NEED_WHOLE = (
 )  # fmt: skip
 
 
-class Parts:
+class VariableParts:
     """The parts that this process's ranks hold of one variable.
 
     Attributes:
@@ -51,7 +51,7 @@ class Parts:
         captured: CapturedVariable,
         tiles: Tiles,
         context: Ranks,
-        initial: Initial | None = None,
+        initial: DeferredInitial | None = None,
         group: tuple[int, ...] = (),
         device: str | None = None,
     ):
@@ -63,21 +63,21 @@ class Parts:
         """
         self.device = device
         self.name, self.tiles, self.group = captured.name, tiles, group
-        self.folder = folder_of(captured.variable)
+        self.folder = find_folder(captured.variable)
         self._variable, self._handle, self._context = captured.variable, captured.handle, context
         self._parts: dict[int, tf.Variable] = {}  # by rank
-        self.first: Initial | tf.Tensor | None = initial
+        self.first: DeferredInitial | tf.Tensor | None = initial
         if initial is None:
             self.first = self.settle()
         else:
             with tf.device(device):
-                for rank, place in self._own():
-                    self._parts[rank] = initial.part(tiles, place, f"part{rank}", self.folder)
+                for rank, place in self._list_own_parts():
+                    self._parts[rank] = initial.make_part(tiles, place, f"part{rank}", self.folder)
             hold_nothing(self._handle, initial.dtype)
         self._variable._whale_parts = self
         kind: type = type(self._variable)
         self._kind = kind
-        self._variable.__class__ = _split_class(kind)
+        self._variable.__class__ = _make_split_class(kind)
 
     def leave(self) -> None:
         """Makes the variable an ordinary one again, which holds nothing; the parts are gone with their last reader."""
@@ -100,23 +100,23 @@ class Parts:
         """Returns the shape of the whole variable."""
         return self._variable.shape
 
-    def place(self, rank: int) -> int | None:
+    def find_place(self, rank: int) -> int | None:
         """Returns the number of the part that a rank has; None: it has none."""
         if not self.group:
             return rank % self.tiles.count
         return self.group.index(rank) % self.tiles.count if rank in self.group else None
 
-    def holders(self, place: int) -> tuple[int, ...]:
+    def find_holders(self, place: int) -> tuple[int, ...]:
         """Returns the ranks that have a part."""
         return (self.group or tuple(range(self._context.size)))[place :: self.tiles.count]
 
-    def of_rank(self, rank: int) -> tf.Variable:
+    def find_rank_part(self, rank: int) -> tf.Variable:
         """Returns the part that a rank of this process has."""
         return self._parts[rank]
 
-    def _own(self) -> list[tuple[int, int]]:
+    def _list_own_parts(self) -> list[tuple[int, int]]:
         """Returns (rank, part) of this process's ranks that have one."""
-        places = ((rank, self.place(rank)) for rank in self._context.ranks)
+        places = ((rank, self.find_place(rank)) for rank in self._context.ranks)
         return [(rank, place) for rank, place in places if place is not None]
 
     @property
@@ -124,7 +124,7 @@ class Parts:
         """Returns the bytes that these ranks hold in memory: their parts, and the whole value where somebody assigned
         one.
         """
-        held = self._held()
+        held = self._read_held()
         whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
         return (
             whole
@@ -134,18 +134,18 @@ class Parts:
 
     def settle(self) -> tf.Tensor | None:
         """Cuts the whole value into parts, if the variable itself has one, and returns it."""
-        whole = self._held()
+        whole = self._read_held()
         if whole is None:
             return None
-        for rank, place in self._own():
-            self._set(rank, cut(whole, self.tiles, place))
+        for rank, place in self._list_own_parts():
+            self._set(rank, cut_part(whole, self.tiles, place))
         hold_nothing(self._handle, whole.dtype)
         return whole
 
-    def value_of(self, rank: int) -> tf.Tensor:
+    def read_value(self, rank: int) -> tf.Tensor:
         """Returns the part that a rank of this process has, as it is now, whatever later steps do."""
         part = self._parts[rank]
-        return copied(part, self.folder) if self.folder else part.read_value()
+        return copy_part(part, self.folder) if self.folder else part.read_value()
 
     def free_files(self) -> None:
         """Frees the files now: a process that ends with large files seems to be gone long before it is."""
@@ -155,8 +155,8 @@ class Parts:
     def _set(self, rank: int, part: tf.Tensor) -> None:
         if self.folder:
             if rank not in self._parts:
-                self._parts[rank] = mapped(self.folder, part.shape.as_list(), part.dtype, f"part{rank}")
-            written(self._parts[rank], [0] * part.shape.rank, part)
+                self._parts[rank] = make_mapped_variable(self.folder, part.shape.as_list(), part.dtype, f"part{rank}")
+            write_block(self._parts[rank], [0] * part.shape.rank, part)
         elif rank in self._parts:
             self._parts[rank].assign(part)
         else:
@@ -165,33 +165,33 @@ class Parts:
             with tf.device(self.device):
                 self._parts[rank] = resource_variable_ops.ResourceVariable(part, trainable=False, name=name)
 
-    def whole(self) -> tf.Tensor:
+    def gather_whole(self) -> tf.Tensor:
         """Returns the global value. Collective between processes, unless a whole value was assigned.
 
         Raises:
           CommError: the ranks do not all read it, or the run is over.
         """
-        held = self._held()
+        held = self._read_held()
         if held is not None:
             return held
-        if self._context.between_processes:
+        if self._context.has_other_processes:
             part = self._parts.get(self._context.rank)
             if self.tiles.count == 1 and not self.group and part is not None:
                 return part.read_value()  # every rank has all of it
-            return _gathered(None if part is None else part.read_value(), self, self._context)
-        parts = [self._parts[self.holders(i)[0]].read_value() for i in range(self.tiles.count)]
+            return _gather_parts(None if part is None else part.read_value(), self, self._context)
+        parts = [self._parts[self.find_holders(i)[0]].read_value() for i in range(self.tiles.count)]
         for cut in reversed(self.tiles.cuts):  # the last axis runs fastest
             size = len(cut.sizes)
-            parts = [_joined(parts[i : i + size], cut) for i in range(0, len(parts), size)]
+            parts = [_join_parts(parts[i : i + size], cut) for i in range(0, len(parts), size)]
         return parts[0]
 
     def read(self) -> tf.Tensor:
         """Reads the global value for a script; collective between processes."""
-        return read_surviving(self._context, self._variable, self.whole)
+        return read_surviving(self._context, self._variable, self.gather_whole)
 
     def bring_home(self) -> None:
         """Gathers the whole value into the variable itself, until the next step. Collective between processes."""
-        self.hold(self.whole())
+        self.hold(self.gather_whole())
 
     def hold(self, whole: tf.Tensor) -> None:
         """Puts a whole value into the variable itself, until the next step."""
@@ -199,21 +199,21 @@ class Parts:
 
     def make_room(self) -> None:
         """Puts a whole value of zeros into the variable if it has none, so that another can be assigned."""
-        if self._held() is None:
+        if self._read_held() is None:
             zeros = tf.zeros(self._variable.shape, self._variable.dtype)
             gen_resource_variable_ops.assign_variable_op(self._handle, zeros)
 
     @property
     def is_assigned(self) -> bool:
         """Tells whether a whole value was assigned, which the next step cuts."""
-        return self._held() is not None
+        return self._read_held() is not None
 
-    def _held(self) -> tf.Tensor | None:
+    def _read_held(self) -> tf.Tensor | None:
         value = gen_resource_variable_ops.read_variable_op(self._handle, self._variable.dtype)
         return value if value.shape == self._variable.shape else None
 
 
-def forget_parts(split: list[Parts]) -> None:
+def forget_parts(split: list[VariableParts]) -> None:
     """Empties the list: the run is over."""
     while split:
         split.pop().free_files()
@@ -230,33 +230,35 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
     gen_resource_variable_ops.assign_variable_op(handle, nothing)
 
 
-def cut(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
-    """Returns part number ``place`` of a value, in memory of its own."""
-    regions = list(tiles.regions(tuple(whole.shape.as_list()), place))
+def cut_part(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
+    """Returns part number ``find_place`` of a value, in memory of its own."""
+    regions = list(tiles.iterate_regions(tuple(whole.shape.as_list()), place))
     if len(regions) == 1:
         # tf.slice is not used: where a variable's handle says no shape, TensorFlow's optimizer takes the first rows for
         # all of them.
         begin, size = regions[0].begin, regions[0].size
-        return own_memory(tf.strided_slice(whole, begin, np.add(begin, size)))
-    at = coordinates_of(place, tiles.sizes)
-    for one, coordinate in zip(tiles.cuts_at(at), at):
-        whole = tf.gather(whole, one.indices(coordinate), axis=one.dim)
+        return copy_to_own_memory(tf.strided_slice(whole, begin, np.add(begin, size)))
+    at = find_coordinates(place, tiles.sizes)
+    for one, coordinate in zip(tiles.list_cuts(at), at):
+        whole = tf.gather(whole, one.list_indices(coordinate), axis=one.dim)
     return whole
 
 
-def _joined(parts: list[tf.Tensor], placement: Split) -> tf.Tensor:
+def _join_parts(parts: list[tf.Tensor], placement: Split) -> tf.Tensor:
     joined = tf.concat(parts, axis=placement.dim)
-    return _in_order(joined, placement)
+    return _restore_order(joined, placement)
 
 
-def _in_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
+def _restore_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
     if placement.blocks == 1:
         return joined
-    order = np.concatenate([placement.indices(i) for i in range(len(placement.sizes))])
+    order = np.concatenate([placement.list_indices(i) for i in range(len(placement.sizes))])
     return tf.gather(joined, np.argsort(order), axis=placement.dim)
 
 
-def gathered(part: tf.Tensor, tiles: Tiles, order: Sequence[int], rank: int, comm: tf.Tensor, key: str) -> tf.Tensor:
+def gather_on_rank(
+    part: tf.Tensor, tiles: Tiles, order: Sequence[int], rank: int, comm: tf.Tensor, key: str
+) -> tf.Tensor:
     """Gathers the whole value on ``rank``, which has ``part``. Collective among the ranks that have all parts between
     them.
 
@@ -268,23 +270,23 @@ def gathered(part: tf.Tensor, tiles: Tiles, order: Sequence[int], rank: int, com
     at = position % tiles.count
     group = order[position - at : position - at + tiles.count]
     step = 1
-    cuts = tiles.cuts_at(coordinates_of(at, tiles.sizes))
+    cuts = tiles.list_cuts(find_coordinates(at, tiles.sizes))
     for i, cut in reversed(list(enumerate(cuts))):  # the last axis runs fastest
         size = len(cut.sizes)
         begin = at - at // step % size * step
-        part = whale_ops.ops().whale_all_gather(
+        part = whale_ops.load_ops().whale_all_gather(
             comm=comm,
             input=part,
             key=f"{key}/{group[begin]}/{i}",
             axis=cut.dim,
-            sizes=[cut.local(c) for c in range(size)],
+            sizes=[cut.local_size(c) for c in range(size)],
             ranks=group[begin : begin + size * step : step],
         )
-        part, step = _in_order(part, cut), step * size
+        part, step = _restore_order(part, cut), step * size
     return part
 
 
-def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor:
+def _gather_parts(part: tf.Tensor | None, parts: VariableParts, context: Ranks) -> tf.Tensor:
     name = parts.name
     read_together(
         context,
@@ -293,7 +295,7 @@ def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor
         one="which is sharded over the ranks",
         many="which are sharded over them",
     )
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     tiles = parts.tiles
     first = context.rank - context.rank % tiles.count  # of the ranks that have the parts between them
@@ -301,7 +303,7 @@ def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor
     key = f"whale/read/{name}@{group[0]}"
     joined = tf.zeros((0,), parts.dtype)
     if part is not None and context.rank in group:
-        joined = gathered(part, tiles, group, context.rank, comm, key)
+        joined = gather_on_rank(part, tiles, group, context.rank, comm, key)
     if parts.group:  # the other ranks have nothing of it
         (joined,) = ops.whale_broadcast(
             comm=comm, inputs=[joined], key=f"{key}/sent", root=group[0], shapes=[parts.shape], ranks=[]
@@ -310,7 +312,7 @@ def _gathered(part: tf.Tensor | None, parts: Parts, context: Ranks) -> tf.Tensor
 
 
 @cache
-def _split_class(kind: type) -> type:
+def _make_split_class(kind: type) -> type:
     """Returns a subclass of ``kind`` for a variable that lies split; graphs that read it are built as ever."""
 
     def read(self: Any, no_copy: bool = False) -> Any:
@@ -323,10 +325,10 @@ def _split_class(kind: type) -> type:
             self._whale_parts.make_room()
         return kind.assign(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-    def serialized(self: Any) -> dict[str, Any]:
-        return {} if restores_by_regions() else kind._serialize_to_tensors(self)  # type: ignore[attr-defined]
+    def serialize(self: Any) -> dict[str, Any]:
+        return {} if is_restoring_by_regions() else kind._serialize_to_tensors(self)  # type: ignore[attr-defined]
 
-    def whole_first(name: str) -> Any:
+    def wrap_with_whole(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if tf.executing_eagerly():
                 self._whale_parts.bring_home()
@@ -334,6 +336,6 @@ def _split_class(kind: type) -> type:
 
         return method
 
-    methods = {name: whole_first(name) for name in NEED_WHOLE if hasattr(kind, name)}
-    methods.update(_read_variable_op=read, assign=assign, _serialize_to_tensors=serialized)
+    methods = {name: wrap_with_whole(name) for name in NEED_WHOLE if hasattr(kind, name)}
+    methods.update(_read_variable_op=read, assign=assign, _serialize_to_tensors=serialize)
     return type(kind.__name__, (kind,), methods)

@@ -20,11 +20,11 @@ from whale.partition.variable_use import VariableUse
 from whale.runtime.ranks.collective_call_check import read_surviving, read_together
 from whale.runtime.ranks.faults import raise_comm_error
 from whale.runtime.ranks.ranks import Ranks
-from whale.runtime.variables.partial_initializers import Initial
+from whale.runtime.variables.partial_initializers import DeferredInitial
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
 
-class Home:
+class VariableHome:
     """The ranks on which a variable's present value is.
 
     Attributes:
@@ -44,37 +44,37 @@ class Home:
     ):
         self.name, self.variable, self.copies, self.context = name, variable, tuple(copies), context
         self.ranks, self.held = ranks, held
-        self.first: Initial | None = None
+        self.first: DeferredInitial | None = None
         self._empty: set[int] = set()  # copies that hold nothing, by position
         kind: type = type(variable)
         self._kind = kind
-        if context.between_processes:
+        if context.has_other_processes:
             variable._whale_home = self
-            variable.__class__ = _homed_class(kind)
+            variable.__class__ = _make_homed_class(kind)
 
     def leave(self) -> None:
         """Makes the variable an ordinary one again, with the value that it has here."""
         self.variable.__class__ = self._kind
         del self.variable._whale_home
 
-    def of_position(self, position: int) -> Any:
+    def find_copy(self, position: int) -> Any:
         """Returns the variable of this process's rank number ``position``."""
         return self.variable if position == 0 else self.copies[position - 1]
 
-    def after(self, use: VariableUse) -> None:
+    def note_use(self, use: VariableUse) -> None:
         """Records a step's use of the variable; in one process, copies the value to the first rank's, which the script
         sees.
         """
         if not use.writes:
             return
         self.ranks = use.ranks if len(use.ranks) < self.context.size else None
-        if self.context.between_processes:
+        if self.context.has_other_processes:
             if self.held and self.ranks is not None and self.context.rank not in self.ranks:
                 hold_nothing(self.variable._handle, self.variable.dtype)
                 self.held = False
             return
         if self.ranks is not None and 0 not in use.ranks:
-            self.variable.assign(self.of_position(min(use.ranks)).read_value())
+            self.variable.assign(self.find_copy(min(use.ranks)).read_value())
             self.ranks = use.ranks | {0}
         self.free()
 
@@ -82,17 +82,17 @@ class Home:
         """Frees the copies of those ranks of this process that do not have the present value."""
         for position in range(1, len(self.copies) + 1) if self.ranks is not None else ():
             if position not in self.ranks and position not in self._empty:  # type: ignore[operator]
-                copy = self.of_position(position)
+                copy = self.find_copy(position)
                 hold_nothing(copy._handle, copy.dtype)
                 self._empty.add(position)
 
     def give_copies(self, value: tf.Tensor) -> None:
         """Assigns a value to every copy that lacks the present one."""
         for position in set(range(self.context.size)) - (self.ranks or frozenset(range(self.context.size))):
-            gen_resource_variable_ops.assign_variable_op(self.of_position(position).handle, value)
+            gen_resource_variable_ops.assign_variable_op(self.find_copy(position).handle, value)
         self._empty.clear()
 
-    def held_copies(self) -> int:
+    def count_held_copies(self) -> int:
         """Returns how many variables of this process hold a value."""
         return int(self.held) + len(self.copies) - len(self._empty)
 
@@ -106,52 +106,52 @@ class Home:
         gen_resource_variable_ops.assign_variable_op(self.variable.handle, value)
         self.held = True
 
-    def own_value(self) -> tf.Tensor:
+    def read_own_value(self) -> tf.Tensor:
         """Returns what this rank's variable holds, or zeros."""
         if not self.held:
             return tf.zeros(self.variable.shape, self.variable.dtype)
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
 
 
-def home_of_copies(
+def make_home(
     name: str, variable: Any, copies: Sequence[Any], use: VariableUse | None, context: Ranks
-) -> Home | None:
+) -> VariableHome | None:
     """Makes the home of a variable that some ranks of this process use, so that only these and the first one hold it;
     else None.
     """
     if not copies or use is None or not 0 < len(use.ranks) < context.size:
         return None
-    home = Home(name, variable, copies, context, use.ranks | {0})
+    home = VariableHome(name, variable, copies, context, use.ranks | {0})
     home.free()
     return home
 
 
-def present_copies(copies: Sequence[Any], home: Home | None) -> list[Any]:
+def list_present_copies(copies: Sequence[Any], home: VariableHome | None) -> list[Any]:
     """Returns the copies of other ranks of this process than the first that have the present value."""
     ranks = home.ranks if home is not None else None
     return [copy for i, copy in enumerate(copies, 1) if ranks is None or i in ranks]
 
 
-def refresh(homes: Sequence[Home], context: Ranks) -> None:
+def refresh(homes: Sequence[VariableHome], context: Ranks) -> None:
     """Brings present values to every rank. Collective."""
     homes = [home for home in homes if home.ranks is not None]
-    if not context.between_processes:
+    if not context.has_other_processes:
         for home in homes:
             assert home.ranks is not None
-            home.give_copies(home.of_position(min(home.ranks)).read_value())
+            home.give_copies(home.find_copy(min(home.ranks)).read_value())
             home.ranks = None
         return
-    together: dict[tuple[int, str], list[Home]] = {}
+    together: dict[tuple[int, str], list[VariableHome]] = {}
     for home in homes:
         assert home.ranks is not None
         together.setdefault((min(home.ranks), home.variable.dtype.name), []).append(home)
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     try:
         for (root, dtype), group in together.items():
             values = ops.whale_broadcast(
                 comm=comm,
-                inputs=[home.own_value() for home in group],
+                inputs=[home.read_own_value() for home in group],
                 key=f"whale/present_values/{root}/{dtype}",
                 root=root,
                 shapes=[home.variable.shape for home in group],
@@ -166,7 +166,7 @@ def refresh(homes: Sequence[Home], context: Ranks) -> None:
         raise
 
 
-def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
+def refresh_for(homes: Mapping[int, VariableHome], uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
     """Brings present values of what a step uses to ranks that lack them, before it."""
     stale = []
     for key, use in uses:
@@ -177,7 +177,7 @@ def refresh_for(homes: Mapping[int, Home], uses: Sequence[tuple[int, VariableUse
         refresh(stale, context)
 
 
-def _read_by_script(home: Home) -> None:
+def _read_by_script(home: VariableHome) -> None:
     """Brings the present value here before the script reads it. All ranks have to read it.
 
     Raises:
@@ -191,23 +191,23 @@ def _read_by_script(home: Home) -> None:
 
 
 @cache
-def _homed_class(kind: type) -> type:
+def _make_homed_class(kind: type) -> type:
     """Returns a subclass of ``kind`` for a variable of a stage; graphs that read it are built as ever."""
 
     def read(self: Any, no_copy: bool = False) -> Any:
-        def now() -> Any:
+        def read_now() -> Any:
             return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
 
-        def with_others() -> Any:
+        def read_with_others() -> Any:
             _read_by_script(home)
-            return now()
+            return read_now()
 
         home = self._whale_home
         if not tf.executing_eagerly() or home.ranks is None:
-            return now()
-        return read_surviving(home.context, self, with_others)
+            return read_now()
+        return read_surviving(home.context, self, read_with_others)
 
-    def given(name: str) -> Any:
+    def wrap_assignment(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if tf.executing_eagerly():
                 self._whale_home.make_room()
@@ -215,7 +215,7 @@ def _homed_class(kind: type) -> type:
 
         return method
 
-    def value_first(name: str) -> Any:
+    def wrap_with_value(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if tf.executing_eagerly():
                 _read_by_script(self._whale_home)
@@ -223,6 +223,6 @@ def _homed_class(kind: type) -> type:
 
         return method
 
-    methods = {name: value_first(name) for name in NEED_WHOLE if hasattr(kind, name)}
-    methods.update((name, given(name)) for name in ("assign", "_restore_from_tensors"))
+    methods = {name: wrap_with_value(name) for name in NEED_WHOLE if hasattr(kind, name)}
+    methods.update((name, wrap_assignment(name)) for name in ("assign", "_restore_from_tensors"))
     return type(kind.__name__, (kind,), {**methods, "_read_variable_op": read})

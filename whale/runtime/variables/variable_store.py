@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
+import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.capture.encode import HOST_DEVICE
 from whale.errors import CommError, PlanError
 from whale.ir.layout import split
-from whale.ir.mesh import Tiles, one_axis
+from whale.ir.mesh import Tiles, make_one_axis_tiles
 from whale.partition.variable_use import VariableUse
 from whale.replicas import Said
 from whale.runtime.ranks.faults import raise_comm_error
+from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
-from whale.runtime.variables.compared import held, refuse_differences
-from whale.runtime.variables.deferred import forget, make_whole
-from whale.runtime.variables.external_updates import Outside
-from whale.runtime.variables.first_values import agreed_initials, broadcast_values
-from whale.runtime.variables.given_tiles import given_tiles
-from whale.runtime.variables.ownership import Held, Holding
-from whale.runtime.variables.partial_initializers import Initial
-from whale.runtime.variables.split_variable import Parts, forget_parts, hold_nothing
-from whale.runtime.variables.stage_variables import Home, home_of_copies, present_copies, refresh, refresh_for
+from whale.runtime.variables.compared import describe_variables, refuse_differences
+from whale.runtime.variables.deferred import find_deferred, forget, make_whole
+from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.runtime.variables.ownership import Holding, HoldingsCache
+from whale.runtime.variables.partial_initializers import DeferredInitial, RecordedOp
+from whale.runtime.variables.split_variable import VariableParts, forget_parts, hold_nothing
+from whale.runtime.variables.stage_variables import VariableHome, list_present_copies, make_home, refresh, refresh_for
 
 _TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
 
@@ -41,7 +41,7 @@ class _Entry:
 
     __slots__ = ("copies", "handle", "kind", "left", "name", "parts", "variable")
 
-    def __init__(self, captured: CapturedVariable, copies: Sequence[Any], parts: Parts | None = None):
+    def __init__(self, captured: CapturedVariable, copies: Sequence[Any], parts: VariableParts | None = None):
         self.name, self.handle, self.variable = captured.name, captured.handle, captured.variable
         self.copies, self.parts = tuple(copies), parts
         self.left = self.read() if copies else None
@@ -56,7 +56,7 @@ class _Entry:
         return gen_resource_variable_ops.read_variable_op(self.handle, self.variable.dtype)
 
 
-class VariableOwner:
+class VariableStore:
     """The variables of a run. A variable is known by its handle, which is kept alive with it.
 
     ``keeps_first``: it remembers what parts were made of. ``moved``: how often some left what earlier steps call.
@@ -65,9 +65,9 @@ class VariableOwner:
     def __init__(self, keeps_first: bool = False) -> None:
         self.keeps_first, self.moved = keeps_first, 0
         self._entries: dict[int, _Entry] = {}
-        self._split: list[Parts] = []
-        self._homes: dict[int, Home] = {}
-        self._held = Held()
+        self._split: list[VariableParts] = []
+        self._homes: dict[int, VariableHome] = {}
+        self._held = HoldingsCache()
 
     def clear(self) -> None:
         """Forgets all variables: the run is over."""
@@ -80,9 +80,9 @@ class VariableOwner:
         """Returns the variables that programs have used, in the order in which all ranks came to know them."""
         return [entry.variable for entry in self._entries.values()]
 
-    def layouts(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
+    def list_tiles(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
         """Returns the tiles of those variables that an earlier program or the script has fixed, by handle node."""
-        given = {c.node: given_tiles(c) for c in captured}
+        given = {c.node: find_given_tiles(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         fixed = {node: entry.tiles for node, entry in known if entry is not None}
         return {node: tiles for node, tiles in given.items() if tiles is not None} | fixed
@@ -109,13 +109,13 @@ class VariableOwner:
         """
         self._move_to_host([c for c in captured if c.node in on_host])
         # A variable in the host's memory lies there in parts, even if it is one part.
-        placed = {c.node: _in_one_part(c) for c in captured if c.node in on_host}
+        placed = {c.node: _make_one_part_tiles(c) for c in captured if c.node in on_host}
         placed |= {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         for c in captured:
-            _refuse_elsewhere(self._entries.get(id(c.handle)), c, uses.get(c.node))
+            _refuse_other_layout(self._entries.get(id(c.handle)), c, uses.get(c.node))
         new = [c for c in captured if id(c.handle) not in self._entries]
-        initials = agreed_initials(new, context)
-        if context.between_processes:
+        initials = agree_on_initials(new, context)
+        if context.has_other_processes:
             for c, initial in zip(new, initials):
                 ranks = uses[c.node].ranks if c.node in uses else frozenset()
                 if initial is not None and 0 < len(ranks) < context.size and c.node not in placed:
@@ -125,7 +125,7 @@ class VariableOwner:
         for c, initial in zip(new, initials):
             if initial is None or c.node not in placed:
                 make_whole(c.variable)
-        if context.between_processes and new:
+        if context.has_other_processes and new:
             try:
                 self._send(new, initials, context, placed, uses, on_host)
             except tf.errors.OpError as error:
@@ -140,10 +140,10 @@ class VariableOwner:
                 for rank in context.ranks[1:]
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
-            if home := home_of_copies(c.name, c.variable, copies, uses.get(c.node), context):
+            if home := make_home(c.name, c.variable, copies, uses.get(c.node), context):
                 self._homes[id(c.handle)] = home
 
-    def owns(self, variable: tf.Variable) -> bool:
+    def is_owner_of(self, variable: tf.Variable) -> bool:
         """Tells whether programs of this run use the variable: its value is then the same on every rank, or lies
         split.
         """
@@ -152,7 +152,7 @@ class VariableOwner:
     def _send(
         self,
         new: Sequence[CapturedVariable],
-        initials: Sequence[Initial | None],
+        initials: Sequence[DeferredInitial | None],
         context: Ranks,
         placed: Mapping[str, Tiles],
         uses: Mapping[str, VariableUse],
@@ -167,16 +167,16 @@ class VariableOwner:
                 broadcast_values([c], context)
                 self._divide(c, placed[c.node], None, context, uses.get(c.node), c.node in on_host)
 
-    def _give_home(self, c: CapturedVariable, initial: Initial, ranks: frozenset[int], context: Ranks) -> None:
+    def _give_home(self, c: CapturedVariable, initial: DeferredInitial, ranks: frozenset[int], context: Ranks) -> None:
         """Gives a variable that holds none its value, on ``ranks`` only."""
         forget(c.variable)
         held = context.rank in ranks
         if held:
-            gen_resource_variable_ops.assign_variable_op(c.handle, initial.whole())
+            gen_resource_variable_ops.assign_variable_op(c.handle, initial.compute_whole())
         else:
             hold_nothing(c.variable._handle, c.variable.dtype)
         self._entries[id(c.handle)] = _Entry(c, ())
-        home = self._homes[id(c.handle)] = Home(c.name, c.variable, (), context, ranks, held)
+        home = self._homes[id(c.handle)] = VariableHome(c.name, c.variable, (), context, ranks, held)
         home.first = initial if self.keeps_first else None
 
     def _move_to_host(self, captured: Sequence[CapturedVariable]) -> None:
@@ -201,7 +201,7 @@ class VariableOwner:
         self,
         c: CapturedVariable,
         tiles: Tiles,
-        initial: Initial | None,
+        initial: DeferredInitial | None,
         context: Ranks,
         use: VariableUse | None,
         on_host: bool,
@@ -211,11 +211,11 @@ class VariableOwner:
             return
         forget(c.variable)
         # A value that can only be computed whole is computed by one process after the other.
-        in_turns = initial is not None and not initial.is_divisible and context.between_processes
+        in_turns = initial is not None and not initial.is_divisible and context.has_other_processes
         for turn in range(context.size if in_turns else 1):
             if not in_turns or turn == context.rank:
                 device = HOST_DEVICE if on_host else None
-                self._split.append(Parts(c, tiles, context, initial, use.place if use else (), device))
+                self._split.append(VariableParts(c, tiles, context, initial, use.place if use else (), device))
                 if not self.keeps_first:
                     self._split[-1].first = None
             if in_turns:
@@ -231,24 +231,24 @@ class VariableOwner:
             if c.node in kinds and entry.kind != "parameters":
                 entry.kind = kinds[c.node]
 
-    def held_bytes(self) -> dict[str, int]:
+    def count_held_bytes(self) -> dict[str, int]:
         """Returns kind -> bytes that the ranks of this process hold of the variables that programs have used."""
         found: Counter[str] = Counter()
         for entry in self._entries.values():
             home = self._homes.get(id(entry.handle))
-            whole = 1 + len(entry.copies) if home is None else home.held_copies()
-            found[entry.kind or "buffers"] += entry.parts.bytes if entry.parts else whole * _bytes(entry.variable)
+            whole = 1 + len(entry.copies) if home is None else home.count_held_copies()
+            found[entry.kind or "buffers"] += entry.parts.bytes if entry.parts else whole * _count_bytes(entry.variable)
         return dict(found)
 
-    def held_on_host_bytes(self) -> int:
+    def count_host_bytes(self) -> int:
         """Returns the bytes of these that lie in the host's memory beside an accelerator."""
         return sum(e.parts.bytes for e in self._entries.values() if e.parts is not None and e.parts.device is not None)
 
-    def uses(
+    def prepare_uses(
         self, captured: Sequence[CapturedVariable], uses: Mapping[str, VariableUse], context: Ranks
     ) -> list[tuple[int, VariableUse]]:
-        """Returns what a program does with its variables, for ``before`` and ``after``; a variable of one stage gets a
-        home.
+        """Returns what a program does with its variables, for ``prepare_step`` and ``note_step``; a variable of one
+        stage gets a home.
         """
         found = []
         for c in captured:
@@ -256,36 +256,36 @@ class VariableOwner:
             key, entry = id(c.handle), self._entries[id(c.handle)]
             found.append((key, use))
             if use.writes and len(use.ranks) < context.size and key not in self._homes and entry.parts is None:
-                self._homes[key] = Home(entry.name, entry.variable, entry.copies, context)
+                self._homes[key] = VariableHome(entry.name, entry.variable, entry.copies, context)
         return found
 
-    def before(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
+    def prepare_step(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
         """Brings present values to where a step reads them. Collective where a stage reads what another one holds."""
         if self._homes:
             refresh_for(self._homes, uses, context)
 
-    def after(self, uses: Sequence[tuple[int, VariableUse]]) -> None:
+    def note_step(self, uses: Sequence[tuple[int, VariableUse]]) -> None:
         """Records, after a step, where its variables have their present values now."""
         if self._homes:
             for key, use in uses:
                 if key in self._homes:
-                    self._homes[key].after(use)
+                    self._homes[key].note_use(use)
 
     def settle(self) -> dict[int, tf.Tensor]:
         """Cuts whole values that were assigned to split variables since the last step: handle's number -> value."""
         return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
 
-    def holdings(self, size: int) -> list[Holding]:
+    def list_holdings(self, size: int) -> list[Holding]:
         """Returns what each of ``size`` ranks holds of the known variables, in the same order everywhere: see
-        ``Held``.
+        ``HoldingsCache``.
         """
-        return self._held.of(self._entries, self._homes, size)
+        return self._held.list_holdings(self._entries, self._homes, size)
 
-    def holders(self, variable: tf.Variable, context: Ranks) -> tuple[int, ...]:
+    def find_holders(self, variable: tf.Variable, context: Ranks) -> tuple[int, ...]:
         """Returns the ranks that have the present value of a variable that programs of this run use."""
-        return tuple(sorted(self._holders(self._entries[id(variable._handle)], context)))
+        return tuple(sorted(self._find_entry_holders(self._entries[id(variable._handle)], context)))
 
-    def own_value(self, variable: tf.Variable) -> tf.Tensor:
+    def read_own_value(self, variable: tf.Variable) -> tf.Tensor:
         """Returns what this rank holds of it; not collective."""
         return self._entries[id(variable._handle)].read()
 
@@ -304,7 +304,7 @@ class VariableOwner:
                 continue
             now = entry.read()
             if not _is_untouched(now, entry.left):
-                for copy in present_copies(entry.copies, self._homes.get(id(entry.handle))):
+                for copy in list_present_copies(entry.copies, self._homes.get(id(entry.handle))):
                     copy.assign(now)
                 entry.left = now
 
@@ -314,7 +314,7 @@ class VariableOwner:
             if entry.copies:
                 entry.left = entry.read()
 
-    def handles(
+    def list_handles(
         self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int, rank: int
     ) -> list[Any]:
         """Returns the handles of the variables behind ``nodes`` for ``rank``, the process's rank number
@@ -323,11 +323,15 @@ class VariableOwner:
         by_node = {c.node: c for c in captured}
         entries = [self._entries[id(by_node[n].handle)] for n in nodes]
         return [
-            e.parts.of_rank(rank).handle if e.parts else e.handle if position == 0 else e.copies[position - 1].handle
+            e.parts.find_rank_part(rank).handle
+            if e.parts
+            else e.handle
+            if position == 0
+            else e.copies[position - 1].handle
             for e in entries
         ]
 
-    def check(self, context: Ranks, outside: Outside | None, what: str = "wh.check_replicas()") -> int:
+    def check(self, context: Ranks, outside: ExternalUpdates | None, what: str = "wh.check_replicas()") -> int:
         """Compares all copies, also of what was trained beside programs, and returns how many. Collective between
         processes.
 
@@ -338,14 +342,18 @@ class VariableOwner:
         for entry in (whole := [e for e in self._entries.values() if e.parts is None]):
             mine = entry.read().numpy()
             for rank, copy in zip(context.ranks[1:], entry.copies):
-                if rank in self._holders(entry, context):
+                if rank in self._find_entry_holders(entry, context):
                     _compare(entry.name, rank, mine, copy.numpy())
-        if context.between_processes:
-            return refuse_differences(self.held(context, outside), context, what)
+        if context.has_other_processes:
+            return refuse_differences(self.describe_held(context, outside), context, what)
         return len(whole)
 
-    def held(
-        self, context: Ranks, outside: Outside | None, only: Collection[int] | None = None, trainable: bool = False
+    def describe_held(
+        self,
+        context: Ranks,
+        outside: ExternalUpdates | None,
+        only: Collection[int] | None = None,
+        trainable: bool = False,
     ) -> Said:
         """Describes the variables that this rank holds whole by checksums, to compare copies.
 
@@ -357,23 +365,25 @@ class VariableOwner:
         found: list[tuple[str, tf.Tensor | None, bool]] = []
         for key, e in self._entries.items():
             if e.parts is None and (only is None or key in only) and (e.variable.trainable or not trainable):
-                found.append((e.name, e.read() if context.rank in self._holders(e, context) else None, True))
-        return held([*found, *(outside.held(self._entries.keys(), only) if outside is not None else ())])
+                found.append((e.name, e.read() if context.rank in self._find_entry_holders(e, context) else None, True))
+        return describe_variables(
+            [*found, *(outside.iterate_held(self._entries.keys(), only) if outside is not None else ())]
+        )
 
-    def written(self, outside: Outside) -> dict[int, str]:
+    def list_written(self, outside: ExternalUpdates) -> dict[int, str]:
         """Returns the handles that were written to since the last step, of variables that are whole everywhere: id ->
         name.
         """
         known = {key: self._entries[key] for key in outside.written if key in self._entries and key not in self._homes}
         return {key: entry.name for key, entry in known.items() if entry.parts is None}
 
-    def _holders(self, entry: _Entry, context: Ranks) -> frozenset[int]:
+    def _find_entry_holders(self, entry: _Entry, context: Ranks) -> frozenset[int]:
         """Returns the ranks on which its value is the present one."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
 
 
-def _refuse_elsewhere(entry: _Entry | None, c: CapturedVariable, use: VariableUse | None) -> None:
+def _refuse_other_layout(entry: _Entry | None, c: CapturedVariable, use: VariableUse | None) -> None:
     """Raises PlanError for a variable that lies split over the ranks of a stage, and is used by others."""
     if entry is not None and entry.parts is not None and entry.parts.group:
         if use is None or use.place != entry.parts.group:
@@ -386,12 +396,12 @@ def _refuse_elsewhere(entry: _Entry | None, c: CapturedVariable, use: VariableUs
             )
 
 
-def _in_one_part(c: CapturedVariable) -> Tiles:
+def _make_one_part_tiles(c: CapturedVariable) -> Tiles:
     """Returns tiles with one part, which all ranks hold."""
-    return one_axis(split(0, (int(c.variable.shape[0]),)))
+    return make_one_axis_tiles(split(0, (int(c.variable.shape[0]),)))
 
 
-def _bytes(variable: tf.Variable) -> int:
+def _count_bytes(variable: tf.Variable) -> int:
     return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
 
 
@@ -417,3 +427,100 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
         expected="equal copies",
         action="report the program; its plan is wrong",
     )
+
+
+def agree_on_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[DeferredInitial | None]:
+    """Returns the first rank's initial values of variables that hold none there; None for those that it has made.
+
+    Raises:
+      CommError: a variable is restored from a checkpoint on the first rank only.
+    """
+    mine = [find_deferred(c.variable) for c in new]
+    if not context.has_other_processes or not new:
+        return mine
+    comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
+    data = None
+    if context.rank == 0:
+        data = pack(["reader" if i is not None and i.reader is not None else _encode_initial(i) for i in mine])
+    said = unpack(comm.broadcast_bytes("whale/first_values/initial", data, 0, timeout_s))
+    firsts = [one if one == "reader" else _decode_initial(one) for one in said]
+    for i, (c, first, own) in enumerate(zip(new, firsts, mine)):
+        if first == "reader":
+            firsts[i] = own  # its reader knows the file
+            if own is None or own.reader is None:
+                raise CommError(
+                    "a variable takes its first value from a checkpoint on some ranks only",
+                    variable=c.name,
+                    given=f"rank 0 restored it, rank {context.rank} did not",
+                    expected="the same on every rank",
+                    action="restore on every rank",
+                )
+    return firsts
+
+
+def _encode_initial(initial: DeferredInitial | None) -> tuple[Any, ...] | None:
+    if initial is None:
+        return None
+    ops = [(op.kind, op.attrs, op.operands, op.first, op.shapes, op.dtypes) for op in initial.ops]
+    return initial.shape, initial.dtype, initial.little, ops, initial.result
+
+
+def _decode_initial(said: Any) -> DeferredInitial | None:
+    if said is None:
+        return None
+    shape, dtype, little, ops, result = said
+    return DeferredInitial(shape, dtype, little, tuple(RecordedOp(*op) for op in ops), result)
+
+
+def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
+    """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
+    ops = whale_ops.load_ops()
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    by_dtype: dict[str, list[Any]] = {}
+    for c in captured:
+        by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
+    for dtype, variables in by_dtype.items():
+        values = ops.whale_broadcast(
+            comm=comm,
+            inputs=[gen_resource_variable_ops.read_variable_op(v.handle, v.dtype) for v in variables],
+            key=f"whale/first_values/{dtype}",
+            root=0,
+            shapes=[v.shape for v in variables],
+            ranks=[],
+        )
+        for variable, value in zip(variables, values) if context.rank else ():
+            gen_resource_variable_ops.assign_variable_op(variable.handle, value)
+
+
+def find_given_tiles(captured: CapturedVariable) -> Tiles | None:
+    """Returns how the script says that the variable lies; None: it says nothing."""
+    return getattr(captured.variable, "_whale_tiles", None)
+
+
+def refuse_other_tiles(
+    captured: Iterable[CapturedVariable], known: Mapping[str, Tiles], planned: Mapping[str, Tiles]
+) -> None:
+    """Refuses a plan under which a variable does not lie as the script says.
+
+    Args:
+      known: what planning was told of the variables, by handle node. One that a program has used before the script gave
+        it a layout is known by another, and stays so.
+      planned: of the variables that lie split.
+
+    Raises:
+      PlanError: with the first such variable.
+    """
+    for c in captured:
+        given = find_given_tiles(c)
+        if given is None or not given.cuts or known.get(c.node) != given:
+            continue
+        found = planned.get(c.node, Tiles())
+        if found.cuts != given.cuts:
+            where = str(found) if found.cuts else "whole, or on one stage only"
+            raise PlanError(
+                "a variable cannot lie as the script says",
+                op=c.name,
+                given=f"{given} by a LayoutMap; in the plan it is {where}",
+                expected="a program in which all ranks of the mesh's axes have a part of it: without wh.stage",
+                action="leave the variable out of the LayoutMap, or leave stages out",
+            )

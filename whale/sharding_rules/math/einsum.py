@@ -6,19 +6,19 @@ from whale.ir.ops import MATMULS
 from whale.ir.program import Node
 from whale.ir.values import TensorType
 from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import term
+from whale.sharding_rules.dims import write_term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
-def product_letters(node: Node, rank: int) -> tuple[str, ...]:
+def find_product_letters(node: Node, rank: int) -> tuple[str, ...]:
     """Names each dimension that a product reads, operand by operand, and of its result by a letter; () for no product.
 
     Args:
       rank: dimensions of what a matrix product reads and makes, where nothing broadcasts.
     """
     if node.op == "Einsum":
-        return _words(node)
+        return _split_equation(node)
     if node.op not in MATMULS:
         return ()
     first, second = ("transpose_a", "transpose_b") if node.op == "MatMul" else ("adj_x", "adj_y")
@@ -43,7 +43,7 @@ def batch_matmul(op: OpView) -> str:
 
 def einsum(op: OpView) -> str:
     """the equation; '...' broadcasts"""
-    *operands, right = _words(op.node)
+    *operands, right = _split_equation(op.node)
     if any(t.shape is None for t in op.inputs):
         return REPLICATED
     repeated = {c for word in (*operands, right) for c in word if c != "." and word.count(c) > 1}
@@ -54,7 +54,7 @@ def einsum(op: OpView) -> str:
     # A label of size 1 in one operand and larger in another broadcasts, as '...' does: leave those whole.
     sizes: dict[str, set[int | None]] = {}
     for word, kind in zip(operands, op.inputs):
-        for c, size in zip(_aligned(word, len(kind.shape or ())), kind.shape or ()):
+        for c, size in zip(_expand_ellipsis(word, len(kind.shape or ())), kind.shape or ()):
             sizes.setdefault(c, set()).add(size)
     uneven = {c for c, s in sizes.items() if len(s - {None}) > 1}
     names = {c: (f"u{c.lower()}" if c.isupper() else f"l{c}") for c in flags}
@@ -65,29 +65,29 @@ def einsum(op: OpView) -> str:
             items += ["*"] if k else []
             for c in piece:
                 mixed = c in uneven
-                at = _aligned(word, len(kind.shape or ())).index(c) if mixed and kind.shape else 0
+                at = _expand_ellipsis(word, len(kind.shape or ())).index(c) if mixed and kind.shape else 0
                 one = mixed and kind.shape is not None and kind.shape[at] == 1
                 flag = "^" if mixed else flags[c] if flagged or flags[c] == "^" else ""
                 items.append("1" if one else names[c] + flag)
-        return term(items)
+        return write_term(items)
 
     inputs = ", ".join(write(w, t, True) for w, t in zip(operands, op.inputs))
     return f"{inputs} -> {write(right, op.outputs[0], False)}"
 
 
-def _words(node: Node) -> tuple[str, ...]:
+def _split_equation(node: Node) -> tuple[str, ...]:
     """Splits an equation into words: one for each operand, and that of the result."""
     left, _, right = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
     return (*left.split(","), right)
 
 
-def _aligned(word: str, rank: int) -> str:
+def _expand_ellipsis(word: str, rank: int) -> str:
     """Returns the word with one '.' per dimension that '...' stands for."""
     head, dots, tail = word.partition("...")
     return head + "." * (rank - len(head) - len(tail)) + tail if dots else word
 
 
-def _any_operand(op: OpView) -> str | None:
+def _list_single_operands(op: OpView) -> str | None:
     """Names any one operand: a product of one partial operand with replicated ones is partial."""
     return "|".join(str(i) for i in range(len(op.inputs)))
 
@@ -110,7 +110,7 @@ def sparse_matmul(op: OpView) -> str:
 RULES = (
     rule("MatMul SparseMatMul", matmul, lin="0|1"),
     rule("BatchMatMul BatchMatMulV2 BatchMatMulV3", batch_matmul, lin="0|1"),
-    rule("Einsum", einsum, lin=_any_operand),
+    rule("Einsum", einsum, lin=_list_single_operands),
     rule("BiasAdd", bias_add, lin="0&1", mono="0|1"),
     rule("BiasAddV1", "* c, c -> * c", lin="0&1", mono="0|1"),
     rule("BiasAddGrad", bias_add_grad, lin="0"),

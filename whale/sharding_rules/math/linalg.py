@@ -17,7 +17,9 @@ def eigen(op: OpView) -> str:
     return "* m^ n^ -> * n^, * m^ n^" if op.attr("compute_v", True) else "* m^ n^ -> * n^, =."
 
 
-def _diagonal(op: OpView, matrix: tuple[int | None, ...] | None, diagonal: tuple[int | None, ...] | None) -> str | None:
+def _write_diagonal(
+    op: OpView, matrix: tuple[int | None, ...] | None, diagonal: tuple[int | None, ...] | None
+) -> str | None:
     """Returns the term of the diagonal(s): one, or a band of them."""
     if matrix is None or diagonal is None:
         return None
@@ -26,23 +28,23 @@ def _diagonal(op: OpView, matrix: tuple[int | None, ...] | None, diagonal: tuple
 
 def diag(op: OpView) -> str:
     """one diagonal or a band"""
-    part = _diagonal(op, op.outputs[0].shape, op.inputs[0].shape)
+    part = _write_diagonal(op, op.outputs[0].shape, op.inputs[0].shape)
     return REPLICATED if part is None else f"{part}, ., ., ., . -> * m^ n^"
 
 
 def diag_part(op: OpView) -> str:
     """one diagonal or a band"""
-    part = _diagonal(op, op.inputs[0].shape, op.outputs[0].shape)
+    part = _write_diagonal(op, op.inputs[0].shape, op.outputs[0].shape)
     return REPLICATED if part is None else f"* m^ n^, ., . -> {part}"
 
 
 def set_diag(op: OpView) -> str:
     """one diagonal or a band"""
-    part = _diagonal(op, op.inputs[0].shape, op.inputs[1].shape)
+    part = _write_diagonal(op, op.inputs[0].shape, op.inputs[1].shape)
     return REPLICATED if part is None else f"* m^ n^, {part}, . -> * m^ n^"
 
 
-def _zero_padding(op: OpView) -> str | None:
+def _find_linear_diagonals(op: OpView) -> str | None:
     """Names the diagonals, which may be partial sums on their own, where the padding is zero."""
     last = len(op.inputs) - 1
     padding = op.const(last)
@@ -72,9 +74,15 @@ RULES = (
     rule("MatrixDiag BatchMatrixDiag", "* d^ -> * d^ n^", lin="0"),
     rule("MatrixDiagPart BatchMatrixDiagPart", "* m^ n^ -> * d^", copy="0"),
     rule("MatrixSetDiag BatchMatrixSetDiag", "* m^ n^, * d^ -> * m^ n^", copy="0&1"),
-    rule("MatrixDiagV2 MatrixDiagV3", diag, lin=_zero_padding, copy="0&4"),
-    rule("MatrixDiagPartV2 MatrixDiagPartV3", diag_part, lin=_zero_padding, copy="0&2"),
+    rule("MatrixDiagV2 MatrixDiagV3", diag, lin=_find_linear_diagonals, copy="0&4"),
+    rule("MatrixDiagPartV2 MatrixDiagPartV3", diag_part, lin=_find_linear_diagonals, copy="0&2"),
     rule("MatrixSetDiagV2 MatrixSetDiagV3", set_diag, copy="0&1"),
     rule("Diag", "i*^ -> o*^", lin="0"),
     rule("DiagPart", "i*^ -> o*^", copy="0"),
+    rule("FFT IFFT BatchFFT BatchIFFT", "* a^ -> * a^", lin="0"),
+    rule("FFT2D IFFT2D BatchFFT2D BatchIFFT2D", "* a^ b^ -> * a^ b^", lin="0"),
+    rule("FFT3D IFFT3D BatchFFT3D BatchIFFT3D", "* a^ b^ c^ -> * a^ b^ c^", lin="0"),
+    rule("RFFT IRFFT", "* a^, . -> * x^", lin="0"),
+    rule("RFFT2D IRFFT2D", "* a^ b^, . -> * x^ y^", lin="0"),
+    rule("RFFT3D IRFFT3D", "* a^ b^ c^, . -> * x^ y^ z^", lin="0"),
 )

@@ -27,24 +27,24 @@ def _div_is_linear(op: OpView) -> str | None:
     return "0" if op.outputs[0].dtype in FLOATING else None
 
 
-def _add(op: OpView) -> str | None:
+def _add_line(op: OpView) -> str | None:
     """Lets P(sum) pass an addition of which all operands are partial; strings concatenate instead."""
     return None if op.outputs[0].dtype == "string" else "0&1"
 
 
-def _nothing_known(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+def _find_no_known_outputs(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
     """Knows no output in advance: each output has its own layout, and an empty one says nothing about the others."""
     return (None,) * len(op.outputs)
 
 
-def _asserted_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _set_asserted_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the asserted shape, a global attribute, to the local one."""
     placement, shape = strategy.outputs[0], op.attr("shape")
     if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED
     dims = list(shape.dims)
     if dims[placement.dim] is not None:
-        dims[placement.dim] = placement.local(coordinate)
+        dims[placement.dim] = placement.local_size(coordinate)
     return Local(attrs={"shape": Shape(tuple(dims))})
 
 
@@ -55,11 +55,11 @@ RULES = (
         "* -> *",
         copy="0",
     ),
-    rule("EnsureShape PlaceholderWithDefault", "* -> *", copy="0", local=_asserted_shape),
-    rule("IdentityN", "{?} -> {?}", known=_nothing_known),
+    rule("EnsureShape PlaceholderWithDefault", "* -> *", copy="0", local=_set_asserted_shape),
+    rule("IdentityN", "{?} -> {?}", known=_find_no_known_outputs),
     rule("CheckNumerics CheckNumericsV2", "* -> *", lin="0", mono="0"),
     rule("Neg Conj Real Imag", "* -> *", lin="0"),
-    rule("AddV2 Add", "*, * -> *", lin=_add, mono="0|1"),
+    rule("AddV2 Add", "*, * -> *", lin=_add_line, mono="0|1"),
     rule("Sub", "*, * -> *", lin="0&1", mono="0"),
     rule("AddN AccumulateNV2", "{*} -> *", lin="all"),
     rule("Mul MulNoNan", "*, * -> *", lin="0|1"),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from whale.sharding_rules.base import OpView
+from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
@@ -25,10 +26,18 @@ def bitcast(op: OpView) -> str:
     return "* n^ -> *" if len(before) > len(after) else "* -> * n^"
 
 
-def fixed_range(op: OpView) -> str:
+def clip_by_value(op: OpView) -> str:
     """ClipByValue: bounds are scalars or like the operand."""
     bounds = [t.shape for t in op.inputs[1:]]
     return "*, ., . -> *" if all(b == () for b in bounds) else "*, *, * -> *"
+
+
+def quantise_range(op: OpView) -> str:
+    """whether the range is given (else it is found in all the data) and for the whole tensor"""
+    if int(op.attr("axis", -1)) != -1:
+        return REPLICATED
+    more = ", ." * (len(op.inputs) - 3)
+    return f"p*, ., .{more} -> p*" if op.attr("range_given", False) else f"p*^, ~., ~.{more} -> p*^"
 
 
 RULES = (
@@ -70,10 +79,17 @@ RULES = (
     rule("Betainc", "*, *, * -> *"),
     rule("Select", select, lin="1&2"),
     rule("SelectV2", "*, *, * -> *", lin="1&2"),
-    rule("ClipByValue", fixed_range, mono="0"),
+    rule("ClipByValue", clip_by_value, mono="0"),
     # Gradients, linear in the incoming one.
     rule("ReluGrad Relu6Grad EluGrad SeluGrad LeakyReluGrad SoftplusGrad SoftsignGrad", "*, * -> *", lin="0"),
     rule("SigmoidGrad TanhGrad RsqrtGrad SqrtGrad ReciprocalGrad InvGrad", "*, * -> *", lin="1"),
     # The values do not matter.
     rule("ZerosLike OnesLike", "~* -> *"),
+    rule("FakeQuantWithMinMaxArgs", "* -> *", mono="0"),
+    rule("FakeQuantWithMinMaxArgsGradient", "*, * -> *", lin="0"),
+    rule("FakeQuantWithMinMaxVars", "p*, ., . -> p*", mono="0"),
+    rule("FakeQuantWithMinMaxVarsGradient", "p*+, p*+, ., . -> p*, ., .", lin="0"),
+    rule("FakeQuantWithMinMaxVarsPerChannel", "p* c, c, c -> p* c", mono="0"),
+    rule("FakeQuantWithMinMaxVarsPerChannelGradient", "p*+ c, p*+ c, c, c -> p* c, c, c", lin="0"),
+    rule("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4", quantise_range),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from whale.ir.layout import Split
-from whale.ir.values import numpy_dtype
+from whale.ir.values import find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.notation import FIRST_RANK, REPLICATED
 from whale.sharding_rules.registry import rule
@@ -18,42 +18,47 @@ from whale.sharding_rules.registry import rule
 _GOLDEN = {32: 0x9E3779B1, 64: 0x9E3779B97F4A7C15}
 
 
-def seeded(op: OpView) -> str:
+def random_op(op: OpView) -> str:
     """whether there is a seed: then all ranks draw the same"""
     return REPLICATED if op.attr("seed", 0) or op.attr("seed2", 0) else FIRST_RANK
 
 
-def rank_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def set_rank_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Gives each rank another seed attribute; without any seed each rank draws as it likes."""
     seeds = op.attr("seed", 0), op.attr("seed2", 0)
-    if not _divided(strategy) or coordinate == 0 or seeds == (0, 0):
+    if not _is_divided(strategy) or coordinate == 0 or seeds == (0, 0):
         return UNCHANGED
     return Local(seeds={"seed2": coordinate * _GOLDEN[32]})
 
 
-def rank_key(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def set_rank_key(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Gives each rank another seed or key operand."""
-    if not _divided(strategy) or coordinate == 0:
+    if not _is_divided(strategy) or coordinate == 0:
         return UNCHANGED
-    dtype = np.dtype(numpy_dtype(op.inputs[1].dtype))
+    dtype = np.dtype(find_numpy_dtype(op.inputs[1].dtype))
     bits = 8 * dtype.itemsize
     moved = np.array((coordinate * _GOLDEN[bits]) % (1 << bits), f"uint{bits}").astype(dtype)
     return Local(added={1: moved})
 
 
-def _divided(strategy: Strategy) -> bool:
+def _is_divided(strategy: Strategy) -> bool:
     return any(isinstance(p, Split) for p in strategy.outputs)
 
 
 RULES = (
-    rule("RandomUniform RandomStandardNormal TruncatedNormal", seeded, local=rank_seed, local_stream="[out0] -> p*"),
-    rule("RandomUniformInt", seeded, local=rank_seed, local_stream="[out0], ., . -> p*"),
+    rule(
+        "RandomUniform RandomStandardNormal TruncatedNormal",
+        random_op,
+        local=set_rank_seed,
+        local_stream="[out0] -> p*",
+    ),
+    rule("RandomUniformInt", random_op, local=set_rank_seed, local_stream="[out0], ., . -> p*"),
     rule(
         "ParameterizedTruncatedNormal RandomShuffle RandomGamma RandomPoisson RandomPoissonV2 RandomCrop Multinomial "
         "UniformCandidateSampler AllCandidateSampler "
         "LogUniformCandidateSampler LearnedUnigramCandidateSampler FixedUnigramCandidateSampler "
         "ThreadUnsafeUnigramCandidateSampler SampleDistortedBoundingBox SampleDistortedBoundingBoxV2",
-        seeded,
+        random_op,
     ),
     # The state is a variable, which all ranks hold and advance alike.
     rule(
@@ -65,15 +70,15 @@ RULES = (
     rule(
         "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal StatelessRandomUniformFullInt",
         REPLICATED,
-        local=rank_key,
+        local=set_rank_key,
         local_stream="[out0], k^ -> p*",
     ),
-    rule("StatelessRandomUniformInt", REPLICATED, local=rank_key, local_stream="[out0], k^, ., . -> p*"),
+    rule("StatelessRandomUniformInt", REPLICATED, local=set_rank_key, local_stream="[out0], k^, ., . -> p*"),
     rule(
         "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2 StatelessRandomUniformFullIntV2",
         REPLICATED,
-        local=rank_key,
+        local=set_rank_key,
         local_stream="[out0], k^, c^, . -> p*",
     ),
-    rule("StatelessRandomUniformIntV2", REPLICATED, local=rank_key, local_stream="[out0], k^, c^, ., ., . -> p*"),
+    rule("StatelessRandomUniformIntV2", REPLICATED, local=set_rank_key, local_stream="[out0], k^, c^, ., ., . -> p*"),
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from whale.ir.layout import Partial, Split
 from whale.ir.values import FLOATING
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
-from whale.sharding_rules.dims import constant, freeze, names, term
+from whale.sharding_rules.dims import freeze, make_labels, read_axis, read_constant, write_term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
-def _reduced(op: OpView) -> set[int] | None:
+def _find_reduced_dims(op: OpView) -> set[int] | None:
     """Returns the dimensions that are reduced; None if that cannot be known."""
-    shape, axes = op.inputs[0].shape, constant(op, 1)
+    shape, axes = op.inputs[0].shape, read_constant(op, 1)
     if shape is None:
         return None
     if axes is not None:
@@ -27,27 +27,27 @@ def _reduced(op: OpView) -> set[int] | None:
     return set(range(len(shape))) if after == () else None
 
 
-def _line(op: OpView, flag: str) -> str:
-    reduced = _reduced(op)
+def _write_line(op: OpView, flag: str) -> str:
+    reduced = _find_reduced_dims(op)
     if reduced is None:
         return REPLICATED
-    labels = names("a", len(op.inputs[0].shape or ()))
+    labels = make_labels("a", len(op.inputs[0].shape or ()))
     operand = [x + flag if i in reduced else x for i, x in enumerate(labels)]
     keep = op.attr("keep_dims", False)
     result = ["1" if i in reduced else x for i, x in enumerate(labels) if keep or i not in reduced]
-    return f"{term(operand)}, . -> {term(result)}"
+    return f"{write_term(operand)}, . -> {write_term(result)}"
 
 
 def reduction(op: OpView) -> str:
     """the reduced axes (constant, or told by the shapes) and keep_dims"""
-    return _line(op, "+")
+    return _write_line(op, "+")
 
 
 def mean(op: OpView) -> str:
     """the reduced axes, keep_dims, and whether the count is static and the type floating"""
-    reduced, shape = _reduced(op), op.inputs[0].shape
+    reduced, shape = _find_reduced_dims(op), op.inputs[0].shape
     known = reduced is not None and shape is not None and all(shape[i] is not None for i in reduced)
-    return _line(op, "+" if known and op.outputs[0].dtype in FLOATING else "^")
+    return _write_line(op, "+" if known and op.outputs[0].dtype in FLOATING else "^")
 
 
 def _mean_is_linear(op: OpView) -> str | None:
@@ -57,43 +57,70 @@ def _mean_is_linear(op: OpView) -> str | None:
 
 def frozen_reduction(op: OpView) -> str:
     """the reduced axes, which cannot be cut"""
-    return _line(op, "^")
+    return _write_line(op, "^")
 
 
-def _mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _compute_mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Turns a mean over a cut dimension into a sum divided by the global count (an empty share has no mean)."""
     if not (isinstance(strategy.outputs[0], Partial) and isinstance(strategy.inputs[0], Split)):
         return UNCHANGED
     count = 1
-    for i in _reduced(op) or ():
+    for i in _find_reduced_dims(op) or ():
         count *= op.inputs[0].shape[i]  # type: ignore[index,operator]
     return Local(op="Sum", divide_by=float(count))
 
 
-def _of_nothing(op: OpView) -> str | None:
+def _pass_without_axes(op: OpView) -> str | None:
     """Lets partial results pass a reduction without axes, where every element is its own maximum, minimum or
     product.
     """
-    return "0" if _reduced(op) == set() else None
+    return "0" if _find_reduced_dims(op) == set() else None
 
 
 def arg_reduction(op: OpView) -> str:
     """the reduced axis, which cannot be cut"""
-    shape, axes = op.inputs[0].shape, constant(op, 1)
+    shape, axes = op.inputs[0].shape, read_constant(op, 1)
     if shape is None or axes is None:
         return REPLICATED
-    labels = names("a", len(shape))
+    labels = make_labels("a", len(shape))
     at = axes[0] % len(shape)
-    return f"{term(freeze(labels, [at]))}, . -> {term(x for i, x in enumerate(labels) if i != at)}"
+    return f"{write_term(freeze(labels, [at]))}, . -> {write_term(x for i, x in enumerate(labels) if i != at)}"
+
+
+def cumulative(op: OpView) -> str:
+    """the axis, which is whole"""
+    before = op.inputs[0].shape
+    at = None if before is None else read_axis(op, 1, len(before))
+    if before is None or at is None:
+        return REPLICATED
+    labels = write_term(freeze(make_labels("a", len(before)), [at]))
+    return f"{labels}, . -> {labels}"
+
+
+def approximate_top_k(op: OpView) -> str:
+    """reduction_dimension, which is whole"""
+    before = op.inputs[0].shape
+    if before is None:
+        return REPLICATED
+    labels, at = make_labels("a", len(before)), int(op.attr("reduction_dimension", -1)) % len(before)
+    result = write_term("k^" if n == at else x for n, x in enumerate(labels))
+    return f"{write_term(freeze(labels, [at]))} -> {result}, {result}"
 
 
 RULES = (
     rule("Sum", reduction, lin="0"),
-    rule("Mean", mean, lin=_mean_is_linear, local=_mean_as_sum),
-    rule("Max Any", reduction, lin=_of_nothing, mono="max:0", reduce="max"),
-    rule("Min All", reduction, lin=_of_nothing, mono="min:0", reduce="min"),
-    rule("Prod", reduction, lin=_of_nothing, reduce="prod"),
+    rule("Mean", mean, lin=_mean_is_linear, local=_compute_mean_as_sum),
+    rule("Max Any", reduction, lin=_pass_without_axes, mono="max:0", reduce="max"),
+    rule("Min All", reduction, lin=_pass_without_axes, mono="min:0", reduce="min"),
+    rule("Prod", reduction, lin=_pass_without_axes, reduce="prod"),
     rule("EuclideanNorm", frozen_reduction),
     rule("ArgMax ArgMin", arg_reduction),
     rule("L2Loss", "p*+ -> ."),
+    rule("Cumsum", cumulative, lin="0"),
+    rule("Cumprod CumulativeLogsumexp", cumulative),
+    rule("TopKV2", "* n^, . -> * k^, * k^"),
+    rule("TopK TopKUnique TopKWithUnique", "* n^ -> * k^, * k^"),
+    rule("ApproxTopK", approximate_top_k),
+    rule("NthElement", "* n^, . -> *"),
+    rule("IsotonicRegression", "b n^ -> b n^, b n^"),
 )

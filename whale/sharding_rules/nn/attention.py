@@ -10,7 +10,7 @@ from whale.ir.layout import Split, Strategy
 from whale.ir.program import Node, Program
 from whale.ir.values import Dims, TensorType
 from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import names, term
+from whale.sharding_rules.dims import make_labels, write_term
 from whale.sharding_rules.registry import rule
 
 ATTENTION, ATTENTION_GRADIENT = "WhaleAttention", "WhaleAttentionGrad"
@@ -28,44 +28,56 @@ def has_keys(shape: Dims | None, scores: tuple[int, ...]) -> bool:
     return shape is not None and len(shape) >= 1 and shape[-1] == scores[-1]
 
 
-def sides_of(node: Node) -> int:
+def count_leading_operands(node: Node) -> int:
     """Returns the number of operands before those by which scores are scaled and masked."""
     return _BEFORE_SIDES[node.op]
 
 
-def ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
+def count_ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
     """Returns the bytes that travel in all: keys and values to every rank but their own, and back to it their
     gradients.
     """
     if not isinstance(strategy.inputs[0], Split):
         return 0
     times = 1 if node.op == ATTENTION else 2
-    return times * (len(strategy.inputs[0].sizes) - 1) * sum(program.type_of(r).bytes for r in node.inputs[1:3])
+    return times * (len(strategy.inputs[0].sizes) - 1) * sum(program.find_type(r).bytes for r in node.inputs[1:3])
 
 
-def along_sequence(op: OpView) -> str:
+def attention(op: OpView) -> str:
     """the sequence, in queries, keys, values and what belongs to each query"""
     query, key, value, result = op.attr("dims")
-    inputs = [_with(op.inputs[0], query, "q"), _with(op.inputs[1], key, "k"), _with(op.inputs[2], value, "v")]
-    before = sides_of(op.node)
+    inputs = [
+        _write_sequence_term(op.inputs[0], query, "q"),
+        _write_sequence_term(op.inputs[1], key, "k"),
+        _write_sequence_term(op.inputs[2], value, "v"),
+    ]
+    before = count_leading_operands(op.node)
     of_result = op.inputs[3] if op.node.op == ATTENTION_GRADIENT else op.node.outputs[0]
     if op.node.op == ATTENTION_GRADIENT:
         each = op.inputs[5]
-        inputs += [_with(of_result, result, "d"), _with(of_result, result, "o"), _with(each, -2, "e")]
-        outputs = [_with(op.inputs[0], query, "x"), _with(op.inputs[1], key, "y"), _with(op.inputs[2], value, "z")]
+        inputs += [
+            _write_sequence_term(of_result, result, "d"),
+            _write_sequence_term(of_result, result, "o"),
+            _write_sequence_term(each, -2, "e"),
+        ]
+        outputs = [
+            _write_sequence_term(op.inputs[0], query, "x"),
+            _write_sequence_term(op.inputs[1], key, "y"),
+            _write_sequence_term(op.inputs[2], value, "z"),
+        ]
     else:
-        outputs = [_with(of_result, result, "o"), _with(op.node.outputs[1], -2, "e")]
+        outputs = [_write_sequence_term(of_result, result, "o"), _write_sequence_term(op.node.outputs[1], -2, "e")]
     for i, (side, queried) in enumerate(zip(op.inputs[before:], op.attr("queried"))):
-        inputs.append(_with(side, -2 if queried else None, f"s{i}n"))
+        inputs.append(_write_sequence_term(side, -2 if queried else None, f"s{i}n"))
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
-def _with(t: TensorType, at: int | None, stem: str) -> str:
+def _write_sequence_term(t: TensorType, at: int | None, stem: str) -> str:
     """Writes a term in which dimension ``at`` is the sequence and nothing else can be cut."""
-    labels = [f"{x}^" for x in names(stem, len(t.shape or ()))]
+    labels = [f"{x}^" for x in make_labels(stem, len(t.shape or ()))]
     if at is not None:
         labels[at] = "s"
-    return term(labels)
+    return write_term(labels)
 
 
-RULES = (rule("WhaleAttention WhaleAttentionGrad", along_sequence),)
+RULES = (rule("WhaleAttention WhaleAttentionGrad", attention),)

@@ -3,15 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from whale.ir.values import TensorType
-from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import names, windows
-from whale.sharding_rules.nn import halo
+from whale.ir.layout import Split, split
+from whale.ir.values import Dims, TensorType
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
+from whale.sharding_rules.dims import make_labels, write_windows
 from whale.sharding_rules.registry import rule
 
 
-def image(op: OpView, spatial: str | Sequence[str], channels: str, batch: str = "b", default: str = "NHWC") -> str:
+# Rules of convolutions over divided rows or columns: an operand also has its neighbours' adjacent rows
+# (``Split.halo``).
+#
+# A rank computes the results whose windows begin in its own rows. Forward, and for the filter's gradient, it needs the
+# image's rows that these windows reach; for the image's gradient, the incoming gradients of all windows that reach its
+# own rows. Each operand is brought so by a reshard; the rank's node has explicit padding, which is that of the program
+# at the image's edges, and none where neighbours' rows are.
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """One spatial dimension: its number, its size in the image, reach of a window, step, padding before and after."""
+
+    dim: int
+    size: int
+    reach: int
+    step: int
+    before: int
+    after: int
+
+
+def _find_shapes(op: OpView) -> tuple[Dims | None, Dims | None]:
+    """Returns the shapes of the image and of the filter."""
+    if "BackpropInput" in op.node.op:
+        return op.outputs[0].shape, op.inputs[1].shape
+    return op.inputs[0].shape, op.outputs[0].shape if "BackpropFilter" in op.node.op else op.inputs[1].shape
+
+
+def _find_axes(op: OpView) -> list[_Axis]:
+    """Returns the spatial dimensions, padded as SAME says; none where sizes are unknown."""
+    image, kernel = _find_shapes(op)
+    first = 2 if str(op.attr("data_format", "NHWC")).startswith("NC") else 1
+    if image is None or kernel is None:
+        return []
+    found = []
+    for i in range(2):
+        size, width, step = image[first + i], kernel[i], int(op.attr("strides")[first + i])
+        if size is None or width is None:
+            return []
+        gaps = op.attr("dilations", ()) or (1,) * len(image)
+        reach = (width - 1) * int(gaps[first + i]) + 1
+        padding = max((-(-size // step) - 1) * step + reach - size, 0)
+        found.append(_Axis(first + i, size, reach, step, padding // 2, padding - padding // 2))
+    return found
+
+
+def _find_crossed_axis(op: OpView, strategy: Strategy) -> _Axis | None:
+    """Returns the divided dimension over which windows reach further than they step, or None."""
+    if op.attr("padding") != "SAME":
+        return None
+    cut = {p.dim for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Split)}
+    image = strategy.outputs[0] if "BackpropInput" in op.node.op else strategy.inputs[0]
+    if not isinstance(image, Split):
+        return None
+    return next((a for a in _find_axes(op) if a.dim == image.dim and a.dim in cut and a.reach > a.step), None)
+
+
+def _widen(strategy: Strategy, i: int, halo: tuple[int, int]) -> Strategy | None:
+    have = strategy.inputs[i]
+    if not isinstance(have, Split) or have.blocks > 1:
+        return None
+    wide = split(have.dim, have.sizes, 1, halo)
+    return replace(strategy, inputs=(*strategy.inputs[:i], wide, *strategy.inputs[i + 1 :]))
+
+
+def widen_image(op: OpView, strategy: Strategy) -> Strategy | None:
+    """Widens the image (operand 0) by the rows that windows of the rank's own results reach."""
+    axis = _find_crossed_axis(op, strategy)
+    return strategy if axis is None else _widen(strategy, 0, (axis.before, axis.reach - axis.step - axis.before))
+
+
+def widen_gradient(op: OpView, strategy: Strategy) -> Strategy | None:
+    """Widens the incoming gradient (operand 2) to that of all windows that reach the rank's own rows."""
+    axis = _find_crossed_axis(op, strategy)
+    if axis is None:
+        return strategy
+    before, after = (axis.reach - 1 - axis.before) // axis.step, (axis.step - 1 + axis.before) // axis.step
+    return _widen(strategy, 2, (before, after))
+
+
+def make_padding_explicit(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Makes the padding explicit: what lies outside of the image, counted from what the rank has of it."""
+    axis = _find_crossed_axis(op, strategy)
+    if axis is None:
+        return UNCHANGED
+    if "BackpropInput" in op.node.op:
+        have, slope = strategy.outputs[0], strategy.inputs[2]
+        assert isinstance(have, Split) and isinstance(slope, Split)
+        first, end = slope.find_span(coordinate)
+        begin, stop = have.find_span(coordinate)
+        margins = begin - (first * axis.step - axis.before), (end - 1) * axis.step - axis.before + axis.reach - stop
+    else:
+        have = strategy.inputs[0]
+        assert isinstance(have, Split)
+        begin = have.starts[coordinate]
+        stop = begin + have.sizes[coordinate]
+        margins = max(0, have.halo[0] - begin), max(0, stop + have.halo[1] - axis.size)
+    rank = len(str(op.attr("data_format", "NHWC")))
+    padding = [0] * (2 * rank)
+    for one in _find_axes(op):
+        padding[2 * one.dim : 2 * one.dim + 2] = margins if one.dim == axis.dim else (one.before, one.after)
+    return Local(attrs={"padding": "EXPLICIT", "explicit_paddings": tuple(padding)})
+
+
+def write_image_term(
+    op: OpView, spatial: str | Sequence[str], channels: str, batch: str = "b", default: str = "NHWC"
+) -> str:
     """Writes the term of an image-like tensor: batch, spatial dimensions, channels, in the op's data format.
 
     Args:
@@ -25,19 +130,19 @@ def image(op: OpView, spatial: str | Sequence[str], channels: str, batch: str = 
     return " ".join([batch, *places, channels])
 
 
-def _channel_dim(op: OpView, rank: int) -> int:
+def _find_channel_dim(op: OpView, rank: int) -> int:
     return 1 if str(op.attr("data_format", "NHWC")).startswith("NC") else rank - 1
 
 
-def _grouped(op: OpView, image_operand: int | None, filter_depth: int | None) -> bool:
+def _is_grouped(op: OpView, image_operand: int | None, filter_depth: int | None) -> bool:
     """Tells whether the filter sees only a group of the input's channels (or that cannot be known)."""
     kind = op.outputs[0] if image_operand is None else op.inputs[image_operand]
     if kind.shape is None or filter_depth is None:
         return True
-    return kind.shape[_channel_dim(op, len(kind.shape))] != filter_depth
+    return kind.shape[_find_channel_dim(op, len(kind.shape))] != filter_depth
 
 
-def _groups(filter_shape: tuple[int | None, ...] | None, channels: int | None) -> tuple[str, str]:
+def _write_group_dims(filter_shape: tuple[int | None, ...] | None, channels: int | None) -> tuple[str, str]:
     """Writes the channel dimensions, in and out, of a grouped convolution: whole groups can be cut, if sizes
     are known.
     """
@@ -47,19 +152,19 @@ def _groups(filter_shape: tuple[int | None, ...] | None, channels: int | None) -
     return f"(g {depth})", f"(g {out // (channels // depth)})"
 
 
-def _channels(op: OpView, kind: TensorType) -> int | None:
-    return None if kind.shape is None else kind.shape[_channel_dim(op, len(kind.shape))]
+def _count_channels(op: OpView, kind: TensorType) -> int | None:
+    return None if kind.shape is None else kind.shape[_find_channel_dim(op, len(kind.shape))]
 
 
-def _depth(shape: tuple[int | None, ...] | None) -> int | None:
+def _find_filter_depth(shape: tuple[int | None, ...] | None) -> int | None:
     return None if shape is None or len(shape) < 2 else shape[-2]
 
 
-def _kernel(count: int, tail: str) -> str:
-    return " ".join([f"{k}^" for k in names("k", count)] + [tail])
+def _write_kernel_term(count: int, tail: str) -> str:
+    return " ".join([f"{k}^" for k in make_labels("k", count)] + [tail])
 
 
-def _spatial(
+def _write_spatial_dims(
     op: OpView, image: TensorType, kernel: TensorType, count: int, flag: str = ""
 ) -> tuple[list[str], list[str]]:
     """Writes the spatial dimensions before and after the convolution, cut together where the step divides them.
@@ -78,31 +183,34 @@ def _spatial(
     reach = [(size - 1) * gap + 1 for size, gap in zip(kernel.shape, apart)]  # type: ignore[operator]
     if count == 2 and op.attr("padding") == "SAME":
         reach = [min(size, step) for size, step in zip(reach, steps)]  # what is missing comes from neighbours
-    for i, found in enumerate(windows(image.shape[first : first + count], reach, steps)):
+    for i, found in enumerate(write_windows(image.shape[first : first + count], reach, steps)):
         if found is not None:
             before[i], after[i] = found.replace(f"s{i}", f"s{i}{flag}"), f"s{i}{flag}"
     return before, after
 
 
-def forward(count: int) -> Callable[[OpView], str]:
+def make_forward_spec(count: int) -> Callable[[OpView], str]:
     """Returns the spec of a convolution over ``count`` spatial dimensions."""
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution(op: OpView) -> str:
         """data_format and groups"""
-        if _grouped(op, 0, _depth(op.inputs[1].shape)):
-            c, o = _groups(op.inputs[1].shape, _channels(op, op.inputs[0]))
+        if _is_grouped(op, 0, _find_filter_depth(op.inputs[1].shape)):
+            c, o = _write_group_dims(op.inputs[1].shape, _count_channels(op, op.inputs[0]))
             before, kernel, after = c, f"i^ {o}", o
         else:
             before, kernel, after = "i+", "i+ o", "o"
-        rows = _spatial(op, op.inputs[0], op.inputs[1], count)
-        x, y = image(op, rows[0], before, default=default), image(op, rows[1], after, default=default)
-        return f"{x}, {_kernel(count, kernel)} -> {y}"
+        rows = _write_spatial_dims(op, op.inputs[0], op.inputs[1], count)
+        x, y = (
+            write_image_term(op, rows[0], before, default=default),
+            write_image_term(op, rows[1], after, default=default),
+        )
+        return f"{x}, {_write_kernel_term(count, kernel)} -> {y}"
 
     return convolution
 
 
-def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
+def make_input_gradient_spec(count: int, like: bool = False) -> Callable[[OpView], str]:
     """Returns the spec of the gradient for the input; ``like``: operand 0 is the input itself, of which only the shape
     matters.
     """
@@ -110,18 +218,18 @@ def input_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
 
     def convolution_input_gradient(op: OpView) -> str:
         """data_format and groups"""
-        grouped = _grouped(op, None, _depth(op.inputs[1].shape))
-        i, o = _groups(op.inputs[1].shape, _channels(op, op.outputs[0])) if grouped else ("i", "o+")
-        rows = _spatial(op, op.outputs[0], op.inputs[1], count)
-        result = image(op, rows[0], i, default=default)
+        grouped = _is_grouped(op, None, _find_filter_depth(op.inputs[1].shape))
+        i, o = _write_group_dims(op.inputs[1].shape, _count_channels(op, op.outputs[0])) if grouped else ("i", "o+")
+        rows = _write_spatial_dims(op, op.outputs[0], op.inputs[1], count)
+        result = write_image_term(op, rows[0], i, default=default)
         first = f"~{result}" if like else "[out0]"
-        kernel = _kernel(count, f"i^ {o}" if grouped else "i o+")
-        return f"{first}, {kernel}, {image(op, rows[1], o, default=default)} -> {result}"
+        kernel = _write_kernel_term(count, f"i^ {o}" if grouped else "i o+")
+        return f"{first}, {kernel}, {write_image_term(op, rows[1], o, default=default)} -> {result}"
 
     return convolution_input_gradient
 
 
-def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
+def make_filter_gradient_spec(count: int, like: bool = False) -> Callable[[OpView], str]:
     """Returns the spec of the gradient for the filter; ``like``: operand 1 is the filter itself, of which only the
     shape matters.
     """
@@ -129,76 +237,101 @@ def filter_gradient(count: int, like: bool = False) -> Callable[[OpView], str]:
 
     def convolution_filter_gradient(op: OpView) -> str:
         """data_format and groups"""
-        grouped = _grouped(op, 0, _depth(op.outputs[0].shape))
-        i, o = _groups(op.outputs[0].shape, _channels(op, op.inputs[0])) if grouped else ("i", "o")
-        result = _kernel(count, f"i^ {o}" if grouped else "i o")
+        grouped = _is_grouped(op, 0, _find_filter_depth(op.outputs[0].shape))
+        i, o = _write_group_dims(op.outputs[0].shape, _count_channels(op, op.inputs[0])) if grouped else ("i", "o")
+        result = _write_kernel_term(count, f"i^ {o}" if grouped else "i o")
         first = f"~{result}" if like else "[out0]"
-        rows = _spatial(op, op.inputs[0], op.outputs[0], count, "+")
-        operand = image(op, rows[0], i, "b+", default)
-        return f"{operand}, {first}, {image(op, rows[1], o, 'b+', default)} -> {result}"
+        rows = _write_spatial_dims(op, op.inputs[0], op.outputs[0], count, "+")
+        operand = write_image_term(op, rows[0], i, "b+", default)
+        return f"{operand}, {first}, {write_image_term(op, rows[1], o, 'b+', default)} -> {result}"
 
     return convolution_filter_gradient
 
 
 def depthwise(op: OpView) -> str:
     """data_format"""
-    before, after = _spatial(op, op.inputs[0], op.inputs[1], 2)
-    return f"{image(op, before, 'c')}, k0^ k1^ c m^ -> {image(op, after, '(c m^)')}"
+    before, after = _write_spatial_dims(op, op.inputs[0], op.inputs[1], 2)
+    return f"{write_image_term(op, before, 'c')}, k0^ k1^ c m^ -> {write_image_term(op, after, '(c m^)')}"
 
 
 def depthwise_input_gradient(op: OpView) -> str:
     """data_format"""
-    before, after = _spatial(op, op.outputs[0], op.inputs[1], 2)
-    return f"[out0], k0^ k1^ c m^, {image(op, after, '(c m^)')} -> {image(op, before, 'c')}"
+    before, after = _write_spatial_dims(op, op.outputs[0], op.inputs[1], 2)
+    return f"[out0], k0^ k1^ c m^, {write_image_term(op, after, '(c m^)')} -> {write_image_term(op, before, 'c')}"
 
 
 def depthwise_filter_gradient(op: OpView) -> str:
     """data_format"""
-    before, after = _spatial(op, op.inputs[0], op.outputs[0], 2, "+")
-    return f"{image(op, before, 'c', 'b+')}, [out0], {image(op, after, '(c m^)', 'b+')} -> k0^ k1^ c m^"
+    before, after = _write_spatial_dims(op, op.inputs[0], op.outputs[0], 2, "+")
+    x, y = write_image_term(op, before, "c", "b+"), write_image_term(op, after, "(c m^)", "b+")
+    return f"{x}, [out0], {y} -> k0^ k1^ c m^"
 
 
-def any_rank(op: OpView) -> str:
+def general_convolution(op: OpView) -> str:
     """rank, batch_dims and channels_last of the general Conv"""
     shape, kernel = op.inputs[0].shape, op.inputs[1].shape
     if shape is None or kernel is None:
         return "replicated"
     count = len(kernel) - 2
-    lead = " ".join(names("b", len(shape) - count - 1))
+    lead = " ".join(make_labels("b", len(shape) - count - 1))
     last = op.attr("data_format", "CHANNELS_LAST") == "CHANNELS_LAST"
     whole = shape[-1 if last else len(shape) - count - 1] == kernel[-2]
     i, o, pair = ("i+", "o", "i+ o") if whole else ("c^", "o^", "i^ o^")
-    xs, ys = (" ".join(f"{k}^" for k in names(p, count)) for p in "xy")
+    xs, ys = (" ".join(f"{k}^" for k in make_labels(p, count)) for p in "xy")
     before, after = (f"{xs} {i}", f"{ys} {o}") if last else (f"{i} {xs}", f"{o} {ys}")
-    return f"{lead} {before}, {_kernel(count, pair)} -> {lead} {after}"
+    return f"{lead} {before}, {_write_kernel_term(count, pair)} -> {lead} {after}"
 
 
 RULES = (
-    rule("Conv2D", forward(2), lin="0|1", halo=halo.of_image, local=halo.of_rank),
-    rule("Conv3D", forward(3), lin="0|1"),
-    rule("Conv", any_rank, lin="0|1"),
-    rule("Conv2DBackpropInput", input_gradient(2), lin="1|2", halo=halo.of_slope, local=halo.of_rank),
-    rule("Conv2DBackpropInputV2", input_gradient(2, like=True), lin="1|2", halo=halo.of_slope, local=halo.of_rank),
-    rule("Conv2DBackpropFilter", filter_gradient(2), lin="0|2", halo=halo.of_image, local=halo.of_rank),
-    rule("Conv2DBackpropFilterV2", filter_gradient(2, like=True), lin="0|2", halo=halo.of_image, local=halo.of_rank),
-    rule("Conv3DBackpropInputV2", input_gradient(3), lin="1|2"),
-    rule("Conv3DBackpropInput", input_gradient(3, like=True), lin="1|2"),
-    rule("Conv3DBackpropFilterV2", filter_gradient(3), lin="0|2"),
-    rule("Conv3DBackpropFilter", filter_gradient(3, like=True), lin="0|2"),
-    rule("DepthwiseConv2dNative", depthwise, lin="0|1", halo=halo.of_image, local=halo.of_rank),
+    rule("Conv2D", make_forward_spec(2), lin="0|1", halo=widen_image, local=make_padding_explicit),
+    rule("Conv3D", make_forward_spec(3), lin="0|1"),
+    rule("Conv", general_convolution, lin="0|1"),
+    rule(
+        "Conv2DBackpropInput",
+        make_input_gradient_spec(2),
+        lin="1|2",
+        halo=widen_gradient,
+        local=make_padding_explicit,
+    ),
+    rule(
+        "Conv2DBackpropInputV2",
+        make_input_gradient_spec(2, like=True),
+        lin="1|2",
+        halo=widen_gradient,
+        local=make_padding_explicit,
+    ),
+    rule(
+        "Conv2DBackpropFilter",
+        make_filter_gradient_spec(2),
+        lin="0|2",
+        halo=widen_image,
+        local=make_padding_explicit,
+    ),
+    rule(
+        "Conv2DBackpropFilterV2",
+        make_filter_gradient_spec(2, like=True),
+        lin="0|2",
+        halo=widen_image,
+        local=make_padding_explicit,
+    ),
+    rule("Conv3DBackpropInputV2", make_input_gradient_spec(3), lin="1|2"),
+    rule("Conv3DBackpropInput", make_input_gradient_spec(3, like=True), lin="1|2"),
+    rule("Conv3DBackpropFilterV2", make_filter_gradient_spec(3), lin="0|2"),
+    rule("Conv3DBackpropFilter", make_filter_gradient_spec(3, like=True), lin="0|2"),
+    rule("DepthwiseConv2dNative", depthwise, lin="0|1", halo=widen_image, local=make_padding_explicit),
     rule(
         "DepthwiseConv2dNativeBackpropInput",
         depthwise_input_gradient,
         lin="1|2",
-        halo=halo.of_slope,
-        local=halo.of_rank,
+        halo=widen_gradient,
+        local=make_padding_explicit,
     ),
     rule(
         "DepthwiseConv2dNativeBackpropFilter",
         depthwise_filter_gradient,
         lin="0|2",
-        halo=halo.of_image,
-        local=halo.of_rank,
+        halo=widen_image,
+        local=make_padding_explicit,
     ),
     rule("Dilation2D", "b h^ w^ c, k0^ k1^ c -> b y^ x^ c"),
     rule("Dilation2DBackpropInput", "b h^ w^ c, k0^ k1^ c, b y^ x^ c -> b h^ w^ c", lin="2"),

@@ -7,17 +7,17 @@ from __future__ import annotations
 from whale.ir.layout import P_SUM, B, PerRank, Placement, Split, Strategy
 from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
 from whale.sharding_rules.base import OpView
-from whale.sharding_rules.nn.convolution import image
+from whale.sharding_rules.nn.convolution import write_image_term
 from whale.sharding_rules.registry import rule
 
 
-def _channels(op: OpView, i: int, c: str) -> str:
+def _write_channels_term(op: OpView, i: int, c: str) -> str:
     """Returns the term of a per-channel operand, which may be empty."""
     shape = op.inputs[i].shape
     return "." if shape == (0,) else c
 
 
-def _default(op: OpView) -> str:
+def _write_default_line(op: OpView) -> str:
     shape = op.inputs[0].shape
     return "NDHWC" if shape is not None and len(shape) == 5 else "NHWC"
 
@@ -26,19 +26,19 @@ def fused_batch_norm(op: OpView) -> str:
     """is_training, data_format"""
     training = op.attr("is_training", True)
     unread = "~" if training and float(op.attr("exponential_avg_factor", 1.0)) == 1.0 else ""
-    x = _image(op, "b^" if training else "b")
-    moments = ", ".join(unread + _channels(op, i, "c") for i in (3, 4))
+    x = _write_image_term(op, "b^" if training else "b")
+    moments = ", ".join(unread + _write_channels_term(op, i, "c") for i in (3, 4))
     outs = ["=c"] * 4
     if len(op.outputs) == 6:
         outs.append("=c" if op.outputs[5].shape is None else "=.")  # opaque: what a channel's gradient needs again
     return f"{x}, c, c, {moments} -> {x}, {', '.join(outs)}"
 
 
-def _image(op: OpView, batch: str) -> str:
+def _write_image_term(op: OpView, batch: str) -> str:
     """Writes the term of an image whose rows, columns and batch are cut alike."""
-    default = _default(op)
+    default = _write_default_line(op)
     places = [f"s{i}{batch[1:]}" for i in range(len(str(op.attr("data_format", default))) - 2)]
-    return image(op, places, "c", batch, default)
+    return write_image_term(op, places, "c", batch, default)
 
 
 def _is_linear(op: OpView) -> str:
@@ -58,14 +58,14 @@ def _grad_is_linear(op: OpView) -> str:
 def fused_batch_norm_grad(op: OpView) -> str:
     """is_training, data_format"""
     training = op.attr("is_training", True)
-    x = _image(op, "b^" if training else "b+")
-    reserve = [_channels(op, i, "c") for i in (3, 4)]
+    x = _write_image_term(op, "b^" if training else "b+")
+    reserve = [_write_channels_term(op, i, "c") for i in (3, 4)]
     if len(op.inputs) == 6:
         reserve.append("c" if op.inputs[5].shape is None else ".")
     return f"{x}, {x}, c, {', '.join(reserve)} -> {x.replace('+', '')}, c, c, =., =."
 
 
-def per_rank_moments(op: OpView, rows: Placement) -> Strategy | None:
+def make_per_rank_moments(op: OpView, rows: Placement) -> Strategy | None:
     """Returns the strategy of a training batch norm, or of its gradient, with statistics of each rank's rows; None for
     other ops.
     """

@@ -6,30 +6,32 @@ from collections.abc import Callable
 
 from whale.ir.values import Dims
 from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import constant, names, term, windows
+from whale.sharding_rules.dims import make_labels, read_constant, write_term, write_windows
 from whale.sharding_rules.registry import rule
 
+_RESIZE = "b h^ w^ c, . -> b y^ x^ c"
 
-def _places(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[str], list[str]]:
+
+def _write_pooled_dims(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[str], list[str]]:
     """Writes an image's dimensions before and after the pooling; they are cut together where windows do not overlap.
 
     Args:
       operand: number of the operand that holds the window's size, before that of the steps; None: attributes do.
     """
-    window = list(op.attr("ksize", ())) if operand is None else constant(op, operand)
-    steps = list(op.attr("strides", ())) if operand is None else constant(op, operand + 1)
+    window = list(op.attr("ksize", ())) if operand is None else read_constant(op, operand)
+    steps = list(op.attr("strides", ())) if operand is None else read_constant(op, operand + 1)
     if not window or not steps:
         rest = len(str(op.attr("data_format", "NHWC"))) - 1
-        return ["b", *(f"{x}^" for x in names("x", rest))], ["b", *(f"{y}^" for y in names("y", rest))]
-    before, after = [f"{x}^" for x in names("x", len(window))], [f"{y}^" for y in names("y", len(window))]
+        return ["b", *(f"{x}^" for x in make_labels("x", rest))], ["b", *(f"{y}^" for y in make_labels("y", rest))]
+    before, after = [f"{x}^" for x in make_labels("x", len(window))], [f"{y}^" for y in make_labels("y", len(window))]
     if op.attr("padding") in ("SAME", "VALID"):
-        for n, found in enumerate(windows(image, window, steps)):
+        for n, found in enumerate(write_windows(image, window, steps)):
             if found is not None:
                 before[n], after[n] = found, f"s{n}"
     return before, after
 
 
-def pool(before: str, after: str, window: int | None = None) -> Callable[[OpView], str]:
+def make_pool_spec(before: str, after: str, window: int | None = None) -> Callable[[OpView], str]:
     """Returns the spec whose terms are images before (x) or after (y) the pooling; ``window``: operand that holds its
     size.
     """
@@ -38,13 +40,13 @@ def pool(before: str, after: str, window: int | None = None) -> Callable[[OpView
     def pooling(op: OpView) -> str:
         """the window and its steps"""
         image = op.inputs[operands.index("x")] if "x" in operands else op.outputs[0]
-        words = dict(zip("xy", map(term, _places(op, image.shape, window))))
+        words = dict(zip("xy", map(write_term, _write_pooled_dims(op, image.shape, window))))
         return f"{', '.join(words.get(w, w) for w in operands)} -> {words[after]}"
 
     return pooling
 
 
-def argmax_pool(before: str, after: str) -> Callable[[OpView], str]:
+def make_argmax_pool_spec(before: str, after: str) -> Callable[[OpView], str]:
     """Returns the spec of pooling with flat indices, which count channels, and the batch if
     ``include_batch_in_index``.
     """
@@ -59,21 +61,57 @@ def argmax_pool(before: str, after: str) -> Callable[[OpView], str]:
     return pooling_with_argmax
 
 
+def projective(op: OpView) -> str:
+    """one transform for all images, or one each"""
+    shared = op.inputs[1].shape is not None and op.inputs[1].shape[0] == 1 and op.inputs[0].shape != op.inputs[1].shape
+    more = ", ." * (len(op.inputs) - 2)
+    return f"b h^ w^ c, {'1' if shared else 'b'} k^{more} -> b y^ x^ c"
+
+
+def _crop_is_linear(op: OpView) -> str | None:
+    """Lets P(sum) pass the image unless what lies outside it is filled with a constant."""
+    return None if float(op.attr("extrapolation_value", 0.0)) else "0"
+
+
+def _is_linear_with_fill(op: OpView) -> str:
+    """Lets P(sum) pass the image, together with the fill value where that is an operand."""
+    return "0&3" if op.attr("fill_mode", "CONSTANT") == "CONSTANT" else "0"
+
+
 RULES = (
-    rule("MaxPool", pool("x", "y"), mono="max:0"),
-    rule("AvgPool", pool("x", "y"), lin="0"),
-    rule("MaxPoolV2", pool("x, ., .", "y", window=1), mono="max:0"),
-    rule("MaxPool3D", pool("x", "y"), mono="max:0"),
-    rule("AvgPool3D", pool("x", "y"), lin="0"),
-    rule("MaxPoolGrad", pool("x, y, y", "x"), lin="2"),
-    rule("MaxPoolGradV2", pool("x, y, y, ., .", "x", window=3), lin="2"),
-    rule("MaxPoolGradGrad", pool("x, y, x", "y"), lin="2"),
-    rule("MaxPoolGradGradV2", pool("x, y, x, ., .", "y", window=3), lin="2"),
-    rule("MaxPool3DGrad", pool("x, y, y", "x"), lin="2"),
-    rule("MaxPool3DGradGrad", pool("x, y, x", "y"), lin="2"),
-    rule("AvgPoolGrad", pool("[out0], y", "x"), lin="1"),
-    rule("AvgPool3DGrad", pool("[out0], y", "x"), lin="1"),
-    rule("MaxPoolWithArgmax", argmax_pool("x", "y, y")),
-    rule("MaxPoolGradWithArgmax", argmax_pool("x, y, y", "x"), lin="1"),
-    rule("MaxPoolGradGradWithArgmax", argmax_pool("x, x, y", "y"), lin="1"),
+    rule("MaxPool", make_pool_spec("x", "y"), mono="max:0"),
+    rule("AvgPool", make_pool_spec("x", "y"), lin="0"),
+    rule("MaxPoolV2", make_pool_spec("x, ., .", "y", window=1), mono="max:0"),
+    rule("MaxPool3D", make_pool_spec("x", "y"), mono="max:0"),
+    rule("AvgPool3D", make_pool_spec("x", "y"), lin="0"),
+    rule("MaxPoolGrad", make_pool_spec("x, y, y", "x"), lin="2"),
+    rule("MaxPoolGradV2", make_pool_spec("x, y, y, ., .", "x", window=3), lin="2"),
+    rule("MaxPoolGradGrad", make_pool_spec("x, y, x", "y"), lin="2"),
+    rule("MaxPoolGradGradV2", make_pool_spec("x, y, x, ., .", "y", window=3), lin="2"),
+    rule("MaxPool3DGrad", make_pool_spec("x, y, y", "x"), lin="2"),
+    rule("MaxPool3DGradGrad", make_pool_spec("x, y, x", "y"), lin="2"),
+    rule("AvgPoolGrad", make_pool_spec("[out0], y", "x"), lin="1"),
+    rule("AvgPool3DGrad", make_pool_spec("[out0], y", "x"), lin="1"),
+    rule("MaxPoolWithArgmax", make_argmax_pool_spec("x", "y, y")),
+    rule("MaxPoolGradWithArgmax", make_argmax_pool_spec("x, y, y", "x"), lin="1"),
+    rule("MaxPoolGradGradWithArgmax", make_argmax_pool_spec("x, x, y", "y"), lin="1"),
+    rule("ResizeBilinear ResizeBicubic ResizeArea", _RESIZE, lin="0"),
+    rule("ResizeNearestNeighbor", _RESIZE, copy="0"),
+    rule("ResizeBilinearGrad ResizeBicubicGrad", "b y^ x^ c, ~b h^ w^ c -> b h^ w^ c", lin="0"),
+    rule("ResizeNearestNeighborGrad", "b y^ x^ c, . -> b h^ w^ c", lin="0"),
+    rule("ScaleAndTranslate", "b h^ w^ c, ., ., . -> b y^ x^ c", lin="0"),
+    rule("ScaleAndTranslateGrad", "b y^ x^ c, ~b h^ w^ c, ., . -> b h^ w^ c", lin="0"),
+    rule("CropAndResize", "b^ h^ w^ c, n r^, n, . -> n y^ x^ c", lin=_crop_is_linear),
+    rule("CropAndResizeGradImage", "n+ y^ x^ c^, n+ r^, n+, . -> b^ h^ w^ c^", lin="0"),
+    rule("CropAndResizeGradBoxes", "n y^ x^ c+, b^ h^ w^ c+, n r^, n -> n r^", lin="0|1"),
+    rule("AdjustContrastv2", "* h^ w^ c, . -> * h^ w^ c", lin="0"),
+    rule("AdjustHue AdjustSaturation", "* c^, . -> * c^"),
+    rule("RGBToHSV HSVToRGB", "* c^ -> * c^"),
+    rule("ExtractImagePatches", "b h^ w^ c^ -> b y^ x^ d^", lin="0"),
+    rule("ExtractVolumePatches", "b h^ w^ z^ c^ -> b y^ x^ u^ d^", lin="0"),
+    rule("ImageProjectiveTransformV2", projective, lin="0"),
+    rule("ImageProjectiveTransformV3", projective, lin=_is_linear_with_fill),
+    rule("DrawBoundingBoxes", "b h^ w^ c^, b n^ k^ -> b h^ w^ c^"),
+    rule("DrawBoundingBoxesV2", "b h^ w^ c^, b n^ k^, . -> b h^ w^ c^"),
+    rule("CombinedNonMaxSuppression", "b n^ q^ k^, b n^ c^, ., ., ., . -> b m^ k^, b m^, b m^, b"),
 )

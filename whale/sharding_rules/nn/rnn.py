@@ -11,7 +11,7 @@ from whale.sharding_rules.notation import FIRST_RANK
 from whale.sharding_rules.registry import rule
 
 
-def _terms(op: OpView, flag: str) -> tuple[str, str, str]:
+def _write_terms(op: OpView, flag: str) -> tuple[str, str, str]:
     """Writes the terms of the sequence in, the sequence out and the state."""
     b = f"b{flag}"
     if op.attr("time_major", True):
@@ -19,15 +19,15 @@ def _terms(op: OpView, flag: str) -> tuple[str, str, str]:
     return f"{b} t^ i^", f"{b} t^ o^", f"{b} l^ u^"
 
 
-def _draws(op: OpView) -> bool:
+def _draws_random_numbers(op: OpView) -> bool:
     return float(op.attr("dropout", 0.0)) > 0 and bool(op.attr("is_training", True))
 
 
 def cudnn(op: OpView) -> str:
     """time_major; with dropout it draws random numbers"""
-    if _draws(op):
+    if _draws_random_numbers(op):
         return FIRST_RANK
-    x, y, h = _terms(op, "")
+    x, y, h = _write_terms(op, "")
     c = h if op.attr("rnn_mode", "lstm") == "lstm" else "."
     lengths = ", b" if len(op.inputs) == 5 else ""
     reserved = ", b" + ", b" * (len(op.outputs) - 4)
@@ -37,13 +37,13 @@ def cudnn(op: OpView) -> str:
 
 def cudnn_gradient(op: OpView) -> str:
     """time_major; with dropout it repeats the draws of the forward op"""
-    if _draws(op):
+    if _draws_random_numbers(op):
         return FIRST_RANK
-    x, y, h = _terms(op, "+")
+    x, y, h = _write_terms(op, "+")
     c = h if op.attr("rnn_mode", "lstm") == "lstm" else "."
     lengths = ", b+" if op.node.op.endswith("V3") else ""
     reserved = ", b+" if op.node.op == "CudnnRNNBackprop" else ", b+, b+"
-    dx, _, dh = _terms(op, "")
+    dx, _, dh = _write_terms(op, "")
     dc = dh if c != "." else "=."
     return f"{x}, {h}, {c}, .{lengths}, {y}, {h}, {c}, {y}, {h}, {c}{reserved} -> {dx}, {dh}, {dc}, p^"
 

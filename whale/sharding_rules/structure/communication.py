@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from whale.ir.values import Shape
 from whale.sharding_rules.base import Local, OpView, Strategy, local_output_shape
-from whale.sharding_rules.dims import names, term
+from whale.sharding_rules.dims import make_labels, write_term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
@@ -20,61 +20,62 @@ def reduction(op: OpView) -> str:
     return "., * -> *" if len(op.inputs) == 2 else REPLICATED
 
 
-def _sums(op: OpView) -> str | None:
+def _find_linear_sum(op: OpView) -> str | None:
     """Lets P(sum) pass a sum of one tensor."""
     return "1" if op.attr("reduction") == "sum" and len(op.inputs) == 2 else None
 
 
-def _extrema(op: OpView) -> str | None:
+def _find_extremum(op: OpView) -> str | None:
     """Lets P(max) or P(min) pass a reduction of one tensor by the same op."""
     kind = op.attr("reduction")
     return f"{kind}:1" if kind in ("max", "min") and len(op.inputs) == 2 else None
 
 
-def _but_for(op: OpView, moved: Collection[int]) -> str:
+def _write_except(op: OpView, moved: Collection[int]) -> str:
     shape = op.inputs[1].shape
     if shape is None:
         return REPLICATED
     here, there = (
-        [f"{kind}{i}^" if i in moved else x for i, x in enumerate(names("a", len(shape)))] for kind in ("part", "whole")
+        [f"{kind}{i}^" if i in moved else x for i, x in enumerate(make_labels("a", len(shape)))]
+        for kind in ("part", "whole")
     )
-    return f"., {term(here)} -> {term(there)}"
+    return f"., {write_term(here)} -> {write_term(there)}"
 
 
-def along_axis(op: OpView) -> str:
+def cut_or_join(op: OpView) -> str:
     """the axis that is joined or cut, which stays as it is"""
-    return _but_for(op, {int(op.attr("axis"))})
+    return _write_except(op, {int(op.attr("axis"))})
 
 
-def along_two_axes(op: OpView) -> str:
+def cut_and_join(op: OpView) -> str:
     """the axes that are cut and joined, which stay as they are"""
-    return _but_for(op, {int(op.attr("split_axis")), int(op.attr("concat_axis"))})
+    return _write_except(op, {int(op.attr("split_axis")), int(op.attr("concat_axis"))})
 
 
-def sent(op: OpView) -> str:
+def send(op: OpView) -> str:
     """whether rows of a batch are sent, which micro-batches cut on both sides alike, or what goes round"""
     return "., * ->" if op.marks.micro_batch_rows or op.marks.ring_dim is not None else REPLICATED
 
 
-def received(op: OpView) -> str:
+def receive(op: OpView) -> str:
     """whether rows of a batch are received, which micro-batches cut on both sides alike, or what goes round"""
     if len(op.inputs) == 2:
         assert op.marks.ring_dim is not None
-        return _but_for(op, {op.marks.ring_dim})
+        return _write_except(op, {op.marks.ring_dim})
     return ". -> p*" if op.marks.micro_batch_rows else REPLICATED
 
 
-def _received_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _set_received_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the received shape, an attribute, to the local one."""
     return Local(attrs={"shape": Shape(local_output_shape(op, strategy, 0, coordinate))})
 
 
 RULES = (
-    rule("WhaleAllReduce", reduction, lin=_sums, mono=_extrema),
-    rule("WhaleReduceScatter", along_axis, lin=_sums, mono=_extrema),
-    rule("WhaleAllGather", along_axis, lin="1"),
-    rule("WhaleAllToAll", along_two_axes, lin="1"),
-    rule("WhaleSend", sent),
-    rule("WhaleRecv", received, local=_received_shape, produces_any=True),
+    rule("WhaleAllReduce", reduction, lin=_find_linear_sum, mono=_find_extremum),
+    rule("WhaleReduceScatter", cut_or_join, lin=_find_linear_sum, mono=_find_extremum),
+    rule("WhaleAllGather", cut_or_join, lin="1"),
+    rule("WhaleAllToAll", cut_and_join, lin="1"),
+    rule("WhaleSend", send),
+    rule("WhaleRecv", receive, local=_set_received_shape, produces_any=True),
     rule("WhaleCommunicator WhaleBroadcast WhaleCheck WhaleRouteIds WhaleReturnRows WhaleSendRows", REPLICATED),
 )

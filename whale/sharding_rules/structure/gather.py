@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from whale.ir.layout import Split
-from whale.ir.values import numpy_dtype, static_shape
+from whale.ir.values import find_numpy_dtype, require_static_shape
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
-from whale.sharding_rules.dims import axis, names, term, terms, times
+from whale.sharding_rules.dims import make_labels, read_axis, write_runs, write_term, write_terms
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
@@ -22,17 +22,17 @@ def gather(op: OpView) -> str:
     params, indices = op.inputs[0].shape, op.inputs[1].shape
     if params is None or indices is None:
         return REPLICATED
-    at = axis(op, 2, len(params))
+    at = read_axis(op, 2, len(params))
     if at is None:
         return REPLICATED
-    batch = _batch_dims(op, len(indices))
-    b, i = names("b", batch), names("i", len(indices) - batch)
-    before, after = names("p", at - batch), names("q", len(params) - at - 1)
+    batch = _count_batch_dims(op, len(indices))
+    b, i = make_labels("b", batch), make_labels("i", len(indices) - batch)
+    before, after = make_labels("p", at - batch), make_labels("q", len(params) - at - 1)
     row = "v^" if batch or not op.inputs[1].is_static or not op.outputs[0].is_static else "v+"
-    return f"{terms([*b, *before, row, *after], [*b, *i])}, . -> {term([*b, *before, *i, *after])}"
+    return f"{write_terms([*b, *before, row, *after], [*b, *i])}, . -> {write_term([*b, *before, *i, *after])}"
 
 
-def _batch_dims(op: OpView, rank: int) -> int:
+def _count_batch_dims(op: OpView, rank: int) -> int:
     """Returns how many dimensions of the indices, of which there are ``rank``, params have as well; all of them
     can be.
     """
@@ -40,73 +40,75 @@ def _batch_dims(op: OpView, rank: int) -> int:
     return batch + rank if batch < 0 else batch
 
 
-def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _zero_remote_rows(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Zeroes rows that other ranks hold, where the dimension that is cut is the one that is indexed."""
     cut = strategy.inputs[0]
     at = 0
     if op.node.op == "GatherV2" and op.inputs[0].shape is not None:
-        found = axis(op, 2, len(op.inputs[0].shape))
+        found = read_axis(op, 2, len(op.inputs[0].shape))
         at = -1 if found is None else found
     if not isinstance(cut, Split) or cut.dim != at or op.attr("batch_dims", 0) or isinstance(strategy.inputs[1], Split):
         return UNCHANGED  # with ids that are cut, one rank has all
-    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=-1, at=at, runs=cut.blocks))
+    return Local(
+        window=Window(1, cut.offset(coordinate), cut.local_size(coordinate), masked=-1, at=at, runs=cut.blocks)
+    )
 
 
 # These change nothing where they are given an element as it is; the other scatters add.
 _KEEPS = frozenset({"TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin"})
 
 
-def _depth(op: OpView) -> int | None:
+def _count_addressed_dims(op: OpView) -> int | None:
     """Returns how many dimensions an index tuple addresses: the last size of the indices."""
     shape = op.inputs[0 if op.node.op == "ScatterNd" else 1].shape
     return shape[-1] if shape else None
 
 
-def _addressed(op: OpView, flag: str = "") -> tuple[str, str] | None:
+def _write_addressed_terms(op: OpView, flag: str = "") -> tuple[str, str] | None:
     """Writes the terms of the dimensions that indices address, and of the indices' dimensions before their last one.
 
     A dimension that they address can be cut if all sizes are known. Within blocks, the first one is cut with the
     first one of the indices.
     """
-    depth = _depth(op)
+    depth = _count_addressed_dims(op)
     if depth is None:
         return None
     known = all(t.is_static for t in (*op.inputs, *op.outputs))
     addressed = [f"v{n}{flag if known else '^'}" for n in range(depth)]
-    if not _within_blocks(op):
+    if not _is_within_blocks(op):
         return " ".join([*addressed, "q*"]), ""
-    table, rows = (times(n, "b", inner=True) for n in _of_a_block(op))
+    table, rows = (write_runs(n, "b", inner=True) for n in _find_block_sizes(op))
     return " ".join([table, *addressed[1:], "q*"]), f"{rows} "
 
 
-def _within_blocks(op: OpView) -> bool:
+def _is_within_blocks(op: OpView) -> bool:
     """Tells whether the blocks that the node is known to stay within can be shared out."""
     return op.marks.blocks >= op.parts > 1
 
 
-def _of_a_block(op: OpView) -> tuple[int, int]:
+def _find_block_sizes(op: OpView) -> tuple[int, int]:
     """Returns (positions of the table, rows of the indices) of each block."""
     table, indices = (op.outputs[0], op.inputs[0]) if op.node.op == "ScatterNd" else op.inputs[:2]
     blocks = op.marks.blocks
     return (table.shape or (0,))[0] // blocks, (indices.shape or (0,))[0] // blocks  # type: ignore[operator]
 
 
-def _part_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Restricts indices to the rank's part of a dimension that they address: positions count from its first."""
     indices, rows = (0, 1) if op.node.op == "ScatterNd" else (1, None if op.node.op == "GatherNd" else 2)
     cut = strategy.outputs[0] if op.node.op != "GatherNd" else strategy.inputs[0]
-    depth = _depth(op)
+    depth = _count_addressed_dims(op)
     apart = 0 if op.marks.blocks else None
     if not isinstance(cut, Split) or depth is None or cut.dim >= depth:
         return Local(blocks=apart) if apart is not None else UNCHANGED
-    offset, count = cut.offset(coordinate), cut.local(coordinate)
+    offset, count = cut.offset(coordinate), cut.local_size(coordinate)
     if isinstance(strategy.inputs[indices], Split):
-        positions, each = _of_a_block(op)
-        own = cut.indices(coordinate)[::positions] // positions
+        positions, each = _find_block_sizes(op)
+        own = cut.list_indices(coordinate)[::positions] // positions
         moved = np.repeat((np.arange(len(own)) - own) * positions, each)
         first = np.zeros((len(moved),) + (1,) * (len(op.inputs[indices].shape or ()) - 2) + (depth,))
         first[..., 0] += moved.reshape(-1, *(1,) * (first.ndim - 2))
-        first = first.astype(numpy_dtype(op.inputs[indices].dtype))
+        first = first.astype(find_numpy_dtype(op.inputs[indices].dtype))
         return Local(blocks=len(own), moved={indices: first})
     whole = Window(indices, offset, count, -1, runs=cut.blocks, column=cut.dim)
     if rows is None:
@@ -126,12 +128,15 @@ def _can_stay(op: OpView, indices: int, rows: int) -> bool:
     at, elements = op.inputs[indices].shape, op.inputs[rows].shape
     if not op.marks.blocks or at is None or elements is None or len(elements) != len(at) - 1:
         return False
-    return op.node.op != "TensorScatterUpdate" or math.prod(static_shape(op.inputs[indices])[:-1]) == op.marks.blocks
+    return (
+        op.node.op != "TensorScatterUpdate"
+        or math.prod(require_static_shape(op.inputs[indices])[:-1]) == op.marks.blocks
+    )
 
 
 def gather_nd(op: OpView) -> str:
     """the number of dimensions an index addresses, and blocks"""
-    terms = _addressed(op, "+")
+    terms = _write_addressed_terms(op, "+")
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i* k^ -> {terms[1]}i* q*"
 
 
@@ -142,25 +147,25 @@ def resource_gather(op: OpView) -> str:
     if not op.attr("batch_dims", 0):
         row = "v+" if op.inputs[1].is_static and op.outputs[0].is_static else "v^"
         return f"{row} q*, i* -> i* q*"
-    b = " ".join(f"b{n}^" for n in range(_batch_dims(op, len(op.inputs[1].shape))))
+    b = " ".join(f"b{n}^" for n in range(_count_batch_dims(op, len(op.inputs[1].shape))))
     return f"., {b} i* -> {b} i* q*^"
 
 
 def scatter_nd(op: OpView) -> str:
     """the number of dimensions an index addresses, and blocks"""
-    terms = _addressed(op)
+    terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[1]}i*+ k^, {terms[1]}i*+ q*, [out0] -> {terms[0]}"
 
 
 def tensor_scatter(op: OpView) -> str:
     """the number of dimensions an index addresses, and blocks"""
-    terms = _addressed(op)
+    terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i*^ k^, {terms[1]}i*^ q* -> {terms[0]}"
 
 
 def tensor_extremum(op: OpView) -> str:
     """the number of dimensions an index addresses, and blocks; a maximum may be taken twice, so rows can be cut"""
-    terms = _addressed(op)
+    terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i*+ k^, {terms[1]}i*+ q* -> {terms[0]}"
 
 
@@ -169,13 +174,13 @@ def one_hot(op: OpView) -> str:
     indices = op.inputs[0].shape
     if indices is None:
         return REPLICATED
-    labels, at = names("i", len(indices)), int(op.attr("axis", -1))
+    labels, at = make_labels("i", len(indices)), int(op.attr("axis", -1))
     at = len(indices) if at == -1 else at
     depth = "d^" if op.inputs[0].dtype == "uint8" else "d"  # indices below the first are negative
-    return f"{term(labels)}, ., ., . -> {term([*labels[:at], depth, *labels[at:]])}"
+    return f"{write_term(labels)}, ., ., . -> {write_term([*labels[:at], depth, *labels[at:]])}"
 
 
-def _depth_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _restrict_depth(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Restricts the depth to the rank's part: indices count from its first, and those that fall elsewhere are off
     everywhere.
     """
@@ -183,7 +188,7 @@ def _depth_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     at = len(op.inputs[0].shape or ()) if at == -1 else at
     if not isinstance(cut, Split) or cut.dim != at:
         return UNCHANGED
-    count = cut.local(coordinate)
+    count = cut.local_size(coordinate)
     window = Window(0, cut.offset(coordinate), count, runs=cut.blocks)
     return Local(consts={1: np.array(count, np.int32)}, window=window)
 
@@ -195,33 +200,35 @@ def dynamic_stitch(op: OpView) -> str:
     return f"{', '.join(indices)}, {', '.join(f'{i} q*' for i in indices)} -> n^ q*"
 
 
-def _data_operands(op: OpView) -> str:
+def _list_data_operands(op: OpView) -> str:
     """Names all data operands, partial at once."""
     count = len(op.inputs) // 2
     return "&".join(str(count + n) for n in range(count))
 
 
 RULES = (
-    rule("GatherV2", gather, copy="0", local=_rows_here, routes=Rows(ids=1, table=0)),
+    rule("GatherV2", gather, copy="0", local=_zero_remote_rows, routes=Rows(ids=1, table=0)),
     rule("Gather", "v^ q*, i* -> i* q*", copy="0"),
-    rule("GatherNd", gather_nd, copy="0", local=_part_here, routes=Rows(ids=1, table=0, columns=True)),
-    rule("ResourceGather", resource_gather, local=_rows_here, routes=Rows(ids=1, table=0)),
+    rule("GatherNd", gather_nd, copy="0", local=_restrict_indices, routes=Rows(ids=1, table=0, columns=True)),
+    rule("ResourceGather", resource_gather, local=_zero_remote_rows, routes=Rows(ids=1, table=0)),
     rule("ResourceGatherNd", "., i* k^ -> i* q*^"),
     rule(
         "ScatterNd",
         scatter_nd,
         lin="1",
-        local=_part_here,
+        local=_restrict_indices,
         produces_any=True,
         routes=Rows(ids=0, values=1, columns=True),
     ),
-    rule("TensorScatterAdd TensorScatterSub ScatterNdNonAliasingAdd", tensor_scatter, lin="0&2", local=_part_here),
-    rule("TensorScatterUpdate", tensor_scatter, copy="0&2", local=_part_here),
-    rule("TensorScatterMax", tensor_extremum, mono="max:0&2", reduce="max", local=_part_here),
-    rule("TensorScatterMin", tensor_extremum, mono="min:0&2", reduce="min", local=_part_here),
-    rule("OneHot", one_hot, lin="2&3", local=_depth_here, produces_any=True),
+    rule(
+        "TensorScatterAdd TensorScatterSub ScatterNdNonAliasingAdd", tensor_scatter, lin="0&2", local=_restrict_indices
+    ),
+    rule("TensorScatterUpdate", tensor_scatter, copy="0&2", local=_restrict_indices),
+    rule("TensorScatterMax", tensor_extremum, mono="max:0&2", reduce="max", local=_restrict_indices),
+    rule("TensorScatterMin", tensor_extremum, mono="min:0&2", reduce="min", local=_restrict_indices),
+    rule("OneHot", one_hot, lin="2&3", local=_restrict_depth, produces_any=True),
     rule("DynamicPartition", "i*^ q*, i*^ -> {n^ q*}", copy="0"),
-    rule("DynamicStitch ParallelDynamicStitch", dynamic_stitch, copy=_data_operands),
+    rule("DynamicStitch ParallelDynamicStitch", dynamic_stitch, copy=_list_data_operands),
     rule("InplaceAdd InplaceSub", "v^ q*, i^, i^ q* -> v^ q*", lin="0&2"),
     rule("InplaceUpdate", "v^ q*, i^, i^ q* -> v^ q*", copy="0&2"),
     rule("UnravelIndex", "i*, . -> k^ i*"),

@@ -6,30 +6,51 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Split
-from whale.ir.values import Shape, numpy_dtype
+from whale.ir.layout import Split, local_shape
+from whale.ir.values import Shape, find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
+from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
-def _element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+def _set_element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
     """Sets the element shape of a cut list, which differs between ranks, to -1; it serves as an element shape only."""
     if not isinstance(strategy.inputs[0], Split):
         return (None,)
     kind = op.outputs[0]
     rank = kind.shape[0] if kind.shape else None
-    return (np.full(() if rank is None else (rank,), -1, numpy_dtype(kind.dtype)),)
+    return (np.full(() if rank is None else (rank,), -1, find_numpy_dtype(kind.dtype)),)
 
 
-def _element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _set_element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the element shape, an attribute here, to the local one."""
     placement, shape = strategy.inputs[0], op.attr("element_shape")
     if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED
     # The attribute leaves out the dimension that is concatenated.
     dims = list(shape.dims)
-    dims[placement.dim - 1] = placement.local(coordinate)
+    dims[placement.dim - 1] = placement.local_size(coordinate)
     return Local(attrs={"element_shape": Shape(tuple(dims))})
+
+
+# Rules of optional values, variants that may hold tensors: with one tensor they are placed like it; with several,
+# replicated.
+def from_value(op: OpView) -> str:
+    """whether it holds one tensor"""
+    return "e* -> e*" if len(op.inputs) == 1 and op.inputs[0].dtype != "variant" else REPLICATED
+
+
+def get_value(op: OpView) -> str:
+    """whether it holds one tensor"""
+    return "e* -> e*" if len(op.outputs) == 1 and op.outputs[0].dtype != "variant" else REPLICATED
+
+
+def _set_local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    """Sets the shape of what is held, an attribute, to the local one."""
+    placement, shapes = strategy.outputs[0], op.attr("output_shapes")
+    if not isinstance(placement, Split) or not shapes:
+        return UNCHANGED
+    return Local(attrs={"output_shapes": (Shape(local_shape(shapes[0].dims, placement, coordinate)),)})
 
 
 RULES = (
@@ -47,8 +68,12 @@ RULES = (
     rule("TensorListScatterV2", "n^ e*, ., [elements], . -> e*", copy="0"),
     rule("TensorListScatterIntoExistingList", "e*, n^ e*, . -> e*", copy="0&1"),
     rule("TensorListConcatV2", "k^ e*, [elements], . -> n^ e*, =.", copy="0"),
-    rule("TensorListConcat", "k^ e* -> n^ e*, =.", copy="0", local=_element_shape_attribute),
+    rule("TensorListConcat", "k^ e* -> n^ e*, =.", copy="0", local=_set_element_shape_attribute),
     rule("TensorListSplit", "n^ e*, [elements], . -> k^ e*", copy="0"),
     rule("TensorListLength", "? -> ."),
-    rule("TensorListElementShape", "? -> .", known=_element_shape_unknown),
+    rule("TensorListElementShape", "? -> .", known=_set_element_shape_unknown),
+    rule("OptionalFromValue", from_value, copy="0"),
+    rule("OptionalGetValue", get_value, copy="0", local=_set_local_shapes),
+    rule("OptionalNone", "-> e*", produces_any=True, any_partial=True),
+    rule("OptionalHasValue", "? -> ."),
 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from whale.ir.layout import Split
-from whale.ir.values import numpy_dtype
+from whale.ir.values import find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
-from whale.sharding_rules.dims import times
+from whale.sharding_rules.dims import write_runs
 from whale.sharding_rules.embedding import SUMS_BY_ID, Rows
 from whale.sharding_rules.registry import rule
 
@@ -29,36 +29,36 @@ def dense_bincount(op: OpView) -> str:
     return f"{rows}, ., {rows if weights == shape else '.'} -> {lead}n^"
 
 
-def _counted(op: OpView) -> str:
+def _find_count_reduction(op: OpView) -> str:
     """Returns the reduction that combines the counts of parts: sum, or max where only presence is counted."""
     return "max" if op.attr("binary_output", False) else "sum"
 
 
-def _weights(op: OpView) -> str | None:
+def _find_linear_weights(op: OpView) -> str | None:
     """Lets P(sum) pass the weights, where there are any."""
     return "2" if op.inputs[2].shape == op.inputs[0].shape and not op.attr("binary_output", False) else None
 
 
-def _segments_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _restrict_segments(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Restricts segments to the rank's: numbers count from its first; rows of others get -1, which is dropped."""
     cut = strategy.outputs[0]
     apart = 0 if op.marks.blocks else None
     if not isinstance(cut, Split) or cut.dim != 0:
         return Local(blocks=apart) if apart is not None else UNCHANGED
-    offset, count = cut.offset(coordinate), cut.local(coordinate)
-    consts = {2: np.array(count, numpy_dtype(op.inputs[2].dtype))}
+    offset, count = cut.offset(coordinate), cut.local_size(coordinate)
+    consts = {2: np.array(count, find_numpy_dtype(op.inputs[2].dtype))}
     if isinstance(strategy.inputs[1], Split) and len(cut.holders) == 1:
         return Local(blocks=apart, consts=consts)  # one rank has all
     if isinstance(strategy.inputs[1], Split):
         blocks = op.marks.blocks
         rows, segments = op.inputs[1].elements // blocks, cut.extent // blocks
-        own = cut.indices(coordinate)[::segments] // segments
-        first = np.repeat((np.arange(len(own)) - own) * segments, rows).astype(numpy_dtype(op.inputs[1].dtype))
+        own = cut.list_indices(coordinate)[::segments] // segments
+        first = np.repeat((np.arange(len(own)) - own) * segments, rows).astype(find_numpy_dtype(op.inputs[1].dtype))
         return Local(blocks=len(own), consts=consts, moved={1: first})
     return Local(blocks=apart, consts=consts, window=Window(1, offset, count, runs=cut.blocks))
 
 
-def unsorted(op: OpView) -> str:
+def unsorted_segment(op: OpView) -> str:
     """blocks that rows are known to stay within"""
     blocks, ids, found = op.marks.blocks, op.inputs[1].shape, op.outputs[0].shape
     if (
@@ -71,8 +71,8 @@ def unsorted(op: OpView) -> str:
         or not found[0]
     ):
         return "i*+ q*, i*+, . -> s q*"
-    rows = times(ids[0] // blocks, "b", inner=True)
-    return f"{rows} q*, {rows}, . -> {times(found[0] // blocks, 'b', inner=True)} q*"
+    rows = write_runs(ids[0] // blocks, "b", inner=True)
+    return f"{rows} q*, {rows}, . -> {write_runs(found[0] // blocks, 'b', inner=True)} q*"
 
 
 _SORTED = "i^ q*, i^ -> s^ q*"
@@ -80,11 +80,20 @@ _COUNTED = "i+ q*, i+, . -> s^ q*"
 
 RULES = (
     rule(
-        "UnsortedSegmentSum", unsorted, lin="0", local=_segments_here, produces_any=True, routes=Rows(ids=1, values=0)
+        "UnsortedSegmentSum",
+        unsorted_segment,
+        lin="0",
+        local=_restrict_segments,
+        produces_any=True,
+        routes=Rows(ids=1, values=0),
     ),
-    rule("UnsortedSegmentMax", unsorted, mono="max:0", reduce="max", local=_segments_here, produces_any=True),
-    rule("UnsortedSegmentMin", unsorted, mono="min:0", reduce="min", local=_segments_here, produces_any=True),
-    rule("UnsortedSegmentProd", unsorted, reduce="prod", local=_segments_here, produces_any=True),
+    rule(
+        "UnsortedSegmentMax", unsorted_segment, mono="max:0", reduce="max", local=_restrict_segments, produces_any=True
+    ),
+    rule(
+        "UnsortedSegmentMin", unsorted_segment, mono="min:0", reduce="min", local=_restrict_segments, produces_any=True
+    ),
+    rule("UnsortedSegmentProd", unsorted_segment, reduce="prod", local=_restrict_segments, produces_any=True),
     rule(SUMS_BY_ID, "i^, i^ q* -> =u^, u^ q*", routes=Rows(ids=0, values=1, once=True)),
     rule("SegmentSum SegmentMean", _SORTED, lin="0"),
     rule("SegmentMax", _SORTED, mono="max:0"),
@@ -99,7 +108,7 @@ RULES = (
     rule("SparseSegmentMeanWithNumSegments SparseSegmentSqrtNWithNumSegments", "v^ q*, i^, i^, . -> s^ q*", lin="0"),
     rule("SparseSegmentSumGrad", "s^ q*, i+, i+, . -> n^ q*", lin="0"),
     rule("SparseSegmentMeanGrad SparseSegmentSqrtNGrad", "s^ q*, i^, i^, . -> n^ q*", lin="0"),
-    rule("Bincount", bincount, lin=_weights),
-    rule("DenseBincount", dense_bincount, lin=_weights, reduce=_counted),
+    rule("Bincount", bincount, lin=_find_linear_weights),
+    rule("DenseBincount", dense_bincount, lin=_find_linear_weights, reduce=_find_count_reduction),
     rule("HistogramFixedWidth", "i*+, ., . -> n^"),
 )

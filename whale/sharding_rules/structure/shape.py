@@ -7,14 +7,24 @@ import math
 import numpy as np
 
 from whale.ir.layout import Split
-from whale.ir.values import Dims, TensorType, numpy_dtype
+from whale.ir.values import Dims, TensorType, find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, local_input_shape, local_output_shape
-from whale.sharding_rules.dims import axis, constant, freeze, names, same, term, times
+from whale.sharding_rules.dims import (
+    freeze,
+    is_same_size,
+    make_labels,
+    read_axis,
+    read_constant,
+    write_runs,
+    write_term,
+)
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
-def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int = 1) -> tuple[list[str], list[str]]:
+def write_reshape_terms(
+    before: Dims, after: Dims, in_runs: bool = False, parts: int = 1
+) -> tuple[list[str], list[str]]:
     """Writes terms that say which dimensions of a reshape's operand and result can be cut together.
 
     Dimensions are grouped from the left into runs of equal product; in a run the outermost dimensions can be cut
@@ -27,7 +37,7 @@ def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int =
         all rows, and then second ones.
     """
     if 0 in before and 0 in after:
-        return _of_nothing(before, after)
+        return _write_empty_terms(before, after)
     left: list[str] = []
     right: list[str] = []
     i = j = group = 0
@@ -46,17 +56,17 @@ def reshape_terms(before: Dims, after: Dims, in_runs: bool = False, parts: int =
             right.append("1")
             j += 1
             continue
-        i2, j2 = _run(before, after, i, j)
+        i2, j2 = _write_run(before, after, i, j)
         group += 1
         few = 1 < (max(before[i:i2], after[j:j2], key=len)[0] or 0) < parts
-        first, second = _pair(f"g{group}", before[i:i2], after[j:j2], in_runs or few)
+        first, second = _write_pair(f"g{group}", before[i:i2], after[j:j2], in_runs or few)
         left += first
         right += second
         i, j = i2, j2
     return left, right
 
 
-def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
+def _write_empty_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
     """Writes the terms of a reshape without elements, where products of dimensions say nothing: the last ones that both
     have can be cut, what is before them if it is as many on both sides, else the first ones that both have.
     """
@@ -64,8 +74,8 @@ def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
     while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
         same += 1
     first, second = before[: len(before) - same], after[: len(after) - same]
-    if 0 not in (*first, *second) and _product(first) == _product(second) is not None:
-        left, right = reshape_terms(first, second)
+    if 0 not in (*first, *second) and _multiply(first) == _multiply(second) is not None:
+        left, right = write_reshape_terms(first, second)
     else:
         front = 0
         while front < min(len(first), len(second)) and first[front] == second[front]:
@@ -76,39 +86,39 @@ def _of_nothing(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
     return left + alike, right + alike
 
 
-def _run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:
+def _write_run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:
     """Returns the ends of the shortest runs from ``i`` and ``j`` of equal product; the whole rest when there
     are none.
     """
     if i >= len(before) or j >= len(after):
         return len(before), len(after)
     if before[i] is None and after[j] is None:
-        if _product(before[i + 1 :]) == _product(after[j + 1 :]) and None not in before[i + 1 :] + after[j + 1 :]:
+        if _multiply(before[i + 1 :]) == _multiply(after[j + 1 :]) and None not in before[i + 1 :] + after[j + 1 :]:
             return i + 1, j + 1
         return len(before), len(after)
     a, b = before[i], after[j]
     i, j = i + 1, j + 1
     while a is not None and b is not None and a != b:
         if a < b and i < len(before):
-            a = _times(a, before[i])
+            a = _multiply_size(a, before[i])
             i += 1
         elif b < a and j < len(after):
-            b = _times(b, after[j])
+            b = _multiply_size(b, after[j])
             j += 1
         else:
             return len(before), len(after)
     return (len(before), len(after)) if a is None or b is None else (i, j)
 
 
-def _times(a: int, b: int | None) -> int | None:
+def _multiply_size(a: int, b: int | None) -> int | None:
     return None if b is None else a * b
 
 
-def _product(sizes: Dims) -> int:
+def _multiply(sizes: Dims) -> int:
     return math.prod(s for s in sizes if s is not None)
 
 
-def _pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
+def _write_pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
     """Writes the terms of one run: its outermost dimensions share ``label``, the others are whole."""
     if in_runs and (len(before) == 1) != (len(after) == 1) and before and after and all(before + after):
         several = [label if n == 0 else f"{label}i{n}" for n in range(max(len(before), len(after)))]
@@ -119,7 +129,7 @@ def _pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple
         return [f"{label}x0^"] * bool(before) + rest[0], [f"{label}y0^"] * bool(after) + rest[1]
     a, b = before[0], after[0]
     if a is None or b is None:
-        inner = _unknown_ratio(before, after)
+        inner = _find_unknown_ratio(before, after)
     elif a == 0 or b == 0:
         inner = None
     else:
@@ -131,11 +141,11 @@ def _pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple
     return [words[0], *rest[0]], [words[1], *rest[1]]
 
 
-def _unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
+def _find_unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
     """Returns the inner products when the outermost sizes are unknown and nothing else is."""
     if before[0] is not None or after[0] is not None or None in before[1:] + after[1:]:
         return None
-    a, b = _product(before[1:]), _product(after[1:])
+    a, b = _multiply(before[1:]), _multiply(after[1:])
     if a and b and max(a, b) % min(a, b) == 0:
         return (b // a, 1) if b > a else (1, a // b)
     return None
@@ -146,8 +156,8 @@ def reshape(op: OpView) -> str:
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
-    left, right = reshape_terms(before, after, op.marks.cut_in_runs, op.parts)
-    return f"{term(left)}, [shape] -> {term(right)}"
+    left, right = write_reshape_terms(before, after, op.marks.cut_in_runs, op.parts)
+    return f"{write_term(left)}, [shape] -> {write_term(right)}"
 
 
 def expand_dims(op: OpView) -> str:
@@ -155,14 +165,14 @@ def expand_dims(op: OpView) -> str:
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED
-    at = axis(op, 1, len(before) + 1)
+    at = read_axis(op, 1, len(before) + 1)
     if at is None:
         return REPLICATED
-    labels = names("a", len(before))
-    return f"{term(labels)}, . -> {term([*labels[:at], '1', *labels[at:]])}"
+    labels = make_labels("a", len(before))
+    return f"{write_term(labels)}, . -> {write_term([*labels[:at], '1', *labels[at:]])}"
 
 
-def _squeezed(op: OpView) -> set[int] | None:
+def _find_squeezed_dims(op: OpView) -> set[int] | None:
     before = op.inputs[0].shape
     if before is None:
         return None
@@ -174,26 +184,26 @@ def _squeezed(op: OpView) -> set[int] | None:
 
 def squeeze(op: OpView) -> str:
     """squeeze_dims"""
-    gone = _squeezed(op)
+    gone = _find_squeezed_dims(op)
     if gone is None:
         return REPLICATED
-    labels = names("a", len(op.inputs[0].shape or ()))
+    labels = make_labels("a", len(op.inputs[0].shape or ()))
     operand = ["1" if d in gone else x for d, x in enumerate(labels)]
-    return f"{term(operand)} -> {term(x for d, x in enumerate(labels) if d not in gone)}"
+    return f"{write_term(operand)} -> {write_term(x for d, x in enumerate(labels) if d not in gone)}"
 
 
-def _squeeze_these(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _set_squeeze_dims(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Names the dimensions to squeeze, since a share of size 1 must not be squeezed as well."""
-    return Local(attrs={"squeeze_dims": tuple(sorted(_squeezed(op) or ()))})
+    return Local(attrs={"squeeze_dims": tuple(sorted(_find_squeezed_dims(op) or ()))})
 
 
 def transpose(op: OpView) -> str:
     """the permutation"""
-    before, order = op.inputs[0].shape, constant(op, 1)
+    before, order = op.inputs[0].shape, read_constant(op, 1)
     if before is None or order is None:
         return REPLICATED
-    labels = names("a", len(before))
-    return f"{term(labels)}, . -> {term(labels[d] for d in order)}"
+    labels = make_labels("a", len(before))
+    return f"{write_term(labels)}, . -> {write_term(labels[d] for d in order)}"
 
 
 def concat(op: OpView) -> str:
@@ -202,19 +212,19 @@ def concat(op: OpView) -> str:
     shape = op.inputs[1 if first else 0].shape
     if shape is None:
         return REPLICATED
-    at = axis(op, 0 if first else len(op.inputs) - 1, len(shape))
+    at = read_axis(op, 0 if first else len(op.inputs) - 1, len(shape))
     if at is None:
         return REPLICATED
-    labels = names("a", len(shape))
+    labels = make_labels("a", len(shape))
     values = op.inputs[1:] if first else op.inputs[:-1]
-    parts, whole = _runs([v.shape[at] if v.shape is not None else None for v in values])
+    parts, whole = _write_runs([v.shape[at] if v.shape is not None else None for v in values])
     lead, tail = " ".join(labels[:at]), " ".join(labels[at + 1 :])
     texts = [f"{lead} {part} {tail}".strip() for part in parts]
     operands = [".", *texts] if first else [*texts, "."]
     return f"{', '.join(operands)} -> {f'{lead} {whole} {tail}'.strip()}"
 
 
-def _runs(sizes: list[int | None]) -> tuple[list[str], str]:
+def _write_runs(sizes: list[int | None]) -> tuple[list[str], str]:
     """Writes concatenated dimensions, each as a number of runs of one label ``j``, and what they make together.
 
     Dimensions are frozen where the sizes are unknown.
@@ -223,10 +233,10 @@ def _runs(sizes: list[int | None]) -> tuple[list[str], str]:
     run = math.gcd(*known) if known else 0
     if len(known) < len(sizes) or run == 0 or 0 in known:
         return [f"j{n}^" for n in range(len(sizes))], "j^"
-    return [times(s // run, "j") for s in known], times(sum(known) // run, "j")
+    return [write_runs(s // run, "j") for s in known], write_runs(sum(known) // run, "j")
 
 
-def _concat_values(op: OpView) -> str:
+def _list_concat_values(op: OpView) -> str:
     """Names all values, partial at once."""
     shift = int(op.node.op == "Concat")
     return "&".join(str(i + shift) for i in range(len(op.inputs) - 1))
@@ -238,8 +248,8 @@ def pack(op: OpView) -> str:
     if after is None:
         return REPLICATED
     at = int(op.attr("axis", 0)) % len(after)
-    labels = names("a", len(after) - 1)
-    return f"{{{term(labels)}}} -> {term([*labels[:at], 'j^', *labels[at:]])}"
+    labels = make_labels("a", len(after) - 1)
+    return f"{{{write_term(labels)}}} -> {write_term([*labels[:at], 'j^', *labels[at:]])}"
 
 
 def unpack(op: OpView) -> str:
@@ -248,8 +258,8 @@ def unpack(op: OpView) -> str:
     if before is None:
         return REPLICATED
     at = int(op.attr("axis", 0)) % len(before)
-    labels = names("a", len(before))
-    return f"{term(freeze(labels, [at]))} -> {{{term(x for d, x in enumerate(labels) if d != at)}}}"
+    labels = make_labels("a", len(before))
+    return f"{write_term(freeze(labels, [at]))} -> {{{write_term(x for d, x in enumerate(labels) if d != at)}}}"
 
 
 def split_op(op: OpView) -> str:
@@ -258,31 +268,31 @@ def split_op(op: OpView) -> str:
     before = op.inputs[value].shape
     if before is None:
         return REPLICATED
-    at = axis(op, where, len(before))
+    at = read_axis(op, where, len(before))
     if at is None:
         return REPLICATED
-    labels = names("a", len(before))
+    labels = make_labels("a", len(before))
     lead, tail = " ".join(labels[:at]), " ".join(labels[at + 1 :])
-    parts, whole = _runs([t.shape[at] if t.shape is not None else None for t in op.outputs])
+    parts, whole = _write_runs([t.shape[at] if t.shape is not None else None for t in op.outputs])
     operand = f"{lead} {whole} {tail}".strip()
     results = ", ".join(f"{lead} {part} {tail}".strip() for part in parts)
     return (f"., {operand}" if value else f"{operand}, ., .") + f" -> {results}"
 
 
-def _split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _set_split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the sizes of the results along the axis to the local ones, when that is cut."""
     placement, rank = strategy.inputs[0], len(op.inputs[0].shape or ())
-    if not isinstance(placement, Split) or placement.dim != axis(op, 2, rank):
+    if not isinstance(placement, Split) or placement.dim != read_axis(op, 2, rank):
         return UNCHANGED
     shapes = [local_output_shape(op, strategy, i, coordinate) for i in range(len(op.outputs))]
     sizes = [-1 if shape is None else shape[placement.dim] for shape in shapes]
-    return Local(consts={1: np.array(sizes, numpy_dtype(op.inputs[1].dtype))})
+    return Local(consts={1: np.array(sizes, find_numpy_dtype(op.inputs[1].dtype))})
 
 
-def _repeats(op: OpView) -> list[int | None] | None:
+def _find_repeats(op: OpView) -> list[int | None] | None:
     """Returns how often Tile repeats each dimension."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
-    given = constant(op, 1)
+    given = read_constant(op, 1)
     if given is not None:
         return list(given)
     if before is None or after is None:
@@ -292,7 +302,7 @@ def _repeats(op: OpView) -> list[int | None] | None:
 
 def tile(op: OpView) -> str:
     """the multiples; a dimension made by repeating one element can be cut anywhere"""
-    before, repeats = op.inputs[0].shape, _repeats(op)
+    before, repeats = op.inputs[0].shape, _find_repeats(op)
     if before is None or repeats is None:
         return REPLICATED
     left, right = [], []
@@ -309,11 +319,11 @@ def tile(op: OpView) -> str:
         else:
             left.append(f"a{n}^")
             right.append(f"b{n}^")
-    return f"{term(left)}, . -> {term(right)}"
+    return f"{write_term(left)}, . -> {write_term(right)}"
 
 
-def _local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    placement, repeats = strategy.outputs[0], _repeats(op)
+def _set_local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    placement, repeats = strategy.outputs[0], _find_repeats(op)
     if not isinstance(placement, Split) or repeats is None:
         return UNCHANGED
     if strategy.inputs[0] == placement or repeats[placement.dim] == 1:
@@ -324,7 +334,7 @@ def _local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     if not mine or result is None:
         return UNCHANGED
     repeats[placement.dim] = result // mine
-    return Local(consts={1: np.array(repeats, numpy_dtype(op.inputs[1].dtype))})
+    return Local(consts={1: np.array(repeats, find_numpy_dtype(op.inputs[1].dtype))})
 
 
 def broadcast_to(op: OpView) -> str:
@@ -332,27 +342,28 @@ def broadcast_to(op: OpView) -> str:
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
-    labels = names("a", len(after))
+    labels = make_labels("a", len(after))
     own = labels[len(after) - len(before) :]
     grown = after[len(after) - len(before) :]
     operand = [
-        "1" if a == 1 and b != 1 else x if same(a, b) or a is b else f"{x}^" for x, a, b in zip(own, before, grown)
+        "1" if a == 1 and b != 1 else x if is_same_size(a, b) or a is b else f"{x}^"
+        for x, a, b in zip(own, before, grown)
     ]
     frozen = {x[:-1] for x in operand if x.endswith("^")}
-    return f"{term(operand)}, [out0] -> {term(f'{x}^' if x in frozen else x for x in labels)}"
+    return f"{write_term(operand)}, [out0] -> {write_term(f'{x}^' if x in frozen else x for x in labels)}"
 
 
-def _static_shape(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
+def _compute_static_shapes(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
     """Returns the global shapes, so that a rank does not look at its share."""
     if not any(isinstance(p, Split) for p in strategy.inputs) or not all(t.is_static for t in op.inputs):
         return (None,) * len(op.outputs)
-    return tuple(_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
+    return tuple(_make_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
 
 
-def _shape_value(name: str, kind: TensorType, output: TensorType) -> np.ndarray:
+def _make_shape_value(name: str, kind: TensorType, output: TensorType) -> np.ndarray:
     shape = kind.shape or ()
     value = math.prod(shape) if name == "Size" else list(shape)  # type: ignore[arg-type]
-    return np.array(value, numpy_dtype(output.dtype))
+    return np.array(value, find_numpy_dtype(output.dtype))
 
 
 def shape_of(op: OpView) -> str:
@@ -364,34 +375,34 @@ def shape_of(op: OpView) -> str:
         return "{~.} -> {.}"
     # Rows of a number that only the run knows may lie with the owners of a table's rows: their split says whose ids are
     # where, and not how many there are.
-    return f"~{term([f'd{i}' + '^' * (n is None) for i, n in enumerate(shape)])} -> =k^"
+    return f"~{write_term([f'd{i}' + '^' * (n is None) for i, n in enumerate(shape)])} -> =k^"
 
 
-def _sizes_elsewhere(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _add_remote_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Adds to a shape with sizes that only the run knows what other ranks have of the dimension that is cut."""
     cut = strategy.inputs[0]
     if op.inputs[0].is_static or not isinstance(cut, Split):
         return UNCHANGED
     elsewhere = np.zeros(len(op.inputs[0].shape or ()), np.int64)
-    elsewhere[cut.dim] = cut.extent - cut.local(coordinate)
+    elsewhere[cut.dim] = cut.extent - cut.local_size(coordinate)
     return Local(plus=elsewhere)
 
 
 RULES = (
     rule("Reshape", reshape, copy="0"),
     rule("ExpandDims", expand_dims, copy="0"),
-    rule("Squeeze", squeeze, copy="0", local=_squeeze_these),
+    rule("Squeeze", squeeze, copy="0", local=_set_squeeze_dims),
     rule("Transpose", transpose, copy="0"),
     rule("ConjugateTranspose", transpose, lin="0"),
-    rule("ConcatV2 Concat", concat, copy=_concat_values),
+    rule("ConcatV2 Concat", concat, copy=_list_concat_values),
     rule("Pack ParallelConcat", pack, copy="all"),
     rule("Unpack", unpack, copy="0"),
     rule("Split", split_op, copy="1"),
-    rule("SplitV", split_op, copy="0", local=_split_sizes),
-    rule("Tile", tile, copy="0", local=_local_multiples, produces_any=True),
+    rule("SplitV", split_op, copy="0", local=_set_split_sizes),
+    rule("Tile", tile, copy="0", local=_set_local_multiples, produces_any=True),
     rule("BroadcastTo", broadcast_to, copy="0", produces_any=True),
     rule("Fill", "[out0], . -> p*", copy="1", produces_any=True),
-    rule("Shape ShapeN Size", shape_of, known=_static_shape, local=_sizes_elsewhere),
+    rule("Shape ShapeN Size", shape_of, known=_compute_static_shapes, local=_add_remote_sizes),
     rule("Rank", "? -> ."),
     rule("BroadcastGradientArgs BroadcastArgs ConcatOffset InvertPermutation Range", REPLICATED),
     rule("LinSpace", "., ., . -> .", lin="0&1"),

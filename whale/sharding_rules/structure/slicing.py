@@ -8,44 +8,46 @@ from dataclasses import dataclass
 import numpy as np
 
 from whale.ir.layout import Split
-from whale.ir.values import Dims, numpy_dtype
+from whale.ir.values import Dims, find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
-from whale.sharding_rules.dims import constant, freeze, names, same, term, times
+from whale.sharding_rules.dims import freeze, is_same_size, make_labels, read_constant, write_runs, write_term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
-def _kept(before: Dims | None, after: Dims | None) -> list[str] | None:
+def _label_kept_dims(before: Dims | None, after: Dims | None) -> list[str] | None:
     """Returns labels, frozen where the size changes or is unknown."""
     if before is None or after is None:
         return None
-    return freeze(names("a", len(before)), [n for n, (x, y) in enumerate(zip(before, after)) if not same(x, y)])
+    return freeze(
+        make_labels("a", len(before)), [n for n, (x, y) in enumerate(zip(before, after)) if not is_same_size(x, y)]
+    )
 
 
-def _pairwise(left: list[str]) -> str:
+def _write_result_term(left: list[str]) -> str:
     """Writes the result's term: frozen dimensions have other labels there (their size differs)."""
-    return term(f"b{n}^" if x.endswith("^") else x for n, x in enumerate(left))
+    return write_term(f"b{n}^" if x.endswith("^") else x for n, x in enumerate(left))
 
 
 def slice_op(op: OpView) -> str:
     """the dimensions taken whole"""
     before, after = op.inputs[0].shape, op.outputs[0].shape
-    begin, size = constant(op, 1), constant(op, 2)
-    left = _kept(before, after)
+    begin, size = read_constant(op, 1), read_constant(op, 2)
+    left = _label_kept_dims(before, after)
     if left is None:
         return REPLICATED
     if begin is None or size is None:
-        return f"{term(left)}, ., . -> {_pairwise(left)}"
+        return f"{write_term(left)}, ., . -> {_write_result_term(left)}"
     right = []
     for n, (b, s, whole) in enumerate(zip(begin, size, before or ())):
-        if b == 0 and (s == -1 or same(s, whole)):
+        if b == 0 and (s == -1 or is_same_size(s, whole)):
             left[n] = f"a{n}"
             right.append(left[n])
             continue
         run = _run(b, whole - b if s == -1 and whole is not None else s, whole)
         left[n], kept = (f"a{n}^", f"b{n}^") if run is None else run.labels(f"a{n}")
         right.append(kept)
-    return f"{term(left)}, ., . -> {term(right)}"
+    return f"{write_term(left)}, ., . -> {write_term(right)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,11 @@ class _Run:
 
     def labels(self, label: str) -> tuple[str, str]:
         """Writes the dimension sliced, and what is kept of it."""
-        return times(self.all, label), times(self.kept, label)
+        return write_runs(self.all, label), write_runs(self.kept, label)
 
     def local(self, placement: Split, coordinate: int) -> tuple[int, int]:
         """Returns (begin, end) on a coordinate, given the placement of the sliced dimension."""
-        run = placement.local(coordinate) // self.all
+        run = placement.local_size(coordinate) // self.all
         return self.first * run, (self.first + self.kept) * run
 
 
@@ -74,23 +76,23 @@ def _run(begin: int, size: int, whole: int | None) -> _Run | None:
     return None if run <= 1 else _Run(begin // run, size // run, whole // run)
 
 
-def _slice_bounds_local(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    placement, begin, size = strategy.inputs[0], constant(op, 1), constant(op, 2)
+def _set_local_slice_bounds(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    placement, begin, size = strategy.inputs[0], read_constant(op, 1), read_constant(op, 2)
     if not isinstance(placement, Split):
         return UNCHANGED
     if size is None:
         size = [-1 if n is None else n for n in op.outputs[0].shape or ()]
-    size[placement.dim] = -1 if size[placement.dim] == -1 else placement.local(coordinate)
-    consts = {2: np.array(size, numpy_dtype(op.inputs[2].dtype))}
+    size[placement.dim] = -1 if size[placement.dim] == -1 else placement.local_size(coordinate)
+    consts = {2: np.array(size, find_numpy_dtype(op.inputs[2].dtype))}
     whole = (op.inputs[0].shape or ())[placement.dim]
     kept = (op.outputs[0].shape or ())[placement.dim]
-    if begin is not None and kept is not None and not same(kept, whole):
+    if begin is not None and kept is not None and not is_same_size(kept, whole):
         run = _run(begin[placement.dim], kept, whole)
         assert run is not None, op.node.name
         begin[placement.dim], end = run.local(placement, coordinate)
         size[placement.dim] = end - begin[placement.dim]
         bounds = enumerate((begin, size), start=1)
-        consts = {i: np.array(value, numpy_dtype(op.inputs[i].dtype)) for i, value in bounds}
+        consts = {i: np.array(value, find_numpy_dtype(op.inputs[i].dtype)) for i, value in bounds}
     return Local(consts=consts)
 
 
@@ -115,7 +117,7 @@ class _Entry:
         return (name if self.stride == 1 else f"({name} {self.stride})"), name
 
 
-def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
+def _read_entries(op: OpView, shape: Dims) -> list[_Entry] | None:
     """Returns what each entry of begin/end/strides does to a tensor of ``shape`` (tf.strided_slice); None: not
     known.
     """
@@ -123,7 +125,7 @@ def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
     if not operand or operand[0] is None:
         return None
     count = operand[0]
-    begin, end, strides = constant(op, 1), constant(op, 2), constant(op, 3)
+    begin, end, strides = read_constant(op, 1), read_constant(op, 2), read_constant(op, 3)
     masks = {m: int(op.attr(f"{m}_mask", 0)) for m in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     bit = lambda name, k: bool(masks[name] >> k & 1)  # noqa: E731
     used = sum(not bit("new_axis", k) and not bit("ellipsis", k) for k in range(count))
@@ -151,8 +153,8 @@ def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
             run = None
             bounded = (first or begin is not None) and (last or end is not None)
             if not whole and stride == 1 and size is not None and bounded:
-                low = 0 if first else _position(begin[k], size)  # type: ignore[index]
-                high = size if last else _position(end[k], size)  # type: ignore[index]
+                low = 0 if first else _find_position(begin[k], size)  # type: ignore[index]
+                high = size if last else _find_position(end[k], size)  # type: ignore[index]
                 run = _run(low, high - low, size)
             found.append(_Entry(k, source, result, whole, stride if whole else 1, run))
             source, result = source + 1, result + 1
@@ -163,7 +165,7 @@ def _entries(op: OpView, shape: Dims) -> list[_Entry] | None:
     return found
 
 
-def _position(bound: int, size: int) -> int:
+def _find_position(bound: int, size: int) -> int:
     return min(max(bound + size if bound < 0 else bound, 0), size)
 
 
@@ -171,9 +173,9 @@ def _is_start(begin: int, size: int | None) -> bool:
     return begin == 0 or (size is not None and begin <= -size)
 
 
-def _strided(op: OpView, shape: Dims | None) -> tuple[str, str] | None:
+def _write_strided_terms(op: OpView, shape: Dims | None) -> tuple[str, str] | None:
     """Writes the terms of the tensor sliced and of the slice."""
-    entries = None if shape is None else _entries(op, shape)
+    entries = None if shape is None else _read_entries(op, shape)
     if entries is None:
         return None
     left, right = [], []
@@ -183,85 +185,85 @@ def _strided(op: OpView, shape: Dims | None) -> tuple[str, str] | None:
             left.append(before)
         if e.result is not None:
             right.append("1" if e.source is None else after)
-    return term(left), term(right)
+    return write_term(left), write_term(right)
 
 
 def strided_slice(op: OpView) -> str:
     """the masks and bounds"""
-    terms = _strided(op, op.inputs[0].shape)
+    terms = _write_strided_terms(op, op.inputs[0].shape)
     return REPLICATED if terms is None else f"{terms[0]}, ., ., . -> {terms[1]}"
 
 
 def strided_slice_grad(op: OpView) -> str:
     """the masks and bounds"""
-    terms = _strided(op, op.outputs[0].shape)
+    terms = _write_strided_terms(op, op.outputs[0].shape)
     return REPLICATED if terms is None else f"[out0], ., ., ., {terms[1]} -> {terms[0]}"
 
 
 def strided_slice_update(op: OpView) -> str:
     """the masks and bounds"""
-    terms = _strided(op, op.inputs[0].shape)
+    terms = _write_strided_terms(op, op.inputs[0].shape)
     return REPLICATED if terms is None else f"{terms[0]}, ., ., ., {terms[1]} -> {terms[0]}"
 
 
-def _bounds(op: OpView, shape: Dims | None, placement: object, coordinate: int) -> Local:
+def _set_bounds(op: OpView, shape: Dims | None, placement: object, coordinate: int) -> Local:
     """Sets the bounds of the cut dimension, where they are not masked: all of it, or the local part of the runs."""
     if not isinstance(placement, Split) or shape is None:
         return UNCHANGED
-    entry = next(e for e in _entries(op, shape) or () if e.source == placement.dim)
+    entry = next(e for e in _read_entries(op, shape) or () if e.source == placement.dim)
     if entry.entry is None:
         return UNCHANGED
-    bounds = entry.run.local(placement, coordinate) if entry.run else (0, placement.local(coordinate))
+    bounds = entry.run.local(placement, coordinate) if entry.run else (0, placement.local_size(coordinate))
     consts: dict[int, np.ndarray] = {}
     for operand, mask, value in ((1, "begin_mask", bounds[0]), (2, "end_mask", bounds[1])):
-        given = constant(op, operand)
+        given = read_constant(op, operand)
         if given is not None and not int(op.attr(mask, 0)) >> entry.entry & 1:
             given[entry.entry] = value
-            consts[operand] = np.array(given, numpy_dtype(op.inputs[operand].dtype))
+            consts[operand] = np.array(given, find_numpy_dtype(op.inputs[operand].dtype))
     return Local(consts=consts)
 
 
-def _slice_bounds(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    return _bounds(op, op.inputs[0].shape, strategy.inputs[0], coordinate)
+def _set_slice_bounds(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    return _set_bounds(op, op.inputs[0].shape, strategy.inputs[0], coordinate)
 
 
-def _grad_bounds(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    return _bounds(op, op.outputs[0].shape, strategy.outputs[0], coordinate)
+def _set_grad_bounds(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    return _set_bounds(op, op.outputs[0].shape, strategy.outputs[0], coordinate)
 
 
 def pad(op: OpView) -> str:
     """the dimensions that are not padded"""
     before, after = op.inputs[0].shape, op.outputs[0].shape
-    given = constant(op, 1)
+    given = read_constant(op, 1)
     if before is None:
         return REPLICATED
     if given is not None:
         left = [f"a{n}" if given[2 * n] == given[2 * n + 1] == 0 else f"a{n}^" for n in range(len(before))]
     else:
-        left = _kept(before, after) or []
+        left = _label_kept_dims(before, after) or []
         if not left and before:
             return REPLICATED
     more = ", ." * (len(op.inputs) - 1)
-    return f"{term(left)}{more} -> {_pairwise(left)}"
+    return f"{write_term(left)}{more} -> {_write_result_term(left)}"
 
 
 def reverse(op: OpView) -> str:
     """the axes, which are whole"""
-    before, axes = op.inputs[0].shape, constant(op, 1)
+    before, axes = op.inputs[0].shape, read_constant(op, 1)
     if before is None or axes is None:
         return REPLICATED
     if op.node.op == "Reverse":
         axes = [n for n, flag in enumerate(axes) if flag]
-    labels = term(freeze(names("a", len(before)), [a % max(len(before), 1) for a in axes]))
+    labels = write_term(freeze(make_labels("a", len(before)), [a % max(len(before), 1) for a in axes]))
     return f"{labels}, . -> {labels}"
 
 
 def roll(op: OpView) -> str:
     """the axes, which are whole"""
-    before, axes = op.inputs[0].shape, constant(op, 2)
+    before, axes = op.inputs[0].shape, read_constant(op, 2)
     if before is None or axes is None:
         return REPLICATED
-    labels = term(freeze(names("a", len(before)), [a % max(len(before), 1) for a in axes]))
+    labels = write_term(freeze(make_labels("a", len(before)), [a % max(len(before), 1) for a in axes]))
     return f"{labels}, ., . -> {labels}"
 
 
@@ -272,11 +274,11 @@ def reverse_sequence(op: OpView) -> str:
         return REPLICATED
     rank = len(before)
     batch = int(op.attr("batch_dim", 0)) % rank
-    labels = freeze(names("a", rank), [int(op.attr("seq_dim", 0)) % rank])
-    return f"{term(labels)}, a{batch} -> {term(labels)}"
+    labels = freeze(make_labels("a", rank), [int(op.attr("seq_dim", 0)) % rank])
+    return f"{write_term(labels)}, a{batch} -> {write_term(labels)}"
 
 
-def space(op: OpView) -> str:
+def space_and_depth(op: OpView) -> str:
     """data_format and block_size"""
     if str(op.attr("data_format", "NHWC")) != "NHWC":
         return "b p*^ -> b q*^"
@@ -285,15 +287,15 @@ def space(op: OpView) -> str:
     return f"{fine} -> {coarse}" if op.node.op == "SpaceToDepth" else f"{coarse} -> {fine}"
 
 
-def _batch_of_blocks(op: OpView, batch: int) -> tuple[str, str] | None:
+def _write_block_batch_terms(op: OpView, batch: int) -> tuple[str, str] | None:
     """Writes the terms of the side with the plain batch and of the side whose batch has one run per position in a
     block.
 
     Spatial dimensions that are neither padded nor cropped can be cut on multiples of the block.
     """
-    before, after, margins = op.inputs[0].shape, op.outputs[0].shape, constant(op, len(op.inputs) - 1)
+    before, after, margins = op.inputs[0].shape, op.outputs[0].shape, read_constant(op, len(op.inputs) - 1)
     size = op.attr("block_size")
-    block = [int(size)] * 2 if size is not None else constant(op, 1)
+    block = [int(size)] * 2 if size is not None else read_constant(op, 1)
     rank = 2 if size is not None else op.inputs[1].shape[0] if op.inputs[1].shape else None
     if before is None or after is None or rank is None:
         return None
@@ -307,27 +309,27 @@ def _batch_of_blocks(op: OpView, batch: int) -> tuple[str, str] | None:
     fine, coarse = [f"x{n}^" for n in range(rank)], [f"y{n}^" for n in range(rank)]
     for n in range(rank):
         if block is not None and margins is not None and margins[2 * n] == margins[2 * n + 1] == 0:
-            fine[n], coarse[n] = times(block[n], f"s{n}", inner=True), f"s{n}"
-    return term(["n", *fine, *channels]), term([times(runs, "n"), *coarse, *channels])
+            fine[n], coarse[n] = write_runs(block[n], f"s{n}", inner=True), f"s{n}"
+    return write_term(["n", *fine, *channels]), write_term([write_runs(runs, "n"), *coarse, *channels])
 
 
 def space_to_batch(op: OpView) -> str:
     """the block: the batch gets one run per position in it"""
-    found = _batch_of_blocks(op, 0)
+    found = _write_block_batch_terms(op, 0)
     return REPLICATED if found is None else f"{found[0]}{', .' * (len(op.inputs) - 1)} -> {found[1]}"
 
 
 def batch_to_space(op: OpView) -> str:
     """the block: the batch has one run per position in it"""
-    found = _batch_of_blocks(op, 1)
+    found = _write_block_batch_terms(op, 1)
     return REPLICATED if found is None else f"{found[1]}{', .' * (len(op.inputs) - 1)} -> {found[0]}"
 
 
 RULES = (
-    rule("Slice", slice_op, copy="0", local=_slice_bounds_local),
-    rule("StridedSlice", strided_slice, copy="0", local=_slice_bounds),
-    rule("StridedSliceGrad", strided_slice_grad, lin="4", local=_grad_bounds),
-    rule("TensorStridedSliceUpdate", strided_slice_update, copy="0&4", local=_slice_bounds),
+    rule("Slice", slice_op, copy="0", local=_set_local_slice_bounds),
+    rule("StridedSlice", strided_slice, copy="0", local=_set_slice_bounds),
+    rule("StridedSliceGrad", strided_slice_grad, lin="4", local=_set_grad_bounds),
+    rule("TensorStridedSliceUpdate", strided_slice_update, copy="0&4", local=_set_slice_bounds),
     rule("Pad", pad, lin="0"),
     rule("PadV2", pad, copy="0&2"),
     rule("MirrorPad", pad, copy="0"),
@@ -335,7 +337,7 @@ RULES = (
     rule("ReverseV2 Reverse", reverse, copy="0"),
     rule("Roll", roll, copy="0"),
     rule("ReverseSequence", reverse_sequence, copy="0"),
-    rule("SpaceToDepth DepthToSpace", space, copy="0"),
+    rule("SpaceToDepth DepthToSpace", space_and_depth, copy="0"),
     rule("SpaceToBatchND SpaceToBatch", space_to_batch, lin="0"),
     rule("BatchToSpaceND BatchToSpace", batch_to_space, copy="0"),
 )

@@ -19,4 +19,10 @@ RULES = (
         "TensorArrayV3 TensorArrayGradV3 TensorArrayReadV3 TensorArrayWriteV3 TensorArrayGatherV3 TensorArrayScatterV3",
         FIRST_RANK,
     ),
+    rule(
+        "ScalarSummary HistogramSummary ImageSummary AudioSummary AudioSummaryV2 TensorSummary TensorSummaryV2 "
+        "MergeSummary StringFormat",
+        FIRST_RANK,
+    ),
+    rule("SaveV2 PrintV2", FIRST_RANK),
 )

@@ -41,14 +41,14 @@ def scatter(op: OpView) -> str:
     return f"{rows} q*, i*^, i*^ q* ->"
 
 
-def _rows_here(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+def _zero_remote_rows(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     cut = strategy.inputs[0]
     if not isinstance(cut, Split) or cut.dim != 0 or isinstance(strategy.inputs[1], Split):
         return UNCHANGED  # with ids that are cut, one rank has all
-    return Local(window=Window(1, cut.offset(coordinate), cut.local(coordinate), masked=2, runs=cut.blocks))
+    return Local(window=Window(1, cut.offset(coordinate), cut.local_size(coordinate), masked=2, runs=cut.blocks))
 
 
-def _named(prefix: str, stems: list[str]) -> str:
+def _name_ops(prefix: str, stems: list[str]) -> str:
     return " ".join(prefix + s for s in stems)
 
 
@@ -66,12 +66,14 @@ RULES = (
         "Variable VariableV2 TemporaryVariable DestroyTemporaryVariable Assign AssignAdd AssignSub StridedSliceAssign",
         REPLICATED,
     ),
-    rule(_named("ResourceApply", [*_OPTIMIZERS, "AdamWithAmsgrad", "KerasMomentum"]), update),
-    rule(_named("Apply", _OPTIMIZERS), REPLICATED),
-    rule(_named("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), sparse_update),
-    rule(_named("SparseApply", _SPARSE), REPLICATED),
-    rule("ResourceScatterAdd ResourceScatterSub", scatter, local=_rows_here, routes=Rows(ids=1, table=0, values=2)),
-    rule(_named("ResourceScatter", _SCATTERS[2:7]), scatter, local=_rows_here),
-    rule(_named("ResourceScatter", _SCATTERS[7:]), REPLICATED),
-    rule(_named("Scatter", _SCATTERS), REPLICATED),
+    rule(_name_ops("ResourceApply", [*_OPTIMIZERS, "AdamWithAmsgrad", "KerasMomentum"]), update),
+    rule(_name_ops("Apply", _OPTIMIZERS), REPLICATED),
+    rule(_name_ops("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), sparse_update),
+    rule(_name_ops("SparseApply", _SPARSE), REPLICATED),
+    rule(
+        "ResourceScatterAdd ResourceScatterSub", scatter, local=_zero_remote_rows, routes=Rows(ids=1, table=0, values=2)
+    ),
+    rule(_name_ops("ResourceScatter", _SCATTERS[2:7]), scatter, local=_zero_remote_rows),
+    rule(_name_ops("ResourceScatter", _SCATTERS[7:]), REPLICATED),
+    rule(_name_ops("Scatter", _SCATTERS), REPLICATED),
 )

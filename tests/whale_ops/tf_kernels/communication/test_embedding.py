@@ -20,7 +20,7 @@ IDS = [
 
 @pytest.mark.parametrize("dtype, ids_dtype", [(tf.float64, tf.int32), (tf.float32, tf.int64)])
 def test_rows_and_sums_of_two_tables(dtype: tf.DType, ids_dtype: tf.DType) -> None:
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     tables = [np.arange(27.0).reshape(9, 3), np.arange(10.0).reshape(5, 2, 1)]
     ids = [[np.array(x, ids_dtype.as_numpy_dtype) for x in of] for of in IDS]
     slopes = [[np.random.default_rng(r).standard_normal((*x.shape, *t.shape[1:])) for x, t in zip(of, tables)]
@@ -57,7 +57,7 @@ def test_rows_and_sums_of_two_tables(dtype: tf.DType, ids_dtype: tf.DType) -> No
 
 
 def test_ids_that_are_none() -> None:
-    ops = whale_ops.ops()
+    ops = whale_ops.load_ops()
     with (
         ranks(1) as (comm,),
         pytest.raises(tf.errors.InvalidArgumentError, match=r"indices\[1\] = 9 is not in \[0, 9\)"),

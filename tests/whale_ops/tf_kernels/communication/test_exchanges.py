@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(scope="module")
 def ops():
-    return whale_ops.ops()
+    return whale_ops.load_ops()
 
 
 def handles(ops, communicators):

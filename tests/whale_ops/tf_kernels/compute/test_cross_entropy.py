@@ -15,7 +15,7 @@ pytestmark = pytest.mark.core
 
 def both(logits: Any, labels: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     """The loss and the gradient: Whale's, and TensorFlow's of the same numbers in float64."""
-    found = whale_ops.ops().whale_sparse_cross_entropy(logits, labels)
+    found = whale_ops.load_ops().whale_sparse_cross_entropy(logits, labels)
     expected = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(features=tf.cast(logits, "float64"), labels=labels)
     return [(one.numpy(), other.numpy()) for one, other in zip(found, expected)]
 
@@ -74,4 +74,4 @@ def test_no_rows_are_no_losses() -> None:
 )
 def test_wrong_labels_are_refused(logits: tuple[int, ...], labels: list[int], says: str) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match=says):
-        whale_ops.ops().whale_sparse_cross_entropy(tf.zeros(logits), labels)
+        whale_ops.load_ops().whale_sparse_cross_entropy(tf.zeros(logits), labels)

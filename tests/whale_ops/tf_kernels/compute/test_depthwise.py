@@ -18,7 +18,7 @@ def gradient(x: Any, back: Any, filter_shape: tuple[int, ...], strides: tuple[in
     """The filter's, by our kernel; `padding`: its name, or explicit paddings."""
     explicit = [] if isinstance(padding, str) else list(padding)
     return (
-        whale_ops.ops()
+        whale_ops.load_ops()
         .whale_depthwise_filter_gradient(
             x,
             back,
@@ -155,7 +155,7 @@ def test_nothing_gives_zeros(x_shape: tuple[int, ...]) -> None:
 def test_the_shape_is_known_before_it_is_computed() -> None:
     @tf.function
     def of_any(x: tf.Tensor, back: tf.Tensor) -> tf.Tensor:
-        found = whale_ops.ops().whale_depthwise_filter_gradient(
+        found = whale_ops.load_ops().whale_depthwise_filter_gradient(
             x, back, filter_shape=(3, 5, 4, 2), strides=(1, 1, 1, 1), padding="SAME"
         )
         assert found.shape == (3, 5, 4, 2)

@@ -13,7 +13,7 @@ CLOSE = {"float32": 1e-5, "float64": 1e-13}
 
 
 def kernel(equation: str, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return whale_ops.ops().whale_einsum(left=left, right=right, equation=equation).numpy()
+    return whale_ops.load_ops().whale_einsum(left=left, right=right, equation=equation).numpy()
 
 
 def drawn(equation: str, dtype: str, **sizes: int) -> list[np.ndarray]:
@@ -69,7 +69,7 @@ def test_few_products_are_divided_by_rows_and_nothing_is_nothing() -> None:
 )
 def test_other_equations_are_refused(equation: str, why: str) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"equation '{equation}': .*{why}.*expected one like"):
-        whale_ops.ops().whale_einsum(left=np.ones((2, 2, 2)), right=np.ones((2, 2, 2)), equation=equation)
+        whale_ops.load_ops().whale_einsum(left=np.ones((2, 2, 2)), right=np.ones((2, 2, 2)), equation=equation)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

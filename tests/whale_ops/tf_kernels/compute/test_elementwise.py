@@ -37,7 +37,7 @@ def arithmetic(
     sums: tuple[tuple[int, ...], ...] = (),
 ) -> list[Any]:
     """The results, and then the sums."""
-    found = whale_ops.ops().whale_elementwise(
+    found = whale_ops.load_ops().whale_elementwise(
         values, program=program, shape=shape, R=results, sum_shapes=sums, S=len(sums)
     )
     return [*found.results, *found.sums]

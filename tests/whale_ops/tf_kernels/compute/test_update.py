@@ -23,7 +23,7 @@ BINARY: dict[str, Any] = {
 def update(variables: list[Any], values: list[Any], program: list[str], operands: list[int], **options: Any) -> Any:
     """Runs one operation; ``results`` says how many tensors it yields."""
     first = variables[0]
-    return whale_ops.ops().whale_update(
+    return whale_ops.load_ops().whale_update(
         [v.handle for v in variables],
         [tf.convert_to_tensor(v, first.dtype) for v in values or [0.0]],  # the type of the first is that of all
         program=program,
@@ -98,11 +98,11 @@ def test_several_variables_results_and_blocks() -> None:
 def test_a_variable_that_is_only_assigned_may_get_its_first_value() -> None:
     handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=(2, 3), shared_name="first_value")
     given = {"operands": [0], "shapes": [(2, 3)], "R": 0}
-    whale_ops.ops().whale_update([handle], [tf.ones((2, 3))], program=["Neg n0 v0"], **given)
+    whale_ops.load_ops().whale_update([handle], [tf.ones((2, 3))], program=["Neg n0 v0"], **given)
     np.testing.assert_array_equal(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32), -np.ones((2, 3)))
     none = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=(2, 3), shared_name="no_value")
     with pytest.raises(tf.errors.NotFoundError):
-        whale_ops.ops().whale_update([none], [tf.ones((2, 3))], program=["Add n0 o0 v0"], **given)
+        whale_ops.load_ops().whale_update([none], [tf.ones((2, 3))], program=["Add n0 o0 v0"], **given)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -18,26 +18,26 @@ ROOT = Path(__file__).resolve().parents[3]
 _LIVE = """
 import gc
 import tensorflow as tf
-from whale_ops.memory import memory, reset_peak
+from whale_ops.memory import read_memory, reset_peak
 
 MIB = 1 << 20
 gc.collect()
-before = memory().live_bytes
+before = read_memory().live_bytes
 kept = tf.zeros((MIB,), tf.float32)
-assert memory().live_bytes == before + 4 * MIB, (memory(), before)
+assert read_memory().live_bytes == before + 4 * MIB, (read_memory(), before)
 passing = tf.zeros((2 * MIB,), tf.float32)
 del passing
 gc.collect()
-assert memory().live_bytes == before + 4 * MIB, (memory(), before)
-assert memory().peak_bytes >= before + 12 * MIB, (memory(), before)
+assert read_memory().live_bytes == before + 4 * MIB, (read_memory(), before)
+assert read_memory().peak_bytes >= before + 12 * MIB, (read_memory(), before)
 reset_peak()
-assert memory().peak_bytes == memory().live_bytes == before + 4 * MIB, (memory(), before)
+assert read_memory().peak_bytes == read_memory().live_bytes == before + 4 * MIB, (read_memory(), before)
 """
 
 _PEAK = """
 import gc
 import tensorflow as tf
-from whale_ops.memory import memory, reset_peak
+from whale_ops.memory import read_memory, reset_peak
 
 MIB = 1 << 20
 x = tf.ones((512, 512))  # 1 MiB
@@ -49,10 +49,10 @@ def step(x):
 step(x)
 gc.collect()
 reset_peak()
-before = memory().live_bytes
+before = read_memory().live_bytes
 step(x)
-assert memory().peak_bytes >= before + 2 * MIB, (memory(), before)
-assert memory().live_bytes == before, (memory(), before)
+assert read_memory().peak_bytes >= before + 2 * MIB, (read_memory(), before)
+assert read_memory().live_bytes == before, (read_memory(), before)
 """
 
 _EXCHANGES = """
@@ -60,9 +60,9 @@ import gc, statistics
 import tensorflow as tf
 import whale_ops
 from tests.whale_ops.harness import ranks
-from whale_ops.memory import memory, reset_peak
+from whale_ops.memory import read_memory, reset_peak
 
-ops = whale_ops.ops()
+ops = whale_ops.load_ops()
 with ranks(2) as communicators:
 
     @tf.function
@@ -80,12 +80,12 @@ with ranks(2) as communicators:
     x = tf.zeros((512, 512))
     step(x)
     gc.collect()
-    before = memory().live_bytes
+    before = read_memory().live_bytes
     peaks = []
     for _ in range(60):
         reset_peak()
         step(x)
-        peaks.append(memory().peak_bytes - before)
+        peaks.append(read_memory().peak_bytes - before)
 print("median", statistics.median(peaks))
 """
 

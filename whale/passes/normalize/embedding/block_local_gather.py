@@ -14,7 +14,7 @@ import numpy as np
 
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import static_shape
+from whale.ir.values import require_static_shape
 
 # Op type -> the operand that holds indices of several columns.
 _ADDRESSED = {
@@ -43,13 +43,13 @@ def mark_blocks(program: Program) -> Program:
     if not marked:
         return program
     nodes = tuple(n.marked(blocks=marked[n.name]) if n.name in marked else n for n in program.nodes)
-    return program.with_nodes(nodes)
+    return program.replace_nodes(nodes)
 
 
 def _of_columns(program: Program, node: Node, indices: Ref) -> int:
     """Returns the number of blocks if the first column of the indices counts them, else 0."""
-    shape = program.type_of(indices).shape
-    table = program.type_of(node.inputs[0]) if node.op != "ScatterNd" else node.outputs[0]
+    shape = program.find_type(indices).shape
+    table = program.find_type(node.inputs[0]) if node.op != "ScatterNd" else node.outputs[0]
     if not shape or None in shape or len(shape) < 2 or not table.is_static:
         return 0
     made = program.by_name[indices.node]
@@ -75,21 +75,21 @@ def _of_columns(program: Program, node: Node, indices: Ref) -> int:
 
 def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
     """Returns the number of rows if a scatter is the gradient of ``top_k``, which sees all rows as one, else 0."""
-    shape, found = program.type_of(indices).shape, node.outputs[0].shape
+    shape, found = program.find_type(indices).shape, node.outputs[0].shape
     if node.op != "ScatterNd" or not shape or None in shape or len(shape) != 2 or shape[1] != 1:
         return 0
     if not found or found[0] is None:
         return 0
     for base, blocks, size in _blocks_added(program, indices, found[0], shape[0] or 0):
         chosen = _behind_views(program, base)
-        if chosen.op == "TopKV2" and (program.type_of(chosen.inputs[0]).shape or (None,))[-1] == size:
+        if chosen.op == "TopKV2" and (program.find_type(chosen.inputs[0]).shape or (None,))[-1] == size:
             return blocks
     return 0
 
 
 def _of_segments(program: Program, node: Node) -> int:
     """Returns the number of blocks if the segments' numbers are those of a gather with ``batch_dims``, else 0."""
-    ids, found = program.type_of(node.inputs[1]).shape, node.outputs[0].shape
+    ids, found = program.find_type(node.inputs[1]).shape, node.outputs[0].shape
     if ids is None or len(ids) != 1 or ids[0] is None or not found or found[0] is None:
         return 0
     for base, blocks, size in _blocks_added(program, node.inputs[1], found[0], ids[0]):
@@ -120,7 +120,7 @@ def _value(program: Program, ref: Ref) -> np.ndarray | None:
     """Computes the value of what is made from a count alone, which may be too large to be folded; None: it is not
     known.
     """
-    node, t = program.by_name[ref.node], program.type_of(ref)
+    node, t = program.by_name[ref.node], program.find_type(ref)
     if node.op == "Const":
         return program.const(ref)
     if not t.is_static or t.elements > _MOST_ELEMENTS or t.dtype not in ("int32", "int64") or not node.inputs:
@@ -131,7 +131,7 @@ def _value(program: Program, ref: Ref) -> np.ndarray | None:
     of_one = node.op in VIEWS or node.op in ("Cast", "BroadcastTo") or _only_adds_dimensions(program, node)
     if not of_one:
         return None
-    value, shape = _value(program, node.inputs[0]), static_shape(t)
+    value, shape = _value(program, node.inputs[0]), require_static_shape(t)
     if value is None:
         return None
     return np.broadcast_to(value, shape) if node.op == "BroadcastTo" else value.reshape(shape)
@@ -139,7 +139,7 @@ def _value(program: Program, ref: Ref) -> np.ndarray | None:
 
 def _only_adds_dimensions(program: Program, node: Node) -> bool:
     """Tells whether a node is ``x[:, None]``: all elements in their order."""
-    before, after = program.type_of(node.inputs[0]), node.outputs[0]
+    before, after = program.find_type(node.inputs[0]), node.outputs[0]
     steps = program.const(node.inputs[3]) if node.op == "StridedSlice" else None
     return steps is not None and bool((steps == 1).all()) and before.is_static and before.elements == after.elements
 
@@ -148,7 +148,7 @@ def _gathers_within(program: Program, reader: Node, operand: int, blocks: int, s
     """Tells whether a node takes the indices to gather from blocks of ``size``: then none of them points elsewhere."""
     if reader.op != "GatherV2" or operand != 1 or int(reader.attrs.get("batch_dims", 0)) != 1:
         return False
-    return (program.type_of(reader.inputs[0]).shape or ())[:2] == (blocks, size)
+    return (program.find_type(reader.inputs[0]).shape or ())[:2] == (blocks, size)
 
 
 def _behind_views(program: Program, ref: Ref) -> Node:

@@ -19,7 +19,7 @@ import numpy as np
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Program, Ref, prune
-from whale.ir.values import DType, TensorType, numpy_dtype
+from whale.ir.values import DType, TensorType, find_numpy_dtype
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.normalize.emitter import NodeEmitter
 from whale.passes.normalize.folding.fold import fold
@@ -35,7 +35,7 @@ def look_up_every_id(program: Program) -> Program:
     """Makes lookups under split scopes take every id, where that leaves no use of the unique ids."""
     changed = program
     for node in program.nodes:
-        if node.op == "Unique" and program.type_of(node.inputs[0]).is_static and _is_looked_up(program, node):
+        if node.op == "Unique" and program.find_type(node.inputs[0]).is_static and _is_looked_up(program, node):
             found = _Rewriter(changed, node.name).run()
             kept = None if found is None else prune(found)
             if kept is not None and node.name not in kept.by_name:
@@ -72,7 +72,7 @@ class _Rewriter:
             return None
         nodes = tuple(self.nodes.values())
         outputs = tuple(self.moved.get(r, r) for r in self.program.outputs)
-        return self.program.with_nodes(nodes, outputs=outputs)
+        return self.program.replace_nodes(nodes, outputs=outputs)
 
     def _moved(self, node: Node) -> Node:
         if not any(r in self.moved for r in node.inputs):
@@ -131,7 +131,7 @@ class _Rewriter:
 
     def _along(self, node: Node, first: Ref) -> None:
         """Follows rows through nodes that pass them on as they are; a reshape must leave the rows apart."""
-        before, after = self.program.type_of(first), node.outputs[0]
+        before, after = self.program.find_type(first), node.outputs[0]
         if first in self.back:
             if node.op != "Cast" and after.shape == before.shape:
                 self.back.add(Ref(node.name))
@@ -150,7 +150,7 @@ class _Rewriter:
     def _scaled(self, node: Node) -> None:
         """Scales rows instead of sums by id, where a node is linear in these and does the same to each row."""
         for i, ref in enumerate(node.inputs):
-            others = [self.program.type_of(r) for j, r in enumerate(node.inputs) if j != i]
+            others = [self.program.find_type(r) for j, r in enumerate(node.inputs) if j != i]
             if ref not in self.added or any(t.shape != () for t in others) or (node.op == "RealDiv" and i):
                 continue
             inputs = tuple(self.added[ref] if j == i else self.moved.get(r, r) for j, r in enumerate(node.inputs))
@@ -200,7 +200,7 @@ class _Rewriter:
 def _divided(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: int) -> Ref:
     if combined == "sum" or each == 1:
         return ref
-    by = emit.const("by", np.array(each if combined == "mean" else np.sqrt(each), numpy_dtype(t.dtype)))
+    by = emit.const("by", np.array(each if combined == "mean" else np.sqrt(each), find_numpy_dtype(t.dtype)))
     return emit.node_of("divided", "RealDiv", (ref, by), t, {"T": DType(t.dtype)})
 
 

@@ -17,7 +17,7 @@ from whale.ir.ops import IDENTITIES, REDUCTIONS, ROW_SCATTERS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.passes.analysis.scopes import split_scope
-from whale.sharding_rules import rule_of
+from whale.sharding_rules import find_rule
 from whale.sharding_rules.embedding import SUMS_BY_ID
 
 _COUNTS = frozenset({"Size"})
@@ -51,10 +51,10 @@ class _Update:
     def is_by_row(self) -> bool:
         """Tells whether everything that depends on the ids is known to do the same to each row."""
         program, once, back = self.program, Ref(self.unique.name), Ref(self.unique.name, 1)
-        if not program.type_of(self.unique.inputs[0]).is_static:
+        if not program.find_type(self.unique.inputs[0]).is_static:
             return False
         for reader, i in program.consumers.get(back, ()):
-            if reader.op != "UnsortedSegmentSum" or i != 1 or not program.type_of(reader.inputs[0]).is_static:
+            if reader.op != "UnsortedSegmentSum" or i != 1 or not program.find_type(reader.inputs[0]).is_static:
                 return False
             self.sums.append(reader)
         if len(self.sums) != 1 or not self._counts_ids(self.sums[0].inputs[2]):
@@ -99,18 +99,18 @@ class _Update:
             made, fits = self.rows, all(refs[i] in self.rows for i in found) and self._is_by_row(node, found)
         fits = fits and all(t.shape is not None and t.shape[:1] == (None,) for t in node.outputs)
         if fits:
-            made.update(node.refs())
+            made.update(node.list_refs())
         return fits
 
     def _is_by_row(self, node: Node, found: list[int]) -> bool:
-        types = [self.program.type_of(ref) for ref in node.inputs]
+        types = [self.program.find_type(ref) for ref in node.inputs]
         if any(t.shape is None for t in types) or node.stateful:
             return False
         if node.op in REDUCTIONS | {"ExpandDims"}:
             at = self.program.const(node.inputs[1])
             dims = len(types[0].shape or ()) + (node.op == "ExpandDims")
             return at is not None and all(int(n) % dims for n in at.reshape(-1)) and found == [0]
-        rule = rule_of(node.op)
+        rule = find_rule(node.op)
         if rule is None or not isinstance(rule.spec, str) or not set(rule.spec) <= set("~*, ->"):
             return False
         depth = len(node.outputs[0].shape or ())
@@ -119,7 +119,7 @@ class _Update:
     def both(self) -> Node:
         """Makes one node for ids and sums, with the name of the sums'."""
         total, unique = self.sums[0], self.unique
-        types = self.program.type_of(Ref(unique.name)), self.program.type_of(Ref(total.name))
+        types = self.program.find_type(Ref(unique.name)), self.program.find_type(Ref(total.name))
         attrs = {"T": total.attrs["T"], "Tindices": unique.attrs["T"]}
         operands, controls = (unique.inputs[0], total.inputs[0]), (*unique.controls, *total.controls)
         return Node(total.name, SUMS_BY_ID, operands, controls, attrs, types, total.scope)
@@ -144,9 +144,9 @@ def _rewritten(program: Program, updates: Sequence[_Update]) -> Program:
             kept = replace(kept, controls=tuple(dict.fromkeys(gone.get(c, c) for c in kept.controls)))
         if node.name in marked:
             inputs = tuple(moved.get(ref, ref) for ref in node.inputs)
-            kept = replace(kept, inputs=inputs, marks=node.marks.but(owned_rows=True))
+            kept = replace(kept, inputs=inputs, marks=node.marks.replace_marks(owned_rows=True))
         nodes.append(kept)
-    return program.with_nodes(tuple(nodes))
+    return program.replace_nodes(tuple(nodes))
 
 
 def _is_beside(t: TensorType, depth: int) -> bool:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from whale.ir.ops import IDENTITIES, READS, READS_ROWS, UPDATES
-from whale.ir.program import Node, Program, Ref, prune, topological, waited_for
+from whale.ir.program import Node, Program, Ref, find_waited_for, prune, sort_nodes
 from whale.ir.values import DType, TensorType
-from whale.sharding_rules.graph import uses_of_variables
+from whale.sharding_rules.graph import iterate_variable_uses
 
 _IDS = ("int32", "int64")  # in which `ResourceGather` takes them
 
@@ -39,7 +39,7 @@ def _only_looked_up(program: Program) -> list[str]:
     """
     read: set[str] = set()
     other: set[str] = set()
-    for use in uses_of_variables(program):
+    for use in iterate_variable_uses(program):
         if use.node.op == "ReadVariableOp" and use.graph is program:
             read.update(use.handles)
         elif use.node.op not in READS_ROWS | UPDATES:
@@ -84,7 +84,7 @@ def _lookups(program: Program, read: str) -> tuple[list[_Lookup], dict[str, tupl
 
 
 def _takes_rows(program: Program, node: Node) -> bool:
-    if node.op not in ("Gather", "GatherV2") or program.type_of(node.inputs[1]).dtype not in _IDS:
+    if node.op not in ("Gather", "GatherV2") or program.find_type(node.inputs[1]).dtype not in _IDS:
         return False
     if node.op == "Gather":
         return True
@@ -99,7 +99,7 @@ def _without(program: Program, handle: str, read: str) -> Program | None:
         return None
     lookups, gone = known
     later = _changed_later(program, handle, read) if lookups else []
-    if later is None or not waited_for(program, [one.node.name for one in lookups]).isdisjoint(later):
+    if later is None or not find_waited_for(program, [one.node.name for one in lookups]).isdisjoint(later):
         return None
     rows = {one.node.name: _rows(program, handle, one) for one in lookups}
     seen = [made[0].name for made in rows.values()]
@@ -117,18 +117,18 @@ def _without(program: Program, handle: str, read: str) -> Program | None:
         for made in (replace(first, controls=tuple(dict.fromkeys(controls))), *others):
             nodes[made.name] = made
     effects = tuple(name for name in program.effects if name not in gone)
-    return program.with_nodes(topological(nodes), effects=effects)
+    return program.replace_nodes(sort_nodes(nodes), effects=effects)
 
 
 def _changed_later(program: Program, handle: str, read: str) -> list[str] | None:
     """Returns the nodes that may change the variable after the read; None where one might come before it or
     after it.
     """
-    before, found = waited_for(program, [read]), []
+    before, found = find_waited_for(program, [read]), []
     for node, _ in program.consumers[Ref(handle)]:
         if node.op in READS or node.name in before:
             continue
-        if read not in waited_for(program, [node.name]):
+        if read not in find_waited_for(program, [node.name]):
             return None
         found.append(node.name)
     return found
@@ -140,7 +140,7 @@ def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
     (t,) = node.outputs
     internal = {key: value for key, value in node.attrs.items() if key.startswith("_")}
     attrs = {
-        "Tindices": DType(program.type_of(node.inputs[1]).dtype),
+        "Tindices": DType(program.find_type(node.inputs[1]).dtype),
         "batch_dims": 0,
         "dtype": DType(variable.type.dtype),
         "validate_indices": True,

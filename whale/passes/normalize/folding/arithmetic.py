@@ -13,14 +13,14 @@ import numpy as np
 
 from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node
-from whale.ir.values import numpy_dtype
+from whale.ir.values import find_numpy_dtype
 
 Values = Sequence[np.ndarray]
 Evaluator = Callable[[Node, Values], tuple[Any, ...]]
 
 
 def _out_dtype(node: Node, i: int = 0) -> np.dtype:
-    return numpy_dtype(node.outputs[i].dtype)
+    return find_numpy_dtype(node.outputs[i].dtype)
 
 
 def _unary(f: Callable[[np.ndarray], Any]) -> Evaluator:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from whale.ir.ops import ASKS_SHAPE, VIEWS
-from whale.ir.program import Node, Program, Ref, const_node, prune
-from whale.ir.values import DType, TensorType, numpy_dtype
+from whale.ir.program import Node, Program, Ref, make_const, prune
+from whale.ir.values import DType, TensorType, find_numpy_dtype
 from whale.passes.normalize.folding.arithmetic import EVALUATORS
 from whale.passes.normalize.folding.lists import refine_lists
 from whale.passes.normalize.folding.loops import refine_loops
@@ -138,7 +138,7 @@ class _Folder:
 
     def _type_of(self, ref: Ref) -> TensorType:
         found = self.types.get(ref)
-        return found if found is not None else self.program.type_of(ref)
+        return found if found is not None else self.program.find_type(ref)
 
     def _split(self, node: Node) -> None:
         """Replaces IdentityN by one Identity per tensor, so that no tensor waits for the others."""
@@ -166,10 +166,10 @@ class _Folder:
             if kind.shape is None:
                 results.append(None)
             elif node.op == "Rank":
-                results.append(np.asarray(len(kind.shape), numpy_dtype(out.dtype)))
+                results.append(np.asarray(len(kind.shape), find_numpy_dtype(out.dtype)))
             elif None not in kind.shape:
                 value = kind.elements if node.op == "Size" else kind.shape
-                results.append(np.asarray(value, numpy_dtype(out.dtype)))
+                results.append(np.asarray(value, find_numpy_dtype(out.dtype)))
             else:
                 results.append(None)
                 if node.op != "Size":
@@ -218,7 +218,7 @@ class _Folder:
                 self.moved[Ref(node.name, i)] = Ref(name)
 
     def _constant(self, name: str, value: np.ndarray, node: Node, i: int = 0) -> None:
-        made = const_node(name, value, node.outputs[i].dtype, node.controls, node.scope)
+        made = make_const(name, value, node.outputs[i].dtype, node.controls, node.scope)
         self.nodes.append(made)
         self.values[Ref(name)] = value
         self.types[Ref(name)] = made.outputs[0]
@@ -264,4 +264,4 @@ def _steering(op: str, count: int) -> list[int]:
 
 
 def _as_type(value: Any, kind: TensorType) -> np.ndarray | None:
-    return None if value is None else np.asarray(value, numpy_dtype(kind.dtype))
+    return None if value is None else np.asarray(value, find_numpy_dtype(kind.dtype))

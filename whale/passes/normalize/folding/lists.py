@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from whale.ir.ops import HAS_BODIES, IDENTITIES, LIST_PUTS, LIST_STACKS, LOOPS
-from whale.ir.program import Node, Program, Ref, const_node
+from whale.ir.program import Node, Program, Ref, make_const
 from whale.ir.values import Dims, Func, Tensor, TensorType
 
 
@@ -101,7 +101,7 @@ class _Elements:
         elif not lists or node.op in ("EmptyTensorList", "TensorListReserve", "Placeholder"):
             return
         elif node.op == "TensorListFromTensor":
-            shape = graph.type_of(node.inputs[0]).shape
+            shape = graph.find_type(node.inputs[0]).shape
             self._raise(name, Ref(node.name), _Item(shape[1:]) if shape else _ANY)
         elif node.op in LIST_PUTS:
             self._raise(name, Ref(node.name), self._of(name, node.inputs[0]))
@@ -173,14 +173,14 @@ def _refined(graph: Program, name: str, items: Mapping[tuple[str, Ref], _Item]) 
         nodes.append(node)
     if not changed:
         return graph
-    return graph.with_nodes(tuple(nodes), outputs=tuple(moved.get(r, r) for r in graph.outputs))
+    return graph.replace_nodes(tuple(nodes), outputs=tuple(moved.get(r, r) for r in graph.outputs))
 
 
 def _constant(name: str, value: Tensor, read: Node, taken: set[str]) -> Node:
     while name in taken:
         name += "_"
     taken.add(name)
-    return const_node(name, value, scope=read.scope)
+    return make_const(name, value, scope=read.scope)
 
 
 def _output_types(node: Node, item: Dims) -> tuple[TensorType, ...]:

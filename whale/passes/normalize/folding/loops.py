@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from whale.ir.ops import LOOPS
-from whale.ir.program import Node, Program, function_refs
+from whale.ir.program import Node, Program, iterate_function_refs
 from whale.ir.values import UNMOVABLE, Dims, Shape, TensorType
 
 
@@ -48,7 +48,7 @@ def _candidates(program: Program) -> dict[_Variable, Dims]:
     """Returns the loop variables whose initial value has a better known shape than the variable."""
     graphs = _graphs(program)
     uses = Counter(f.name for graph in graphs.values() for n in graph.nodes if n.op in LOOPS
-                   for _, f in function_refs(n))  # fmt: skip
+                   for _, f in iterate_function_refs(n))  # fmt: skip
     found: dict[_Variable, Dims] = {}
     for name, graph in graphs.items():
         for node in graph.nodes:
@@ -56,7 +56,7 @@ def _candidates(program: Program) -> dict[_Variable, Dims]:
                 continue
             for i, (ref, kind) in enumerate(zip(node.inputs, node.outputs)):
                 if kind.dtype not in UNMOVABLE and not kind.is_static:
-                    shape = _merged(kind.shape, graph.type_of(ref).shape)
+                    shape = _merged(kind.shape, graph.find_type(ref).shape)
                     if shape is not None and shape != kind.shape:
                         found[_Variable(name, node.name, i)] = shape
     return found
@@ -80,7 +80,7 @@ def _assuming(program: Program, assumed: Mapping[_Variable, Dims]) -> Program:
             argument = graphs[function].inputs[variable.index]
             outputs.setdefault((function, argument), {})[0] = shape
     changed = {
-        name: graph.with_nodes(
+        name: graph.replace_nodes(
             tuple(_typed(n, outputs[name, n.name]) if (name, n.name) in outputs else n for n in graph.nodes)
         )
         for name, graph in graphs.items()
@@ -100,5 +100,5 @@ def _typed(node: Node, shapes: Mapping[int, Dims]) -> Node:
 def _kept(program: Program, variable: _Variable, shape: Dims) -> bool:
     graphs = _graphs(program)
     body = graphs[graphs[variable.graph].by_name[variable.node].attrs["body"].name]
-    result = body.type_of(body.outputs[variable.index]).shape
+    result = body.find_type(body.outputs[variable.index]).shape
     return result is not None and len(result) == len(shape) and all(s in (None, r) for s, r in zip(shape, result))

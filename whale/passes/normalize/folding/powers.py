@@ -23,7 +23,7 @@ def powers(program: Program) -> Program:
 def _of_graph(program: Program) -> Program:
     if not any(n.op == "Pow" for n in program.nodes):
         return program
-    return program.with_nodes(tuple(_other(n, program.by_name) if n.op == "Pow" else n for n in program.nodes))
+    return program.replace_nodes(tuple(_other(n, program.by_name) if n.op == "Pow" else n for n in program.nodes))
 
 
 def _other(node: Node, nodes: Mapping[str, Node]) -> Node:
