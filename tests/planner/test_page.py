@@ -20,7 +20,7 @@ from whale.planner.report.measured_step import read, step_drawn
 from whale.planner.report.sliders import sliders
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PICTURES = os.environ.get("WHALE_PICTURES")  # a folder that keeps the page as it was seen
+PICTURES = os.environ.get("WHALE_TEST_PICTURES")  # a folder that keeps the page as it was seen
 LAB = """
 name: lab
 networks: {fabric: {type: infiniband-hdr-200}}

@@ -143,6 +143,19 @@ def iterate_function_refs(node: Node) -> Iterator[tuple[str, Func]]:
                 yield key, item
 
 
+def drop_unused_functions(program: Program) -> Program:
+    """``program`` without the functions that no node calls any more, in its graph or in functions that are called."""
+    called: set[str] = set()
+    waiting = [program]
+    while waiting:
+        names = {func.name for node in waiting.pop().nodes for _, func in iterate_function_refs(node)} - called
+        called |= names
+        waiting += [program.functions[name] for name in names]
+    if called == program.functions.keys():
+        return program
+    return replace(program, functions={name: body for name, body in program.functions.items() if name in called})
+
+
 def rename_nodes(program: Program, names: Mapping[str, str]) -> Program:
     """``program`` in which the nodes of ``names`` are called otherwise; its functions are left as they are."""
     if not names:

@@ -133,7 +133,10 @@ def trained(d: Any) -> tuple[Any, list[tf.Tensor]]:
     return wh.function(make_step(d)), batch
 
 
-def test_the_verb_says_what_each_way_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_says_what_each_way_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     lab, plan = tmp_path / "lab.yaml", tmp_path / "plan.json"
     lab.write_text("name: lab\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]\n")
     assert main(["plan", "--describe", CLASSIFIER, "--cluster", str(lab), "-o", str(plan)]) == 0

@@ -25,7 +25,7 @@ from whale.ir.ops import (
     SCATTERS,
     UPDATES,
 )
-from whale.ir.program import Node, Program, Ref, Variable, iterate_function_refs
+from whale.ir.program import Node, Program, Ref, Variable, drop_unused_functions, iterate_function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
 from whale.passes.analysis.cost import count_matmul_flops
 from whale.passes.memory.footprint import variable_kinds
@@ -154,7 +154,7 @@ def offload(program: Program, handles: Collection[str]) -> Program:
     """
     if program.variable_of.keys().isdisjoint(handles):
         return program
-    return _Crossings(program, handles, False).run()
+    return drop_unused_functions(_Crossings(program, handles, False).run())
 
 
 def crossing_bytes(program: Program) -> tuple[int, int]:
