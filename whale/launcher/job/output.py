@@ -32,10 +32,17 @@ class _PendingText:
 
 @dataclass(slots=True)
 class _Cursor:
-    """The state of an output device: who wrote last, and whether that line is still open."""
+    """The state of an output device: who wrote last, whether that line is open, and whose open lines were ended."""
 
     owner: tuple[int, int] | None = None
     ended_with: bytes = b"\n"
+    interrupted: set[tuple[int, int]] = field(default_factory=set)
+
+    def interrupt(self) -> bytes:
+        """Returns what ends the line that is open, if one is, and notes whose it was."""
+        if self.ended_with == b"" and self.owner is not None:
+            self.interrupted.add(self.owner)
+        return b"" if self.ended_with == b"\n" else b"\n"
 
 
 class _RepeatFilter:
@@ -134,7 +141,7 @@ class Printer:
     def say(self, text: str) -> None:
         """Writes lines of the launcher's own to stderr."""
         cursor = self._cursors[1]
-        start = b"" if cursor.ended_with == b"\n" else b"\n"
+        start = cursor.interrupt()
         cursor.owner, cursor.ended_with = None, b"\n"
         _write_all(self._outputs[1], start + text.encode(errors="replace") + b"\n")
 
@@ -179,12 +186,16 @@ class Printer:
         cursor, source = self._cursors[stream], (rank, stream)
         parts = []
         for line in lines:
+            if source in cursor.interrupted:
+                cursor.interrupted.remove(source)
+                if line in (b"\n", b"\r\n"):
+                    continue  # of a line that another rank's has ended already
             if cursor.ended_with == b"" and cursor.owner == source:
                 parts.append(line)  # the rest of a line that was written in part
             else:
                 # An open line, or one that a progress bar will write over, is kept from other ranks.
-                if cursor.ended_with != b"\n" and cursor.owner != source:
-                    parts.append(b"\n")
+                if cursor.owner != source:
+                    parts.append(cursor.interrupt())
                 parts += (self._prefix(stream, rank), line)
             cursor.owner = source
             cursor.ended_with = line[-1:] if line[-1:] in (b"\n", b"\r") else b""
