@@ -82,11 +82,12 @@ def test_usage_errors_end_with_code_2(arguments: list[str], capsys: pytest.Captu
 def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class DryRun:
         seen: tuple[Any, ...] = ()
+        verbose = False
         PredictionTarget = staticmethod(lambda *where: where)
 
         @classmethod
-        def main(cls, *arguments: Any) -> int:
-            cls.seen = arguments[:-2]  # the last ones end the status line, and ask for what passes took
+        def main(cls, *arguments: Any, verbose: bool) -> int:
+            cls.seen, cls.verbose = arguments[:-1], verbose  # the last ends the status line
             return 3
 
     monkeypatch.setitem(sys.modules, "whale.runtime.tools.dry_run", DryRun)
@@ -95,6 +96,9 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
     assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None, None), False, None, [])
     main(["plan", "--set", "a.split=2", "train.py"])
     assert DryRun.seen == ("train.py", (), None, None, (None, None, None), False, None, ["a.split=2"])
+    assert not DryRun.verbose
+    main(["plan", "-v", "train.py"])
+    assert DryRun.verbose
     # Right behind the script its own options may stand; from the first other one on, all is the script's.
     main(["plan", "train.py", "--cluster", "c.yaml", "-o=p.json", "--set", "a.split=2", "--width", "8", "-o", "x"])
     assert DryRun.seen == (

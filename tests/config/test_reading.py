@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from whale.config.reading import nearest
 from whale.errors import ConfigError
 
 pytestmark = pytest.mark.core
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_key_has_its_default() -> None:
@@ -120,6 +123,16 @@ def test_a_misspelt_variable_is_refused_and_others_are_left_alone() -> None:
             Config(environment={near: "1,1"})
     with pytest.raises(ConfigError, match="expected: WHALE_COMMUNICATION_BUCKET_BYTES"):
         Config(environment={"WHALE_COMMUNICATION_BUCKETBYTES": "1"})
+
+
+def test_variables_that_are_no_keys_and_that_the_project_reads_are_left_alone() -> None:
+    known = {key.variable for key in KEYS} | {"WHALE_CONFIG"}
+    sources = [path for top in ("whale", "whale_ops") for path in sorted((ROOT / top).rglob("*.py"))]
+    named = {found for path in sources for found in re.findall(r'"(WHALE_[A-Z_]*[A-Z])"', path.read_text())}
+    assert len(named - known) > 15
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Config(environment=dict.fromkeys(named - known, "1"))
 
 
 def test_variables_of_the_first_whale_and_of_others_warn() -> None:

@@ -154,6 +154,22 @@ def test_what_is_broken_is_named(case: str) -> None:
     assert str(facts["given"]).startswith(given) and facts["expected"]
 
 
+def test_copies_of_a_function_have_its_keys_and_other_functions_have_not() -> None:
+    def exchanging(name: str) -> Program:
+        e = Emitter(0, 2, "ranks")
+        t = TensorType("float32", (2,))
+        source = e.add("a", "Placeholder", (), {}, (t,))
+        out = e.comm_op(name, "WhaleAllReduce", (source,), t, {"key": "k", "reduction": "sum", "N": 1}, (t,))
+        return Program("body", tuple(e.nodes.values()), ("a",), (), (out,))
+
+    program = Program("step", (), functions={"one": exchanging("sum"), "copy": exchanging("sum")})
+    verify(program)
+    with pytest.raises(ProgramError) as raised:
+        verify(replace(program, functions={"one": exchanging("sum"), "two": exchanging("other")}))
+    assert raised.value.facts["op"] == "two/other (WhaleAllReduce)"
+    assert raised.value.facts["given"] == "the key k, which one/sum has"
+
+
 def test_good_programs_pass() -> None:
     verify(step())
     verify(mlp())

@@ -49,7 +49,7 @@ def test_a_run_that_starts_again_keeps_it(monkeypatch: pytest.MonkeyPatch) -> No
 
     class Failing:
         def __init__(self, *_: Any) -> None:
-            self.failed = True
+            self.has_failed = True
 
         def run(self, starts: list[mpirun.MpirunStart]) -> int:
             seen.append(starts[0].environment[HASH_SEED_VARIABLE])

@@ -148,7 +148,7 @@ def run_command(given: argparse.Namespace) -> int:
             given.explain,
             given.fixed,
             end,
-            given.verbose,
+            verbose=given.verbose,
         )
 
 

@@ -60,7 +60,7 @@ def verify(program: Program, after: str = "") -> None:
     Raises:
       ProgramError: it is broken; names the pass, the op, and what is wrong with it.
     """
-    keys: dict[tuple[str, str], str] = {}
+    keys: dict[tuple[str, str], tuple[str, str]] = {}
     for graph, body in (("", program), *program.functions.items()):
         _verify_graph(program, body, graph, keys, after)
 
@@ -77,7 +77,14 @@ def _make_error(after: str, op: str, given: object, expected: object) -> Program
     )
 
 
-def _verify_graph(program: Program, body: Program, graph: str, keys: dict[tuple[str, str], str], after: str) -> None:
+def _verify_graph(
+    program: Program, body: Program, graph: str, keys: dict[tuple[str, str], tuple[str, str]], after: str
+) -> None:
+    """Checks one graph.
+
+    Args:
+      keys: of the exchanges of graphs before -> graph and node; added to.
+    """
     types: dict[str, tuple[TensorType, ...]] = {}
     stay: list[str] = []
     for node in body.nodes:
@@ -101,9 +108,11 @@ def _verify_graph(program: Program, body: Program, graph: str, keys: dict[tuple[
                 stay.append(name)
                 if node.op in _WITH_KEYS and "key" in node.attrs:
                     key = node.op, str(node.attrs["key"])
-                    if key in keys:
-                        raise _BrokenProgramError(f"the key {key[1]}, which {keys[key]} has", "a key of its own")
-                    keys[key] = f"{graph}/{name}" if graph else name
+                    where, other = keys.setdefault(key, (graph, name))
+                    # Copies of one function have its keys: offload makes some, and micro-batches that differ do.
+                    if other != name:
+                        shown = f"{where}/{other}" if where else other
+                        raise _BrokenProgramError(f"the key {key[1]}, which {shown} has", "a key of its own")
         except _BrokenProgramError as broken:
             op = f"{graph}/{name} ({node.op})" if graph else f"{name} ({node.op})"
             raise _make_error(after, op, broken.given, broken.expected) from None

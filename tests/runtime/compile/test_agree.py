@@ -56,7 +56,7 @@ def test_ranks_with_different_programs_hear_a_likely_cause(
     def of_rank(rank: int) -> dict[str, Any]:
         config = {"debug.check_timeout_s": _TIMEOUT_S}
         context: Any = SimpleNamespace(
-            between_processes=True, comms=[comms[rank]], config=config, compiled_for={}, other_hashes=hashes
+            has_other_processes=True, comms=[comms[rank]], config=config, compiled_for={}, other_hashes=hashes
         )
         with pytest.raises(ProgramError, match="about to run different programs") as refused:
             cross_rank_checks.compare_programs(programs[rank], {}, 0, context)
@@ -81,7 +81,7 @@ def test_a_rank_that_waits_for_a_plan_says_that_rank_0_is_planning(monkeypatch: 
 
     def of_rank(rank: int) -> Any:
         config = {"debug.check_timeout_s": _TIMEOUT_S}
-        context: Any = SimpleNamespace(between_processes=True, rank=rank, comms=[comms[rank]], config=config)
+        context: Any = SimpleNamespace(has_other_processes=True, rank=rank, comms=[comms[rank]], config=config)
         return cross_rank_checks.agreed_plan(program, 3, context, PlanSettings(size=2))
 
     monkeypatch.setattr(cross_rank_checks, "made_plan", slowly)

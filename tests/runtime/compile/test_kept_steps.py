@@ -41,7 +41,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(where, name, count)
 
-    counted(capture, "program_from_graph")
+    counted(capture, "read_graph")
     for name in ("normalise", "agreed_plan", "lower_ranks", "substitute_kernels"):
         counted(compiling, name)
     return found
@@ -77,7 +77,7 @@ def steps_in(cache: Path) -> list[Path]:
 
 def test_a_second_run_lowers_nothing(ranks: Ranks, done: list[str], tmp_path: Path) -> None:
     first = trained(ranks, tmp_path / "whale")
-    assert {"program_from_graph", "normalise", "agreed_plan", "lower_ranks", "substitute_kernels"} <= set(done)
+    assert {"read_graph", "normalise", "agreed_plan", "lower_ranks", "substitute_kernels"} <= set(done)
     assert len(steps_in(tmp_path / "whale")) == 1
     done.clear()
     in_a_new_process()

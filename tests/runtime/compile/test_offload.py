@@ -119,7 +119,7 @@ def test_of_a_micro_batch_the_lookup_alone_is_computed_by_the_host() -> None:
     """
     ids, rows = 4 * 4, 4 * 2 * 8  # no weight, and no gradient
     for ranks in (1, 2):
-        text = printed(code, cluster__ranks=ranks, pipeline__num_micro_batch=2)
+        text = printed(code, communication__in_process_ranks=ranks, pipeline__micro_batches=2)
         assert text.splitlines()[0] == f"{ids} {rows} {ids} {rows}", text
 
 
@@ -159,7 +159,7 @@ def test_what_ran_before_a_table_moved_to_the_host_sees_what_training_makes_of_i
         np.testing.assert_allclose(whole(x), norm(x), rtol=1e-14)
     """
     printed(code)
-    printed(code, cluster__ranks=2)
+    printed(code, communication__in_process_ranks=2)
 
 
 def test_nothing_is_held_elsewhere_where_the_device_is_the_host(ranks: Callable[..., None]) -> None:

@@ -33,7 +33,7 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch, said: list[Any], asked: int, fo
     monkeypatch.setattr(microbenchmark, "_together", together)
     monkeypatch.setattr(microbenchmark, "_link", lambda context, through: Link(1e-4, 1e9))
     config = {"communication.backend": ""}
-    context: Any = SimpleNamespace(between_processes=True, planned_size=2, rank=0, config=config)
+    context: Any = SimpleNamespace(has_other_processes=True, planned_size=2, rank=0, config=config)
     b = Builder()
     program = b.build([b.input("x", (2,))])
     assert [one.flops_per_s for one in microbenchmark.measured_rates(context, False, program)] == pytest.approx(found)

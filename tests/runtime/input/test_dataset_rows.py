@@ -38,7 +38,7 @@ class _Rank:
     config: Config
     elements: int = 0
     mesh: Mesh = field(default_factory=Mesh)
-    between_processes: bool = True
+    has_other_processes: bool = True
     trace: None = None
     elastic: None = None
     left: int = 0
@@ -183,7 +183,7 @@ def test_functions_of_the_dataset_do_not_queue_behind_the_kernels_of_a_step(aske
     options = tf.data.Options()
     if asked is not None:
         options.threading.private_threadpool_size = asked
-    context = _Rank(0, 1, [], Config(environment={}), between_processes=False)
+    context = _Rank(0, 1, [], Config(environment={}), has_other_processes=False)
     shared = ShardedDataset(samples(8).map(double).batch(4).with_options(options), context, "row")
     assert shared._read.options().threading.private_threadpool_size == (asked or 1)
 
@@ -204,7 +204,7 @@ def test_the_queue_is_bounded(prefetch: int) -> None:
     plain.experimental_optimization.apply_default_optimizations = False
     source = source.with_options(plain)
     config = Config({"batch.prefetch": prefetch}, environment={})
-    context = _Rank(0, 1, [], config, between_processes=False)
+    context = _Rank(0, 1, [], config, has_other_processes=False)
     for taken, _ in enumerate(ShardedDataset(source, context, "row"), 1):
         deadline_s = time.monotonic() + 60
         while len(made) < 2 * (taken + prefetch) and time.monotonic() < deadline_s:

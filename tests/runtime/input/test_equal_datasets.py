@@ -42,7 +42,7 @@ class Rank:
     size: int = 2
     elements: int = 0
     mesh: Mesh = field(default_factory=Mesh)
-    between_processes: bool = True
+    has_other_processes: bool = True
     local_batch: bool = False
     trace: None = None
     elastic: None = None

@@ -68,7 +68,7 @@ def host_devices(library: Path, mixed: bool = False) -> Iterator[None]:
         return found
 
     with (
-        mock.patch.multiple(device_exchange, library=lambda: library, start=start),
+        mock.patch.multiple(device_exchange, find_library=lambda: library, start_device_exchange=start),
         mock.patch.object(substitute, "on_devices", given),
     ):
         yield
