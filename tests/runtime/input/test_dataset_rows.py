@@ -41,10 +41,10 @@ class _Rank:
     has_other_processes: bool = True
     trace: None = None
     elastic: None = None
-    left: int = 0
+    lost_count: int = 0
 
     @staticmethod
-    def survived(call: Callable[[], Any]) -> Any:
+    def retry_after_loss(call: Callable[[], Any]) -> Any:
         return call()
 
     seeds: None = None

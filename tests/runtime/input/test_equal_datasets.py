@@ -43,15 +43,15 @@ class Rank:
     elements: int = 0
     mesh: Mesh = field(default_factory=Mesh)
     has_other_processes: bool = True
-    local_batch: bool = False
+    has_local_batch: bool = False
     trace: None = None
     elastic: None = None
     seeds: None = None
     dry: None = None
-    left: int = 0
+    lost_count: int = 0
 
     @staticmethod
-    def survived(call: Callable[[], Any]) -> Any:
+    def retry_after_loss(call: Callable[[], Any]) -> Any:
         return call()
 
 

@@ -23,9 +23,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _called(times: int, every: int, has_other_processes: bool = True, local_batch: bool = False) -> list[Any]:
+def _called(times: int, every: int, has_other_processes: bool = True, has_local_batch: bool = False) -> list[Any]:
     context: Any = SimpleNamespace(
-        config={"debug.check_inputs": every}, has_other_processes=has_other_processes, local_batch=local_batch
+        config={"debug.check_inputs": every}, has_other_processes=has_other_processes, has_local_batch=has_local_batch
     )
     call = equal_inputs.compared(lambda tensors: tensors, context, "step", ["x", "y"], {"y"}, {"captured": -1})
     return [call([number, number]) for number in range(times)]
@@ -41,7 +41,7 @@ def test_the_first_steps_are_compared_and_then_every_so_many(seen: list[tuple[st
     assert compared == [["captured", "x"], *[["x"]] * 4]
 
 
-@pytest.mark.parametrize("how", [{"every": 0}, {"has_other_processes": False}, {"local_batch": True}], ids=str)
+@pytest.mark.parametrize("how", [{"every": 0}, {"has_other_processes": False}, {"has_local_batch": True}], ids=str)
 def test_where_nothing_can_differ_or_nobody_asks_nothing_is_compared(
     seen: list[tuple[str, dict[str, Any]]], how: dict[str, Any]
 ) -> None:

@@ -36,8 +36,8 @@ def test_regions_are_read_and_set_where_they_lie(tiles: Tiles) -> None:
     expected = [cut_part(tf.constant(whole), tiles, place) for place in range(tiles.count)]
     held = [tf.Variable(part) for part in expected]
     parts = SimpleNamespace(
-        tiles=tiles, folder="", dtype=tf.float64, settle=lambda: None, place=lambda rank: rank,
-        of_rank=held.__getitem__, read_value=lambda rank: held[rank].read_value(),
+        tiles=tiles, folder="", dtype=tf.float64, settle=lambda: None, find_place=lambda rank: rank,
+        find_rank_part=held.__getitem__, read_value=lambda rank: held[rank].read_value(),
     )  # fmt: skip
     variable, context = SimpleNamespace(_whale_parts=parts, shape=tf.TensorShape(SHAPE)), SimpleNamespace()
     context.ranks = range(tiles.count)
