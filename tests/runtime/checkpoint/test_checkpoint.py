@@ -301,10 +301,16 @@ def test_restoring_an_earlier_order_is_as_in_one_process(ranks: Start, tmp_path:
             found += [rest(iterator), rest(dataset)]
         return found
 
+    def certain(found: list[list[list[int]]]) -> list[list[list[int]]]:
+        """What one process reads each time: TensorFlow's next order behind a restored one depends on timing."""
+        return found if cached else [*found[:8], found[9]]
+
     wanted = orders(lambda dataset: dataset, tmp_path)
     assert (wanted[0] == wanted[-1]) == cached
     ranks(2)
-    assert orders(wh.shard, tmp_path) == wanted
+    found = orders(wh.shard, tmp_path)
+    assert certain(found) == certain(wanted)
+    assert found[8] == found[10]
 
 
 def test_an_earlier_order_that_nobody_knows_is_refused(
