@@ -1,5 +1,6 @@
 // Values: what variables hold, by one op. Lend: tensors as peers of the machine read them where
 // they lie (core/transport/arena.h).
+#include "tensorflow/core/framework/common_shape_fns.h"
 #include "whale_ops/core/transport/arena.h"
 #include "whale_ops/tf_kernels/kernel.h"
 

@@ -1,5 +1,6 @@
 // How far the seed generator of a dataset's shuffle has gone: TensorFlow keeps that to itself, and
 // every iteration of the dataset, and of those made of it, takes the next seeds.
+#include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
