@@ -91,7 +91,7 @@ def _taken(step: Any, batches: Any) -> None:
 
 
 def seconds(block: Callable[[], None]) -> float:
-    """Of one block."""
+    """Measures how long one block of steps takes."""
     start_s = time.perf_counter()
     block()
     return time.perf_counter() - start_s

@@ -96,7 +96,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LayerShare(msgspec.Struct, frozen=True):
-    """What one rank has of a layer: a part of its tensors, rows, and of its experts.
+    """The share of a layer that one rank has: a part of its tensors, rows, and of its experts.
 
     Attributes:
         tensor: ranks that divide tensors; rows: of a micro-batch; experts: ranks that divide a layer's experts.

@@ -172,12 +172,12 @@ def _find_needed(graph: Program, refs: Iterable[Ref]) -> tuple[list[Node], set[i
     """Returns the nodes that results depend on, in order, and the numbers of the arguments."""
     number = {name: i for i, name in enumerate(graph.inputs)}
     names: set[str] = set()
-    todo = [ref.node for ref in refs]
-    while todo:
-        name = todo.pop()
+    waiting = [ref.node for ref in refs]
+    while waiting:
+        name = waiting.pop()
         if name not in names:
             names.add(name)
-            todo += [ref.node for ref in graph.by_name[name].inputs]
+            waiting += [ref.node for ref in graph.by_name[name].inputs]
     return [n for n in graph.nodes if n.name in names and n.name not in number], {
         number[name] for name in names if name in number
     }

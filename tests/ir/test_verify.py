@@ -43,7 +43,7 @@ def one_more(name: str) -> Program:
 
 
 def changed(name: str, **changes: object) -> Callable[[Program], Program]:
-    """What makes a program with other fields of one node."""
+    """Returns a function that changes fields of one node of a program."""
     return lambda p: p.replace_nodes(tuple(replace(n, **changes) if n.name == name else n for n in p.nodes))
 
 
@@ -210,6 +210,6 @@ def test_unknown_sizes_fit_any() -> None:
 
 
 def test_a_function_may_be_known_to_tensorflow_only() -> None:
-    """What a dataset calls is none of the program's functions, and nothing of it is known."""
+    """Accepts a dataset's function, which is none of the program's."""
     node = Node("mapped", "MapDataset", (), (), {"f": Func("elsewhere")}, (TensorType("variant", ()),))
     verify(Program("reads", (node,), (), (), (Ref("mapped"),)))

@@ -31,7 +31,7 @@ def with_a_second_node_of_a_name(program: Program) -> Program:
 
 
 def value_of(table: Table[Any, Any], program: Program) -> Any:
-    """What the passes of a table change, for a program."""
+    """Makes of a program what the passes of a table change."""
     values: dict[str, Callable[[], Any]] = {
         "NORMALIZE": lambda: program,
         "PLAN": lambda: replace(lay_out(mlp(), TWO), program=program),
@@ -42,7 +42,7 @@ def value_of(table: Table[Any, Any], program: Program) -> Any:
 
 
 def context_of(table: Table[Any, Any], settings: PlanSettings) -> Any:
-    """What the passes of a table are told, for a plan of one axis."""
+    """Makes what the passes of a table are told, for a plan of one axis."""
     contexts: dict[str, Callable[[], Any]] = {
         "NORMALIZE": lambda: settings,
         "PLAN": lambda: PlanContext(settings),

@@ -98,7 +98,7 @@ def test_zero_3_is_not_chosen_where_it_lost_in_publications() -> None:
     found = ask.plan(selene, batch, model, software="megatron-2021", limits=ask.limits([], 2.0))
     assert found.strategy.zero < 3
     with_3 = ask.plan(selene, batch, model, software="megatron-2021", limits=ask.limits(["zero=3", "stages=1"], 2.0))
-    assert with_3.predicted.step_s > 1.05 * found.predicted.step_s  # of what 2 s of a busy machine find
+    assert with_3.predicted.step_s > 1.2 * found.predicted.step_s
 
 
 def test_what_no_kernel_hides_is_waited_for() -> None:

@@ -258,7 +258,7 @@ def _stream(program: Program, batches: Sequence[np.ndarray]) -> tf.data.Dataset:
 
 
 def run_of(wh: Any, keras: Any) -> Run:
-    """What runs programs; the Keras of TensorFlow 2.15 is Keras 2 itself."""
+    """Makes what runs the drawn programs; the Keras of TensorFlow 2.15 is Keras 2 itself."""
     keras_2 = keras if keras.__version__.startswith("2.") else importlib.import_module("tf_keras")
     for one in (keras, keras_2):
         one.backend.set_floatx("float64")

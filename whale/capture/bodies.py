@@ -180,16 +180,16 @@ def _import_body(
 def _list_callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
     """Lists the functions that the nodes of ``graph_def`` call, directly or through others."""
     found: dict[str, None] = {}
-    todo = [graph_def.node]
-    while todo:
-        for node in todo.pop():
+    waiting = [graph_def.node]
+    while waiting:
+        for node in waiting.pop():
             names = [node.op] if node.op in library else []
             if node.op in CALLS:
                 names.append(node.attr["f"].func.name)
             for name in names:
                 if name in library and name not in found:
                     found[name] = None
-                    todo.append(library[name].node_def)
+                    waiting.append(library[name].node_def)
     return list(found)
 
 

@@ -227,16 +227,16 @@ class _Builder:
     def list_reachable_functions(self, program: Program) -> dict[str, Program]:
         """Returns the functions that ``program`` calls, directly or through others."""
         found: dict[str, Program] = {}
-        todo = [program] if self.functions else []
-        while todo:
-            for node in todo.pop().nodes:
+        pending = [program] if self.functions else []
+        while pending:
+            for node in pending.pop().nodes:
                 facts = find_op_facts(node.op)
                 for key in facts[1] if facts else ():
                     value = node.attrs.get(key)
                     for func in value if isinstance(value, tuple) else (value,):
                         if isinstance(func, Func) and func.name in self.functions and func.name not in found:
                             found[func.name] = self.functions[func.name]
-                            todo.append(found[func.name])
+                            pending.append(found[func.name])
         return found
 
 

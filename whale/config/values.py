@@ -92,7 +92,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedNetwork:
-    """What is emulated of a network.
+    """A network that is emulated between the ranks of one host.
 
     Attributes:
         link: which delays messages; None: they travel as fast as they can.

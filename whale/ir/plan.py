@@ -284,7 +284,7 @@ def _encoded(plan: Plan) -> ProgramLayouts:
 
 
 class ProgramLayouts(msgspec.Struct, omit_defaults=True):
-    """How every tensor of a program lies: the JSON form of a plan.
+    """The layouts of all tensors of a program: the JSON form of a plan.
 
     Strategies of nodes are stored once and referred to by number, since most nodes share a few.
     """
@@ -328,7 +328,7 @@ class ProgramLayouts(msgspec.Struct, omit_defaults=True):
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What every plan file says.
+    """The part of a plan file that plans of programs and of described models share.
 
     Attributes:
       strategy: how a step is divided over devices; planner: who decided that: ``auto_parallel``, ``scopes`` (with the

@@ -1,4 +1,4 @@
-"""What one training step is predicted to take under a strategy, whichever evaluator predicted it.
+"""Predictions of one training step under a strategy, whichever evaluator made them.
 
 A described model is evaluated by formulas and a schedule (`cost_model.analytic.evaluate`), a program by simulating what
 its ranks would run (`cost_model.graph.predict`); both come to this.

@@ -143,17 +143,18 @@ def iterate_function_refs(node: Node) -> Iterator[tuple[str, Func]]:
                 yield key, item
 
 
-def drop_unused_functions(program: Program) -> Program:
-    """``program`` without the functions that no node calls any more, in its graph or in functions that are called."""
-    called: set[str] = set()
-    waiting = [program]
+def find_called_functions(nodes: Iterable[Node], functions: Mapping[str, Program]) -> dict[str, Program]:
+    """Those of ``functions`` that nodes call, directly or in functions that these call, by name."""
+    found: dict[str, Program] = {}
+    # Attributes are decoded when they are read, which is worth it only where there is a function to find.
+    waiting = [func.name for node in nodes for _, func in iterate_function_refs(node)] if functions else []
     while waiting:
-        names = {func.name for node in waiting.pop().nodes for _, func in iterate_function_refs(node)} - called
-        called |= names
-        waiting += [program.functions[name] for name in names]
-    if called == program.functions.keys():
-        return program
-    return replace(program, functions={name: body for name, body in program.functions.items() if name in called})
+        name = waiting.pop()
+        if name in found or name not in functions:
+            continue
+        found[name] = functions[name]
+        waiting += [func.name for node in functions[name].nodes for _, func in iterate_function_refs(node)]
+    return found
 
 
 def rename_nodes(program: Program, names: Mapping[str, str]) -> Program:
@@ -326,14 +327,5 @@ def prune(program: Program) -> Program:
     needed = find_waited_for(program, [*(r.node for r in program.outputs), *program.effects])
     needed.update(program.inputs)
     nodes = tuple(n for n in program.nodes if n.name in needed)
-    functions: dict[str, Program] = {}
-    # Attributes are decoded when they are read, which is worth it only where there is a function to find.
-    todo = [f.name for n in nodes for _, f in iterate_function_refs(n)] if program.functions else []
-    while todo:
-        name = todo.pop()
-        if name in functions or name not in program.functions:
-            continue
-        functions[name] = program.functions[name]
-        todo.extend(f.name for n in functions[name].nodes for _, f in iterate_function_refs(n))
     variables = tuple(v for v in program.variables if v.node in needed)
-    return replace(program, nodes=nodes, variables=variables, functions=functions)
+    return replace(program, nodes=nodes, variables=variables, functions=find_called_functions(nodes, program.functions))

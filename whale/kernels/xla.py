@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whale.ir.marks import NO_MARKS
-from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs
+from whale.ir.program import COMPILED, Node, Program, Ref, find_called_functions
 from whale.ir.values import DType, Func
 
 
@@ -33,16 +33,8 @@ def change_other_graphs(program: Program, change: Callable[[Program], Program]) 
 def _find_compiled(program: Program) -> set[str]:
     """Returns the functions that XLA compiles, with those that they call."""
     graphs = (program, *program.functions.values())
-    todo = [
-        func.name for one in graphs for n in one.nodes if n.attrs.get(COMPILED) for _, func in iterate_function_refs(n)
-    ]
-    found: set[str] = set()
-    while todo:
-        name = todo.pop()
-        if name not in found and name in program.functions:
-            found.add(name)
-            todo += [func.name for node in program.functions[name].nodes for _, func in iterate_function_refs(node)]
-    return found
+    compiled = (node for graph in graphs for node in graph.nodes if node.attrs.get(COMPILED))
+    return set(find_called_functions(compiled, program.functions))
 
 
 def _replace_marked_nodes(program: Program, graph: str, functions: dict[str, Program]) -> Program:

@@ -302,7 +302,7 @@ def test_restoring_an_earlier_order_is_as_in_one_process(ranks: Start, tmp_path:
         return found
 
     def certain(found: list[list[list[int]]]) -> list[list[list[int]]]:
-        """What one process reads each time: TensorFlow's next order behind a restored one depends on timing."""
+        """Leaves out what one process reads by timing: the order that TensorFlow begins behind a restored one."""
         return found if cached else [*found[:8], found[9]]
 
     wanted = orders(lambda dataset: dataset, tmp_path)

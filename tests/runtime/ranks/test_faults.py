@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +54,7 @@ def test_an_error_of_a_layer_in_a_session(ranks: Start) -> None:
             assert session.run(total, {x: X}) == X.size
             with pytest.raises(tf.errors.InvalidArgumentError, match="WhaleNet was given no numbers"):
                 session.run(total, {x: BAD})
-    # Both ranks are of one session here, which cancels what the other waits in: whichever comes first is heard.
-    assert re.match("rank 0 failed: InvalidArgumentError: |.* was cancelled on rank 0: TensorFlow cancelled", heard())
+    assert heard().startswith("rank 0 failed: InvalidArgumentError: ")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from whale.ir.ops import (
     SCATTERS,
     UPDATES,
 )
-from whale.ir.program import Node, Program, Ref, Variable, drop_unused_functions, iterate_function_refs
+from whale.ir.program import Node, Program, Ref, Variable, find_called_functions, iterate_function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
 from whale.passes.analysis.cost import count_matmul_flops
 from whale.passes.memory.footprint import variable_kinds
@@ -154,7 +154,9 @@ def offload(program: Program, handles: Collection[str]) -> Program:
     """
     if program.variable_of.keys().isdisjoint(handles):
         return program
-    return drop_unused_functions(_Crossings(program, handles, False).run())
+    crossing = _Crossings(program, handles, False).run()
+    # What was called before has been rewritten under other names.
+    return replace(crossing, functions=find_called_functions(crossing.nodes, crossing.functions))
 
 
 def crossing_bytes(program: Program) -> tuple[int, int]:

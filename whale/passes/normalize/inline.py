@@ -37,13 +37,13 @@ class _Inliner:
             return program
         flat = self._flatten(program)
         kept: dict[str, Program] = {}
-        todo = [flat]
-        while todo:
-            for node in todo.pop().nodes:
+        pending = [flat]
+        while pending:
+            for node in pending.pop().nodes:
                 for _, func in iterate_function_refs(node):
                     if func.name in program.functions and func.name not in kept:
                         kept[func.name] = self._function(func.name, node)
-                        todo.append(kept[func.name])
+                        pending.append(kept[func.name])
         return replace(flat, functions={n: marked(f) if n in self.compiled else f for n, f in kept.items()})
 
     def _function(self, name: str, call: Node) -> Program:

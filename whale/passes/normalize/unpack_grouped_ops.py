@@ -97,14 +97,14 @@ def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, i
     if any(s is None for s in saved):
         return None
     found: list[tuple[str, int]] = []
-    todo = [Ref(producer.name, index)]
-    while todo:
-        ref = todo.pop()
+    pending = [Ref(producer.name, index)]
+    while pending:
+        ref = pending.pop()
         if ref in graph.outputs:
             return None
         for node, i in graph.consumers.get(ref, ()):
             if node.op in IDENTITIES:
-                todo.append(Ref(node.name))
+                pending.append(Ref(node.name))
                 continue
             same = node.op in BRANCHES and i > 0 and node.inputs[0] == producer.inputs[0]
             if not same or len(list_called_functions(node)) != len(saved):
@@ -118,14 +118,14 @@ def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, i
 
 def _only_gets(body: Program, argument: int, values: int) -> bool:
     """Tells whether the body does nothing with the argument but take ``values`` values out."""
-    todo = [Ref(body.inputs[argument])]
-    while todo:
-        ref = todo.pop()
+    pending = [Ref(body.inputs[argument])]
+    while pending:
+        ref = pending.pop()
         if ref in body.outputs:
             return False
         for node, _ in body.consumers.get(ref, ()):
             if node.op in IDENTITIES:
-                todo.append(Ref(node.name))
+                pending.append(Ref(node.name))
             elif node.op != "OptionalGetValue" or len(node.outputs) != values:
                 return False
     return True
