@@ -114,7 +114,7 @@ class PassObserver:
     """What watches passes.
 
     Attributes:
-      dump: the directory that the program goes to after each pass (key ``dump``); "": nowhere.
+      dump: the directory that the program goes to after each pass (key ``debug.dump``); "": nowhere.
       log: gets each pass's seconds, and what it changed; None: nobody asks.
     """
 

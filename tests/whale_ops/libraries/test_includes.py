@@ -29,7 +29,7 @@ INCLUDED: dict[str, set[str]] = {
     "tf_kernels/communication": {"core/collective", "core/progress", "tf_kernels"},
     "tf_kernels/compute": {"core/compute", "tf_kernels"},
     "tf_kernels/gpu": {"core/device", "tf_kernels/communication"},
-    "tf_kernels/random": set(),
+    "tf_kernels/random": {"tf_kernels"},
     "tf_kernels/memory": {"core/transport", "tf_kernels"},
 }
 # Headers of others -> the only room that includes them, or one inside it. No room has those of CUDA and NCCL: what is

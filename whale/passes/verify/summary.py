@@ -41,7 +41,9 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
             " (batch.norm_statistics=batch: of the whole batch)"
         )
     if drawn:
-        found.append(f"{len(drawn)} random tensors drawn by each rank for its own rows (random=global: as one device)")
+        found.append(
+            f"{len(drawn)} random tensors drawn by each rank for its own rows (batch.random=global: as one device)"
+        )
     return tuple(found)
 
 

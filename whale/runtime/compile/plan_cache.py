@@ -1,4 +1,4 @@
-"""Keeps plans, and strategies that `auto_parallel` found, for later runs of the same program: the key ``plan_cache``.
+"""Keeps plans, and strategies that a search found, for later runs of the same program: the key ``mesh.plan_cache``.
 
 A plan is found by all that decides it: the program (its fingerprint, its variables' names and scopes), the settings,
 and the code that plans. A strategy is found by the machines as well; what they computed and exchanged in a second when

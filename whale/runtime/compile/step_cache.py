@@ -1,4 +1,4 @@
-"""Lowered steps that an earlier run of the same program made: the key ``plan_cache``.
+"""Lowered steps that an earlier run of the same program made: the key ``mesh.plan_cache``.
 
 A step is found by all that decides what a rank runs: its trace, the configuration, how variables and batches lie, the
 rank, and the code. What is kept is what TensorFlow gets, and what Whale does with it at each call; with it a run reads

@@ -19,7 +19,7 @@ _DIGEST = 32
 
 
 def find_folder(asked: str) -> Path | None:
-    """Returns the folder that the key `plan_cache` names; None: nothing is kept."""
+    """Returns the folder that the key `mesh.plan_cache` names; None: nothing is kept."""
     if not asked:
         return None
     if asked != DEFAULT:

@@ -3,7 +3,7 @@ operations.
 
 Each event is one line, written at once, so that a process that is killed leaves all that happened before. The lines go
 to the pipe of the worker of `whale run --trace` beside the script, which passes them on to the launcher, or to the file
-that the key ``trace`` names. The op library writes its operations to the same place (``Communicator.trace_start``).
+that the key ``debug.trace`` names. The op library writes its operations there too (``Communicator.trace_start``).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
       run: how often Whale was started in this process, from 1; a later run has a file of its own.
 
     Raises:
-      ConfigError: the file cannot be written, or ``whale run --trace`` and the key ``trace`` both ask for a trace.
+      ConfigError: the file cannot be written, or ``whale run --trace`` and ``debug.trace`` both ask for a trace.
     """
     pipe, asked = own_descriptor(TRACE_PIPE_VARIABLE), config["debug.trace"]
     if pipe is not None and asked:

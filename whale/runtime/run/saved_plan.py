@@ -1,4 +1,4 @@
-"""Runs a script under a plan that was saved: the key ``plan`` (``wh.init(plan=...)``, `whale run --plan`)."""
+"""Runs a script under a plan that was saved: the key ``mesh.plan`` (``wh.init(plan=...)``, `whale run --plan`)."""
 
 from __future__ import annotations
 

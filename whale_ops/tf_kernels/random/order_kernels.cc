@@ -1,20 +1,13 @@
 // How far the seed generator of a dataset's shuffle has gone: TensorFlow keeps that to itself, and
 // every iteration of the dataset, and of those made of it, takes the next seeds.
 #include "tensorflow/core/framework/common_shape_fns.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/kernels/data/random_seed_ops.h"
 #include "tensorflow/core/platform/hash.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
 
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
 using tensorflow::data::SeedGeneratorManager;
 
 REGISTER_OP("WhaleShuffleOrder")
@@ -67,9 +60,8 @@ class SetShuffleOrderOp : public OpKernel {
   }
 };
 
-REGISTER_KERNEL_BUILDER(Name("WhaleShuffleOrder").Device(tensorflow::DEVICE_CPU), ShuffleOrderOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleSetShuffleOrder").Device(tensorflow::DEVICE_CPU),
-                        SetShuffleOrderOp);
+WHALE_CPU_KERNEL("WhaleShuffleOrder", ShuffleOrderOp);
+WHALE_CPU_KERNEL("WhaleSetShuffleOrder", SetShuffleOrderOp);
 
 }  // namespace
 }  // namespace whale_ops

@@ -8,20 +8,11 @@
 
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/node_def.pb.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/public/version.h"
+#include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
 namespace {
-
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::shape_inference::InferenceContext;
 
 // Of 128 bits each; as many as TensorFlow's own kernels leave for an element
 // (GuardedPhiloxRandom::ReserveRandomOutputs).
@@ -55,14 +46,7 @@ REGISTER_OP("WhaleDraw")
     .Attr("Tout: list(type) >= 1")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      std::vector<tensorflow::PartialTensorShape> shapes;
-      TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
-      for (size_t i = 0; i < shapes.size(); ++i) {
-        tensorflow::shape_inference::ShapeHandle shape;
-        TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &shape));
-        c->set_output(static_cast<int>(i), shape);
-      }
-      return absl::OkStatus();
+      return set_shapes(c, "outputs", "one shape for each of Tout");
     })
     .Doc(
         "What the operation of `node`, a serialised NodeDef, draws: by one kernel for all nodes of "
@@ -125,8 +109,7 @@ absl::Status streams_of(OpKernelContext* ctx, tensorflow::core::RefCountPtr<Stre
 class AdvanceOp : public OpKernel {
  public:
   explicit AdvanceOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("stream", &stream_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("seed2", &seed2_));
+    read(ctx, "stream", &stream_, "seed2", &seed2_);
   }
   void Compute(OpKernelContext* ctx) override {
     tensorflow::core::RefCountPtr<Streams> streams;
@@ -136,9 +119,7 @@ class AdvanceOp : public OpKernel {
     for (int64_t i = 0; i < shape.NumElements(); ++i) {
       const int64_t size = shape.dtype() == tensorflow::DT_INT32 ? shape.flat<int32_t>()(i)
                                                                  : shape.flat<int64_t>()(i);
-      OP_REQUIRES(ctx, size >= 0,
-                  absl::InvalidArgumentError(
-                      absl::StrCat("a random tensor has a dimension of size ", size)));
+      OP_REQUIRES(ctx, size >= 0, invalid("a random tensor has a dimension of size ", size));
       elements *= static_cast<uint64_t>(size);
     }
     Tensor* counter = nullptr;
@@ -157,10 +138,8 @@ class DrawOp : public OpKernel {
  public:
   explicit DrawOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     std::string text;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("stream", &stream_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("node", &text));
-    OP_REQUIRES(ctx, node_.ParseFromString(text),
-                absl::InvalidArgumentError("the node of WhaleDraw is no NodeDef"));
+    read(ctx, "stream", &stream_, "node", &text);
+    OP_REQUIRES(ctx, node_.ParseFromString(text), invalid("the node of WhaleDraw is no NodeDef"));
   }
   void Compute(OpKernelContext* ctx) override {
     tensorflow::core::RefCountPtr<Streams> streams;
@@ -195,9 +174,9 @@ class ForgetStreamsOp : public OpKernel {
   }
 };
 
-REGISTER_KERNEL_BUILDER(Name("WhaleAdvance").Device(tensorflow::DEVICE_CPU), AdvanceOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleDraw").Device(tensorflow::DEVICE_CPU), DrawOp);
-REGISTER_KERNEL_BUILDER(Name("WhaleForgetStreams").Device(tensorflow::DEVICE_CPU), ForgetStreamsOp);
+WHALE_CPU_KERNEL("WhaleAdvance", AdvanceOp);
+WHALE_CPU_KERNEL("WhaleDraw", DrawOp);
+WHALE_CPU_KERNEL("WhaleForgetStreams", ForgetStreamsOp);
 
 }  // namespace
 }  // namespace whale_ops
