@@ -81,6 +81,8 @@ def large(communicator: whale_ops.Communicator) -> str:
 
 
 def disagree(communicator: whale_ops.Communicator) -> str:
+    # Whoever is here can find the ranks in disagreement while another's connecting ends: a second one waits for that.
+    assert whale_ops.connect_mpi("all are connected").leave(harness.TIMEOUT_S)
     dtype = np.float32 if communicator.rank else np.float64
     return failure(harness.all_reduce("k", [np.ones(100_000, dtype)] * communicator.size), communicator)
 
